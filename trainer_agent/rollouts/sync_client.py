@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trainer_agent.bus_thread import BusThread
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from trainer_agent.rollouts.request import OnInexact
-    from trainer_agent.rollouts.results import Completion, TokenDelta
+    from trainer_agent.rollouts.results import ChatCompletion, Completion, TokenDelta
 
 
 class SyncRolloutClient(BusThread[RolloutClient]):
@@ -79,6 +80,18 @@ class SyncRolloutClient(BusThread[RolloutClient]):
         before the first request is sent, in the caller's thread."""
         return self._iterate(
             self._connected()[1].generate_many(list(prompts), sampling_params, **options)
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling_params: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
+    ) -> ChatCompletion:
+        """See :meth:`RolloutClient.chat`, whose options these are."""
+        return self._call(
+            lambda: self._connected()[1].chat(messages, tools, sampling_params, **options)
         )
 
     def finish_session(self, session_id: str) -> None:
