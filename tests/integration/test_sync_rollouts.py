@@ -55,6 +55,25 @@ def test_threads_share_a_client_while_another_one_trains(bus: Bus) -> None:
     assert len({whole for whole, *_ in found}) == 8
 
 
+class Letters:
+    """A tokenizer: one character for each token, and a template that knows the texts alone."""
+
+    def decode(self, token_ids: Any) -> str:
+        return "".join(chr(65 + token) for token in token_ids)
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
+        return [ord(char) - 65 for message in messages for char in message["content"]]
+
+
+def test_a_chat_is_the_same_without_an_event_loop(bus: Bus) -> None:
+    bus.sidecar("e0")
+    greedy = {"temperature": 0.0, "max_tokens": 5}
+    with SyncRolloutClient(bus.address, tokenizer=Letters()) as client:
+        done = client.chat([{"role": "user", "content": "FJ"}], sampling_params=greedy)
+        assert done.choices[0].token_ids == client.generate([5, 9], greedy).choices[0].token_ids
+        assert done.messages[0]["content"] == done.choices[0].text
+
+
 def test_a_generator_that_is_closed_leaves_nothing_under_way(bus: Bus) -> None:
     bus.sidecar("e0", "--step-ms", "5")
     with SyncRolloutClient(bus.address) as client:

@@ -248,12 +248,11 @@ class RolloutBuffer(Generic[T]):
 
     def _age(self, rollout: BufferedRollout[T], current: int | None = None) -> int:
         """In commits; negative if all of it is of later commits than ``current``."""
-        commits = self._commits
+        commits, place = self._commits, bisect.bisect_right
         if current is None:
-            return len(commits) - bisect.bisect_right(commits, rollout.version)
+            return len(commits) - place(commits, rollout.version)
         if not commits or current > commits[-1]:
             commits = [*commits, current]
-        place = bisect.bisect_right
         return place(commits, current) - place(commits, rollout.version)
 
     def _remove(self, rollout: BufferedRollout[T]) -> None:

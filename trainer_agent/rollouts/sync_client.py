@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trainer_agent.bus_thread import BusThread
@@ -11,8 +12,7 @@ from trainer_agent.rollouts.client import RolloutClient
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping, Sequence
 
-    from trainer_agent.rollouts.request import OnInexact
-    from trainer_agent.rollouts.results import Completion, TokenDelta
+    from trainer_agent.rollouts.results import ChatCompletion, Completion, TokenDelta
 
 
 class SyncRolloutClient(BusThread[RolloutClient]):
@@ -30,55 +30,40 @@ class SyncRolloutClient(BusThread[RolloutClient]):
         super().__init__(functools.partial(RolloutClient, *args, **kwargs))
 
     def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        *,
-        session_id: str | None = None,
-        on_inexact: OnInexact = "restart",
-        **extra: Any,
+        self, prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], **options: Any
     ) -> Completion:
-        """See :meth:`RolloutClient.generate`."""
+        """See :meth:`RolloutClient.generate`, whose options these are."""
         return self._call(
-            lambda: self._connected()[1].generate(
-                prompt_token_ids,
-                sampling_params,
-                session_id=session_id,
-                on_inexact=on_inexact,
-                **extra,
-            )
+            lambda: self._connected()[1].generate(prompt_token_ids, sampling_params, **options)
         )
 
     def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        *,
-        session_id: str | None = None,
-        on_inexact: OnInexact = "continue",
-        **extra: Any,
+        self, prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], **options: Any
     ) -> Generator[TokenDelta]:
-        """See :meth:`RolloutClient.stream`."""
+        """See :meth:`RolloutClient.stream`, whose options these are."""
         return self._iterate(
-            self._connected()[1].stream(
-                prompt_token_ids,
-                sampling_params,
-                session_id=session_id,
-                on_inexact=on_inexact,
-                **extra,
-            )
+            self._connected()[1].stream(prompt_token_ids, sampling_params, **options)
         )
 
     def generate_many(
-        self,
-        prompts: Iterable[Sequence[int]],
-        sampling_params: Mapping[str, Any],
-        **options: Any,
+        self, prompts: Iterable[Sequence[int]], sampling_params: Mapping[str, Any], **options: Any
     ) -> Generator[tuple[int, Completion]]:
         """See :meth:`RolloutClient.generate_many`, whose options these are. All prompts are read
         before the first request is sent, in the caller's thread."""
         return self._iterate(
             self._connected()[1].generate_many(list(prompts), sampling_params, **options)
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling_params: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
+    ) -> ChatCompletion:
+        """See :meth:`RolloutClient.chat`, whose options these are."""
+        return self._call(
+            lambda: self._connected()[1].chat(messages, tools, sampling_params, **options)
         )
 
     def finish_session(self, session_id: str) -> None:
