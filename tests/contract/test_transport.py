@@ -274,7 +274,7 @@ def test_who_did_not_run_for_a_while_keeps_its_connection(
     now_s = 1.0
     anew: list[ZmqClient] = []
     monkeypatch.setattr(zmq_transport, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(ZmqClient, "_reconnect", lambda client: anew.append(client))
+    monkeypatch.setattr(ZmqClient, "_reconnect", lambda client: anew.append(client))  # noqa: PLW0108 - bound
 
     async def main() -> None:
         nonlocal now_s
