@@ -190,7 +190,7 @@ class RolloutBench:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(self._checkpoint), "--skip-tokenizer-init", "--enforce-eager"),
             *("--dtype=float32", f"--max-num-seqs={_STREAMS}", "--max-model-len=512"),
-            *("--block-size=16", "--enable-prefix-caching"),
+            *("--block-size=32", "--enable-prefix-caching"),
         )
         urls: list[str] = []
         for name in ("server-0", "server-1"):
