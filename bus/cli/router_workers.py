@@ -49,6 +49,7 @@ class RouterWorkers:
         """Another broker has let us in: for a while, an engine that it does not know is no reason
         to remove it."""
         self._absent_until_s = asyncio.get_running_loop().time() + _REJOIN_S
+        self._present = set()  # the broker before said who was there
 
     def on_routes(self, group: str, routes: Routes) -> None:
         """Take where requests go."""
