@@ -115,7 +115,10 @@ async def run(asks: RolloutClient | aiohttp.ClientSession, wave: Wave) -> dict[s
     begun_s, cpu_s = time.monotonic(), time.process_time()
     streams = [asyncio.create_task(one(stream)) for stream in range(wave.streams)]
     while wave.until_live and len(wave.first_s) < wave.streams:
-        await asyncio.wait(streams, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
+        for ended in (
+            await asyncio.wait(streams, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
+        )[0]:
+            ended.result()  # raises what ended it
     live, rss_mb = sum(not each.done() for each in streams), _rss_mb()
     for each in streams if wave.until_live else ():
         each.cancel()

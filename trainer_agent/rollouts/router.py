@@ -44,7 +44,8 @@ class EngineLoad:
 
     ``window``: how many of ours may be. No request is sent to it before ``held_until_s``;
     ``hold_s``: how long the next hold is. ``peaks``: the most of ours that were in flight since the
-    last figures, and before each of those; ``queues``: requests waited in it by the last figures.
+    last figures, and before each of those; ``queued``: how many requests it had by the last
+    figures, if some of them waited; 0 if none did.
     """
 
     route: Route
@@ -54,7 +55,7 @@ class EngineLoad:
     hold_s: float = _HOLD_S
     others: int = 0
     peaks: tuple[int, ...] = (0,)
-    queues: bool = False
+    queued: int = 0
 
     @property
     def slots(self) -> int:
@@ -117,7 +118,8 @@ class Router:
         """How many requests engines have in all, as far as the broker has heard; what it does not
         name, or did not know of late, counts as ours alone.
 
-        A request that waits by figures twice in a row does so for want of slots or memory.
+        An engine that queues by figures twice in a row, though it has no more than before, does so
+        for want of slots or memory; where more have come, they wait for its next step.
         """
         known = {(each.name, each.endpoint): each for each in engines}
         for key, load in self._loads.items():
@@ -125,8 +127,8 @@ class Router:
             total, waiting = (view.in_flight, view.waiting) if view is not None else (0, 0)
             load.others = max(0, total - max(load.peaks))
             load.peaks = (load.in_flight, *load.peaks[:_PEAKS])
-            queued, load.queues = load.queues, waiting > 0
-            if queued and load.queues:
+            queued, load.queued = load.queued, total if waiting else 0
+            if 0 < load.queued <= queued:
                 load.window = max(1.0, load.window / 2)
 
     def pick(

@@ -159,6 +159,14 @@ def test_requests_that_wait_in_an_engine_shrink_its_window() -> None:
     assert load.window > 2
 
 
+def test_requests_that_come_do_not_shrink_it() -> None:
+    """Those of a burst wait for the next step, and others come meanwhile."""
+    router = router_of("a", slots=8)
+    for in_flight, window in ((2, 8), (5, 8), (8, 8), (8, 4)):
+        router.take_figures([figures("a", in_flight=in_flight, waiting=1)])
+        assert router.engines["a"].window == window
+
+
 def test_an_engine_that_returns_is_asked_at_once_and_keeps_count_of_what_is_in_flight() -> None:
     router = router_of("a", slots=1)
     load = router.pick(None, 1, 0.0)
