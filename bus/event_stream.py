@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+# The data of the last one.
+END: Final = b"[DONE]"
 _DATA: Final = b"data: "
 _LINE_BYTES: Final = 1 << 20
 

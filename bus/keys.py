@@ -37,6 +37,8 @@ AUTHORIZED: Final = "authorized"
 KEY_VARIABLE: Final = "WAVEBUS_KEY"
 BROKER_KEY_VARIABLE: Final = "WAVEBUS_BROKER_KEY"
 INSECURE_VARIABLE: Final = "WAVEBUS_INSECURE"
+# The key that clients of an engine give it, and its sidecar; vLLM reads it too.
+API_KEY_VARIABLE: Final = "VLLM_API_KEY"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _Z85 = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")

@@ -21,9 +21,15 @@ from bus.cli.options import (
 )
 from bus.errors import UsageError
 from bus.ids import check_name
-from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE, security
+from bus.keys import (
+    API_KEY_VARIABLE,
+    BROKER_KEY_VARIABLE,
+    INSECURE_VARIABLE,
+    KEY_VARIABLE,
+    security,
+)
 from bus.net import advertised
-from sidecar.supervision.launch import API_KEY, SUPERVISED
+from sidecar.supervision.launch import SUPERVISED
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -422,7 +428,7 @@ def _vllm(
     return VllmHttpEngine(
         attach,
         ready_timeout_s=boot_timeout_s,
-        api_key=os.environ.get(API_KEY, ""),
+        api_key=os.environ.get(API_KEY_VARIABLE, ""),
         dp_coordinator="bus" if coordinate else "vllm",
     )
 
@@ -448,7 +454,7 @@ def _embedded(embedded: Embedded, broker: str, group: str, dp_group: str | None)
         embedded["model"],
         host=embedded["host"],
         port=embedded["port"],
-        api_key=os.environ.get(API_KEY, ""),
+        api_key=os.environ.get(API_KEY_VARIABLE, ""),
         max_num_seqs=embedded["max_num_seqs"],
         max_model_len=embedded["max_model_len"],
         dtype=embedded["dtype"],

@@ -23,6 +23,7 @@ from bus.cli.options import (
 )
 from bus.errors import UsageError
 from bus.journal.writer import journal_files
+from bus.keys import API_KEY_VARIABLE
 from bus.net import is_loopback_host
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 )
 @click.option(
     "--engine-api-key",
-    envvar="VLLM_API_KEY",
+    envvar=API_KEY_VARIABLE,
     help="The engines' own, if they have one.  [env: VLLM_API_KEY]",
 )
 @key_options

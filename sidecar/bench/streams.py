@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from bus.event_stream import EventStream
+from bus.event_stream import END, EventStream
 from bus.rejection import is_rejected
 from sidecar.bench.processes import BenchFailed
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
 PROMPT_TOKENS: Final = 32
-_END: Final = b"[DONE]"
 _AGAIN_S: Final = 0.05
 
 
@@ -82,7 +81,7 @@ class Streams:
             events = EventStream()
             async for chunk in response.content.iter_any():
                 for data in events.feed(chunk):
-                    if data.startswith(_END):
+                    if data.startswith(END):
                         return True
                     event = json.loads(data)
                     # The status line is gone by then: the error is an event of the stream.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 # Set for a sidecar by whoever starts it, and its engine, anew when it ends.
 SUPERVISED: Final = "WAVEBUS_SUPERVISED"
-# The key that clients of an engine give it, and its sidecar.
-API_KEY: Final = "VLLM_API_KEY"
 _REAPER: Final = Path(__file__).with_name("reaper.py")
 _FIRST_PORT: Final = 21_000
 _PORTS: Final = 11_000

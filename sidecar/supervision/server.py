@@ -23,11 +23,11 @@ import anyio.to_thread
 
 import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
-from bus.keys import INSECURE_VARIABLE
+from bus.keys import API_KEY_VARIABLE, INSECURE_VARIABLE
 from bus.locked_paths import LockedFolder
 from bus.net import WILDCARDS, http_url, is_loopback_host
 from bus.vllm_payloads import UNSUPPORTED
-from sidecar.supervision.launch import API_KEY, free_port, with_reaper
+from sidecar.supervision.launch import free_port, with_reaper
 from sidecar.vllm.plugin import environment
 from sidecar.vllm.plugin.compat import BACKEND
 from sidecar.vllm.plugin.front_end import DataRoutesOnly
@@ -91,7 +91,7 @@ def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerComma
     if host is None:
         host = "127.0.0.1"
         added += ["--host", host]
-    api_key = options.get("api-key") or env.get(API_KEY, "")
+    api_key = options.get("api-key") or env.get(API_KEY_VARIABLE, "")
     if not is_loopback_host(host):
         added += _for_other_hosts(host, api_key, env)
     port = options.get("port")
@@ -124,8 +124,9 @@ def _for_other_hosts(host: str, api_key: str, env: Mapping[str, str]) -> list[st
         raise UsageError(f"--host {host}: with {RUST_FRONT_END} its RL routes can't be kept here")
     if not api_key and env.get(INSECURE_VARIABLE) != "1":
         raise UsageError(
-            f"--host {host}: whoever reaches it could generate there: set {API_KEY} for the server "
-            f"and its clients, or, on a network that only you can reach, {INSECURE_VARIABLE}=1"
+            f"--host {host}: whoever reaches it could generate there: set {API_KEY_VARIABLE} for "
+            "the server and its clients, or, on a network that only you can reach, "
+            f"{INSECURE_VARIABLE}=1"
         )
     return ["--middleware", f"{DataRoutesOnly.__module__}.{DataRoutesOnly.__name__}"]
 

@@ -29,7 +29,7 @@ KEEP_ALIVE_S: Final = 2.0
 _ASK_EVERY_S: Final = 0.5
 # How often a start says that it waits for the server.
 _WARN_EVERY_S: Final = 10.0
-_SERVER_ERROR: Final = 500
+SERVER_ERROR: Final = 500
 
 
 class HttpSessions:
@@ -110,7 +110,7 @@ async def wait_until_healthy(
             except (aiohttp.ClientError, TimeoutError) as error:
                 last = str(error) or type(error).__name__
             else:
-                if status < _SERVER_ERROR:
+                if status < SERVER_ERROR:
                     return
                 last = f"/health answers {status}"
             if anyio.current_time() >= warn_s:

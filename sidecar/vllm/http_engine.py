@@ -34,7 +34,12 @@ from sidecar.engine import (
     answers_within,
 )
 from sidecar.vllm.admission import AdmissionControl
-from sidecar.vllm.connection_http import HttpConnection, HttpSessions, wait_until_healthy
+from sidecar.vllm.connection_http import (
+    SERVER_ERROR,
+    HttpConnection,
+    HttpSessions,
+    wait_until_healthy,
+)
 from sidecar.vllm.core_state import CoreLink, check_ranks, parse_version, server_info
 from sidecar.vllm.lora_routes import AdapterRoutes
 from sidecar.vllm.plugin import worker_rpc
@@ -58,7 +63,6 @@ ABORT_SEEN_S: Final = 1.0
 REQUEST_IDS_S: Final = 1.0
 OK: Final = 200
 NOT_FOUND: Final = 404
-SERVER_ERROR: Final = 500
 UNAVAILABLE: Final = 503
 BAD_BODY: Final = (400, 422)
 

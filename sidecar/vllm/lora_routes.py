@@ -8,6 +8,7 @@ import zlib
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from bus.errors import EngineError
+from bus.keys import API_KEY_VARIABLE
 from bus.lora import AdapterFolder
 from bus.messages import NackCode
 from bus.weight_transfer.formats import SHM_FOLDER, decode
@@ -64,7 +65,7 @@ class AdapterRoutes:
             why = (
                 f"start it with {SWITCH}=1"
                 if status == _NOT_FOUND
-                else "the server's API key covers it: give the sidecar the same VLLM_API_KEY"
+                else f"the server's API key covers it: give the sidecar the same {API_KEY_VARIABLE}"
             )
             raise EngineError(
                 f"{self._url}{LOAD} answers {status}: {why}", code=NackCode.BACKEND_MISSING

@@ -27,7 +27,7 @@ from trainer_agent.rollouts.client import RolloutClient
 from trainer_agent.rollouts.router import EngineLoad
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from tests.integration.conftest import Bus
     from trainer_agent.rollouts.results import Choice, Completion
@@ -449,6 +449,19 @@ def test_what_kills_two_engines_is_sent_to_no_third() -> None:
     assert not asked
 
 
+@contextlib.contextmanager
+def full_engines(client: RolloutClient, *names: str) -> Iterator[None]:
+    """Engines whose queues of connections are full: the kernel drops what comes."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            stack.enter_context(socket.create_connection(full.getsockname()))
+            url = f"http://127.0.0.1:{full.getsockname()[1]}"
+            load = EngineLoad(Route(name, "", url, RequestLimits(slots=8)), 8.0)
+            client._pool.router.engines[name] = load
+        yield
+
+
 def test_an_engine_that_takes_no_connection_has_run_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -458,14 +471,7 @@ def test_an_engine_that_takes_no_connection_has_run_nothing(
     async def main() -> None:
         async with clients_of(honest) as client:
             await client._pool.until_routed()
-            with contextlib.ExitStack() as stack:
-                for name in ("a0", "a1"):
-                    full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-                    # Its queue is full then, and the kernel drops what comes.
-                    stack.enter_context(socket.create_connection(full.getsockname()))
-                    url = f"http://127.0.0.1:{full.getsockname()[1]}"
-                    load = EngineLoad(Route(name, "", url, RequestLimits(slots=8)), 8.0)
-                    client._pool.router.engines[name] = load
+            with full_engines(client, "a0", "a1"):
                 client._pool.router._sessions["s"] = "a1"
                 (choice,) = (
                     await client.generate(PROMPT, {"max_tokens": 5}, session_id="s")
@@ -475,6 +481,21 @@ def test_an_engine_that_takes_no_connection_has_run_nothing(
             assert ends[0] == ("a1", "unreachable")
             assert ends[1:-1] in ([], [("a0", "unreachable")])
             assert client._pool.router.engine_of("s") == "e0"
+
+    run(main())
+
+
+def test_engines_that_take_no_connection_are_not_asked_for_anything_else_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five that fail are the limit, but these have not been asked."""
+    monkeypatch.setattr("trainer_agent.rollouts.client._CONNECT_S", 0.02)
+
+    async def main() -> None:
+        async with clients_of(honest) as client:
+            await client._pool.until_routed()
+            with full_engines(client, *(f"a{index}" for index in range(5))):
+                assert await client.ask("/v1/models") is None  # e0 has no such route
 
     run(main())
 

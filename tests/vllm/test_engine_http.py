@@ -19,9 +19,9 @@ import anyio
 import pytest
 
 from bus.errors import EngineDead, EngineError
+from bus.keys import API_KEY_VARIABLE
 from bus.messages import NO_LIMITS, NackCode, RequestLimits
 from bus.rejection import is_closed, is_rejected
-from sidecar.supervision.launch import API_KEY as API_KEY_VARIABLE
 from sidecar.supervision.server import SupervisedServer
 from sidecar.vllm.core_state import parse_version
 from sidecar.vllm.http_engine import VllmHttpEngine

@@ -18,10 +18,10 @@ import aiohttp
 import msgspec
 
 import bus.log
-from bus.event_stream import EventStream
+from bus.event_stream import END, EventStream
 from bus.runtime import event_loop
 from bus.runtime.json_lines import read_commands, write_answer
-from trainer_agent.rollouts.attempt import DECODER, END, GENERATE
+from trainer_agent.rollouts.attempt import DECODER, GENERATE
 from trainer_agent.rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
@@ -115,10 +115,9 @@ async def run(asks: RolloutClient | aiohttp.ClientSession, wave: Wave) -> dict[s
     begun_s, cpu_s = time.monotonic(), time.process_time()
     streams = [asyncio.create_task(one(stream)) for stream in range(wave.streams)]
     while wave.until_live and len(wave.first_s) < wave.streams:
-        for ended in (
-            await asyncio.wait(streams, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
-        )[0]:
-            ended.result()  # raises what ended it
+        done, _ = await asyncio.wait(streams, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
+        for each in done:
+            each.result()  # raises what ended it
     live, rss_mb = sum(not each.done() for each in streams), _rss_mb()
     for each in streams if wave.until_live else ():
         each.cancel()

@@ -13,14 +13,16 @@ import aiohttp
 import msgspec
 
 from bus.errors import UsageError
-from bus.event_stream import EventStream
+from bus.event_stream import END, EventStream
 from bus.rejection import is_rejected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
 GENERATE: Final = "/inference/v1/generate"
-END: Final = b"[DONE]"
+# No connection was made, so the engine has run nothing.
+UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+FAILURES: Final = 5  # in a row, and a request is given up
 _SHOWN: Final = 300
 _BAD_REQUEST: Final = range(400, 500)
 _LATER: Final = (408, 429, 503)
@@ -101,7 +103,7 @@ async def pieces(
                     raise end
                 if end:
                     return
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+    except UNREACHABLE as error:
         raise Cut("unreachable", str(error)) from None
     except (aiohttp.ClientError, ConnectionError) as error:
         raise Cut("died", f"{type(error).__name__}: {error}") from None

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from bus.errors import BusClosed, RolloutFailed, UsageError
-from trainer_agent.rollouts.attempt import Cut, refused
+from trainer_agent.rollouts.attempt import FAILURES, UNREACHABLE, Cut, refused
 from trainer_agent.rollouts.request import make_request
 from trainer_agent.rollouts.results import ChatCompletion
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from trainer_agent.rollouts.results import Choice, Completion
 
 _ROUTE: Final = "/v1/chat/completions"
-_FAILURES: Final = 5
 _OK: Final = 200
 _CLOSED: Final = (403, 405, 501)  # routes that are there, and do nothing
 # What rendering says for the request that generates.
@@ -53,7 +52,7 @@ async def ask_any(
     avoid: set[str] = set()
     failures = 0
     method = "GET" if body is None else "POST"
-    timeout = aiohttp.ClientTimeout(total=pool.stall_s)
+    timeout = aiohttp.ClientTimeout(pool.stall_s, sock_connect=http.timeout.sock_connect)
     while True:
         load = pool.router.pick(None, 0, pool.now_s(), avoid)
         load = load or await pool.acquire(None, 0, frozenset(avoid))
@@ -68,7 +67,7 @@ async def ask_any(
             cut = refused(response.status, raw)
             if isinstance(cut, UsageError):
                 raise cut
-        except aiohttp.ClientConnectorError as error:
+        except UNREACHABLE as error:
             cut = Cut("unreachable", str(error))
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             cut = Cut("died", f"{type(error).__name__}: {error}")
@@ -77,7 +76,7 @@ async def ask_any(
             pool.router.rejected(load, pool.now_s())
         else:
             failures += 1
-        if failures == _FAILURES:
+        if failures == FAILURES:
             raise RolloutFailed(f"five engines failed; the last, at {url}: {cut}")
 
 

@@ -14,7 +14,7 @@ import aiohttp
 
 from bus.errors import UsageError
 from bus.ids import check_name
-from bus.keys import security
+from bus.keys import API_KEY_VARIABLE, security
 from bus.runtime.peer import default_name
 from bus.settings import DEFAULT_BROKER
 from trainer_agent.connection import Connection
@@ -82,7 +82,7 @@ class RolloutClient(ChatClient):
                 raise UsageError(f"{option}={value}: must be positive")
         self.group = check_name(group, "group")
         self._tokenizer = tokenizer
-        api_key = api_key or os.environ.get("VLLM_API_KEY")
+        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         name = check_name(name or f"{default_name('rollouts')}-{secrets.token_hex(3)}", "name")
         keys = security(key, broker_key, insecure=insecure)

@@ -29,6 +29,7 @@ import msgspec
 from aiohttp import web
 
 from bus.errors import NoEngine, UsageError, WavebusError
+from bus.net import http_url
 from trainer_agent.rollouts.choice import GrowingText
 from trainer_agent.rollouts.request import MAX_SESSION_CHARS, named
 
@@ -370,6 +371,6 @@ async def serve(
         except OSError as error:
             raise UsageError(f"can't listen at {host}:{port}: {error.strerror}") from error
         at, port = runner.addresses[0][:2]
-        yield f"http://[{at}]:{port}" if ":" in at else f"http://{at}:{port}"
+        yield http_url(at, port)
     finally:
         await runner.cleanup()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 
 from bus.errors import BusClosed, RequestPoisoned, RolloutFailed
-from trainer_agent.rollouts.attempt import Cut, pieces
+from trainer_agent.rollouts.attempt import FAILURES, Cut, pieces
 from trainer_agent.rollouts.choice import ChoiceState
 from trainer_agent.rollouts.engine_pool import AttemptWatch
 from trainer_agent.rollouts.results import Completion
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from trainer_agent.rollouts.results import TokenDelta
     from trainer_agent.rollouts.router import EngineLoad
 
-_FAILURES: Final = 5
 _POISONED: Final = 2
 
 
@@ -195,8 +194,8 @@ class RolloutRun:
                     f"request {self._request.id}: {names} died while they ran it, so no other "
                     f"engine gets it; the last: {self._last}"
                 )
-        if any(choice.failures >= _FAILURES for choice in choices):
+        if any(choice.failures >= FAILURES for choice in choices):
             raise RolloutFailed(
-                f"request {self._request.id}: {_FAILURES} attempts in a row gave no token; the "
+                f"request {self._request.id}: {FAILURES} attempts in a row gave no token; the "
                 f"last: {self._last}"
             )
