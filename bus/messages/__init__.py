@@ -132,6 +132,7 @@ from bus.messages.types import (
     LongText,
     Name,
     PauseMode,
+    PdRole,
     Phase,
     RequestIds,
     RequestLimits,
@@ -275,6 +276,7 @@ __all__ = [
     "CanaryMode",
     "CorePhase",
     "Verify",
+    "PdRole",
     "Phase",
     "step_name",
 ]

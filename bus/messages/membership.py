@@ -16,6 +16,7 @@ from bus.messages.types import (
     LeasePosition,
     LongText,
     Name,
+    PdRole,
     Phase,
     RequestLimits,
     Role,
@@ -44,7 +45,10 @@ class EngineFacts:
     ``features``: what its vLLM supports, and why not; empty for an engine that lacks nothing;
     ``untested``: says that wavebus was not run on its version of vLLM; empty if it was;
     ``dtype``: its model's, by torch's name (``bfloat16``); empty if the engine does not report it;
-    ``limits``: what requests it takes.
+    ``limits``: what requests it takes;
+    ``run``: the run whose caches its own are (:class:`Welcome`); one of its own before it has
+    joined any group;
+    ``pd_role``: whether it only prefills, or only decodes what others have prefilled.
     """
 
     kind: ShortText
@@ -69,6 +73,8 @@ class EngineFacts:
     untested: ShortText = ""
     dtype: ShortText = ""
     limits: RequestLimits = NO_LIMITS
+    run: ShortText = ""
+    pd_role: PdRole = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +104,16 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """``version`` is the group's; the envelope carries the epoch given."""
+    """``version`` is the group's; the envelope carries the epoch given.
+
+    ``run`` names the group's run: engines put it into the salts of their caches, so that engines
+    of one run find each other's keys and values, and never those of another run.
+    """
 
     heartbeat_ms: Count
     peer_timeout_ms: Count
     version: Count
+    run: ShortText = ""
 
 
 @dataclass(frozen=True, slots=True)

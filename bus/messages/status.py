@@ -13,6 +13,7 @@ from bus.messages.types import (
     Count,
     Features,
     LongText,
+    PdRole,
     RequestLimits,
     ShortText,
     Target,
@@ -110,12 +111,14 @@ class OutView:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``endpoint``: where it takes requests; empty if that is not known. ``limits``: which."""
+    """``endpoint``: where it takes requests; empty if that is not known. ``limits``: which.
+    ``pd_role``: as in :class:`bus.messages.EngineFacts`."""
 
     engine: ShortText
     dp_group: ShortText
     endpoint: ShortText
     limits: RequestLimits = NO_LIMITS
+    pd_role: PdRole = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ CorePhase: TypeAlias = Literal["", "idle", "work", "step", "dummy", "sync", "bar
 # What becomes of an engine's requests while a canary runs: they must have been ended, or stay as
 # they are; empty: there is none, or the engine can't run it.
 CanaryMode: TypeAlias = Literal["", "abort", "keep"]
+# What an engine of a disaggregated pair does; empty: both.
+PdRole: TypeAlias = Literal["", "prefill", "decode"]
 # How a chunk is checked before it is loaded: `unsupported` where a backend can't.
 Verify: TypeAlias = Literal["off", "sample", "full", "unsupported"]
 # What an engine says of itself, in its heartbeats and when it joins. One that is emptied sleeps,

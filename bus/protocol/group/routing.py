@@ -64,7 +64,13 @@ class Routing:
             for rank_peer in registry.dp_peers(name)
         }
         return tuple(
-            Route(name, peer.facts.dp_group, peer.facts.endpoint, peer.facts.limits)
+            Route(
+                name,
+                peer.facts.dp_group,
+                peer.facts.endpoint,
+                peer.facts.limits,
+                peer.facts.pd_role,
+            )
             for name, peer in sorted(registry.engines.items())
             if name not in out and not registry.is_incomplete(name) and peer.facts is not None
         )
