@@ -9,8 +9,8 @@ it never runs two calls of one engine at the same time, apart from
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import anyio
 
@@ -19,6 +19,7 @@ from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
     NO_LIMITS,
     CanaryMode,
+    EngineFacts,
     NackCode,
     PauseMode,
     ProbeResult,
@@ -112,6 +113,14 @@ class EngineInfo:
     dtype: str = ""
     limits: RequestLimits = NO_LIMITS
 
+    def facts(self, **placed: Any) -> EngineFacts:
+        """What a JOIN says of the engine; ``placed``: what only its sidecar knows."""
+        names = {each.name for each in fields(EngineFacts)} - placed.keys()
+        found: dict[str, Any] = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name in names
+        }
+        return EngineFacts(**found, **placed)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -166,6 +175,13 @@ class Engine(Protocol):
 
     async def version(self) -> int:
         """The weight version it serves; 0 until the first commit."""
+
+    async def join_run(self, run: str) -> None:
+        """Salt the caches with this run's id: keys and values of another run are never found.
+
+        Called before any other call of a session that has joined a group, and again where the
+        group's run has become another one.
+        """
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop generation; return when the engine is idle on its device.

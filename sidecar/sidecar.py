@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Final, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Self
 
 import anyio
 
@@ -17,7 +17,6 @@ from bus.errors import BusClosed, EngineError, refusal
 from bus.ids import check_name, new_boot
 from bus.keys import security
 from bus.messages import (
-    EngineFacts,
     Envelope,
     Heartbeat,
     HeartbeatAck,
@@ -48,6 +47,7 @@ from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.peer import HOST, PID, PeerClient, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
+from sidecar.cache_run import CacheRun
 from sidecar.dispatch import dispatch
 from sidecar.engine import START_ANSWER_S, answers_within
 from sidecar.pause_lease import PauseLeaseWriter
@@ -134,6 +134,7 @@ class Sidecar:
         self._next_call: Call | None = None
         self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
         self._swap_cancelled: CallSwap | None = None  # which is, until it returns
+        self._cache_run = CacheRun(engine)
         self._closing = self._is_frozen = False  # the core is
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
@@ -272,13 +273,10 @@ class Sidecar:
 
     def _join(self) -> Join:
         assert self.info is not None
-        shared = {each.name for each in fields(self.info)} & {
-            each.name for each in fields(EngineFacts)
-        }
-        info: dict[str, Any] = {name: getattr(self.info, name) for name in shared}
-        info |= {"closed": self.session.is_closed, "features": dict(self.info.features)}
-        facts = EngineFacts(
-            **info,
+        assert self._peer is not None
+        facts = self.info.facts(
+            closed=self.session.is_closed,
+            run=self._peer.link.run or f"{self._peer.boot:x}",
             dp_group=self.dp_group,
             supervised=self.supervised,
             version=self.session.version,
@@ -331,6 +329,7 @@ class Sidecar:
     def _on_state(self, state: LinkState) -> None:
         self._changed.set()
         if state is LinkState.JOINED and self._peer is not None:
+            self._wake_caller()  # its run may be another one
             self._perform(
                 self.session.on_group_version(self._peer.link.version, self._peer.now_ms())
             )
@@ -380,8 +379,11 @@ class Sidecar:
     # -- engine calls -----------------------------------------------------------
 
     async def _make_calls(self) -> None:
-        """Make the calls that the machine asks for, one after the other."""
+        """Join the group's run; make the calls that the machine asks for, one after the other."""
+        assert self._peer is not None
         while True:
+            if await self._cache_run.join(self._peer.link.run, self._failure):
+                continue
             call, self._next_call = self._next_call, None
             if call is not None:
                 await self._make(call)
@@ -410,16 +412,15 @@ class Sidecar:
             self._write_lease(call)
             result = await dispatch(self.engine, call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
-            failure = self._failure(call, error)
+            failure = self._failure(type(call).__name__, error)
             self._perform(self.session.on_call_failed(call, failure, self._peer.now_ms()))
         else:
             now_ms = self._peer.now_ms()
             self._perform(self.session.on_call_done(call, now_ms, result=result))
 
-    def _failure(self, call: Call | CallEscalate | CallCancelSwap, error: Exception) -> Failure:
+    def _failure(self, name: str, error: Exception) -> Failure:
         """What the machine is told of a call that failed; the log has more."""
         assert self._peer is not None
-        name = type(call).__name__
         if not isinstance(error, EngineError):
             self._peer.log.error("engine_call_broke", call=name, exc_info=error)
             return Failure(NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
@@ -436,7 +437,7 @@ class Sidecar:
             await self.engine.pause(call.mode, clear_cache=call.clear_cache)
             in_flight = await self.engine.in_flight()
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
-            failure = self._failure(call, error)
+            failure = self._failure(type(call).__name__, error)
         now_ms = self._peer.now_ms()
         self._perform(self.session.on_escalation_done(failure, now_ms, in_flight=in_flight))
 
@@ -451,7 +452,7 @@ class Sidecar:
             try:
                 await self.engine.call_off()
             except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
-                self._failure(call, error)
+                self._failure(type(call).__name__, error)
             await anyio.sleep(CANCEL_SWAP_RETRY_S)
 
     def _on_task_failed(self, error: BaseException) -> None:

@@ -53,7 +53,6 @@ LONG_CLASSES = {
     "VllmHttpEngine": 397,
     "Watch": 445,
     "WavebusWeightTransferEngine": 384,
-    "WorkerClient": 252,
 }
 
 # The glossary's words (docs/glossary.md) replaced these in names. Each is one or several parts of

@@ -134,7 +134,7 @@ class GroupStatus:
     """``update_target``: which model the update under way is for; ``model`` if there is none.
     ``owner_heard_ms``: how long ago the owner was heard; 0 if there is none.
     ``routes``: what watchers of routes were sent last; during a commit that is the version before.
-    ``routable``: the names of its engines.
+    ``routable``: the names of its engines. ``run``: as in :class:`bus.messages.Welcome`.
     """
 
     name: ShortText
@@ -153,6 +153,7 @@ class GroupStatus:
     engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
     dp_groups: Annotated[tuple[DpGroupView, ...], Meta(max_length=16_384)]
     routes: Routes = Routes(0, ())
+    run: ShortText = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,6 +237,7 @@ class SimEngine:
             update_id=session.shown_id,
             peer_address="",
             closed=session.is_closed,
+            run=self.peer.link.run or f"{self.boot:x}",
         )
         return Join("engine", "sim", 1, facts, None)
 
@@ -289,12 +290,10 @@ class SimEngine:
             self.met["sent after it is received"] += 1
 
     def _on_state(self, state: LinkState) -> None:
-        self.joins += state is LinkState.JOINED
         if state is LinkState.JOINED:
-            self.truth.group_version = self.peer.link.version
-            self._perform(
-                self.session.on_group_version(self.peer.link.version, self._scheduler.now_ms())
-            )
+            self.joins += 1
+            version = self.truth.group_version = self.peer.link.version
+            self._perform(self.session.on_group_version(version, self._scheduler.now_ms()))
 
     def _on_tick(self, now_ms: float) -> None:
         self._perform(self.session.tick(now_ms))

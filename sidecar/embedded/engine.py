@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -245,6 +246,9 @@ class EmbeddedEngine:
 
     # Control
 
+    async def join_run(self, run: str) -> None:
+        """Nothing is to be done: its caches are its own process's, and begin empty."""
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         await _answer(self._started().pause(mode, clear_cache=clear_cache))
 
@@ -350,14 +354,9 @@ class EmbeddedEngine:
         await _answer(self._started().call(lambda: updater.commit(version)))
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
-        updater = self._update()
-        await _answer(
-            self._started().swap(
-                lambda: updater.require_staged(version),
-                lambda: updater.swap(version),
-                clear_cache=clear_cache,
-            )
-        )
+        core, updater = self._started(), self._update()
+        check, make = partial(updater.require_staged, version), partial(updater.swap, version)
+        await _answer(core.swap(check, make, clear_cache=clear_cache))
 
     async def call_off(self) -> None:
         await _answer(self._started().call_off())

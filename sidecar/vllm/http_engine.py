@@ -265,7 +265,7 @@ class VllmHttpEngine(UpdatesByPlugin):
         return parse_version(str((await self._ask("/weight_info"))["weight_version"]))
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        clear = self._plugin.clears_cache(clear_cache)
+        clear = self._plugin.caches.clears(clear_cache)
         query = {"mode": mode, "clear_cache": "true" if clear else "false"}
         await self.post("/pause", query=query)
 
@@ -300,6 +300,8 @@ class VllmHttpEngine(UpdatesByPlugin):
         return ended
 
     async def clear_cache(self) -> None:
+        if await self._plugin.caches.clear():
+            return
         query = {"reset_running_requests": "true"}
         if not (await self.post("/reset_prefix_cache", query=query)).get("success"):
             raise EngineError("vLLM could not drop its prefix cache: some of it is in use")

@@ -178,7 +178,7 @@ class VllmEngine(UpdatesByPlugin):
         return parse_version(await _call(self._llm.get_weight_version()))
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        clear = self._plugin.clears_cache(clear_cache)
+        clear = self._plugin.caches.clears(clear_cache)
         await _call(self._llm.pause_generation(mode=mode, clear_cache=clear))
 
     async def resume(self) -> None:
@@ -216,6 +216,8 @@ class VllmEngine(UpdatesByPlugin):
         return len(requests)
 
     async def clear_cache(self) -> None:
+        if await self._plugin.caches.clear():
+            return
         if not await _call(self._llm.reset_prefix_cache(reset_running_requests=True)):
             raise EngineError("vLLM could not drop its prefix cache: some of it is in use")
         await _call(self._llm.reset_mm_cache())

@@ -9,6 +9,7 @@ from bus.lora import adapter_of
 from bus.messages import NackCode
 from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity, combine, require_capacity
+from sidecar.vllm.cache_control import CacheControl
 from sidecar.vllm.plugin import operations, worker_rpc
 from sidecar.vllm.plugin.staging import channel_messages
 from sidecar.vllm.staging_channel import StagingChannels
@@ -54,6 +55,7 @@ class WorkerClient:
 
     def __init__(self, connection: VllmConnection) -> None:
         self._connection = connection
+        self.caches = CacheControl(connection.ask)
         self._adapter = ""
         self._load_comes_with_receive = False
         self._staged = False
@@ -64,7 +66,6 @@ class WorkerClient:
         self._channels = StagingChannels()
         self._no_channels_reason = ""
         self._cannot_stage = ""
-        self._mixes_caches = False
         self._is_one_core = True
 
     async def hello(self, features: Mapping[str, str], *, cores: int) -> None:
@@ -79,7 +80,7 @@ class WorkerClient:
         self._is_one_core = cores == 1
         why = features.get("staged_updates", "")
         self._cannot_stage = f"this vLLM takes no staged updates: {why}" if why else ""
-        self._mixes_caches = bool(features.get("prefix_cache_versions"))
+        self.caches.learn(features)
         await self._perform(operations.Hello(operations.PROTOCOL))
         await self._perform(operations.UndoAdapter(settled=False))
         if await self._cancel_swap() is None and not why:
@@ -87,11 +88,6 @@ class WorkerClient:
         # Whoever came before us is not heard by the staging channels from here on.
         await self._open_channels()
         await self._perform(operations.ReleaseStaging())
-
-    def clears_cache(self, asked: bool) -> bool:
-        """Whether a pause, or a swap, is to drop caches: also where nobody asked for it, in a
-        vLLM that would find keys and values of older weights in them."""
-        return asked or self._mixes_caches
 
     def close(self) -> None:
         """Let the workers' staging channels go."""
@@ -200,7 +196,7 @@ class WorkerClient:
             "version": version,
             "check": operations.encode(operations.CheckReady()),
             "operation": operations.encode(operations.SwapStaged()),
-            "clear_cache": self.clears_cache(clear_cache),
+            "clear_cache": self.caches.clears(clear_cache),
         }
         await self._connection.ask(worker_rpc.SWAP, kwargs)
 
@@ -295,6 +291,9 @@ class UpdatesByPlugin:
     """What an adapter leaves to the plugin's client as it is."""
 
     _plugin: WorkerClient
+
+    async def join_run(self, run: str) -> None:
+        await self._plugin.caches.join_run(run)
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None

@@ -65,6 +65,9 @@ class GroupEngine:
         version: int = versions.pop()
         return version
 
+    async def join_run(self, run: str) -> None:
+        """Ranks share no cache with anybody."""
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         await self.group.all("pause", mode=mode, clear_cache=clear_cache)
 

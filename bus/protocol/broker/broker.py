@@ -30,7 +30,7 @@ from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.link import WORTH_A_WAIT
 from bus.protocol.core.membership import WATCHERS, Membership, Peer, place_of
-from bus.protocol.group.replies import lacking, nack_of
+from bus.protocol.group.replies import engine_fields, lacking, nack_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -312,7 +312,7 @@ class Broker:
                     "pid": peer.pid,
                     "epoch": group.epoch if group else 0,
                     "version": peer.version,
-                    **({"phase": peer.phase, "kind": join.engine.kind} if join.engine else {}),
+                    **engine_fields(join.engine, group.run if group else ""),
                     **lacks,
                 },
             ),
@@ -322,8 +322,8 @@ class Broker:
 
     def _welcome(self, peer: Peer, group: Group | None, route: bytes, reply_to: int) -> Send:
         config = self.config
-        version, epoch = (group.version, group.epoch) if group else (0, 0)
-        welcome = m.Welcome(config.heartbeat_ms, config.peer_timeout_ms, version)
+        version, epoch, run = (group.version, group.epoch, group.run) if group else (0, 0, "")
+        welcome = m.Welcome(config.heartbeat_ms, config.peer_timeout_ms, version, run)
         return Send(welcome, (route,), reply_to, peer.group, epoch)
 
     def _admit(

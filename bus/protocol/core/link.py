@@ -82,6 +82,7 @@ class Link:
         self.state = LinkState.JOINING
         self.epoch = 0
         self.version = 0
+        self.run = ""  # the group's, by the last WELCOME
         self.heartbeat_ms = 1000.0
         self.peer_timeout_ms = 5000.0
         self.last_heard_ms = 0.0
@@ -169,6 +170,7 @@ class Link:
         self.state = LinkState.JOINED
         self.epoch = envelope.epoch
         self.version = welcome.version
+        self.run = welcome.run
         self.heartbeat_ms = float(max(welcome.heartbeat_ms, 1))
         self.peer_timeout_ms = float(max(welcome.peer_timeout_ms, 1))
         self._next_ms = now_ms + self.heartbeat_ms

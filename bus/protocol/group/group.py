@@ -126,6 +126,7 @@ class Group(GroupState):
         in_it = peer.name in self.pause.members or peer.name in self.update.members
         self.registry.add(peer, joined_late=self.is_busy() and not in_it)
         self.departed.discard(peer.name)
+        self.run = self.run or (peer.facts.run if peer.facts else "")
         self.served.on_report(self.registry, peer.name)
         return [
             *self.dp_groups.on_rank_joined(peer),

@@ -45,6 +45,7 @@ class GroupState:
 
     Attributes:
         served: the version that the group serves, and whether a commit has set it.
+        run: whose caches its engines keep: the run of the first engine that joined; empty before.
         last_resumed: the id of the pause that was resumed last.
         orphaned: the trainer that asked for the present pause is gone.
         resume_asked: RESUME came while the update was unsafe, and waits for the update's end.
@@ -59,6 +60,7 @@ class GroupState:
         self.step_timeout_ms = step_timeout_ms
         self.min_lease_ms = min_lease_ms
         self.served = GroupVersion()
+        self.run = ""
         self.session = TrainerSession(name)
         self.registry = EngineRegistry(name)
         self.followers = Followers()

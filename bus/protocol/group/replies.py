@@ -156,6 +156,11 @@ def nack_of(failure: Failure, step: str, update_id: str, chunk: int = 0) -> Nack
     )
 
 
+def engine_fields(facts: EngineFacts | None, run: str) -> dict[str, object]:
+    """What the join line says of an engine, which has joined this ``run``."""
+    return {} if facts is None else {"phase": facts.phase, "kind": facts.kind, "run": run}
+
+
 def lacking(facts: EngineFacts | None) -> dict[str, object]:
     """What the join line says of an engine whose vLLM does not support everything.
 

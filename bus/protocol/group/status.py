@@ -64,4 +64,5 @@ def status_of(group: GroupState, now_ms: float, booting: Iterable[Peer]) -> Grou
         engines=group.registry.views(now_ms),
         dp_groups=group.dp_groups.views(),
         routes=group.routing.now,
+        run=group.run,
     )

@@ -56,6 +56,9 @@ class StubEngine:
     async def version(self) -> int:
         return 0
 
+    async def join_run(self, run: str) -> None:
+        pass
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         pass
 

@@ -40,6 +40,10 @@ ARM: Final = "wavebus_arm"
 # perform, and, before that, the ``check``.
 SWAP: Final = "wavebus_swap"
 CALL_OFF: Final = "wavebus_call_off"
+# Answered by the core, too: salt caches by this ``run``; drop keys, values and what is made of
+# images, also what a KV connector has.
+JOIN_RUN: Final = "wavebus_run"
+CLEAR_CACHES: Final = "wavebus_clear_caches"
 _OURS: Final = "wavebus's plugin"
 _PRESENT: Final = f"{_OURS}, protocol {operations.PROTOCOL}, and it drives "
 _MAX_PATH: Final = 4096
@@ -171,7 +175,7 @@ def admission(_worker: Any, **_asked: Any) -> None:
     """Answer nothing: it is the core that answers, if it is one that we know."""
 
 
-swap = call_off = admission
+swap = call_off = run = clear_caches = admission
 
 
 def presence(wrapper: Any) -> str:

@@ -15,6 +15,7 @@ from bus.messages import (
     Message,
     Nack,
     NackCode,
+    PdRole,
     Phase,
     Step,
 )
@@ -66,6 +67,8 @@ def facts(
     closed: bool = False,
     features: dict[str, str] | None = None,
     untested: str = "",
+    run: str = "",
+    pd_role: PdRole = "",
 ) -> EngineFacts:
     """What an engine joins with."""
     return EngineFacts(
@@ -89,6 +92,8 @@ def facts(
         closed=closed,
         features=features or {},
         untested=untested,
+        run=run,
+        pd_role=pd_role,
     )
 
 

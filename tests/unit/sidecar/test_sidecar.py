@@ -62,6 +62,23 @@ class Recorded(StubEngine):
         self.calls.append("open" if open else "close")
 
 
+class Joining(Recorded):
+    """Boots closed, and refuses its run so often."""
+
+    def __init__(self, refusals: int = 0) -> None:
+        super().__init__()
+        self.info = replace(self.info, booted_closed=True)
+        self.runs: list[str] = []
+        self.refusals = refusals
+
+    async def join_run(self, run: str) -> None:
+        self.calls.append("join run")
+        self.runs.append(run)
+        if self.refusals:
+            self.refusals -= 1
+            raise EngineError("no")
+
+
 def run(scenario: Coroutine[None, None, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, TIMEOUT_S))
 
@@ -99,6 +116,45 @@ def test_what_the_broker_refuses_is_logged(monkeypatch: pytest.MonkeyPatch) -> N
             while (note := await found.get()).event != "broker_nack":
                 pass
             assert note.fields["code"] == NackCode.FORBIDDEN.value
+
+    run(scenario())
+
+
+def test_an_engine_joins_the_run_of_its_group_before_it_opens() -> None:
+    """All engines the same one, and each is asked once."""
+
+    async def scenario() -> None:
+        engines = [Joining(), Joining()]
+        async with contextlib.AsyncExitStack() as stack, a_broker() as (_, address):
+            for number, engine in enumerate(engines):
+                sidecar = Sidecar(engine, broker=address, name=f"e{number}")
+                await stack.enter_async_context(sidecar)
+                await sidecar.joined()
+            async with TrainerAgent(address, name="trainer", timeout_s=20) as agent:
+                await agent.wait_for_engines(2)
+                [group] = (await agent.status()).groups
+        assert [engine.calls[:2] for engine in engines] == [["join run", "open"]] * 2
+        assert [engine.runs for engine in engines] == [[group.run]] * 2
+        assert group.run
+
+    run(scenario())
+
+
+def test_an_engine_that_can_not_join_its_run_serves_and_is_asked_again() -> None:
+    """When it has made its next call: nothing waits for it."""
+
+    async def scenario() -> None:
+        engine = Joining(refusals=1)
+        async with (
+            a_broker() as (_, address),
+            Sidecar(engine, broker=address, name="engine"),
+            TrainerAgent(address, name="trainer", timeout_s=20) as agent,
+        ):
+            await agent.wait_for_engines(1)
+            async with agent.paused():
+                pass
+        assert engine.calls[:3] == ["join run", "open", "join run"]
+        assert engine.runs[0] == engine.runs[1]
 
     run(scenario())
 

@@ -300,8 +300,8 @@ def test_where_versions_would_share_a_prefix_cache_it_is_always_cleared(
     workers = Workers()
     client = client_of(workers, closed)
     told(workers, client.hello({"prefix_cache_versions": mixes}, cores=1))
-    assert client.clears_cache(True)
-    assert client.clears_cache(False) == bool(mixes)
+    assert client.caches.clears(True)
+    assert client.caches.clears(False) == bool(mixes)
     assert told(workers, client.swap(5, clear_cache=False))[-1] == f"swap to 5, {bool(mixes)}"
 
 

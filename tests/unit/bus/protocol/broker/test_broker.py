@@ -67,6 +67,7 @@ from tests.unit.bus._builders import (
     TRAINER_JOIN,
     engine_join,
     envelope,
+    facts,
     messages,
     nack_in,
     only,
@@ -171,6 +172,34 @@ def bench() -> Bench:
 
 
 # -- coming and going ---------------------------------------------------------------
+
+
+def engine_of_run(run: str, dp_group: str) -> Join:
+    return Join("engine", "host", 7, facts(run=run, dp_group=dp_group), None)
+
+
+def test_a_group_takes_the_run_of_the_first_engine_that_joins(bench: Bench) -> None:
+    """Whoever joins it later is told that one, and who had another changes."""
+    bench.trainer()
+    for name, run in (("e0", "first"), ("e1", "second"), ("e0", "first")):
+        effects = bench.say(name, engine_of_run(run, name))
+        assert only(effects, Welcome).run == "first"
+        [note] = [each for each in effects if isinstance(each, Note) and "joined" in each.event]
+        assert note.fields["run"] == "first"
+    assert only(bench.trainer("t", boot=1), Welcome).run == "first"
+    assert bench.broker.status(0.0).groups[0].run == "first"
+
+
+def test_a_new_broker_takes_up_the_run_that_an_engine_tells_it(bench: Bench) -> None:
+    """An engine that joins again tells the run that it was given."""
+    assert only(bench.say("e1", engine_of_run("first", "e1")), Welcome).run == "first"
+    assert only(bench.say("e0", engine_of_run("second", "e0")), Welcome).run == "first"
+
+
+def test_an_engine_of_an_older_wavebus_has_no_run(bench: Bench) -> None:
+    """The group takes that of the first one that has."""
+    assert only(bench.say("e0", engine_of_run("", "e0")), Welcome).run == ""
+    assert only(bench.say("e1", engine_of_run("run", "e1")), Welcome).run == "run"
 
 
 def test_a_join_is_welcomed_with_what_the_peer_needs(bench: Bench) -> None:

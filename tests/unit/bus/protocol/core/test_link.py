@@ -117,6 +117,20 @@ def test_a_welcome_brings_the_beat_and_the_epoch() -> None:
     assert link.next_deadline_ms() == 1410.0
 
 
+def test_the_run_of_the_last_welcome_is_kept() -> None:
+    """While it looks for its broker, too: it tells the next one. A late WELCOME changes nothing."""
+    driver = Driver()
+    driver.link.start(0.0)
+    assert driver.link.run == ""
+    driver.say(Welcome(700, 3000, 4, "one"), 10.0)
+    driver.say(Welcome(700, 3000, 4, "late"), 11.0)
+    assert driver.link.run == "one"
+    driver.say(make_nack(NackCode.NOT_JOINED), 20.0)
+    assert driver.link.run == "one"
+    driver.say(Welcome(700, 3000, 4, "other"), 30.0)
+    assert driver.link.run == "other"
+
+
 def test_a_silent_broker_is_missed_and_asked_again() -> None:
     """After its own patience; heard again, it is not."""
     driver = Driver().to(_S.JOINED)
