@@ -7,7 +7,7 @@ import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import click
 
@@ -34,32 +34,12 @@ from sidecar.supervision.launch import SUPERVISED
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from sidecar.embedded.parallel.options import DataParallel
+    from sidecar.cli_embedded import Embedded
     from sidecar.engine import Engine
     from sidecar.vllm.plugin.environment import BusAddress, DpCoordinator
 
-# For tests alone: ranks of the embedded engine pause as they must not. No option of the
-# command, since nobody should choose it.
-ONE_PHASE_PAUSE: Final = "WAVEBUS_TEST_ONE_PHASE_PAUSE"
 # How often in a row engines that are started here are started anew, unless it is said.
 RESTARTS: Final = 5
-
-
-class Embedded(TypedDict):
-    """The options of an embedded engine."""
-
-    model: Path | None
-    host: str
-    port: int
-    max_num_seqs: int
-    max_model_len: int | None
-    dtype: str
-    threads: int
-    dp_size: int
-    dp_rank: int | None
-    dp_master: str | None
-    core_page: Path | None
-    step_ms: float
 
 
 @click.command(
@@ -174,6 +154,14 @@ class Embedded(TypedDict):
     show_default=True,
     help="vLLM: how long the server may take to come up.",
 )
+@click.option(
+    "--trust-kv-connector",
+    "trusted",
+    metavar="NAME",
+    multiple=True,
+    help="vLLM: a KV connector that wavebus does not know, and that gives no keys and values of "
+    "older weights. May be given several times.",
+)
 @key_options
 @log_options
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -190,6 +178,7 @@ def sidecar(
     advertise: str | None,
     boot_timeout_s: float,
     restarts: int | None,
+    trusted: tuple[str, ...],
     key: Path | None,
     broker_key: Path | None,
     insecure: bool,
@@ -220,6 +209,10 @@ def sidecar(
         if value is not None:
             check_name(value, option)
     _hand_down_keys(key, broker_key, insecure=insecure)
+    if trusted:  # a server that is started here finds it there, as this process does
+        from sidecar.vllm.plugin.environment import TRUST_KV_CONNECTORS  # noqa: PLC0415 - after --help
+
+        os.environ[TRUST_KV_CONNECTORS] = ",".join(trusted)
     all_ranks = embedded["dp_size"] > 1 and embedded["dp_rank"] is None
     if restarts is None:
         restarts = RESTARTS if all_ranks or _alone(command) else 0
@@ -234,7 +227,9 @@ def sidecar(
         made = _vllm(engine, attach, command, embedded, boot_timeout_s, coordinate)
     elif not restarts:
         asked = "" if dp_coordinator == "vllm" else broker
-        made = _embedded(embedded, asked, group, dp_group)
+        from sidecar.cli_embedded import make_embedded  # noqa: PLC0415 - after --help
+
+        made = make_embedded(embedded, asked, group, dp_group)
     advertised(getattr(made, "endpoint", ""), advertise or "")  # refused before it boots
     if made is None or restarts:
         _one_engine(ctx, name, command, restarts)
@@ -344,7 +339,7 @@ def _one_engine(
     from bus.runtime.peer import default_name  # noqa: PLC0415 - after --help
     from sidecar.supervision.ranks import EngineLaunchPlan, RankSupervisor  # noqa: PLC0415
 
-    options = _given(ctx, frozenset({"name", "restarts", "command"}))
+    options = _given(ctx, frozenset({"name", "restarts"}))
     plan = EngineLaunchPlan(name or default_name("engine"), options, command)
     run_until_stopped(RankSupervisor(plan, restarts=restarts).run)
 
@@ -358,15 +353,18 @@ def _alone(command: tuple[str, ...]) -> bool:
 
 
 # Options that each rank gets anew, or that are none of its concern.
-_OF_THE_SUPERVISOR = frozenset({"dp_group", "dp_size", "port", "restarts", "command"})
+_OF_THE_SUPERVISOR = frozenset({"dp_group", "dp_size", "port", "restarts"})
 
 
 def _given(ctx: click.Context, without: frozenset[str]) -> tuple[str, ...]:
-    """The command's options as they came, wherever from, to be given to another process."""
+    """The command's options as they came, wherever from, to be given to another process; but those
+    that may be given several times."""
     arguments: list[str] = []
     for param in ctx.command.params:
         value = ctx.params.get(str(param.name))
-        if value is None or param.name in without or value == param.get_default(ctx):
+        if value is None or isinstance(value, tuple) or param.name in without:
+            continue
+        if value == param.get_default(ctx):
             continue
         arguments += [param.opts[0]] if value is True else [param.opts[0], str(value)]
     return tuple(arguments)
@@ -430,69 +428,4 @@ def _vllm(
         ready_timeout_s=boot_timeout_s,
         api_key=os.environ.get(API_KEY_VARIABLE, ""),
         dp_coordinator="bus" if coordinate else "vllm",
-    )
-
-
-def _embedded(embedded: Embedded, broker: str, group: str, dp_group: str | None) -> Engine:
-    """The embedded engine that the options ask for.
-
-    Raises:
-        UsageError: they contradict each other, or lack something.
-    """
-    if embedded["model"] is None:
-        raise UsageError(
-            "--model: the embedded engine needs a checkpoint folder (config.json and "
-            "model.safetensors of a Qwen3 model); `wavebus demo` makes its own"
-        )
-    import torch  # noqa: PLC0415 - slow to import
-
-    from sidecar.embedded.engine import EmbeddedEngine  # noqa: PLC0415
-    from sidecar.vllm.plugin.environment import BOOT_CLOSED  # noqa: PLC0415
-
-    torch.set_num_threads(embedded["threads"])
-    return EmbeddedEngine(
-        embedded["model"],
-        host=embedded["host"],
-        port=embedded["port"],
-        api_key=os.environ.get(API_KEY_VARIABLE, ""),
-        max_num_seqs=embedded["max_num_seqs"],
-        max_model_len=embedded["max_model_len"],
-        dtype=embedded["dtype"],
-        dp=_data_parallel(embedded, broker, group, dp_group),
-        core_page=embedded["core_page"],
-        step_ms=embedded["step_ms"],
-        boot_closed=os.environ.get(BOOT_CLOSED, "1") == "1",
-    )
-
-
-def _data_parallel(
-    embedded: Embedded, broker: str, group: str, dp_group: str | None
-) -> DataParallel | None:
-    """Which rank of which data parallel group; None for an engine of its own.
-
-    Raises:
-        UsageError: an option is missing, or too much.
-    """
-    rank, master = embedded["dp_rank"], embedded["dp_master"]
-    if embedded["dp_size"] == 1:
-        for option, value in (("--dp-rank", rank), ("--dp-master", master)):
-            if value is not None:
-                raise UsageError(f"{option}: it needs --dp-size, of at least 2")
-        return None
-    for option, needed in (("--dp-rank", rank), ("--dp-master", master), ("--dp-group", dp_group)):
-        if needed is None:
-            raise UsageError(f"{option}: a rank of a data parallel group needs it")
-    from sidecar.embedded.parallel.options import DataParallel  # noqa: PLC0415 - after --help
-
-    assert rank is not None
-    assert master is not None
-    assert dp_group is not None
-    return DataParallel(
-        embedded["dp_size"],
-        rank,
-        master,
-        dp_group,
-        broker=broker,
-        bus_group=group,
-        one_phase_pause=os.environ.get(ONE_PHASE_PAUSE) == "1",
     )

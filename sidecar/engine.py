@@ -112,6 +112,7 @@ class EngineInfo:
     untested: str = ""
     dtype: str = ""
     limits: RequestLimits = NO_LIMITS
+    kv_connectors: Mapping[str, str] = field(default_factory=dict)
 
     def facts(self, **placed: Any) -> EngineFacts:
         """What a JOIN says of the engine; ``placed``: what only its sidecar knows."""
@@ -244,7 +245,9 @@ class Engine(Protocol):
                 unknown, missing or misshapen tensor, a wrong dtype, or half of a
                 fused parameter; and of a draft, for a tensor that it shares with the model.
                 With code ``draft_missing`` where there is no draft that can be updated; and
-                ``staging_refused``, where the staging is required and can't be.
+                ``staging_refused``, where the staging is required and can't be. With code
+                ``kv_connector_refused``, where a KV connector would give keys and values of the
+                weights before.
         """
 
     async def start_update(

@@ -112,11 +112,13 @@ def _serves(group: GroupStatus, engine: EngineView) -> str:
 
 
 def _missing_features(group: GroupStatus) -> list[str]:
-    """What the engines' vLLM does not support, and on which versions wavebus was not run."""
+    """What the engines' vLLM does not support, how updates treat its KV connectors, and on which
+    versions wavebus was not run."""
     who: dict[str, list[str]] = {}
     for engine in group.engines:
         off = [f"{name} is off: {why}" for name, why in engine.features.items() if why]
-        for text in (*off, *filter(None, [engine.untested])):
+        kv = [f"KV connector {name}: {how}" for name, how in engine.kv_connectors.items()]
+        for text in (*off, *kv, *filter(None, [engine.untested])):
             who.setdefault(text, []).append(engine.name)
     return [f"  {text} ({_some(names)})" for text, names in who.items()]
 

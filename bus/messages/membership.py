@@ -13,6 +13,7 @@ from bus.messages.types import (
     CorePhase,
     Count,
     Features,
+    KvConnectors,
     LeasePosition,
     LongText,
     Name,
@@ -48,7 +49,8 @@ class EngineFacts:
     ``limits``: what requests it takes;
     ``run``: the run whose caches its own are (:class:`Welcome`); one of its own before it has
     joined any group;
-    ``pd_role``: whether it only prefills, or only decodes what others have prefilled.
+    ``pd_role``: whether it only prefills, or only decodes what others have prefilled;
+    ``kv_connectors``: how updates treat its KV connectors.
     """
 
     kind: ShortText
@@ -75,6 +77,7 @@ class EngineFacts:
     limits: RequestLimits = NO_LIMITS
     run: ShortText = ""
     pd_role: PdRole = ""
+    kv_connectors: KvConnectors = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

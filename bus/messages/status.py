@@ -12,6 +12,7 @@ from bus.messages.types import (
     CorePhase,
     Count,
     Features,
+    KvConnectors,
     LongText,
     PdRole,
     RequestLimits,
@@ -30,8 +31,9 @@ class WaitEngines:
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """``core_since_ms``: for how long its core has been in ``core_phase``, as far as the
-    sidecar's last word goes; ``waiting``: its requests that wait there. ``features``, ``untested``
-    and ``dtype`` are the engine's own (:class:`bus.messages.EngineFacts`)."""
+    sidecar's last word goes; ``waiting``: its requests that wait there. ``features``, ``untested``,
+    ``dtype``, ``pd_role`` and ``kv_connectors`` are the engine's own
+    (:class:`bus.messages.EngineFacts`)."""
 
     name: ShortText
     dp_group: ShortText
@@ -55,6 +57,8 @@ class EngineView:
     untested: ShortText = ""
     dtype: ShortText = ""
     waiting: Count = 0
+    pd_role: PdRole = ""
+    kv_connectors: KvConnectors = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,10 @@ Scope: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=16_384)]
 LongText: TypeAlias = Annotated[str, Meta(max_length=4096)]
 # What an engine can do, by name, each with the reason why it is off; empty text: it works.
 Features: TypeAlias = Annotated[dict[ShortText, ShortText], Meta(max_length=64)]
+# How updates treat an engine's KV connectors, by name (docs/vllm.md); where they can't be made, the
+# text begins with REFUSED.
+KvConnectors: TypeAlias = Annotated[dict[ShortText, ShortText], Meta(max_length=64)]
+REFUSED: Final = "refused: "
 UpdateId: TypeAlias = Annotated[str, Meta(max_length=64)]
 Blob: TypeAlias = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
 TensorName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=512)]

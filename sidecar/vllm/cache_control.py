@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bus.errors import EngineError
+from bus.messages import REFUSED, NackCode
 from sidecar.vllm.plugin import worker_rpc
+from sidecar.vllm.plugin.environment import trusted_kv_connectors
+from sidecar.vllm.plugin.kv_connectors import CLEARED, explain, trust
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
+
+    from sidecar.vllm.plugin.worker_rpc import WorkerFacts
 
 
 class CacheControl:
@@ -16,15 +22,27 @@ class CacheControl:
     def __init__(self, ask: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> None:
         self._ask = ask
         self._is_salted = True
+        self.connectors: Mapping[str, str] = {}  # how updates treat them
 
-    def learn(self, features: Mapping[str, str]) -> None:
-        """Take what this vLLM supports (:class:`bus.messages.EngineFacts`)."""
-        self._is_salted = not features.get("prefix_cache_versions")
+    def learn(self, facts: WorkerFacts) -> None:
+        """Take what the plugin says; connectors may be trusted in the sidecar's environment too."""
+        self._is_salted = not facts.features.get("prefix_cache_versions")
+        self.connectors = trust(facts.kv_connectors, trusted_kv_connectors())
+
+    def require_updatable(self) -> None:
+        """Raises:
+        EngineError: code ``kv_connector_refused``: a KV connector would give keys and values of the
+            weights before; the text has its name, and what to do.
+        """
+        refused = [n for n, how in sorted(self.connectors.items()) if how.startswith(REFUSED)]
+        if refused:
+            detail = "; ".join(explain(name, self.connectors[name]) for name in refused)
+            raise EngineError(detail, code=NackCode.KV_CONNECTOR_REFUSED)
 
     def clears(self, asked: bool) -> bool:
         """Whether a pause, or a swap, is to drop caches: also where nobody asked for it, in a
-        vLLM that would find keys and values of older weights in them."""
-        return asked or not self._is_salted
+        vLLM, or a connector, that would find keys and values of older weights in them."""
+        return asked or not self._is_salted or CLEARED in self.connectors.values()
 
     async def join_run(self, run: str) -> None:
         """See :meth:`sidecar.engine.Engine.join_run`. A vLLM without salts drops its caches with

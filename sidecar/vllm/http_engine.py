@@ -158,10 +158,9 @@ class VllmHttpEngine(UpdatesByPlugin):
             hybrid=bool(parallel.get("data_parallel_hybrid_lb")),
             elastic=bool(parallel.get("enable_elastic_ep")),
         )
-        external = bool(parallel["data_parallel_external_lb"])
-        cores = 1 if external else int(parallel["data_parallel_size"])
+        cores = 1 if parallel["data_parallel_external_lb"] else int(parallel["data_parallel_size"])
         facts = worker_rpc.read(await self._ask_workers(worker_rpc.ASK_FACTS))
-        await self._plugin.hello(facts.features, cores=cores)
+        await self._plugin.hello(facts, cores=cores)
         await self._gauges()  # fails here rather than later, if nothing is counted
         await self._admission.look()
         draft = worker_rpc.read_draft(await self._ask_workers(worker_rpc.ASK_DRAFT))
@@ -174,6 +173,7 @@ class VllmHttpEngine(UpdatesByPlugin):
             ends_with_sidecar=self._server is not None,
             features=facts.features,
             limits=facts.limits_of(cores),
+            kv_connectors=self._plugin.caches.connectors,
         )
         self._core.learn(facts, info, cores=cores, here=self._is_local)
         return info

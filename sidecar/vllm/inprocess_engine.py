@@ -107,7 +107,7 @@ class VllmEngine(UpdatesByPlugin):
         external = bool(parallel.data_parallel_external_lb)
         cores = 1 if external else int(parallel.data_parallel_size)
         facts = worker_rpc.read(await _call(self._llm.collective_rpc(worker_rpc.ASK_FACTS)))
-        await self._plugin.hello(facts.features, cores=cores)
+        await self._plugin.hello(facts, cores=cores)
         await self._admission.look()
         draft = worker_rpc.read_draft(await _call(self._llm.collective_rpc(worker_rpc.ASK_DRAFT)))
         info = EngineInfo(
@@ -126,6 +126,7 @@ class VllmEngine(UpdatesByPlugin):
             booted_closed=self._admission.booted_closed,
             features=facts.features,
             limits=facts.limits_of(cores),
+            kv_connectors=self._plugin.caches.connectors,
             untested=untested_reason(vllm.__version__),
             dtype=str(config.model_config.dtype).removeprefix("torch."),
         )

@@ -15,8 +15,6 @@ from sidecar.vllm.plugin.staging import channel_messages
 from sidecar.vllm.staging_channel import StagingChannels
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from bus.manifest import Manifest
     from bus.messages import Staging, Target, Verify
     from bus.weight_transfer.allocation import RankAssignment
@@ -68,19 +66,19 @@ class WorkerClient:
         self._cannot_stage = ""
         self._is_one_core = True
 
-    async def hello(self, features: Mapping[str, str], *, cores: int) -> None:
+    async def hello(self, facts: worker_rpc.WorkerFacts, *, cores: int) -> None:
         """Does the plugin speak our protocol? What a sidecar before us has staged, or loaded of a
         LoRA adapter, and not committed, goes.
 
         Args:
+            facts: what the plugin says of this vLLM.
             cores: how many engine cores stand behind the one client; workers of different cores
                 can't agree on anything.
-            features: what this vLLM supports, and why not (:class:`bus.messages.EngineFacts`).
         """
         self._is_one_core = cores == 1
-        why = features.get("staged_updates", "")
+        why = facts.features.get("staged_updates", "")
         self._cannot_stage = f"this vLLM takes no staged updates: {why}" if why else ""
-        self.caches.learn(features)
+        self.caches.learn(facts)
         await self._perform(operations.Hello(operations.PROTOCOL))
         await self._perform(operations.UndoAdapter(settled=False))
         if await self._cancel_swap() is None and not why:
@@ -109,6 +107,7 @@ class WorkerClient:
     async def arm(
         self, manifest: Manifest, target: Target, staging: Staging | None = None
     ) -> StagingCapacity:
+        self.caches.require_updatable()
         arm = operations.ArmManifest(
             manifest.names,
             manifest.dtypes,

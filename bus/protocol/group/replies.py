@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from bus.messages import (
     MAX_REQUEST_IDS,
+    REFUSED,
     Abort,
     Arm,
     ChunkSent,
@@ -26,6 +27,8 @@ from bus.messages import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bus.messages import EngineFacts
     from bus.protocol.core.failures import Failure
     from bus.protocol.core.instructions import StepDone
@@ -158,17 +161,31 @@ def nack_of(failure: Failure, step: str, update_id: str, chunk: int = 0) -> Nack
 
 def engine_fields(facts: EngineFacts | None, run: str) -> dict[str, object]:
     """What the join line says of an engine, which has joined this ``run``."""
-    return {} if facts is None else {"phase": facts.phase, "kind": facts.kind, "run": run}
+    if facts is None:
+        return {}
+    shown = {"pd_role": facts.pd_role, "kv_connectors": _pairs(facts.kv_connectors)}
+    fields = {"phase": facts.phase, "kind": facts.kind, "run": run}
+    return {**fields, **{key: text for key, text in shown.items() if text}}
 
 
 def lacking(facts: EngineFacts | None) -> dict[str, object]:
     """What the join line says of an engine whose vLLM does not support everything.
 
     Returns:
-        ``features_off`` and ``untested``, in words; each only if there is something to say.
+        ``features_off``, ``kv_refused`` and ``untested``, in words; each only if there is something
+        to say.
     """
     if facts is None:
         return {}
-    off = "; ".join(f"{name}: {why}" for name, why in facts.features.items() if why)
-    fields = {"features_off": off, "untested": facts.untested}
+    off = {name: why for name, why in facts.features.items() if why}
+    refused = {n: how for n, how in facts.kv_connectors.items() if how.startswith(REFUSED)}
+    fields = {
+        "features_off": _pairs(off),
+        "kv_refused": _pairs(refused),
+        "untested": facts.untested,
+    }
     return {key: text for key, text in fields.items() if text}
+
+
+def _pairs(texts: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {text}" for name, text in texts.items())

@@ -18,6 +18,8 @@ WAVEBUS_CORE_GUARD       ``0``: leave vLLM's pause and resume as they are
 WAVEBUS_CORE_PAGES       a folder for the cores' status pages
 WAVEBUS_BOOT_CLOSED      ``1``: cores boot with closed admission; a sidecar that has joined opens it
 WAVEBUS_CLOSED_ANSWER    ``0``: a closed API server answers with no tokens, not with HTTP 503
+WAVEBUS_TRUST_KV_CONNECTORS     unknown KV connectors that give no KV of older weights, by name,
+                         with commas between them
 WAVEBUS_DP_COORDINATOR_PID      set by the plugin: the DP coordinator that this rank started
 ======================== ===========================================================
 """
@@ -44,6 +46,7 @@ DP_GROUP: Final = "WAVEBUS_DP_GROUP"
 CORE_GUARD: Final = "WAVEBUS_CORE_GUARD"
 CORE_PAGES: Final = "WAVEBUS_CORE_PAGES"
 BOOT_CLOSED: Final = "WAVEBUS_BOOT_CLOSED"
+TRUST_KV_CONNECTORS: Final = "WAVEBUS_TRUST_KV_CONNECTORS"
 DP_COORDINATOR_PID: Final = "WAVEBUS_DP_COORDINATOR_PID"
 
 
@@ -92,6 +95,11 @@ def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
     return BusAddress(
         broker=env.get(BROKER, DEFAULT_BROKER), group=env.get(GROUP, "policy"), dp_group=dp_group
     )
+
+
+def trusted_kv_connectors(env: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """The unknown KV connectors that may stay in an engine whose weights are updated."""
+    return frozenset(name.strip() for name in env.get(TRUST_KV_CONNECTORS, "").split(","))
 
 
 def memory_folder() -> Path:

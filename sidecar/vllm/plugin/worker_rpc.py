@@ -17,10 +17,18 @@ import msgspec
 from msgspec import Meta
 
 from bus.errors import EngineError
-from bus.messages import MAX_REQUEST_IDS, NO_LIMITS, Count, Features, RequestLimits, ShortText
+from bus.messages import (
+    MAX_REQUEST_IDS,
+    NO_LIMITS,
+    Count,
+    Features,
+    KvConnectors,
+    RequestLimits,
+    ShortText,
+)
 from bus.weight_transfer.allocation import StagingCapacity, combine
 from sidecar.shared_pages.pause_lease import MAX_CORES, Cores
-from sidecar.vllm.plugin import environment, operations
+from sidecar.vllm.plugin import environment, kv_connectors, operations
 from sidecar.vllm.plugin.core.status import page_path, siblings
 
 if TYPE_CHECKING:
@@ -55,7 +63,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """``page``: the core's status page, empty without one; ``coordinator_pid``: of the coordinator
     that this rank started, 0 if it started none; ``cores``: the processes of all cores with such
     pages that the core's own parent has started; ``features``: as in
-    :class:`bus.messages.EngineFacts`; ``limits``: what requests one core takes."""
+    :class:`bus.messages.EngineFacts`; ``limits``: what requests one core takes; ``kv_connectors``:
+    see :mod:`sidecar.vllm.plugin.kv_connectors`."""
 
     coordinator: environment.DpCoordinator
     dp_group: ShortText
@@ -65,6 +74,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     cores: Cores
     features: Features
     limits: RequestLimits
+    kv_connectors: KvConnectors = msgspec.field(default_factory=dict)
 
     def limits_of(self, cores: int) -> RequestLimits:
         """What requests an engine of so many cores takes."""
@@ -216,6 +226,7 @@ def facts(worker: Any) -> dict[str, Any]:
     core_pid = next((pid for pid in (os.getpid(), os.getppid()) if page_path(pid).exists()), 0)
     coordinator = os.environ.get(environment.DP_COORDINATOR_PID, "0")
     features = _features(worker)
+    connectors = kv_connectors.treatments(worker.vllm_config.kv_transfer_config, features)
     answer: dict[str, Any] = msgspec.to_builtins(
         WorkerFacts(
             coordinator=environment.dp_coordinator(),
@@ -226,6 +237,7 @@ def facts(worker: Any) -> dict[str, Any]:
             cores=siblings(core_pid)[:MAX_CORES] if core_pid else (),
             features=features,
             limits=_limits(worker.vllm_config, features),
+            kv_connectors=kv_connectors.trust(connectors, environment.trusted_kv_connectors()),
         )
     )
     return answer

@@ -6,9 +6,14 @@ import sys
 
 import pytest
 
-from sidecar.cli import _vllm
+from bus.errors import UsageError
+from sidecar.cli import _vllm, sidecar
 from sidecar.vllm.http_engine import VllmHttpEngine
-from sidecar.vllm.plugin.environment import BOOT_CLOSED
+from sidecar.vllm.plugin.environment import (
+    BOOT_CLOSED,
+    TRUST_KV_CONNECTORS,
+    trusted_kv_connectors,
+)
 
 
 @pytest.mark.parametrize(("chosen", "given"), [(None, "1"), ("0", "0")])
@@ -24,3 +29,19 @@ def test_a_server_boots_with_closed_admission_unless_it_is_to_be_open(
     assert isinstance(engine, VllmHttpEngine)
     assert engine._server is not None
     assert engine._server.prepared.env[BOOT_CLOSED] == given
+
+
+def test_trusted_connectors_are_known_to_the_sidecar_and_its_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the environment: a server that is started here has the sidecar's."""
+    monkeypatch.setenv(TRUST_KV_CONNECTORS, "")
+    asked = ["--trust-kv-connector", "One", "--trust-kv-connector", "Two", "--engine", "vllm"]
+    with pytest.raises(UsageError, match="--engine=vllm"):
+        sidecar.main(asked, standalone_mode=False)
+    assert trusted_kv_connectors() == {"One", "Two"}
+    options = {"dp_size": 1, "dp_rank": None, "dp_master": None}
+    engine = _vllm(None, None, (sys.executable,), options, 1.0, None)  # type: ignore[arg-type]
+    assert isinstance(engine, VllmHttpEngine)
+    assert engine._server is not None
+    assert trusted_kv_connectors(engine._server.prepared.env) == {"One", "Two"}

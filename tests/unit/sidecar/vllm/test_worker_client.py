@@ -12,10 +12,10 @@ import pytest
 from bus.errors import EngineError
 from bus.lora import adapter_backend
 from bus.manifest import Manifest, TensorMeta
-from bus.messages import NackCode, Staging
+from bus.messages import NO_LIMITS, NackCode, Staging
 from bus.weight_transfer.allocation import NO_RANK, StagingCapacity
 from sidecar.engine import Chunk
-from sidecar.vllm.plugin import operations, worker_rpc
+from sidecar.vllm.plugin import kv_connectors, operations, worker_rpc
 from sidecar.vllm.plugin.staging import channel_messages
 from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
 from sidecar.vllm.worker_client import WorkerClient
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 MANIFEST = Manifest(("a",), ("float32",), ((2,),), (1,))
 META = TensorMeta("a", "float32", (2,))
 MAY = Staging(required=False, budget_bytes=0, keep=False, clear_cache=False)
+
+
+def facts(
+    features: dict[str, str] | None = None, connectors: dict[str, str] | None = None
+) -> worker_rpc.WorkerFacts:
+    """What the plugin says of a vLLM."""
+    return worker_rpc.WorkerFacts(
+        "vllm", "", 0, 0, "", (), features or {}, NO_LIMITS, connectors or {}
+    )
 
 
 class Workers:
@@ -121,7 +130,7 @@ def test_an_update_is_one_call_for_each_step(
     """A chunk is two: it is verified where it is loaded."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_RANK))
+    told(workers, client.hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
     steps = (
         client.arm(MANIFEST, "model"),
         client.start_update(recover=False, target="model"),
@@ -145,7 +154,7 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     """Chunks come by the channel, so that no step waits for them."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_RANK))
+    told(workers, client.hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
     steps = (
         client.arm(MANIFEST, "model", MAY),
         client.start_update(recover=False, target="model", staged=True),
@@ -175,7 +184,7 @@ def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
     workers = Workers()
     workers.in_place = True
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=1), client.open_transfer("nccl", b"", NO_RANK))
+    told(workers, client.hello(facts(), cores=1), client.open_transfer("nccl", b"", NO_RANK))
     manifest = replace(
         MANIFEST, names=tuple("abc"), dtypes=("int8",) * 3, shapes=((1,),) * 3, chunk_ends=(1, 2, 3)
     )
@@ -209,7 +218,7 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     tensors were an adapter's."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=1), client.open_transfer("shm", b"", NO_RANK))
+    told(workers, client.hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
     arm = operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
     again = channel_messages.Rearm(MANIFEST.digest(), MAY)
     other = replace(MANIFEST, shapes=((3,),))
@@ -246,7 +255,7 @@ def test_what_may_take_long_is_asked_of_lanes(
         StagingChannelServer(workers._carry_out, lambda: None) for _ in range(workers_there - 1)
     ]
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=1))
+    told(workers, client.hello(facts(), cores=1))
     assert asyncio.run(client.open_transfer("shm", b"", NO_RANK)) == 3
     assert workers.by_lane == [operations.Open("shm", b"", 0, 1, 0)] * workers_there
     told(workers, client.arm(MANIFEST, "model", MAY))
@@ -272,7 +281,7 @@ def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
     workers.found = StagingCapacity(64, "no room" if cores == 1 else "")
     workers.calls_off = False if cores else None
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=cores))
+    told(workers, client.hello(facts(), cores=cores))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     why_not = {1: "no room", 2: "several cores", 0: "can't swap"}[cores]
     assert why_not in found.why_not
@@ -288,7 +297,7 @@ def test_a_vllm_that_takes_no_staged_updates_is_named_with_the_reason(
     workers = Workers()
     client = client_of(workers, closed)
     why = "ParallelConfig.sync_dp_state takes more"
-    told(workers, client.hello({"staged_updates": why, "admission": ""}, cores=1))
+    told(workers, client.hello(facts({"staged_updates": why, "admission": ""}), cores=1))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     assert found.why_not == f"this vLLM takes no staged updates: {why}"
 
@@ -299,7 +308,7 @@ def test_where_versions_would_share_a_prefix_cache_it_is_always_cleared(
 ) -> None:
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello({"prefix_cache_versions": mixes}, cores=1))
+    told(workers, client.hello(facts({"prefix_cache_versions": mixes}), cores=1))
     assert client.caches.clears(True)
     assert client.caches.clears(False) == bool(mixes)
     assert told(workers, client.swap(5, clear_cache=False))[-1] == f"swap to 5, {bool(mixes)}"
@@ -312,7 +321,7 @@ def test_workers_that_cannot_be_reached_stage_nothing(
     workers = Workers()
     workers.channel_name = "wavebus-channel-nobody"
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=1))
+    told(workers, client.hello(facts(), cores=1))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     assert "must run on one host" in found.why_not
 
@@ -348,7 +357,7 @@ def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
     """One that finds another sum keeps all of them from loading."""
     workers = Workers(fails=fails)
     client = client_of(workers, closed)
-    told(workers, client.hello({}, cores=2))
+    told(workers, client.hello(facts(), cores=2))
     if fails:
         with pytest.raises(EngineError, match="another sum"):
             told(workers, client.load(0, "full", (7,)))
@@ -367,7 +376,7 @@ def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm(
     client = client_of(workers, closed)
     told(
         workers,
-        client.hello({}, cores=1),
+        client.hello(facts(), cores=1),
         client.open_transfer(adapter_backend("mine"), b"", NO_RANK),
     )
     steps = (
@@ -384,3 +393,18 @@ def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm(
         operations.UndoAdapter(settled=True),
         "drop mine",
     ]
+
+
+def test_an_engine_with_a_refused_connector_is_armed_with_nothing(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """Its workers are asked nothing, and the text names the connector."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    found = {"ExampleConnector": kv_connectors.BY_TOKENS, "NixlConnector": kv_connectors.TAGGED}
+    before = told(workers, client.hello(facts(connectors=found), cores=1))
+    for staging in (None, MAY):
+        with pytest.raises(EngineError, match="ExampleConnector: keyed by") as refused:
+            asyncio.run(client.arm(MANIFEST, "model", staging))
+        assert refused.value.code is NackCode.KV_CONNECTOR_REFUSED
+    assert workers.told == before

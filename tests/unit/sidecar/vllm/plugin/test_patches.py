@@ -132,6 +132,13 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
         ("reshape", f"{CORE}.preprocess_add_request", {"prefix_cache_versions"}),
         ("rename", "vllm.v1.request:Request.update_block_hashes", {"prefix_cache_versions"}),
     ],
+    "KV connectors": [
+        (
+            "rename",
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.reset_cache",
+            {"prefix_cache_versions"},
+        ),
+    ],
     "swap": [
         ("reshape", f"{CORE}.reset_encoder_cache", {"staged_updates", "lockstep_staged_updates"}),
     ],
