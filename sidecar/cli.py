@@ -34,6 +34,7 @@ from sidecar.supervision.launch import SUPERVISED
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from bus.messages import PdRole
     from sidecar.cli_embedded import Embedded
     from sidecar.engine import Engine
     from sidecar.vllm.plugin.environment import BusAddress, DpCoordinator
@@ -57,6 +58,13 @@ RESTARTS: Final = 5
     "--dp-group",
     envvar="WAVEBUS_DP_GROUP",
     help="The DP group it is a rank of.  [default: its name]",
+)
+@click.option(
+    "--role",
+    type=click.Choice(["prefill", "decode"]),
+    envvar="WAVEBUS_ROLE",
+    help="What it does in a disaggregated group. With both there, an update needs all of them, "
+    "unless the trainer asks for another quorum.  [default: both]",
 )
 @click.option(
     "--engine",
@@ -172,6 +180,7 @@ def sidecar(
     group: str,
     name: str | None,
     dp_group: str | None,
+    role: PdRole | None,
     engine: str | None,
     dp_coordinator: DpCoordinator | None,
     attach: str | None,
@@ -247,6 +256,7 @@ def sidecar(
             dp_group=dp_group,
             supervised=not attach and os.environ.get(SUPERVISED) == "1",
             advertise=advertise or "",
+            pd_role=role or "",
         )
         # An embedded engine boots in no time.
         boots = shown_as_booting(broker, group, agent.name) if command or attach else nullcontext()

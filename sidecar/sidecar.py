@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from bus.messages import PdRole
     from bus.runtime.interfaces import ClientTransport, Scheduler
     from sidecar.engine import Engine, EngineInfo
 
@@ -85,6 +86,7 @@ class Sidecar:
         supervised: whoever started this process starts it anew when it ends, and the engine with
             it, and all other ranks of its DP group. Then it ends when the broker finds that the
             engine is stuck for good.
+        pd_role: whether it only prefills, or decodes what others have prefilled. Default: both.
         advertise: a host or a URL by which clients reach the engine. Default: where it listens.
         key, broker_key: files of `wavebus keygen`: this engine's secret key, and the broker's
             public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
@@ -104,6 +106,7 @@ class Sidecar:
         name: str | None = None,
         dp_group: str | None = None,
         supervised: bool = False,
+        pd_role: PdRole = "",
         advertise: str = "",
         key: Path | str | None = None,
         broker_key: Path | str | None = None,
@@ -117,7 +120,7 @@ class Sidecar:
         self.group = check_name(group, "group")
         self.dp_group = check_name(dp_group or self.name, "dp_group")
         self.supervised = supervised
-        self._advertise = advertise
+        self._advertise, self._pd_role = advertise, pd_role
         self.session = EngineSession(self.name)
         self._lease_writer = PauseLeaseWriter(engine, self.session, self.dp_group)
         self.info: EngineInfo | None = None
@@ -279,6 +282,7 @@ class Sidecar:
             run=self._peer.link.run or f"{self._peer.boot:x}",
             dp_group=self.dp_group,
             supervised=self.supervised,
+            pd_role=self._pd_role,
             version=self.session.version,
             phase=self.session.phase,
             update_id=self.session.shown_id,

@@ -48,7 +48,6 @@ LONG_CLASSES = {
     "TrainerAgent": 376,
     "TrainerEngineSession": 373,
     "TrainerScripts": 408,
-    "Update": 254,
     "UpdateMachine": 292,
     "VllmHttpEngine": 397,
     "Watch": 445,

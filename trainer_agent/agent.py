@@ -283,7 +283,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
         canary: Canary | None = None,
-        quorum: Quorum = 1,
+        quorum: Quorum = None,
         how: How = "auto",
         staging_bytes: int | None = None,
         keep_staging: bool = False,
@@ -317,7 +317,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 ``mode="abort"``.
             quorum: how many DP groups (an engine alone is one) must have all weights, for those to
                 serve them; the others are quarantined. ``all``: all that are there when it begins.
-                With fewer the update is given up, as soon as that is known.
+                With fewer the update is given up, as soon as that is known. Default: one; or all,
+                if some engines prefill for others that decode (`wavebus sidecar --role`).
             how: ``auto`` stages it where every engine has the memory, and nothing else asks for a
                 pause (a canary, a ``mode`` that ends requests, a pause that is held);
                 :attr:`last_update` says which it was, and why.

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 # Staged: while engines serve. Auto: so, where it can be.
 How: TypeAlias = Literal["auto", "staged", "paused"]
-# How many DP groups at least must have all weights, for those to serve them.
-Quorum: TypeAlias = int | Literal["all"]
+# How many DP groups at least must have all weights, for those to serve them. None: one, or all of
+# them if some engines prefill for others that decode.
+Quorum: TypeAlias = int | Literal["all"] | None
 # Tensors as the source has them, or cast to the dtype of the engines' model.
 SentDtype: TypeAlias = Literal["source", "engine"]
 _MOST_GROUPS: Final = 65_536
@@ -82,13 +83,14 @@ class UpdateOptions:
 
     pause: PauseOptions
     canary: Canary | None = None
-    quorum: Quorum = 1
+    quorum: Quorum = None
     how: How = "paused"
     staging_bytes: int | None = None
     keep_staging: bool = False
 
     def __post_init__(self) -> None:
-        if self.quorum != "all" and not 0 < self.quorum <= _MOST_GROUPS:
+        asked = 1 if self.quorum is None else self.quorum
+        if asked != "all" and not 0 < asked <= _MOST_GROUPS:
             raise UsageError(f'quorum={self.quorum}: "all", or so many DP groups, at least 1')
         if self.how not in ("auto", "staged", "paused"):
             raise UsageError(f"how={self.how!r}: choose one of auto, staged, paused")
@@ -100,7 +102,7 @@ class UpdateOptions:
     @property
     def quorum_on_the_wire(self) -> int:
         """See :class:`bus.messages.Arm`."""
-        return 0 if self.quorum == "all" else self.quorum
+        return 0 if self.quorum == "all" else self.quorum or 1
 
     @property
     def needs_pause(self) -> str:

@@ -124,7 +124,7 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         chunk_bytes: int | None = None,
         target: Target = "model",
         canary: Canary | None = None,
-        quorum: Quorum = 1,
+        quorum: Quorum = None,
         **options: Unpack[PauseArguments],
     ) -> BusWeightSyncClient:
         """See :meth:`TrainerAgent.client`."""

@@ -164,5 +164,6 @@ def _print(group: str, routes: Routes, *, as_json: bool) -> None:
         shown = {"group": group, "version": routes.version, "engines": routes.engines}
         click.echo(msgspec.json.encode(shown).decode())
         return
-    names = ", ".join(f"{e.engine} {e.endpoint}".rstrip() for e in routes.engines) or "nobody"
+    parts = [(e.engine, e.endpoint, f"({e.pd_role})" * bool(e.pd_role)) for e in routes.engines]
+    names = ", ".join(" ".join(filter(None, each)) for each in parts) or "nobody"
     click.echo(f"{group} version {routes.version}: {names}")

@@ -75,7 +75,7 @@ def _table(address: str, answer: Status) -> str:
             [
                 (
                     engine.name,
-                    f"{engine.dp_group}/{engine.dp_rank}",
+                    f"{engine.dp_group}/{engine.dp_rank} {engine.pd_role}".rstrip(),
                     str(engine.version),
                     engine.phase,
                     _serves(group, engine),

@@ -91,7 +91,8 @@ class Arm:
     for a whole set of weights.
 
     ``quorum``: of so many DP groups at least all ranks must have finished for a commit; 0: of all
-    that are armed. With fewer the update is given up.
+    that are armed. With fewer the update is given up. ``default_quorum``: nobody has asked for one,
+    and it is all of them if some engines prefill for others that decode.
 
     ``canary``: what the pause leaves of requests, if probes are to run before the COMMIT.
 
@@ -122,6 +123,7 @@ class Arm:
     digest: ShortText
     scope: Scope = ()
     staging: Staging | None = None
+    default_quorum: bool = False
 
     def without_tensors(self) -> Arm:
         """The same by its digest alone."""

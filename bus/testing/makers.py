@@ -38,6 +38,7 @@ def make_arm(
     target: Target = "model",
     base: int = 0,
     quorum: int = 1,
+    default_quorum: bool = False,
     canary: CanaryMode = "",
     scope: tuple[str, ...] = (),
     staging: Staging | None = None,
@@ -61,6 +62,7 @@ def make_arm(
         manifest.digest(),
         scope,
         staging,
+        default_quorum,
     )
 
 

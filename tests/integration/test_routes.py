@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
@@ -41,6 +42,35 @@ def test_a_router_hears_of_a_commit_of_a_restart_and_of_the_next_commit(bus: Bus
         assert agent.update_weights(weights) == 2
         assert named(watch.first_line()) == ("policy", 2, ["e0", "e1"])
     assert watch.stop() == 0
+
+
+def test_a_router_sees_which_engines_prefill_and_which_decode(bus: Bus) -> None:
+    """In text, as JSON, and in the status; an update of the pair is of both or none."""
+    watch: Proc = bus.add(wavebus("routes", "--broker", bus.address, "--follow", "--json"))
+    for role in ("prefill", "decode"):
+        bus.sidecar(role[0], "--role", role)
+    told = json.loads(watch.first_line())
+    while len(told["engines"]) < 2:
+        told = json.loads(watch.first_line())
+    assert {each["engine"]: each["pd_role"] for each in told["engines"]} == {
+        "p": "prefill",
+        "d": "decode",
+    }
+    shown = run_wavebus("routes", "--broker", bus.address).stdout
+    assert re.fullmatch(
+        r"policy version 0: d http://\S+ \(decode\), p http://\S+ \(prefill\)\n", shown
+    )
+    table = run_wavebus("status", "--broker", bus.address).stdout
+    assert "d/0 decode" in table
+    assert "p/0 prefill" in table
+    with SyncTrainerAgent(bus.address) as agent:
+        agent.wait_for_engines(2)
+        assert agent.update_weights(load_file(f"{bus.checkpoint.folder}/model.safetensors")) == 1
+    joined = [each for each in bus.broker.events if each.get("event") == "peer_joined"]
+    assert {each["peer"]: each.get("pd_role") for each in joined if "kind" in each} == {
+        "p": "prefill",
+        "d": "decode",
+    }
 
 
 def test_following_ends_with_its_reader(bus: Bus) -> None:

@@ -21,9 +21,10 @@ from trainer_agent import TrainerAgent
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.messages import PauseMode, SleepLevel, Target, Verify
+    from bus.messages import PauseMode, PdRole, SleepLevel, Target, Verify
 
 TIMEOUT_S = 120.0
+ROLES: tuple[PdRole, PdRole] = ("prefill", "decode")
 
 
 class Broken(StubEngine):
@@ -370,6 +371,39 @@ def test_without_the_quorum_nobody_serves_the_update() -> None:
             assert [engine.open for engine in engines] == [True, True]
             with pytest.raises(UsageError, match="quorum=0"):
                 await agent.update_weights(weights, quorum=0)
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("quorum", [None, 1])
+def test_a_prefill_and_a_decode_engine_are_updated_together_or_not_at_all(
+    quorum: int | None,
+) -> None:
+    """Whoever asks for less gets it; a third engine alone would be enough without a pair."""
+
+    async def scenario() -> None:
+        engines = [Finishing(0), Finishing(1)]
+        async with contextlib.AsyncExitStack() as stack:
+            _, address = await stack.enter_async_context(a_broker())
+            for role, engine in zip(ROLES, engines, strict=True):
+                sidecar = Sidecar(engine, broker=address, name=role, pd_role=role)
+                await stack.enter_async_context(sidecar)
+            agent = await stack.enter_async_context(TrainerAgent(address, name="trainer"))
+            await agent.wait_for_engines(2)
+            weights = {"w": torch.zeros(4)}
+            if quorum is None:
+                with pytest.raises(UpdateFailed, match="1 of 2 DP groups are left") as failed:
+                    await agent.update_weights(weights)
+                assert failed.value.code is NackCode.QUORUM_MISSING
+            else:
+                assert await agent.update_weights(weights, quorum=quorum) == 1
+                assert agent.last_update is not None
+                assert agent.last_update.excluded == ("decode",)
+            assert await agent.update_weights(weights) == 2
+            [group] = (await agent.status()).groups
+            roles = {engine.name: engine.pd_role for engine in group.engines}
+            assert roles == {role: role for role in ROLES}
+            assert {route.engine: route.pd_role for route in group.routes.engines} == roles
 
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 

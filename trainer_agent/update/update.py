@@ -264,6 +264,7 @@ class Update:
             manifest.digest(),
             self._scope,
             self._staging,
+            self._options.quorum is None,
         )
         if self._steps.is_asleep and self._steps.holds_pause:
             await self._steps.wake()
@@ -283,11 +284,8 @@ class Update:
         """What the pause leaves of requests, if there is a canary."""
         if self._options.canary is None:
             return ""
-        held = (
-            self._steps.pause_options
-            if self._steps.holds_pause and not self._pause_requested
-            else None
-        )
+        steps = self._steps
+        held = steps.pause_options if steps.holds_pause and not self._pause_requested else None
         return "abort" if (held or self._options.pause).ends_requests else "keep"
 
     @property

@@ -121,7 +121,7 @@ class VllmApi:
         chunk_bytes: int | None = None,
         target: Target = "model",
         canary: Canary | None = None,
-        quorum: Quorum = 1,
+        quorum: Quorum = None,
     ) -> BusWeightSyncClient:
         """The ``client`` of vLLM's trainer engines: each of their updates is one of the bus's.
 

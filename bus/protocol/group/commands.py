@@ -371,6 +371,8 @@ class Commands:
             catch_up.require_same_version(message, self._state.version)
         elif message.target == "draft":
             self._require_current(members)
+        if message.default_quorum and not message.scope and self._state.registry.is_disaggregated():
+            message = replace(message, quorum=0)
         groups = len(set(members.values()))
         if message.quorum > groups:
             raise Declined(

@@ -156,6 +156,11 @@ class EngineRegistry:
         overdue = [name for name, peer in self.engines.items() if peer.overdue]
         return self._incomplete.union(*map(self.dp_peers, overdue))
 
+    def is_disaggregated(self) -> bool:
+        """Whether some engines prefill for others that decode."""
+        roles = {peer.facts.pd_role for peer in self.engines.values() if peer.facts is not None}
+        return {"prefill", "decode"} <= roles
+
     def ready(self) -> list[str]:
         """Those that take part in what begins now, by name."""
         out = self._joined_late | self.unable()

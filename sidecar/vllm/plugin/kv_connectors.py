@@ -1,23 +1,7 @@
-"""How updates treat a vLLM's KV connectors, by their names.
+"""How updates treat a vLLM's KV connectors, by their names: see docs/vllm.md.
 
-A connector holds keys and values outside the engine's own cache, or brings those of another engine.
-After an update it must give nothing that older weights computed:
-
-============ ======================================= ===============================================
-how          its keys                                after an update
-============ ======================================= ===============================================
-salted       vLLM's block hashes, with wavebus's     older keys and values are never found
-             salt in them
-tagged       a request's own                         what has another version's tag is not used
-cleared      token ids alone, and it implements      it is cleared with each update
-             ``reset_cache``
-holds no KV  none: it only writes, or makes values   nothing of older weights comes from it
-             up
-trusted      unknown to wavebus                      whoever runs the engine vouches for it
-refused      token ids alone; or unknown             updates are refused, by its name
-============ ======================================= ===============================================
-
-Importing this module imports neither vllm nor torch.
+A connector holds keys and values outside the engine's own cache, or brings another engine's. After
+an update it must give none that older weights computed. Importing this loads no vllm.
 """
 
 from __future__ import annotations
@@ -49,20 +33,15 @@ _KNOWN: Final = {
     "ExampleConnector": BY_TOKENS,
     "LMCacheConnectorV1": BY_TOKENS,
     "HF3FSKVConnector": BY_TOKENS,
-    "DecodeBenchConnector": NO_KV,
-    "ExampleHiddenStatesConnector": NO_KV,
+    "DecodeBenchConnector": NO_KV,  # makes values up
+    "ExampleHiddenStatesConnector": NO_KV,  # only writes
 }
-_EXPLANATIONS: Final = {
-    SALTED: "salted, may be updated",
-    TAGGED: "tagged with the version, may be updated",
-    CLEARED: "cleared with each update, may be updated",
-    NO_KV: "holds no KV of older weights, may be updated",
-    TRUSTED: "trusted, may be updated",
-    BY_TOKENS: "keyed by tokens alone: updates are refused. It would give keys and values of older "
-    "weights; use OffloadingConnector, or one that implements reset_cache",
-    UNKNOWN: "unknown to wavebus: updates are refused. If it gives no keys and values of older "
-    "weights, name it in {variable} where vLLM runs, or in wavebus sidecar --trust-kv-connector",
-    UNSALTED: "this vLLM takes no salts (prefix_cache_versions is off): updates are refused",
+_HINTS: Final = {
+    BY_TOKENS: "It would give keys and values of older weights: use OffloadingConnector, or a "
+    "class that implements reset_cache",
+    UNKNOWN: "If it gives no keys and values of older weights, name it in "
+    f"{TRUST_KV_CONNECTORS} where vLLM runs, or in wavebus sidecar --trust-kv-connector",
+    UNSALTED: "Its feature prefix_cache_versions is off",
 }
 
 
@@ -71,43 +50,30 @@ def treatments(
     features: Mapping[str, str],
     implements_reset: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> dict[str, str]:
-    """How updates treat each connector of a vLLM.
-
-    Args:
-        config: its ``kv_transfer_config``, or None.
-        features: what this vLLM supports, and why not.
-        implements_reset: whether the class of a connector's configuration does; vLLM's own is asked
-            by default.
-
-    Returns:
-        The connectors by name, those inside a ``MultiConnector`` one by one.
-    """
+    """How updates treat each connector of this ``kv_transfer_config`` (or None), those inside a
+    ``MultiConnector`` one by one. ``features``: what the vLLM supports, and why not."""
     found: dict[str, str] = {}
     for each in _leaves(config):
-        how = _treatment(each, features, implements_reset or _implements_reset)
         name = str(each["kv_connector"])[:256]
         if not found.get(name, "").startswith(REFUSED):  # of two of one name, the worse
-            found[name] = how
+            found[name] = _treatment(each, features, implements_reset or _implements_reset)
     return found
 
 
 def trust(found: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
     """The same where these unknown connectors are trusted."""
-    return {
-        name: TRUSTED if how == UNKNOWN and name in names else how for name, how in found.items()
-    }
+    return {n: TRUSTED if how == UNKNOWN and n in names else how for n, how in found.items()}
 
 
 def explain(name: str, how: str) -> str:
-    """What wavebus does with a connector, in a sentence; and what to do if that is nothing."""
-    said = _EXPLANATIONS.get(how, how).format(variable=TRUST_KV_CONNECTORS)
-    return f"{name}: {said}"
+    """What a connector may do while weights are updated; and if that is nothing, what to do."""
+    if not how.startswith(REFUSED):
+        return f"{name}: {how}, may be updated"
+    return f"{name}: {how.removeprefix(REFUSED)}: updates are refused. {_HINTS.get(how, '')}"
 
 
 def _leaves(config: Any) -> Iterator[Mapping[str, Any]]:
-    if config is None:
-        return
-    fields: Mapping[str, Any] = config if isinstance(config, dict) else vars(config)
+    fields: Mapping[str, Any] = config if isinstance(config, dict) else vars(config or object)
     name = fields.get("kv_connector")
     if name == "MultiConnector" and not fields.get("kv_connector_module_path"):
         for child in (fields.get("kv_connector_extra_config") or {}).get("connectors") or ():
@@ -131,21 +97,16 @@ def _treatment(
 
 
 def _implements_reset(fields: Mapping[str, Any]) -> bool:
-    """Whether the connector's class has its own ``reset_cache``: vLLM's base class says nothing,
-    which counts as done."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415 - in a worker
-        KVConnectorFactory,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415
-        KVConnectorBase_V1,
-    )
+    """Whether the connector's class has its own ``reset_cache``. That of vLLM's base class does
+    nothing, which counts as done."""
+    from vllm.distributed.kv_transfer.kv_connector import factory  # noqa: PLC0415 - in a worker
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: PLC0415
 
     names = ("kv_connector", "kv_connector_module_path")
+    named = SimpleNamespace(**{name: fields.get(name) for name in names})
     try:
-        found = KVConnectorFactory.get_connector_class(
-            SimpleNamespace(**{name: fields.get(name) for name in names})
-        )
+        found = factory.KVConnectorFactory.get_connector_class(named)
     except Exception:  # noqa: BLE001 - whatever its import raises: then it can't be known
         return False
-    base = KVConnectorBase_V1.reset_cache
-    return getattr(found, "reset_cache", base) is not base
+    inherited = base.KVConnectorBase_V1.reset_cache
+    return getattr(found, "reset_cache", inherited) is not inherited

@@ -69,6 +69,7 @@ def facts(
     untested: str = "",
     run: str = "",
     pd_role: PdRole = "",
+    kv_connectors: dict[str, str] | None = None,
 ) -> EngineFacts:
     """What an engine joins with."""
     return EngineFacts(
@@ -94,6 +95,7 @@ def facts(
         untested=untested,
         run=run,
         pd_role=pd_role,
+        kv_connectors=kv_connectors or {},
     )
 
 

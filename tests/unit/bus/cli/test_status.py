@@ -53,6 +53,25 @@ def test_it_says_who_serves(group: GroupStatus, shown: Callable[[GroupStatus], s
     assert " no, waits for a whole update " in second
 
 
+def test_it_says_how_updates_treat_kv_connectors_and_who_has_which_role(
+    group: GroupStatus, shown: Callable[[GroupStatus], str]
+) -> None:
+    """Engines of which the same is to be said share a line."""
+    refused = "refused: keyed by tokens alone"
+    engines = (
+        dataclasses.replace(
+            group.engines[0],
+            pd_role="prefill",
+            kv_connectors={"NixlConnector": "tagged", "ExampleConnector": refused},
+        ),
+        dataclasses.replace(group.engines[1], kv_connectors={"NixlConnector": "tagged"}),
+    )
+    lines = shown(dataclasses.replace(group, engines=engines)).splitlines()
+    assert "  KV connector NixlConnector: tagged (e0, e1)" in lines
+    assert f"  KV connector ExampleConnector: {refused} (e0)" in lines
+    assert [" e0/0 prefill " in line for line in lines if " e0/0" in line] == [True]
+
+
 def test_it_says_what_an_engine_waits_for(
     group: GroupStatus, shown: Callable[[GroupStatus], str]
 ) -> None:

@@ -28,6 +28,7 @@ from bus.messages import (
     NackCode,
     PauseGlobal,
     PauseLocal,
+    PdRole,
     PeerRanks,
     Phase,
     PlanTransfer,
@@ -194,6 +195,38 @@ def test_a_new_broker_takes_up_the_run_that_an_engine_tells_it(bench: Bench) -> 
     """An engine that joins again tells the run that it was given."""
     assert only(bench.say("e1", engine_of_run("first", "e1")), Welcome).run == "first"
     assert only(bench.say("e0", engine_of_run("second", "e0")), Welcome).run == "first"
+
+
+@pytest.mark.parametrize(
+    ("roles", "quorum"), [(("prefill", "decode"), 2), (("", "decode"), 1), (("prefill",) * 2, 1)]
+)
+def test_prefill_and_decode_engines_are_updated_together_unless_it_is_said(
+    bench: Bench, roles: tuple[PdRole, PdRole], quorum: int
+) -> None:
+    """A commit without one of them would leave requests that neither can serve."""
+    for name, role in zip(("e0", "e1"), roles, strict=True):
+        bench.say(name, Join("engine", "host", 7, facts(pd_role=role, dp_group=name), None))
+    bench.trainer()
+    update = bench.broker.groups["policy"].update
+    for asked, default, needed in ((1, True, quorum), (1, False, 1), (0, False, 2)):
+        bench.say("t", make_arm("u1", MANIFEST, quorum=asked, default_quorum=default))
+        assert update.quorum == needed
+        bench.say("t", Abort("u1", "enough"))
+        bench.all_ack(Step.ABORT)
+
+
+def test_the_join_line_says_how_updates_treat_an_engines_connectors(bench: Bench) -> None:
+    """As a warning, if one is refused."""
+    found = {"NixlConnector": "tagged"}
+    for level in ("info", "warning"):
+        told = Join("engine", "host", 7, facts(kv_connectors=found, pd_role="decode"), None)
+        [note] = [each for each in bench.say("e0", told) if isinstance(each, Note)][:1]
+        assert (note.level, note.fields["pd_role"]) == (level, "decode")
+        assert str(note.fields["kv_connectors"]).startswith("NixlConnector: tagged")
+        assert note.fields.get("kv_refused", "") == ("" if level == "info" else "Own: refused: why")
+        found["Own"] = "refused: why"
+    [view] = bench.broker.status(0.0).groups[0].engines
+    assert (view.kv_connectors, view.pd_role) == (found, "decode")
 
 
 def test_an_engine_of_an_older_wavebus_has_no_run(bench: Bench) -> None:
