@@ -164,7 +164,6 @@ RESTARTS: Final = 5
 )
 @click.option(
     "--trust-kv-connector",
-    "trusted",
     metavar="NAME",
     multiple=True,
     help="vLLM: a KV connector that wavebus does not know, and that gives no keys and values of "
@@ -187,7 +186,7 @@ def sidecar(
     advertise: str | None,
     boot_timeout_s: float,
     restarts: int | None,
-    trusted: tuple[str, ...],
+    trust_kv_connector: tuple[str, ...],
     key: Path | None,
     broker_key: Path | None,
     insecure: bool,
@@ -218,10 +217,10 @@ def sidecar(
         if value is not None:
             check_name(value, option)
     _hand_down_keys(key, broker_key, insecure=insecure)
-    if trusted:  # a server that is started here finds it there, as this process does
+    if trust_kv_connector:  # a server that is started here finds it there, as this process does
         from sidecar.vllm.plugin.environment import TRUST_KV_CONNECTORS  # noqa: PLC0415 - after --help
 
-        os.environ[TRUST_KV_CONNECTORS] = ",".join(trusted)
+        os.environ[TRUST_KV_CONNECTORS] = ",".join(trust_kv_connector)
     all_ranks = embedded["dp_size"] > 1 and embedded["dp_rank"] is None
     if restarts is None:
         restarts = RESTARTS if all_ranks or _alone(command) else 0

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bus.errors import EngineError
+from bus.manifest import Manifest
+from bus.messages import NackCode
 from sidecar.vllm.inprocess_engine import VllmEngine
+from sidecar.vllm.plugin.kv_connectors import UNKNOWN
 from tests.support.checkpoints import make_checkpoint
 from tests.vllm._vllm import (
     MAX_POSITIONS,
@@ -33,7 +37,7 @@ LIMIT_S = 200.0
 def test_peers_are_told_of_the_cache_that_a_wake_has_registered(tmp_path: Path) -> None:
     """Where the worker registers its cache anew (vLLM 0.33), the core tells them after the wake,
     and not before the cache is there. Else the registration stays as it was (0.32). Tokens are
-    exact in both."""
+    exact in both. Updates are refused: nobody knows what this connector keeps."""
     checkpoint = make_checkpoint(tmp_path / "model", seed=1, max_positions=MAX_POSITIONS)
     told = tmp_path / "told"
 
@@ -59,7 +63,11 @@ def test_peers_are_told_of_the_cache_that_a_wake_has_registered(tmp_path: Path) 
         )
         async with async_llm(boot_environment(tmp_path / "plugin"), args) as llm:
             engine = VllmEngine(llm)
-            await engine.start()
+            info = await engine.start()
+            assert info.kv_connectors == {"TellingConnector": UNKNOWN}
+            with pytest.raises(EngineError, match="TellingConnector: unknown") as refused:
+                await engine.arm(Manifest(("a",), ("float32",), ((2,),), (1,)))
+            assert refused.value.code is NackCode.KV_CONNECTOR_REFUSED
             assert registrations() == [1]
             await engine.pause("keep", clear_cache=True)
             await engine.sleep(1)
