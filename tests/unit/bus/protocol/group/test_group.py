@@ -139,6 +139,22 @@ def test_a_quorum_of_more_dp_groups_than_there_are_is_refused() -> None:
     assert scene.engine("e0").commands == []
 
 
+def test_a_run_outlives_its_broker_and_the_engine_that_brought_it() -> None:
+    """As long as one engine of it is left, which tells the next broker."""
+    scene = Scene(1, 1)
+    run = scene.world.existing_group.run
+    assert run == f"{scene.engine('e0').boot:x}"
+    scene.world.restart_engine("e0")
+    assert scene.world.run_until(scene.world.has_joined)
+    scene.engine("e0").kill()
+    scene.world.restart_broker()
+    assert scene.world.run_until(lambda: scene.world.has_joined(["e1"]))
+    reborn = scene.world.restart_engine("e0")
+    assert scene.world.run_until(lambda: reborn.is_joined)
+    assert scene.world.existing_group.run == run
+    assert {engine.peer.link.run for engine in scene.world.live_engines} == {run}
+
+
 def test_a_lease_that_is_too_short_is_refused() -> None:
     """By the broker, before anybody is asked."""
     scene = Scene(1)
