@@ -30,9 +30,10 @@ class CacheControl:
         self.connectors = trust(facts.kv_connectors, trusted_kv_connectors())
 
     def require_updatable(self) -> None:
-        """Raises:
-        EngineError: code ``kv_connector_refused``: a KV connector would give keys and values of the
-            weights before; the text has its name, and what to do.
+        """Refuse an update that some KV connector would answer with keys and values of before.
+
+        Raises:
+            EngineError: code ``kv_connector_refused``; the text names it and says what to do.
         """
         refused = [n for n, how in sorted(self.connectors.items()) if how.startswith(REFUSED)]
         if refused:

@@ -99,14 +99,14 @@ def _treatment(
 def _implements_reset(fields: Mapping[str, Any]) -> bool:
     """Whether the connector's class has its own ``reset_cache``. That of vLLM's base class does
     nothing, which counts as done."""
-    from vllm.distributed.kv_transfer.kv_connector import factory  # noqa: PLC0415 - in a worker
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: PLC0415
-
     names = ("kv_connector", "kv_connector_module_path")
     named = SimpleNamespace(**{name: fields.get(name) for name in names})
     try:
+        from vllm.distributed.kv_transfer.kv_connector import factory  # noqa: PLC0415 - in a worker
+        from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: PLC0415
+
         found = factory.KVConnectorFactory.get_connector_class(named)
-    except Exception:  # noqa: BLE001 - whatever its import raises: then it can't be known
+        inherited = base.KVConnectorBase_V1.reset_cache
+    except Exception:  # noqa: BLE001 - whatever an import raises: then it can't be known
         return False
-    inherited = base.KVConnectorBase_V1.reset_cache
     return getattr(found, "reset_cache", inherited) is not inherited
