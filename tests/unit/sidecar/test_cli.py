@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from bus.errors import UsageError
+from sidecar import cli
 from sidecar.cli import _vllm, sidecar
 from sidecar.vllm.http_engine import VllmHttpEngine
 from sidecar.vllm.plugin.environment import (
@@ -36,6 +37,7 @@ def test_trusted_connectors_are_known_to_the_sidecar_and_its_server(
 ) -> None:
     """By the environment: a server that is started here has the sidecar's."""
     monkeypatch.setenv(TRUST_KV_CONNECTORS, "")
+    monkeypatch.setattr(cli, "configure_log", lambda *_: None)  # it would be that of later tests
     asked = ["--trust-kv-connector", "One", "--trust-kv-connector", "Two", "--engine", "vllm"]
     with pytest.raises(UsageError, match="--engine=vllm"):
         sidecar.main(asked, standalone_mode=False)
