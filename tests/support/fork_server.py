@@ -18,6 +18,7 @@ import json
 import os
 import runpy
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -77,11 +78,12 @@ class ForkedProcess:
         if stdin == subprocess.PIPE:
             its_in, mine = os.pipe()
             self.stdin = os.fdopen(mine, "w", encoding="utf-8")
-        order = json.dumps({"argv": argv[1:], "env": dict(env), "cwd": str(cwd)}).encode()
-        socket.send_fds(_server(os.getpid()), [order], [its_in, its_out, its_err, its_status])
-        for end in (its_in, its_out, its_err, its_status):
-            if end:
-                os.close(end)
+        order = {"argv": argv[1:], "env": dict(env), "cwd": str(cwd)}
+        order["hang_up"] = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        ends = [its_in, its_out, its_err, its_status]
+        socket.send_fds(_server(os.getpid()), [json.dumps(order).encode()], ends)
+        for end in filter(None, ends):
+            os.close(end)
         self._lock = threading.Lock()
         self.pid = self._read_number()
 
@@ -115,7 +117,7 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        self.send_signal(9)
+        self.send_signal(signal.SIGKILL)
 
     def _read_number(self) -> int:
         read = os.read(self._status, _NUMBER.size)
@@ -154,6 +156,7 @@ def _main(control: socket.socket) -> None:
     order = _serve(control)
     if order is None:
         return
+    signal.signal(signal.SIGHUP, signal.SIG_DFL if order["hang_up"] else signal.SIG_IGN)
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
