@@ -31,7 +31,9 @@ exec(sys.stdin.readline())
 
 def ended(process: ForkedProcess, order: str) -> tuple[int, dict[str, Any], str]:
     """Its exit code, what it told, and its stderr, after it has run ``order``."""
-    assert process.stdin and process.stdout and process.stderr
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
     with process.stdin, process.stdout, process.stderr:
         told = json.loads(process.stdout.readline())
         assert process.poll() is None
