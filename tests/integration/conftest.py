@@ -54,7 +54,7 @@ class Bus:
                 *extra,
             )
         )
-        self.broker.wait_event("peer_joined", peer=name, pid=process.pid)
+        self.broker.wait_event("peer_joined", peer=name)
         return process
 
 

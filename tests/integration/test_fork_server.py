@@ -16,6 +16,8 @@ from tests.support.fork_server import ForkedProcess, can_fork
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.integration.conftest import Bus
+
 PROGRAM = """
 import atexit, json, os, random, sys, uuid
 from bus.ids import new_boot
@@ -71,6 +73,12 @@ def test_it_has_its_own_everything(tmp_path: Path, order: str, code: int, last: 
     first, second = found
     assert not set(map(str, first["drawn"])) & set(map(str, second["drawn"]))
     assert first["open"] == second["open"]  # none is left of another process
+
+
+def test_a_forked_sidecar_joins_by_its_own_pid(bus: Bus) -> None:
+    sidecar = bus.sidecar("e0")
+    joined = bus.broker.events[-1]
+    assert (joined["event"], joined["pid"]) == ("peer_joined", sidecar.pid)
 
 
 def test_a_variable_of_the_interpreter_wants_a_process_of_its_own() -> None:
