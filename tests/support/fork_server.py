@@ -78,7 +78,7 @@ class ForkedProcess:
         if stdin == subprocess.PIPE:
             its_in, mine = os.pipe()
             self.stdin = os.fdopen(mine, "w", encoding="utf-8")
-        order = {"argv": argv[1:], "env": dict(env), "cwd": str(cwd)}
+        order: dict[str, Any] = {"argv": argv[1:], "env": dict(env), "cwd": str(cwd)}
         order["hang_up"] = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         ends = [its_in, its_out, its_err, its_status]
         socket.send_fds(_server(os.getpid()), [json.dumps(order).encode()], ends)
