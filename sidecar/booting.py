@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING
 
 from bus.ids import BOOT_SUFFIX, new_boot
 from bus.keys import security
 from bus.messages import Heartbeat, Join
 from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.peer import HOST, PID, PeerClient, route_of
+from bus.runtime.peer import HOST, PeerClient, route_of
 from bus.runtime.zmq_transport import ZmqClient
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def shown_as_booting(broker: str, group: str, name: str) -> Iterator[None]:
         group=group,
         transport=ZmqClient(broker, route_of(own, new_boot()), security()),
         scheduler=AsyncioScheduler(),
-        join=lambda: Join("booting", HOST, PID, None, None),
+        join=lambda: Join("booting", HOST, os.getpid(), None, None),
         beat=lambda: Heartbeat("running", 0, 0, ""),
         on_message=lambda _envelope, _message: None,
     )

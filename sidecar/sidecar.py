@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
@@ -44,7 +45,7 @@ from bus.protocol.engine.calls import (
 )
 from bus.protocol.engine.session import EngineSession
 from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.peer import HOST, PID, PeerClient, default_name, route_of
+from bus.runtime.peer import HOST, PeerClient, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
 from sidecar.cache_run import CacheRun
@@ -288,7 +289,7 @@ class Sidecar:
             update_id=self.session.shown_id,
             peer_address=self._peer_links.address if self._peer_links else "",
         )
-        return codec.clip(Join("engine", HOST, PID, facts, None))
+        return codec.clip(Join("engine", HOST, os.getpid(), facts, None))
 
     def _beat(self) -> Heartbeat:
         return replace(self.session.beat(), closed=self.session.is_closed or self._is_frozen)

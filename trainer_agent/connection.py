@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
@@ -28,7 +29,7 @@ from bus.messages import (
 from bus.messages.codec import encode_body
 from bus.protocol.core.link import LinkConfig, LinkState
 from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.peer import HOST, PID, PeerClient, route_of
+from bus.runtime.peer import HOST, PeerClient, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from trainer_agent.failures import silent_broker, silent_engines
 from trainer_agent.guaranteed_delivery import GuaranteedDelivery
@@ -114,7 +115,7 @@ class Connection:
             transport=self._transport
             or ZmqClient(self.broker, route_of(self._name, boot), self._security),
             scheduler=AsyncioScheduler(),
-            join=lambda: Join(self._role, HOST, PID, None, None),
+            join=lambda: Join(self._role, HOST, os.getpid(), None, None),
             beat=lambda: Heartbeat("running", self._kept_version(), self.tensors_taken, ""),
             on_message=self._on_message,
             on_state=self._on_state,

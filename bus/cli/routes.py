@@ -29,7 +29,7 @@ from bus.messages import Envelope, Heartbeat, Join, Message, Routes, Status, Sta
 from bus.protocol.core.link import LinkState
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.event_loop import run
-from bus.runtime.peer import HOST, PID, PeerClient, default_name, route_of
+from bus.runtime.peer import HOST, PeerClient, default_name, route_of
 from bus.runtime.status_client import fetch_status
 from bus.runtime.zmq_transport import ZmqClient
 
@@ -121,7 +121,7 @@ async def _follow(
         boot=boot,
         transport=ZmqClient(broker, route_of(name, boot), how),
         scheduler=AsyncioScheduler(),
-        join=lambda: Join("observer", HOST, PID, None, None),
+        join=lambda: Join("observer", HOST, os.getpid(), None, None),
         beat=lambda: Heartbeat("running", 0, 0, ""),
         on_message=on_message,
         on_state=on_state,

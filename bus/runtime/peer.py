@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 # Refusals come late, but not after so many more JOINs.
 _JOINS_KEPT: Final = 64
 HOST = socket.gethostname()[:256]
-PID = os.getpid()
 
 
 def default_name(role: str) -> str:
     """A readable peer name that two processes will not share: role, host, pid."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", HOST.split(".")[0]) or "host"
-    return f"{role}-{host}-{PID}"[:128]
+    return f"{role}-{host}-{os.getpid()}"[:128]
 
 
 def route_of(name: str, boot: int) -> bytes:

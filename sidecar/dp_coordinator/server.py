@@ -6,6 +6,7 @@ A broker is asked when there is one and waited for by nobody: see
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final
 
 import bus.log
@@ -17,7 +18,7 @@ from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.link import LinkState
 from bus.protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
 from bus.runtime.clock import Alarm, AsyncioScheduler
-from bus.runtime.peer import HOST, PID, PeerClient, default_name, route_of
+from bus.runtime.peer import HOST, PeerClient, default_name, route_of
 from bus.runtime.zmq_dp import DpCoordinatorSockets
 from bus.runtime.zmq_transport import ZmqClient
 from sidecar.dp_coordinator import frames
@@ -162,7 +163,7 @@ class DpCoordinatorServer:
         facts = CoordinatorFacts(
             machine.dp_group, self._size, machine.wave, machine.running, machine.started_by
         )
-        return Join("coordinator", HOST, PID, None, facts)
+        return Join("coordinator", HOST, os.getpid(), None, facts)
 
     def _on_message(self, _envelope: Envelope, message: Message) -> None:
         if self._on_joined():

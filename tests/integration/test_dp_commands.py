@@ -13,7 +13,7 @@ from sidecar.shared_pages.core_status import CoreStatusReader
 from sidecar.supervision.launch import free_port
 from tests.integration.test_killed import engines, generate
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
-from tests.support.procs import PATIENCE_S, run_wavebus, wavebus
+from tests.support.procs import PATIENCE_S, wavebus
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def test_options_that_do_not_fit_are_refused(
     moe: Checkpoint, options: tuple[str, ...], word: str
 ) -> None:
     """By name, before anything is started."""
-    ended = run_wavebus("sidecar", "--model", str(moe.folder), *options)
-    assert ended.returncode == 2
-    assert word in ended.stderr
-    assert "Traceback" not in ended.stderr
+    with wavebus("sidecar", "--model", str(moe.folder), *options) as sidecar:
+        assert sidecar.wait() == 2
+    assert word in sidecar.all_text()
+    assert "Traceback" not in sidecar.all_text()

@@ -395,6 +395,7 @@ def test_start_in_the_window_between_two_resumes_is_not_lost(
         await resumed.shows(lambda v: v.phase == "barrier")
         begun = resumed.generate(PROMPT, 20)
         await coordinator.asked.get()
+        await _queued(resumed, 1)  # or it comes after that wave, and the rank asks for another
         coordinator.start(1)
         await paused.logged("start_dp_wave", obeyed=False)
         await paused.call("resume")

@@ -64,6 +64,12 @@ class RouterStandIn:
             self._changed.clear()
             await self._changed.wait()
 
+    async def asked(self, event: str) -> None:
+        """Return when this was asked for, whether or not it is done."""
+        while event not in self.events:
+            self._changed.clear()
+            await self._changed.wait()
+
     async def polled(self) -> None:
         """Return when the list was read, and what followed from it was done."""
         since = self.polls
@@ -79,6 +85,7 @@ class RouterStandIn:
     async def _add(self, request: web.Request) -> web.Response:
         url = request.query["url"]
         self.events.append(f"+{url}")
+        self._changed.set()
         if url == self.ill:
             await self.healed.wait()
         self.urls.append(url)
@@ -173,6 +180,7 @@ def test_an_engine_that_the_router_does_not_find_well_holds_up_no_other(bus: Bus
         async with a_router() as (router, url):
             router.ill = ill
             follow(bus, url)
+            await router.asked(f"+{ill}")
             await asyncio.to_thread(bus.sidecar, "e1")
             at = await asyncio.to_thread(endpoints, bus)
             await router.until(at["e1"])

@@ -11,9 +11,10 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
@@ -21,6 +22,7 @@ from bus.runtime.zmq_dp import DpCoordinatorSockets
 from sidecar.dp_coordinator import frames
 from sidecar.shared_pages.core_status import CoreStatusReader, NoPage
 from sidecar.supervision.launch import free_port
+from tests.support.fork_server import ForkedProcess
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
@@ -83,30 +85,25 @@ class Request:
 class RankProcess:
     """One rank. ``spec`` are the arguments of ``DataParallel``, and ``model``."""
 
-    def __init__(self, folder: Path, spec: dict[str, Any], env: dict[str, str]) -> None:
+    def __init__(self, folder: Path, spec: dict[str, Any]) -> None:
         self.rank: int = spec["rank"]
         self.page = CoreStatusReader(folder / f"page{self.rank}")
         self.logs: list[dict[str, Any]] = []
         self.text: list[str] = []
         self._spec = {**spec, "core_page": str(self.page.path)}
-        self._env = env
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._requests: dict[int, Request] = {}
         self._news = asyncio.Event()
         self._readers: list[asyncio.Task[None]] = []
-        self.process: asyncio.subprocess.Process
+        self.process: ForkedProcess
 
     async def start(self) -> None:
-        pipe = asyncio.subprocess.PIPE
-        self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.support.dp_rank", json.dumps(self._spec)),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            limit=1 << 24,
+        self.process = ForkedProcess(
+            (sys.executable, "-m", "tests.support.dp_rank", json.dumps(self._spec)),
+            stdin=subprocess.PIPE,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self._env},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
         started = self._answers[0] = asyncio.get_running_loop().create_future()
         self._readers = [
@@ -117,14 +114,12 @@ class RankProcess:
 
     async def stop(self) -> int:
         """End its stdin, and wait for its end."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self._close_stdin()
         return await self._ended()
 
     async def kill(self) -> None:
         """SIGKILL, if it still runs."""
-        if self.process.returncode is None:
-            self.process.kill()
+        self.process.kill()
         await self._ended()
 
     def begin(self, do: str, **arguments: object) -> asyncio.Future[Any]:
@@ -133,7 +128,9 @@ class RankProcess:
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         assert self.process.stdin is not None
         line = json.dumps({"id": number, "do": do, **arguments})
-        self.process.stdin.write(f"{line}\n".encode())
+        with contextlib.suppress(BrokenPipeError):  # its answer is that it has ended
+            self.process.stdin.write(f"{line}\n")
+            self.process.stdin.flush()
         return answer
 
     async def call(self, do: str, **arguments: object) -> Any:
@@ -169,13 +166,18 @@ class RankProcess:
             await self._news.wait()
 
     async def _ended(self) -> int:
-        code = await self.process.wait()
+        code = await asyncio.to_thread(self.process.wait)
+        self._close_stdin()
         await asyncio.gather(*self._readers)
         return code
 
+    def _close_stdin(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
     async def _read_answers(self) -> None:
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
+        async for line in _lines(self.process.stdout):
             said = json.loads(line)
             number = said["id"]
             if "token" in said:
@@ -194,8 +196,7 @@ class RankProcess:
                 answer.exception()  # not everyone asks
 
     async def _read_logs(self) -> None:
-        assert self.process.stderr is not None
-        while raw := await self.process.stderr.readline():
+        async for raw in _lines(self.process.stderr):
             try:
                 line = json.loads(raw)
             except ValueError:
@@ -203,6 +204,16 @@ class RankProcess:
                 continue
             self.logs.append(line)
             self._news.set()
+
+
+async def _lines(pipe: IO[str] | None) -> AsyncIterator[bytes]:
+    reader = asyncio.StreamReader(limit=1 << 24)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    while line := await reader.readline():
+        yield line
+    transport.close()
 
 
 def _error(failed: dict[str, str]) -> EngineError:
@@ -225,7 +236,7 @@ class DpGroup:
     def __init__(self, folder: Path, model: Path, size: int, **options: Any) -> None:
         master = f"127.0.0.1:{free_port()}"
         spec = {"model": str(model), "size": size, "master": master, "group": "moe", **options}
-        self.ranks = [RankProcess(folder, {**spec, "rank": rank}, {}) for rank in range(size)]
+        self.ranks = [RankProcess(folder, {**spec, "rank": rank}) for rank in range(size)]
 
     async def __aenter__(self) -> Self:
         starting = [asyncio.create_task(rank.start()) for rank in self.ranks]

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
+from tests.support.fork_server import ForkedProcess
+from tests.support.procs import PYTHONPATH, ROOT
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
@@ -50,16 +53,19 @@ async def train(
 
 
 async def _rank(told: dict[str, Any]) -> list[dict[str, Any]]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.support.fsdp_rank", json.dumps(told)),
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    process = ForkedProcess(
+        (sys.executable, "-m", "tests.support.fsdp_rank", json.dumps(told)),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
     )
-    try:
-        said, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout as output, process.stderr as errors:
+        try:
+            said, why = await asyncio.gather(
+                asyncio.to_thread(output.read), asyncio.to_thread(errors.read)
+            )
+            assert process.wait() == 0, why
+        finally:
             process.kill()
-            await process.wait()
-    assert process.returncode == 0
-    return [json.loads(line) for line in said.decode().splitlines()]
+    return [json.loads(line) for line in said.splitlines()]

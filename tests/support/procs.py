@@ -17,6 +17,8 @@ from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import TYPE_CHECKING, Any, Self
 
+from tests.support.fork_server import ForkedProcess, can_fork
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -40,21 +42,16 @@ class Proc:
         stdin: int | None = None,
     ) -> None:
         self.argv = argv
-        self.process = subprocess.Popen(
-            argv,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=cwd,
-            env={
-                **os.environ,
-                "PYTHONPATH": PYTHONPATH,
-                "OMP_NUM_THREADS": "1",
-                "WAVEBUS_LOG_FORMAT": "json",
-                **(env or {}),
-            },
-        )
+        own = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "WAVEBUS_LOG_FORMAT": "json"}
+        whole = {**os.environ, **own, **(env or {})}
+        self.process: subprocess.Popen[str] | ForkedProcess
+        if can_fork(argv, env or {}):
+            self.process = ForkedProcess(argv, env=whole, cwd=cwd, stdin=stdin)
+        else:
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(
+                argv, stdin=stdin, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=whole
+            )
         self.events: list[dict[str, Any]] = []
         self.text: list[str] = []
         self._fresh: queue.Queue[dict[str, Any] | None] = queue.Queue()
