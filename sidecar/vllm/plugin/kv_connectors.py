@@ -41,7 +41,7 @@ _HINTS: Final = {
     "class that implements reset_cache",
     UNKNOWN: "If it gives no keys and values of older weights, name it in "
     f"{TRUST_KV_CONNECTORS} where vLLM runs, or in wavebus sidecar --trust-kv-connector",
-    UNSALTED: "Its feature prefix_cache_versions is off",
+    UNSALTED: "Its feature prefix_cache_versions, or kv_handover, is off",
 }
 
 
@@ -58,6 +58,11 @@ def treatments(
         if not found.get(name, "").startswith(REFUSED):  # of two of one name, the worse
             found[name] = _treatment(each, features, implements_reset or _implements_reset)
     return found
+
+
+def is_keyed_by_tokens(name: str) -> bool:
+    """Whether a connector of this class may be in use only if it says that it was cleared."""
+    return _KNOWN.get(name) == BY_TOKENS
 
 
 def trust(found: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
@@ -92,8 +97,8 @@ def _treatment(
         return CLEARED if implements_reset(fields) else how
     if fields.get("kv_connector_module_path"):  # somebody else's, of whatever name
         return UNKNOWN
-    unsalted = how in (SALTED, TAGGED) and features.get("prefix_cache_versions")
-    return UNSALTED if unsalted else how
+    needs = {SALTED: ("prefix_cache_versions",), TAGGED: ("prefix_cache_versions", "kv_handover")}
+    return UNSALTED if any(features.get(name) for name in needs.get(how, ())) else how
 
 
 def _implements_reset(fields: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Final
 
 from bus.seams import Fields, Form, Has, Ref, Registry, Says, SaysNot, Seam, Takes
+from sidecar.vllm.plugin.kv_patches import KV_SEAMS
 from sidecar.vllm.plugin.vllm_calls import CALLED, FRONT_ENDS
 from sidecar.vllm.plugin.vllm_names import (
     BASE_CORE,
@@ -95,6 +96,8 @@ _SEAMS: Final = (
                     "admission",
                     "swap",
                     "call_off",
+                    "run",
+                    "clear_caches",
                 )
             ),
             (f"{WORKER_MODULE}:WorkerWrapperBase", "__str__", Ref(f"{PLUGIN}.worker_rpc:presence")),
@@ -258,26 +261,6 @@ _SEAMS: Final = (
         sets=((BASE_CORE, "wavebus_labels_steps", True),),
         wraps=wraps_by(
             "core.swap", (f"{BASE_CORE}._attach_weight_version", "attach_weight_version")
-        ),
-    ),
-    Seam(
-        "prefix cache versions",
-        ("prefix_cache_versions",),
-        (
-            Takes(f"{PLAIN_CORE}.preprocess_add_request", ("self", "request")),
-            Takes(f"{BASE_CORE}.add_request", ("self", "request", "request_wave")),
-            Takes(f"{BASE_CORE}.set_weight_version", ("self", "weight_version")),
-            Takes(f"{PLAIN_CORE}.get_weight_version", ("self",)),
-            Says("vllm.v1.core.kv_cache_utils", ("request.cache_salt",)),
-            Has("vllm.v1.request:Request", ("update_block_hashes",)),
-        ),
-        process="core",
-        sets=((PLAIN_CORE, "wavebus_salt", ""),),
-        wraps=wraps_by(
-            "core.swap",
-            (f"{PLAIN_CORE}.preprocess_add_request", "preprocess_add_request"),
-            (f"{BASE_CORE}.add_request", "add_request"),
-            (f"{BASE_CORE}.set_weight_version", "set_weight_version"),
         ),
     ),
     Seam(
@@ -474,4 +457,4 @@ _SEAMS: Final = (
 )
 
 
-REGISTRY: Final = Registry(FEATURES, (*_SEAMS, *FRONT_ENDS, *CALLED))
+REGISTRY: Final = Registry(FEATURES, (*KV_SEAMS, *_SEAMS, *FRONT_ENDS, *CALLED))

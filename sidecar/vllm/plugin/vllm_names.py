@@ -17,6 +17,8 @@ FEATURES: Final = {
     "lockstep_staged_updates": "load weights without a pause in ranks that step in lockstep",
     "version_labels": "label each token with the version that produced it",
     "prefix_cache_versions": "keep prefix caches of different versions apart",
+    "held_kv": "pause and swap while keys and values are held for a decode engine",
+    "kv_handover": "keep keys and values that prefill engines hand over with their version",
     "admission": "close an engine to requests; run canary probes",
     "lockstep_admission": "close ranks that step in lockstep to requests",
     "closed_answer": "have a closed API server answer with HTTP 503 and the reason",
@@ -48,6 +50,16 @@ PLAIN_CORE: Final = f"{CORE_MODULE}:EngineCoreProc"
 LOCKSTEP_CORE: Final = f"{CORE_MODULE}:DPEngineCoreProc"
 
 BASE_CORE: Final = f"{CORE_MODULE}:EngineCore"
+
+SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
+
+NIXL: Final = (
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler:NixlPullConnectorScheduler"
+)
+
+NIXL_BASE: Final = (
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler:NixlBaseConnectorScheduler"
+)
 
 PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
 

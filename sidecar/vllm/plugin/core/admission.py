@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.rejection import closed_message, is_closed_message
+from sidecar.vllm.plugin.core import kv_versions
 from sidecar.vllm.plugin.environment import BOOT_CLOSED
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def handle_client_request(
 
 
 def _reject(core: Any, request: Any, wave: int) -> None:
+    kv_versions.release(core, request)
     _end_empty(core, request)
     if not getattr(core, "wavebus_joins_asked_waves", False):
         return

@@ -27,10 +27,7 @@ wave goes on, since the sum is not zero: vLLM's own core adds up the same, and w
 **Labels.** vLLM labels tokens with the version that the core has when their step is *read*. Steps
 that were on their way at the swap are of the version before.
 
-**Prefix cache.** Requests that come after a new version find none of what was computed with older
-weights: the salt of their blocks' hashes has the version in it. Requests that were there, and have
-not begun, get the new salt. The others go on with what they have; or, if caches are cleared,
-compute all anew, and get it as well. So it is with a version that was loaded in a pause, too.
+What becomes of keys and values is in :mod:`sidecar.vllm.plugin.core.kv_versions`.
 """
 
 from __future__ import annotations
@@ -46,6 +43,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.messages import NackCode
 from sidecar.vllm.plugin import operations
+from sidecar.vllm.plugin.core import kv_versions
 from sidecar.vllm.plugin.operations import PERFORM
 
 if TYPE_CHECKING:
@@ -57,7 +55,6 @@ _log = logging.getLogger("vllm.wavebus")
 
 # What a ready rank adds to how many ranks have work.
 READY: Final = 1 << 16
-_SALT: Final = "wavebus:"
 
 
 class SwapRefused(Exception):
@@ -137,25 +134,19 @@ def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
         since_the_last = on_their_way - sum(count for count, _ in labels)
         if since_the_last:
             labels.append([since_the_last, before])
+    core.wavebus_keeps_kv = not swap.clear_cache
     core.set_weight_version(str(swap.version))
-    if swap.clear_cache:
-        _resalt(core, begun=True)
     return [False]
 
 
 def _clear_caches(core: Any, swap: ReadySwap) -> None:
-    """All that was computed with the weights before, as vLLM does when a pause is made; nothing is
-    computed until they are swapped. But what is remembered of images as they came, stays: front
-    ends remember it, too, and send it once."""
+    """All that was computed with the weights before; nothing is computed until they are swapped."""
     if not swap.clear_cache:
         return
     try:
-        cleared = core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    except RuntimeError as error:  # keys and values are on their way from another engine
+        kv_versions.clear(core)
+    except RuntimeError as error:
         raise SwapRefused(f"called off: {error}") from error
-    if not cleared:
-        raise SwapRefused("called off: the KV connector's cache can't be cleared")
-    core.reset_encoder_cache()
 
 
 @contextlib.contextmanager
@@ -251,50 +242,3 @@ def attach_weight_version(original: Callable[..., Any], core: Any, outputs: Any)
     labels[0][0] -= 1
     if not labels[0][0]:
         labels.popleft()
-
-
-# -- prefix caches -----------------------------------------------------------------------
-
-
-def set_weight_version(original: Callable[..., Any], core: Any, weight_version: str) -> None:
-    """Give requests that have not begun the salt of a new version."""
-    changed = weight_version != core.get_weight_version()
-    original(core, weight_version)
-    if changed:
-        core.wavebus_salt = f"{_SALT}{weight_version}:"
-        _resalt(core, begun=False)
-
-
-def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any) -> Any:
-    """Hash a request's blocks with the salt of the version that serves."""
-    own, salt = request.cache_salt, core.wavebus_salt
-    if salt:
-        request.cache_salt = salt + (own or "")
-    made, wave = original(core, request)
-    made.wavebus_own_salt, made.wavebus_salt = own, salt
-    return made, wave
-
-
-def add_request(
-    original: Callable[..., Any], core: Any, request: Any, request_wave: int = 0
-) -> Any:
-    """Hash again where a new version came between: requests are hashed before their turn."""
-    _salt(core, request)
-    return original(core, request, request_wave)
-
-
-def _resalt(core: Any, *, begun: bool) -> None:
-    if not hasattr(core, "wavebus_salt"):
-        return
-    for request in core.scheduler.requests.values():
-        if begun or not (request.num_computed_tokens or request.num_output_tokens):
-            _salt(core, request)
-
-
-def _salt(core: Any, request: Any) -> None:
-    if getattr(request, "wavebus_salt", None) in (None, core.wavebus_salt):
-        return
-    request.wavebus_salt = core.wavebus_salt
-    request.cache_salt = core.wavebus_salt + (request.wavebus_own_salt or "")
-    request.block_hashes.clear()
-    request.update_block_hashes()

@@ -29,6 +29,7 @@ from sidecar.vllm.plugin.core.admission import SET_ADMISSION
 from sidecar.vllm.plugin.installation import features_of
 from sidecar.vllm.plugin.operations import PERFORM
 from sidecar.vllm.plugin.patches import REGISTRY
+from sidecar.vllm.plugin.vllm_names import NIXL, SCHEDULER
 from tests.support.new_vllm import NewVllm, check_nothing_is_missed, installed, write
 from tests.unit.bus._builders import envelope, facts, only
 from tests.vllm._vllm import require_vllm
@@ -53,6 +54,7 @@ LIMITS = {"request_limits", "exact_seeds", "token_checks"}
 UPDATES = {"weight_updates", "staged_updates", "lockstep_staged_updates"}
 
 # For each seam: what a new vLLM has changed, and all that goes off.
+KV = {"prefix_cache_versions", "held_kv", "kv_handover"}
 CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
     "weight transfer engine": [
         ("rename", "vllm.distributed.weight_transfer.base:WeightTransferInitInfo", UPDATES),
@@ -129,8 +131,15 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
         ("rename", "vllm.v1.engine.core:EngineCore._attach_weight_version", {"version_labels"}),
     ],
     "prefix cache versions": [
-        ("reshape", f"{CORE}.preprocess_add_request", {"prefix_cache_versions"}),
-        ("rename", "vllm.v1.request:Request.update_block_hashes", {"prefix_cache_versions"}),
+        ("reshape", f"{CORE}.preprocess_add_request", KV),
+        ("rename", "vllm.v1.request:Request.update_block_hashes", KV),
+    ],
+    "held keys and values": [
+        ("reshape", "vllm.v1.engine.core:EngineCore._finish_pause", {"held_kv"}),
+    ],
+    "KV hand-over": [
+        ("reshape", f"{NIXL}.get_num_new_matched_tokens", {"kv_handover"}),
+        ("rename", f"{SCHEDULER}._connector_finished", {"kv_handover"}),
     ],
     "KV connectors": [
         (
@@ -140,7 +149,11 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
         ),
     ],
     "swap": [
-        ("reshape", f"{CORE}.reset_encoder_cache", {"staged_updates", "lockstep_staged_updates"}),
+        (
+            "reshape",
+            f"{CORE}.reset_encoder_cache",
+            {"staged_updates", "lockstep_staged_updates", *KV},
+        ),
     ],
     "lockstep swap": [("rename", SUM, STAGED_TOGETHER), ("reshape", SUM, STAGED_TOGETHER)],
     "dp coordinator": [
@@ -325,6 +338,8 @@ def test_workers_get_every_method_that_sidecars_ask_for() -> None:
             "ARM",
             "SWAP",
             "CALL_OFF",
+            "JOIN_RUN",
+            "CLEAR_CACHES",
         )
     }
     assert names == asked | {PERFORM, SET_ADMISSION}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque  # noqa: TC003 - tests take it from here
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,6 +22,14 @@ class EngineCoreOutputs:
     start_wave: int | None = None
 
 
+class RequestStatus(Enum):
+    WAITING = auto()
+    WAITING_FOR_REMOTE_KVS = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED_STOPPED = auto()
+
+
 @dataclass
 class Request:
     """``tokens`` are all that it has; a block of it is two of them."""
@@ -30,6 +39,13 @@ class Request:
     num_computed_tokens: int = 0
     num_output_tokens: int = 0
     block_hashes: list[Any] = field(default_factory=list)
+    request_id: str = ""
+    status: RequestStatus = RequestStatus.WAITING
+    num_preemptions: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED_STOPPED
 
     def update_block_hashes(self) -> None:
         for end in range(2 * len(self.block_hashes) + 2, len(self.tokens) + 1, 2):
@@ -40,6 +56,9 @@ class Scheduler:
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
         self.pause_state = 0
+        self.connector: Any = None
+        self.failed_recving_kv_req_ids: set[str] = set()
+        self.finished_recving_kv_req_ids: set[str] = set()
 
 
 class ParallelConfig:
@@ -95,7 +114,7 @@ class EngineCore:
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         assert reset_running_requests
-        assert reset_connector
+        assert not reset_connector  # the plugin asks each one by itself
         if isinstance(self.clears, Exception):
             raise self.clears
         if not self.clears:
@@ -103,7 +122,8 @@ class EngineCore:
         self.calls.append(("reset_prefix_cache", None))
         self.resets += 1
         for request in self.scheduler.requests.values():
-            request.num_computed_tokens = 0
+            if request.status is RequestStatus.RUNNING:
+                request.num_computed_tokens, request.status = 0, RequestStatus.PREEMPTED
         return True
 
     def reset_encoder_cache(self) -> None:

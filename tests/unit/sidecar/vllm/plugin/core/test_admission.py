@@ -29,6 +29,7 @@ class Asked:
     request_id: str
     client_index: int = 0
     num_output_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def test_requests_that_come_find_nothing_of_older_weights(module: Any) -> None:
         return core.preprocess_add_request(asked)[0]
 
     running, waiting, late = made(1, 2), made(1, 2), made(1, 2)
-    running.num_computed_tokens = 2
+    running.num_computed_tokens, running.status = 2, module.RequestStatus.RUNNING
     core.add_request(running, 0)
     core.add_request(waiting, 1)
     swap(core)
@@ -240,26 +240,91 @@ def test_workers_that_fail_when_it_is_made_end_the_core(
     assert killed == [signal.SIGKILL]
 
 
-CANT_CLEAR = (False, RuntimeError("keys and values are still to come"))
+class ExampleConnector:
+    """Keyed by tokens alone, in vLLM; ``says``: whether it was cleared."""
+
+    def __init__(self, says: bool | None) -> None:
+        self.says = says
+        self.announced: list[Any] = []
+
+    def reset_cache(self) -> bool | None:
+        return self.says
+
+    def on_new_request(self, request: Any) -> None:
+        self.announced.append(request)
 
 
-@pytest.mark.parametrize("clears", CANT_CLEAR)
-def test_caches_that_cant_be_cleared_call_it_off(module: Any, clears: bool | Exception) -> None:
-    """Before anything has changed; and who keeps them, swaps."""
+class OffloadingConnector(ExampleConnector):
+    """Keyed by hashes of blocks."""
+
+
+@pytest.mark.parametrize("says", [None, False])
+def test_a_connector_that_no_salt_keeps_apart_must_be_cleared(
+    module: Any, says: bool | None
+) -> None:
+    """Else the swap is called off, before anything has changed."""
     core = module.EngineCoreProc()
-    core.clears = clears
+    core.scheduler.connector = ExampleConnector(says)
     with pytest.raises(core_swap.SwapRefused) as cant:
         swap(core, clear_cache=True)
     assert refused(cant.value) is NackCode.CALLED_OFF
-    assert core.calls == [(PERFORM, {"operation": "all?"})]
-    assert (core.get_weight_version(), core.encoder_resets) == ("default", 0)
-    swap(core)
+    assert (PERFORM, {"operation": "op"}) not in core.calls
+    assert core.get_weight_version() == "default"
+    core.scheduler.connector.says = True
+    swap(core, clear_cache=True)
     assert core.get_weight_version() == "5"
 
 
-@pytest.mark.parametrize("clears", CANT_CLEAR)
+@pytest.mark.parametrize("says", [None, False])
+def test_blocks_that_are_held_stand_in_no_swaps_way(module: Any, says: bool | None) -> None:
+    """Salts keep them apart; nor does a connector that can't clear what has salts."""
+    core = module.EngineCoreProc()
+    core.clears = RuntimeError("keys and values are still to come")
+    core.scheduler.connector = OffloadingConnector(says)
+    swap(core, clear_cache=True)
+    assert (core.get_weight_version(), core.encoder_resets) == ("5", 1)
+
+
+def test_what_is_on_its_way_counts_as_not_come(module: Any) -> None:
+    """Requests that have keys and values of before, or wait for some, compute all anew; each that
+    gets a new salt is announced, and who has ended, gets none."""
+    core, status = module.EngineCoreProc(), module.RequestStatus
+    core.scheduler.connector = connector = OffloadingConnector(None)
+    for at, (name, computed) in enumerate(
+        [("WAITING_FOR_REMOTE_KVS", 4), ("WAITING", 2), ("WAITING", 0), ("FINISHED_STOPPED", 4)]
+    ):
+        asked = SimpleNamespace(tokens=[1, 2, 3, 4], cache_salt=None)
+        request = core.preprocess_add_request(asked)[0]
+        request.request_id, request.status = str(at), status[name]
+        request.num_computed_tokens = computed
+        core.add_request(request, at)
+    comes, has, waits, ended = core.scheduler.requests.values()
+    swap(core)
+    assert connector.announced == [waits]
+    connector.announced.clear()
+    swap(core, 6, clear_cache=True)
+    assert connector.announced == [comes, has, waits]
+    assert comes.num_computed_tokens == has.num_computed_tokens == 0
+    assert core.scheduler.failed_recving_kv_req_ids == {"0", "1"}
+    assert core.scheduler.finished_recving_kv_req_ids == {"1"}  # vLLM looks at it then
+    assert comes.block_hashes == has.block_hashes == waits.block_hashes != ended.block_hashes
+
+
+def test_runs_share_nothing(module: Any) -> None:
+    """The same version of another run has other hashes; the same run's are the same."""
+    made: dict[str, list[Any]] = {}
+    for run in ("a", "b", "a"):
+        core = module.EngineCoreProc()
+        assert core.collective_rpc("wavebus_run", None, (), {"run": run}) == [True]
+        swap(core)
+        asked = SimpleNamespace(tokens=[1, 2], cache_salt=None)
+        hashes = core.preprocess_add_request(asked)[0].block_hashes
+        assert made.setdefault(run, hashes) == hashes
+    assert made["a"] != made["b"]
+
+
 def test_a_rank_that_cant_clear_its_caches_ends_when_the_others_swap(
-    module: Any, monkeypatch: pytest.MonkeyPatch, clears: bool | Exception
+    module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them have agreed to it."""
     killed: list[int] = []
@@ -267,7 +332,7 @@ def test_a_rank_that_cant_clear_its_caches_ends_when_the_others_swap(
     ranks = Ranks(module, monkeypatch)
     for core in ranks.cores:
         swap(core, clear_cache=True)
-    ranks.cores[0].clears = clears
+    ranks.cores[0].scheduler.connector = ExampleConnector(None)
     with pytest.raises(core_swap.SwapRefused):
         ranks.confer(True, True)
     assert killed == [signal.SIGKILL]

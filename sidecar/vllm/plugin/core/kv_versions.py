@@ -1,0 +1,310 @@
+"""Keys and values of one version are never found, or fetched, by a request of another.
+
+**Salts.** vLLM finds keys and values, in its prefix cache and in what offloads it, by hashes of
+blocks. A request's salt is a part of them, and begins with the run and the version that its keys
+and values are of: ``wavebus:<run>:<version>:``. Engines of one run so share what they store, and
+those of two runs never do.
+
+What becomes of a request when a new version is put in force:
+
+============================= ============================== =======================================
+the request                   caches are cleared             caches are kept
+============================= ============================== =======================================
+has not begun                 new salt                       new salt
+has keys and values           computes all anew, new salt    goes on with them, old salt
+waits for some that are on    as one whose load has failed:  goes on with them, old salt
+their way                     computes all, new salt
+has ended, and a decode       they stay until it has fetched them, or its lease is over: memory that
+engine is to fetch from it    is held, which stands in the way of no swap and no pause
+============================= ============================== =======================================
+
+A request that gets a new salt is announced to the KV connector again, which may remember the hashes
+of before.
+
+**Between prefill and decode engines.** A prefill engine adds the salt to what it hands over (the
+*tag*), and routers pass it on. A decode engine whose own salt is another one
+
+- fetches nothing, if caches were cleared at its last version: vLLM then tells the prefill engine
+  that the blocks are free, and computes the prompt;
+- fetches all the same, if they were kept, under a salt of both, so that no later request finds it.
+
+No tag is the tag of another version, but for engines that no bus has given a salt. Nothing is
+fetched either whose lease has not been renewed in time, since the prefill engine may have given the
+blocks away: a decode engine in a pause renews none.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from sidecar.vllm.plugin.kv_connectors import is_keyed_by_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_log = logging.getLogger("vllm.wavebus")
+_SALT: Final = "wavebus:"
+# In vLLM's ``kv_transfer_params``: the salt of what is handed over.
+TAG: Final = "wavebus_salt"
+
+
+# -- salts -------------------------------------------------------------------------------
+
+
+def join_run(core: Any, run: str) -> list[bool]:
+    """Answer :data:`sidecar.vllm.plugin.worker_rpc.JOIN_RUN`."""
+    if run != core.wavebus_run:
+        core.wavebus_run = run
+        _set_salt(core)
+        _resalt(core, begun=False)
+    return [True]
+
+
+def set_weight_version(original: Callable[..., Any], core: Any, weight_version: str) -> None:
+    """Put a new version in force."""
+    changed = weight_version != core.get_weight_version()
+    original(core, weight_version)
+    if changed:
+        core.wavebus_adopts, core.wavebus_keeps_kv = core.wavebus_keeps_kv, True
+        _set_salt(core)
+        _resalt(core, begun=not core.wavebus_adopts)
+
+
+def _set_salt(core: Any) -> None:
+    core.wavebus_salt = f"{_SALT}{core.wavebus_run}:{core.get_weight_version()}:"
+
+
+def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any) -> Any:
+    """Hash a request's blocks with the salt of the version that serves."""
+    own, salt = request.cache_salt, core.wavebus_salt
+    if salt:
+        request.cache_salt = salt + (own or "")
+    made, wave = original(core, request)
+    made.wavebus_own_salt, made.wavebus_salt = own, salt
+    return made, wave
+
+
+def add_request(
+    original: Callable[..., Any], core: Any, request: Any, request_wave: int = 0
+) -> Any:
+    """Hash again where a new version came between, since requests are hashed before their turn; or
+    where one is to fetch what is of another."""
+    _salt(core, request)
+    request.wavebus_renewed_s = time.perf_counter()
+    return original(core, request, request_wave)
+
+
+def _salt_of(core: Any, served: str, params: Any) -> tuple[str, bool]:
+    """The salt of a request that has not begun; and whether it may fetch what it is offered."""
+    if not (params and params.get("do_remote_prefill")):
+        return served, True
+    tag = str(params.get(TAG, ""))
+    if tag == served:
+        return served, True
+    return (f"{tag}{served}", True) if core.wavebus_adopts else (served, False)
+
+
+def _resalt(core: Any, *, begun: bool) -> None:
+    for request in core.scheduler.requests.values():
+        has_begun = (
+            request.num_computed_tokens or request.num_output_tokens or request.num_preemptions
+        )
+        keeps = has_begun and (not begun or request.status.name == "RUNNING")
+        if not keeps and _salt(core, request) and core.scheduler.connector:
+            core.scheduler.connector.on_new_request(request)
+
+
+def _salt(core: Any, request: Any) -> bool:
+    """Give the request its salt; whether that is another one."""
+    before = getattr(request, "wavebus_salt", None)
+    if before is None or request.is_finished():
+        return False
+    salt, request.wavebus_fetches = _salt_of(core, core.wavebus_salt, request.kv_transfer_params)
+    if salt == before:
+        return False
+    request.wavebus_salt = salt
+    request.cache_salt = salt + (request.wavebus_own_salt or "")
+    request.block_hashes.clear()
+    request.update_block_hashes()
+    return True
+
+
+# -- what is cleared ---------------------------------------------------------------------
+
+
+def clear(core: Any) -> list[bool]:
+    """Answer :data:`sidecar.vllm.plugin.worker_rpc.CLEAR_CACHES`: have requests compute all anew.
+
+    What can't be freed now, no request finds any more once it has a new salt. What is remembered of
+    images as they came, stays: front ends remember it, too, and send it once.
+
+    Raises:
+        RuntimeError: something that salts don't keep apart is not cleared.
+    """
+    scheduler = core.scheduler
+    salted = hasattr(core, "wavebus_salt")
+    core.wavebus_keeps_kv = False
+    try:
+        cleared = core.reset_prefix_cache(reset_running_requests=True)
+    except RuntimeError:
+        cleared = False
+    if not (cleared or salted):
+        raise RuntimeError("some keys and values are held, and have no salt")
+    for each in _connectors(scheduler.connector):
+        said = each.reset_cache()
+        if said is False and not salted:
+            raise RuntimeError(f"{type(each).__name__} can't be cleared")
+        if is_keyed_by_tokens(type(each).__name__) and said is not True:
+            raise RuntimeError(f"{type(each).__name__} does not say that its cache is cleared")
+    for request in list(scheduler.requests.values()):
+        _drop_loaded(scheduler, request)
+    core.reset_encoder_cache()
+    return [True]
+
+
+def _connectors(connector: Any) -> Iterator[Any]:
+    """Those inside a ``MultiConnector`` one by one."""
+    if connector is not None:
+        yield from getattr(connector, "_connectors", (connector,))
+
+
+def _drop_loaded(scheduler: Any, request: Any) -> None:
+    """Have a request that waits with keys and values, or for some that are on their way, compute
+    them: vLLM does that with those whose load has failed."""
+    status, name = type(request.status), request.request_id
+    loads = request.status is status.WAITING_FOR_REMOTE_KVS
+    waits = request.status in (status.WAITING, status.PREEMPTED)
+    if loads or (waits and request.num_computed_tokens):
+        request.num_computed_tokens = 0
+        request.status = status.WAITING_FOR_REMOTE_KVS
+        scheduler.failed_recving_kv_req_ids.add(name)
+        if not loads:
+            scheduler.finished_recving_kv_req_ids.add(name)
+
+
+def reset_caches(_original: Callable[..., Any], core: Any, *_args: Any, **_kwargs: Any) -> None:
+    """What a pause clears when it is made; blocks that are held don't fail it."""
+    clear(core)
+    core.reset_mm_cache()
+
+
+# -- pauses ------------------------------------------------------------------------------
+
+
+def finish_pause(original: Callable[..., Any], core: Any, clear_cache: bool) -> None:
+    """A pause is made; a version that is loaded in it, is put in force as the pause was made."""
+    core.wavebus_keeps_kv = not clear_cache
+    original(core, clear_cache)
+
+
+def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wait for steps and requests, not for decode engines that have yet to fetch: blocks that are
+    held for these are no work. A sleep must wait for them: it takes the memory."""
+    before = len(core._idle_state_callbacks)  # noqa: SLF001
+    made = original(core, *args, **kwargs)
+    if made is not None and not core.wavebus_sleeps:
+        callbacks = core._idle_state_callbacks  # noqa: SLF001
+        core.wavebus_pauses = (*core.wavebus_pauses, *callbacks[before:])
+        del callbacks[before:]
+    return made
+
+
+def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have the pause of a sleep be known as one."""
+    core.wavebus_sleeps = True
+    try:
+        return original(core, *args, **kwargs)
+    finally:
+        core.wavebus_sleeps = False
+
+
+def process_input_queue(original: Callable[..., Any], core: Any) -> None:
+    """Complete the pauses that wait only for blocks to be fetched."""
+    if core.wavebus_pauses and _is_quiet(core):
+        pauses, core.wavebus_pauses = core.wavebus_pauses, ()
+        for complete in reversed(pauses):
+            complete(core)
+    original(core)
+
+
+def _is_quiet(core: Any) -> bool:
+    scheduler = core.scheduler
+    return not (
+        core.engines_running
+        or core.batch_queue
+        or scheduler.get_num_unfinished_requests()
+        or scheduler.finished_req_ids
+        or (scheduler.connector and scheduler.connector.has_pending_push_work())
+    )
+
+
+# -- between prefill and decode engines --------------------------------------------------
+
+
+def connector_finished(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Tag what is handed over."""
+    delayed, params = original(scheduler, request)
+    salt = getattr(request, "wavebus_salt", "")
+    if params and salt:
+        params[TAG] = salt
+    return delayed, params
+
+
+def matched_tokens(
+    original: Callable[..., Any], nixl: Any, request: Any, num_computed_tokens: int
+) -> Any:
+    """Fetch nothing of another version, and nothing that may be gone."""
+    params = request.kv_transfer_params
+    if params and params.get("do_remote_prefill") and hasattr(request, "wavebus_fetches"):
+        if not request.wavebus_fetches:
+            _log.debug("wavebus: %s computes what is of %s", request.request_id, params.get(TAG))
+            return 0, False
+        if _is_lost(nixl, request):
+            return 0, False
+        request.wavebus_lender = nixl
+    return original(nixl, request, num_computed_tokens)
+
+
+def build_connector_meta(original: Callable[..., Any], nixl: Any, scheduler_output: Any) -> Any:
+    """Remember which requests' leases were not renewed in time."""
+    before = nixl._last_heartbeat_time  # noqa: SLF001
+    made = original(nixl, scheduler_output)
+    now = nixl._last_heartbeat_time  # noqa: SLF001
+    if now - before > _patience_s(nixl):
+        nixl.wavebus_lost_s = now - _patience_s(nixl)
+    return made
+
+
+def update_waiting(original: Callable[..., Any], scheduler: Any, request: Any) -> None:
+    """Compute anew what was fetched after its lease, or may have been."""
+    lender = getattr(request, "wavebus_lender", None)
+    if lender is not None and _is_lost(lender, request):
+        request.num_computed_tokens = 0
+        scheduler.failed_recving_kv_req_ids.add(request.request_id)
+    request.wavebus_lender = None
+    original(scheduler, request)
+
+
+def _is_lost(nixl: Any, request: Any) -> bool:
+    """The lease was not renewed, at one time or another, for longer than it runs. It began no later
+    than the request came here, and is renewed with heartbeats."""
+    since = request.wavebus_renewed_s
+    last = max(since, nixl._last_heartbeat_time)  # noqa: SLF001
+    lost_s = getattr(nixl, "wavebus_lost_s", 0.0)
+    lost: bool = since <= lost_s or time.perf_counter() - last > _patience_s(nixl)
+    return lost
+
+
+def _patience_s(nixl: Any) -> float:
+    """The lease, less what a heartbeat may take to come; in seconds."""
+    return float(nixl._kv_lease_duration - nixl._heartbeat_interval)  # noqa: SLF001
+
+
+def release(core: Any, request: Any) -> None:
+    """Let the prefill engine hear of a request that is turned away: it holds blocks for it."""
+    params = request.kv_transfer_params
+    if params and params.get("do_remote_prefill"):
+        core.scheduler.add_request(request)
+        core.scheduler.finish_requests(request.request_id, core.wavebus_aborted)

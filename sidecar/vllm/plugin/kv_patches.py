@@ -1,0 +1,131 @@
+"""What :mod:`sidecar.vllm.plugin.core.kv_versions` depends on inside vLLM.
+
+These seams come first: what wraps a pause of lockstep ranks, wraps what is wrapped here.
+Importing this module imports neither vllm nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from bus.seams import Has, Says, Seam, Takes
+from sidecar.vllm.plugin.vllm_names import (
+    BASE_CORE,
+    NIXL,
+    NIXL_BASE,
+    PLAIN_CORE,
+    PLUGIN,
+    SCHEDULER,
+    TAKES_PAUSE,
+    TAKES_RPC,
+    wraps_by,
+)
+
+KV_SEAMS: Final = (
+    Seam(
+        "prefix cache versions",
+        ("prefix_cache_versions",),
+        (
+            Takes(f"{PLAIN_CORE}.preprocess_add_request", ("self", "request")),
+            Takes(f"{BASE_CORE}.add_request", ("self", "request", "request_wave")),
+            Takes(f"{BASE_CORE}.set_weight_version", ("self", "weight_version")),
+            Takes(f"{PLAIN_CORE}.get_weight_version", ("self",)),
+            Says("vllm.v1.core.kv_cache_utils", ("request.cache_salt",)),
+            Has("vllm.v1.request:Request", ("update_block_hashes",)),
+            TAKES_RPC,
+            Takes(
+                f"{PLAIN_CORE}.reset_prefix_cache",
+                ("self", "reset_running_requests", "reset_connector"),
+            ),
+            Takes(f"{PLAIN_CORE}.reset_encoder_cache", ("self",)),
+            Says(
+                f"{SCHEDULER}._update_waiting_for_remote_kv",
+                (
+                    "request.request_id in self.failed_recving_kv_req_ids",
+                    "self.kv_cache_manager.free(request)",
+                    "self.finished_recving_kv_req_ids.remove(request.request_id)",
+                ),
+            ),
+            Says(
+                f"{SCHEDULER}._handle_blocked_waiting_request",
+                ("if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:",),
+            ),
+        ),
+        process="core",
+        sets=(
+            (PLAIN_CORE, "wavebus_salt", ""),
+            (PLAIN_CORE, "wavebus_run", ""),
+            (PLAIN_CORE, "wavebus_keeps_kv", True),
+            (PLAIN_CORE, "wavebus_adopts", False),
+        ),
+        wraps=wraps_by(
+            "core.kv_versions",
+            (f"{PLAIN_CORE}.preprocess_add_request", "preprocess_add_request"),
+            (f"{BASE_CORE}.add_request", "add_request"),
+            (f"{BASE_CORE}.set_weight_version", "set_weight_version"),
+        ),
+        answers=(
+            ("wavebus_run", f"{PLUGIN}.core.kv_versions:join_run"),
+            ("wavebus_clear_caches", f"{PLUGIN}.core.kv_versions:clear"),
+        ),
+    ),
+    Seam(
+        "held keys and values",
+        ("held_kv",),
+        (
+            TAKES_PAUSE,
+            Takes(f"{BASE_CORE}._finish_pause", ("self", "clear_cache")),
+            Takes(
+                f"{BASE_CORE}._reset_caches",
+                ("self", "reset_running_requests", "reset_connector"),
+            ),
+            Takes(f"{BASE_CORE}.sleep", ("self", "level", "mode")),
+            Says(f"{PLAIN_CORE}.pause_scheduler", ("self._idle_state_callbacks.append(",)),
+            Says(f"{SCHEDULER}.has_finished_requests", ("if self.finished_req_ids:",)),
+            Takes(f"{SCHEDULER}.get_num_unfinished_requests", ("self",)),
+        ),
+        process="core",
+        needs=("prefix cache versions",),
+        sets=((PLAIN_CORE, "wavebus_sleeps", False), (PLAIN_CORE, "wavebus_pauses", ())),
+        wraps=wraps_by(
+            "core.kv_versions",
+            (f"{PLAIN_CORE}.pause_scheduler", "pause_scheduler"),
+            (f"{PLAIN_CORE}._process_input_queue", "process_input_queue"),
+            (f"{BASE_CORE}._finish_pause", "finish_pause"),
+            (f"{BASE_CORE}._reset_caches", "reset_caches"),
+            (f"{BASE_CORE}.sleep", "sleep"),
+        ),
+    ),
+    Seam(
+        "KV hand-over",
+        ("kv_handover",),
+        (
+            Takes(f"{SCHEDULER}._connector_finished", ("self", "request")),
+            Takes(f"{SCHEDULER}._update_waiting_for_remote_kv", ("self", "request")),
+            Takes(f"{NIXL}.get_num_new_matched_tokens", ("self", "request", "num_computed_tokens")),
+            Says(
+                f"{NIXL}.update_state_after_alloc",
+                ("if num_external_tokens > 0 else ()", "params['do_remote_prefill'] = False"),
+            ),
+            Says(f"{NIXL}.request_finished", ("if params.get('do_remote_prefill'):",)),
+            Takes(f"{NIXL_BASE}.build_connector_meta", ("self", "scheduler_output")),
+            Says(
+                f"{NIXL_BASE}.build_connector_meta",
+                (
+                    "now = time.perf_counter()",
+                    "if now - self._last_heartbeat_time >= self._heartbeat_interval:",
+                ),
+            ),
+            Says(f"{NIXL_BASE}.__init__", ("self._kv_lease_duration",)),
+        ),
+        process="core",
+        needs=("prefix cache versions",),
+        wraps=wraps_by(
+            "core.kv_versions",
+            (f"{SCHEDULER}._connector_finished", "connector_finished"),
+            (f"{SCHEDULER}._update_waiting_for_remote_kv", "update_waiting"),
+            (f"{NIXL}.get_num_new_matched_tokens", "matched_tokens"),
+            (f"{NIXL_BASE}.build_connector_meta", "build_connector_meta"),
+        ),
+    ),
+)
