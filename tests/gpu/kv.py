@@ -1,0 +1,275 @@
+"""Keys and values under staged updates on one GPU: offloaded ones, and ones that are handed over.
+
+Engines of one tiny float32 model: ``plain``; ``offload``, with vLLM's own offload to the host's
+memory and so few blocks that requests are preempted; and a prefill and a decode engine with NIXL
+between them. Each is updated while clients ask it. Every token must have the highest logit, within
+a thousandth, of the weights that its label names, after all tokens before it, as transformers
+computes it.
+
+    python -m tests.gpu.kv --updates 20 --logs FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import torch
+
+from bus.errors import WavebusError
+from bus.event_stream import EventStream
+from tests.gpu.checkpoints import dense_config, make
+from tests.gpu.serving import EngineSpec, Serving
+from trainer_agent import SyncTrainerAgent
+
+TOKENS: Final = 160
+CLIENTS: Final = 8
+_NEAR: Final = 1e-3
+_BLOCKS: Final = ("--num-gpu-blocks-override", "80")
+
+
+def nixl(buffers: str) -> tuple[str, ...]:
+    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": buffers}
+    return ("--kv-transfer-config", json.dumps(config))
+
+
+class Clients(threading.Thread):
+    """Who asks one engine, or a pair, until told to stop: every answer, and when pieces came."""
+
+    def __init__(self, urls: list[str]) -> None:
+        super().__init__(daemon=True)
+        self.urls = urls
+        self.ended = threading.Event()
+        self.answers: list[tuple[list[int], list[int], list[dict[str, Any]]]] = []
+        self.failures: list[str] = []
+        self.times: list[list[float]] = [[] for _ in range(CLIENTS)]
+
+    def run(self) -> None:
+        asyncio.run(self._all())
+
+    async def _all(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=90)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            await asyncio.gather(*(self._client(http, each) for each in range(CLIENTS)))
+
+    async def _client(self, http: aiohttp.ClientSession, number: int) -> None:
+        draw = random.Random(number)
+        shared = random.Random(7)
+        heads = [[shared.randrange(256) for _ in range(96)] for _ in range(4)]
+        while not self.ended.is_set():
+            prompt = [*draw.choice(heads), *(draw.randrange(256) for _ in range(8))]
+            try:
+                await self._ask(http, prompt, self.times[number])
+            except (aiohttp.ClientError, TimeoutError, RuntimeError, OSError) as error:
+                self.failures.append(repr(error)[:300])
+                await asyncio.sleep(0.2)
+
+    async def _ask(
+        self, http: aiohttp.ClientSession, prompt: list[int], times: list[float]
+    ) -> None:
+        params: dict[str, Any] | None = None
+        if len(self.urls) > 1:
+            first = {
+                "token_ids": prompt,
+                "sampling_params": {"max_tokens": 1, "temperature": 0.0},
+                "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+            }
+            async with http.post(f"{self.urls[0]}/inference/v1/generate", json=first) as answer:
+                said = await answer.json()
+                if answer.status != 200:
+                    raise RuntimeError(f"{answer.status} {said}")
+                params = said["kv_transfer_params"]
+        body: dict[str, Any] = {
+            "token_ids": prompt,
+            "sampling_params": {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True},
+            "stream": True,
+        }
+        if params:
+            body["kv_transfer_params"] = params
+        tokens: list[int] = []
+        spans: list[dict[str, Any]] = []
+        async with http.post(f"{self.urls[-1]}/inference/v1/generate", json=body) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"{answer.status} {await answer.text()}")
+            events = EventStream()
+            async for chunk in answer.content.iter_any():
+                for data in events.feed(chunk):
+                    if data.startswith(b"[DONE]"):
+                        continue
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise RuntimeError(str(event["error"]))
+                    for choice in event["choices"]:
+                        fresh = choice.get("token_ids") or []
+                        tokens += fresh
+                        spans = choice.get("weight_versions") or spans
+                        if fresh:
+                            times.append(time.monotonic())
+        self.answers.append((prompt, tokens, spans))
+
+
+class Judge:
+    """What transformers makes of the weights of each version."""
+
+    def __init__(self, model: Any, device: str) -> None:
+        self._model, self._device = model, device
+        self.states: dict[int, dict[str, torch.Tensor]] = {}
+        self._loaded = -1
+
+    @torch.no_grad()
+    def foreign(self, answers: list[Any]) -> tuple[int, int, int]:
+        """Tokens, those that are of no version, and answers of several versions."""
+        seen = wrong = mixed = 0
+        work: dict[int, list[Any]] = {}
+        for prompt, tokens, spans in answers:
+            mixed += len(spans) > 1
+            for span in spans:
+                version = int(span["version"]) if span["version"].isdigit() else 0
+                work.setdefault(version, []).append((prompt, tokens, span["start"], span["end"]))
+        for version, asked in work.items():
+            self._model.load_state_dict(self.states[version], strict=False)
+            for prompt, tokens, start, end in asked:
+                ids = torch.tensor([[*prompt, *tokens]], device=self._device)
+                logits = self._model(ids).logits[0, len(prompt) - 1 : -1][start:end]
+                chosen = logits.gather(
+                    1, torch.tensor(tokens[start:end], device=self._device)[:, None]
+                )
+                off = logits.max(dim=1).values - chosen[:, 0] > _NEAR * logits.abs().max()
+                seen += end - start
+                wrong += int(off.sum())
+        return seen, wrong, mixed
+
+
+def gaps(times: list[list[float]], around: list[tuple[float, float]]) -> float:
+    """The median, over updates, of the longest wait between two pieces of a stream; in ms."""
+    longest = []
+    for begun, ended in around:
+        found = [
+            later - before
+            for each in times
+            for before, later in itertools.pairwise(each)
+            if later >= begun and before <= ended
+        ]
+        longest.append(max(found, default=0.0))
+    return round(1000 * statistics.median(longest), 1) if longest else 0.0
+
+
+def rounds(
+    options: argparse.Namespace, agent: SyncTrainerAgent, judge: Judge, urls: list[str]
+) -> dict[str, Any]:
+    clients = Clients(urls)
+    clients.start()
+    failed: list[str] = []
+    around: list[tuple[float, float]] = []
+    out: list[str] = []
+    base = judge.states[0]
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(options.updates):
+        have = len(clients.answers)
+        until = time.monotonic() + 20
+        while len(clients.answers) < have + 6 and time.monotonic() < until:
+            time.sleep(0.01)
+        new = {
+            name: weight
+            + 0.2 * weight.std() * torch.randn(weight.shape, generator=generator).to(weight)
+            for name, weight in base.items()
+        }
+        begun = time.monotonic()
+        try:
+            version = agent.update_weights(new, how="staged")
+        except WavebusError as error:
+            failed.append(str(error)[:400])
+        else:
+            judge.states[version] = new
+            around.append((begun, time.monotonic()))
+            report = agent.last_update
+            out += list(report.excluded) if report is not None else []
+    clients.ended.set()
+    clients.join(120)
+    seen, wrong, mixed = judge.foreign(clients.answers)
+    return {
+        "updates": options.updates - len(failed),
+        "failed": failed,
+        "excluded": out,
+        "requests": len(clients.answers),
+        "over_an_update": mixed,
+        "turned_away": clients.failures[:5],
+        "turned_away_count": len(clients.failures),
+        "tokens": seen,
+        "foreign": wrong,
+        "longest_gap_ms": gaps(clients.times, around),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--buffers", default="cuda", help="NIXL's: cuda or cpu")
+    parser.add_argument("--only", default="plain,offload,pair")
+    options = parser.parse_args()
+    options.logs.mkdir(parents=True, exist_ok=True)
+    chosen = options.only.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        model = make(dense_config(small=True), Path(folder) / "a", 1, options.device)
+        state = {name: each.detach().clone() for name, each in model.state_dict().items()}
+        serving = Serving(options.device, Path(folder), options.logs)
+        found: dict[str, Any] = {}
+        try:
+            serving.start_broker()
+            few = () if options.device == "cpu" else _BLOCKS
+            specs = {
+                "plain": [EngineSpec("plain", "plain", (0,), args=("--dtype=float32", *few))],
+                "offload": [
+                    EngineSpec(
+                        "offload",
+                        "offload",
+                        (0,),
+                        args=("--dtype=float32", *few, "--kv-offloading-size", "2"),
+                    )
+                ],
+                "pair": [
+                    EngineSpec(name, "pair", (0,), args=("--dtype=float32", *nixl(options.buffers)))
+                    for name in ("p", "d")
+                ],
+            }
+            for number, name in enumerate(each for which in chosen for each in specs[which]):
+                os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(27_500 + 8 * number)
+                serving._environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(27_500 + 8 * number)
+                serving.start_engine(name)
+            for which in chosen:
+                try:
+                    with SyncTrainerAgent(serving.broker, group=which) as agent:
+                        views = {
+                            each.name: each.endpoint
+                            for each in agent.wait_for_engines(len(specs[which]), timeout_s=240)
+                        }
+                        judge = Judge(model, options.device)
+                        judge.states[0] = state
+                        urls = [views[each.name] for each in specs[which]]
+                        found[which] = rounds(options, agent, judge, urls)
+                except Exception as error:  # noqa: BLE001 - the others are tried all the same
+                    found[which] = {"error": repr(error)[:600]}
+                print(which, json.dumps(found[which]), file=sys.stderr, flush=True)
+        finally:
+            serving.stop()
+            if any("error" in each or each.get("failed") for each in found.values()):
+                print(serving.tails(25), file=sys.stderr)
+        print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
