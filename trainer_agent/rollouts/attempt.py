@@ -1,4 +1,5 @@
-"""One request to one engine, over HTTP, which always streams.
+"""One request to one engine, over HTTP, which always streams; and the prompt of one, computed by a
+prefill engine before.
 
 What comes is checked before it is believed: an answer that makes no sense ends the attempt by the
 engine's name, and the tokens that came before it stay.
@@ -27,7 +28,16 @@ _SHOWN: Final = 300
 _BAD_REQUEST: Final = range(400, 500)
 _LATER: Final = (408, 429, 503)
 
-How: TypeAlias = Literal["rejected", "unreachable", "died", "broken", "stalled"]
+How: TypeAlias = Literal["rejected", "unreachable", "died", "broken", "stalled", "unfetched"]
+# What vLLM's prefill engines are asked for: keys and values, kept until a decode engine has them.
+_HAND_OVER: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 
 
 class Cut(Exception):
@@ -71,7 +81,12 @@ class Event(msgspec.Struct, frozen=True):
     error: Any = None
 
 
+class _HandedOver(msgspec.Struct, frozen=True):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
 DECODER: Final = msgspec.json.Decoder(Event)
+_HANDED_OVER: Final = msgspec.json.Decoder(_HandedOver)
 _ENCODER: Final = msgspec.json.Encoder()
 
 
@@ -84,6 +99,52 @@ async def pieces(
         UsageError: the engine refuses the request itself.
         Cut: the answer ends otherwise.
     """
+    fetched = "kv_transfer_params" not in body
+    async with _posted(session, endpoint, body) as response:
+        events = EventStream()
+        async for chunk in response.content.iter_any():
+            batch, end = _decode(events, chunk)
+            if batch:
+                fetched = True
+                yield batch
+            if isinstance(end, Cut) and end.how == "died" and not fetched:
+                raise Cut("unfetched", str(end))
+            if isinstance(end, Exception):
+                raise end
+            if end:
+                return
+    raise Cut("died", "the answer ends in the middle")
+
+
+async def prefill(
+    session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
+) -> dict[str, Any]:
+    """Have a prefill engine compute the prompt of a request that another engine gets.
+
+    Returns:
+        ``kv_transfer_params``, by which that engine fetches the prompt's keys and values.
+
+    Raises:
+        UsageError, Cut: as :func:`pieces`.
+    """
+    sampling = {"max_tokens": 1, "temperature": 0.0}  # of a token that nobody reads
+    asked = {"sampling_params": sampling, "stream": False, "kv_transfer_params": _HAND_OVER}
+    async with _posted(session, endpoint, {**body, **asked}) as response:
+        raw = await response.read()
+    try:
+        params = _HANDED_OVER.decode(raw).kv_transfer_params
+    except msgspec.DecodeError as error:
+        raise Cut("broken", str(error)[:_SHOWN]) from None
+    if not params:  # a pause ended the request, or the engine has no connector
+        raise Cut("rejected", "the answer hands nothing over")
+    return params
+
+
+@contextlib.asynccontextmanager
+async def _posted(
+    session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
+) -> AsyncGenerator[aiohttp.ClientResponse]:
+    """An engine's answer; what breaks it off, while it is read, is a :class:`Cut`."""
     sent = False
     try:
         async with session.post(
@@ -94,22 +155,13 @@ async def pieces(
             sent = True
             if response.status != 200:  # noqa: PLR2004 - HTTP's OK
                 raise refused(response.status, await response.read())
-            events = EventStream()
-            async for chunk in response.content.iter_any():
-                batch, end = _decode(events, chunk)
-                if batch:
-                    yield batch
-                if isinstance(end, Exception):
-                    raise end
-                if end:
-                    return
+            yield response
     except UNREACHABLE as error:
         raise Cut("unreachable", str(error)) from None
     except (aiohttp.ClientError, ConnectionError) as error:
         raise Cut("died", f"{type(error).__name__}: {error}") from None
     except TimeoutError:
         raise Cut("died" if sent else "unreachable", "no answer") from None
-    raise Cut("died", "the answer ends in the middle")
 
 
 def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exception]:

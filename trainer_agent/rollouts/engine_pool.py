@@ -31,7 +31,7 @@ class _Waiter:
     session: str | None
     sequences: int
     avoid: frozenset[str]
-    granted: asyncio.Future[EngineLoad]
+    granted: asyncio.Future[EngineLoad | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +74,7 @@ class EnginePool:
         self._connection = connect(self._on_routes)
         self._routed = asyncio.Event()
         self._waiting: deque[_Waiter] = deque()
+        self._for_prefill: deque[_Waiter] = deque()  # those that have a decode engine
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
         self._last_token_s = 0.0
@@ -110,8 +111,27 @@ class EnginePool:
         Raises:
             NoEngine: there is none.
         """
+        load = await self._wait(self._waiting, session, sequences, avoid)
+        assert load is not None
+        return load
+
+    async def acquire_prefill(self, avoid: frozenset[str]) -> EngineLoad | None:
+        """The prefill engine for one sequence, when it is its turn; None if there is none.
+
+        Raises:
+            NoEngine: as :meth:`acquire`.
+        """
+        return await self._wait(self._for_prefill, None, 1, avoid)
+
+    async def _wait(
+        self,
+        waiting: deque[_Waiter],
+        session: str | None,
+        sequences: int,
+        avoid: frozenset[str],
+    ) -> EngineLoad | None:
         waiter = _Waiter(session, sequences, avoid, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
+        waiting.append(waiter)
         self._grant()
         try:
             while not waiter.granted.done():
@@ -120,10 +140,10 @@ class EnginePool:
                     await self._require_engines()
             return waiter.granted.result()
         except BaseException:
-            if waiter.granted.done():
-                self.release(waiter.granted.result(), sequences)
-            else:
-                self._waiting.remove(waiter)
+            if not waiter.granted.done():
+                waiting.remove(waiter)
+            elif (load := waiter.granted.result()) is not None:
+                self.release(load, sequences)
             raise
 
     async def until_routed(self) -> None:
@@ -146,8 +166,15 @@ class EnginePool:
     def _grant(self) -> None:
         """Let those go whose turn it is, in the order in which they came."""
         now_s = self.now_s()
+        for waiter in list(self._for_prefill):
+            load = self.router.pick_prefill(now_s, waiter.avoid)
+            if load is not None or not self.router.prefills(waiter.avoid):
+                self._for_prefill.remove(waiter)
+                waiter.granted.set_result(load)
+            elif not waiter.avoid:
+                break
         for waiter in list(self._waiting):
-            if not any(load.has_room(1, now_s) for load in self.router.engines.values()):
+            if not any(load.has_room(1, now_s) for load in self.router.samplers().values()):
                 break
             load = self.router.pick(waiter.session, waiter.sequences, now_s, waiter.avoid)
             if load is not None:
@@ -155,7 +182,7 @@ class EnginePool:
                 waiter.granted.set_result(load)
         self._stop_timer()
         release_s = self.router.next_release_s(now_s)
-        if self._waiting and release_s is not None:
+        if (self._waiting or self._for_prefill) and release_s is not None:
             self._timer = asyncio.get_running_loop().call_at(release_s, self._grant)
 
     async def _require_engines(self) -> None:

@@ -26,7 +26,8 @@ class Attempt:
 
     ``ended_by``: the finish reason, or ``abort`` (the engine ended it: a pause, a quarantine),
     ``rejected`` (it took no requests), ``unreachable``, ``died``, ``broken`` (its answer made no
-    sense), ``stalled`` (no token for too long).
+    sense), ``stalled`` (no token for too long), ``unfetched`` (it could not fetch what a prefill
+    engine had computed).
     """
 
     engine: str

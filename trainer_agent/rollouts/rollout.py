@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 
 from bus.errors import BusClosed, RequestPoisoned, RolloutFailed
-from trainer_agent.rollouts.attempt import FAILURES, Cut, pieces
+from trainer_agent.rollouts.attempt import FAILURES, Cut, pieces, prefill
 from trainer_agent.rollouts.choice import ChoiceState
 from trainer_agent.rollouts.engine_pool import AttemptWatch
 from trainer_agent.rollouts.results import Completion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import aiohttp
 
@@ -84,7 +84,11 @@ class RolloutRun:
             ChoiceState(request, index, self._tokenizer, limits)
             for index in range(request.params.n)
         ]
-        while not any(choice.token_ids or choice.done for choice in choices):
+        # One request for all choices; where engines are split, what is handed over is for one.
+        while not (
+            self._pool.router.is_split()
+            or any(choice.token_ids or choice.done for choice in choices)
+        ):
             await self._attempt(choices)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -106,15 +110,20 @@ class RolloutRun:
         load = await self._pool.acquire(request.session_id, len(choices), frozenset(self._avoid))
         route = load.route
         cut: Cut | None = None
+        prefiller = ""
         try:
             if first.token_ids:
                 self._prepare(first, request.inexact(route.limits))
             body = request.body(
                 first.token_ids, first.index, len(choices), route.limits, first.attempts
             )
+            if route.pd_role == "decode" and len(choices) == 1:
+                prefiller = await self._prefill(body)
             await self._read(choices, route, body)
         except Cut as error:
             cut = error
+            if cut.how == "unfetched":
+                self._avoid.add(prefiller)
         finally:
             self._pool.release(load, len(choices))
         for choice in choices:
@@ -149,42 +158,69 @@ class RolloutRun:
         Raises:
             Cut: before that.
         """
+        with self._watched(route.engine) as attempt:
+            async with contextlib.aclosing(pieces(self._http, route.endpoint, body)) as stream:
+                async for batch in stream:
+                    for piece in batch:
+                        if not 0 <= piece.index < len(choices):
+                            raise Cut("broken", f"choice {piece.index} of {len(choices)}")
+                        choice = choices[piece.index]
+                        delta = choice.take(piece, route.engine)
+                        if delta is not None:
+                            self._pool.on_token(attempt)
+                            if self._on_delta is not None:
+                                self._on_delta(delta)
+                        if choice.has_ended and all(each.has_ended for each in choices):
+                            return
+
+    async def _prefill(self, body: dict[str, Any]) -> str:
+        """Have a prefill engine compute the prompt, and add to ``body`` how a decode engine fetches
+        that. Returns the prefill engine's name; empty if none does it: then the decode engine does.
+        """
+        tried: set[str] = set()
+        while load := await self._pool.acquire_prefill(frozenset(self._avoid | tried)):
+            route = load.route
+            try:
+                with self._watched(route.engine):
+                    body["kv_transfer_params"] = await prefill(self._http, route.endpoint, body)
+            except Cut as error:
+                tried.add(route.engine)
+                self._blame(load, error)
+            else:
+                self._pool.router.succeeded(load)
+                return route.engine
+            finally:
+                self._pool.release(load, 1)
+        return ""
+
+    @contextlib.contextmanager
+    def _watched(self, engine: str) -> Iterator[AttemptWatch]:
+        """What this engine is asked for is cut off when it stalls.
+
+        Raises:
+            Cut: it was.
+        """
         with anyio.CancelScope() as scope:
-            attempt = AttemptWatch(route.engine, scope, self._pool.now_s())
+            attempt = AttemptWatch(engine, scope, self._pool.now_s())
             self._pool.attempts.add(attempt)
             try:
-                async with contextlib.aclosing(pieces(self._http, route.endpoint, body)) as stream:
-                    async for batch in stream:
-                        for piece in batch:
-                            if not 0 <= piece.index < len(choices):
-                                raise Cut("broken", f"choice {piece.index} of {len(choices)}")
-                            choice = choices[piece.index]
-                            delta = choice.take(piece, route.engine)
-                            if delta is not None:
-                                self._pool.on_token(attempt)
-                                if self._on_delta is not None:
-                                    self._on_delta(delta)
-                            if choice.has_ended and all(each.has_ended for each in choices):
-                                return
+                yield attempt
             finally:
                 self._pool.attempts.discard(attempt)
         if scope.cancelled_caught:
             raise Cut("stalled", f"no token for {self._pool.stall_s:g} s")
 
-    def _judge(self, choices: Sequence[ChoiceState], load: EngineLoad, cut: Cut | None) -> None:
-        """What an attempt's end means for its engine and its request.
+    def _blame(self, load: EngineLoad, cut: Cut) -> None:
+        """What it means for an engine that an answer of its was cut off.
 
         Raises:
-            RequestPoisoned, RolloutFailed: it is given up.
+            RequestPoisoned: it is the second one that died.
         """
         engine, endpoint = load.route.engine, load.route.endpoint
-        is_empty = not any(choice.done or choice.gained for choice in choices)
-        if cut.how in ("rejected", "unreachable", "died") if cut else is_empty:
+        if cut.how in ("rejected", "unreachable", "died"):
             self._pool.router.rejected(load, self._pool.now_s())
-        if cut is None:
-            return
         self._last = f"{engine} at {endpoint}: {cut}"
-        if cut.how != "rejected":
+        if cut.how not in ("rejected", "unfetched"):
             self._avoid.add(engine)
         if cut.how == "died":
             self._died.add((engine, endpoint))
@@ -194,7 +230,18 @@ class RolloutRun:
                     f"request {self._request.id}: {names} died while they ran it, so no other "
                     f"engine gets it; the last: {self._last}"
                 )
-        if any(choice.failures >= FAILURES for choice in choices):
+
+    def _judge(self, choices: Sequence[ChoiceState], load: EngineLoad, cut: Cut | None) -> None:
+        """What an attempt's end means for its engine and its request.
+
+        Raises:
+            RequestPoisoned, RolloutFailed: it is given up.
+        """
+        if cut is not None:
+            self._blame(load, cut)
+        elif not any(choice.done or choice.gained for choice in choices):
+            self._pool.router.rejected(load, self._pool.now_s())
+        if cut is not None and any(choice.failures >= FAILURES for choice in choices):
             raise RolloutFailed(
                 f"request {self._request.id}: {FAILURES} attempts in a row gave no token; the "
                 f"last: {self._last}"

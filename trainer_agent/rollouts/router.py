@@ -9,6 +9,9 @@ of a new session          by rendezvous hashing: the engine of the highest score
 of no session             the least loaded engine
 ========================  ===================================================================
 
+A prefill engine is none of these while any other engine is routed. It computes the prompts of
+requests that decode engines have (:meth:`Router.pick_prefill`).
+
 Invariants: at most ``window`` sequences are in flight on an engine, unless one request alone has
 more; a window is at least one and at most the engine's slots; it shrinks by rejections and while
 requests wait in the engine, and grows by completions; a session moves only when its engine leaves
@@ -136,19 +139,30 @@ class Router:
     ) -> EngineLoad | None:
         """The engine to send a request of so many sequences to, which count as in flight there
         until :meth:`release`; None if it must wait. ``avoid``: engines that failed it."""
-        able = {name: load for name, load in self.engines.items() if name not in avoid}
-        able = able or self.engines
-        if session is not None:
-            name = self._place(session, able)
-            free = [able[name]] if name is not None else []
-        else:
-            free = sorted(able.values(), key=lambda e: (e.fill, e.route.engine))
-        for load in free:
-            if load.has_room(sequences, now_s):
-                load.in_flight += sequences
-                load.peaks = (max(load.peaks[0], load.in_flight), *load.peaks[1:])
-                return load
-        return None
+        able = self.samplers()
+        able = {name: load for name, load in able.items() if name not in avoid} or able
+        if session is None:
+            return _take(able.values(), sequences, now_s)
+        name = self._place(session, able)
+        return _take([able[name]], sequences, now_s) if name is not None else None
+
+    def pick_prefill(self, now_s: float, avoid: Collection[str] = ()) -> EngineLoad | None:
+        """The least loaded prefill engine, as :meth:`pick`, for one sequence."""
+        return _take(self.prefills(avoid), 1, now_s)
+
+    def samplers(self) -> dict[str, EngineLoad]:
+        """Engines that sample: all but prefill engines, or all if there are no others."""
+        found = {n: load for n, load in self.engines.items() if load.route.pd_role != "prefill"}
+        return found or self.engines
+
+    def prefills(self, avoid: Collection[str] = ()) -> list[EngineLoad]:
+        """Prefill engines, except these."""
+        found = (load for load in self.engines.values() if load.route.pd_role == "prefill")
+        return [load for load in found if load.route.engine not in avoid]
+
+    def is_split(self) -> bool:
+        """Whether some engines prefill for others."""
+        return {"prefill", "decode"} <= {each.route.pd_role for each in self.engines.values()}
 
     def release(self, load: EngineLoad, sequences: int) -> None:
         """They are no longer in flight there."""
@@ -199,6 +213,16 @@ class Router:
         if len(self._sessions) > _SESSIONS_KEPT:
             self.finish_session(next(iter(self._sessions)))
         return chosen
+
+
+def _take(able: Iterable[EngineLoad], sequences: int, now_s: float) -> EngineLoad | None:
+    """The least loaded with room for so many sequences, which count as in flight there."""
+    for load in sorted(able, key=lambda e: (e.fill, e.route.engine)):
+        if load.has_room(sequences, now_s):
+            load.in_flight += sequences
+            load.peaks = (max(load.peaks[0], load.in_flight), *load.peaks[1:])
+            return load
+    return None
 
 
 def _score(session: str, engine: str) -> bytes:
