@@ -79,17 +79,17 @@ class Watch:
         if group is not self._group:
             self._group = group
             self._pause, self._update = PauseState.RUNNING, UpdateState.IDLE
-            self._round = {}
-            self._peers, self._owner, self._epoch = {}, None, 0
-            self._group_version = 0
+            self._round, self._peers, self._owner, self._epoch = {}, {}, None, 0
+            self._group_version, self._run = 0, ""
             self._routable = frozenset()
         for engine in self.world.engines.values():
             self._check_engine(engine)
         if group is None:
             return
-        if group.served.is_committed and group.version < self._group_version:
-            raise InvariantViolation(f"the group fell from version {self._group_version}")
-        self._group_version = group.version
+        fell = group.served.is_committed and group.version < self._group_version
+        if fell or self._run not in ("", group.run):
+            raise InvariantViolation(f"the group was at {self._run}, {self._group_version} before")
+        self._group_version, self._run = group.version, group.run
         self._check_peer_ranks()
         self._check_members(group)
         self._check_pause(group)

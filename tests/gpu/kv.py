@@ -129,9 +129,11 @@ class Judge:
         self._loaded = -1
 
     @torch.no_grad()
-    def foreign(self, answers: list[Any]) -> tuple[int, int, int]:
-        """Tokens, those that are of no version, and answers of several versions."""
-        seen = wrong = mixed = 0
+    def foreign(self, answers: list[Any]) -> tuple[int, list[float], int]:
+        """How many tokens; by how much those that are of no version fall short of the highest
+        logit, as a part of it; and how many answers are of several versions."""
+        seen = mixed = 0
+        wrong: list[float] = []
         work: dict[int, list[Any]] = {}
         for prompt, tokens, spans in answers:
             mixed += len(spans) > 1
@@ -146,9 +148,9 @@ class Judge:
                 chosen = logits.gather(
                     1, torch.tensor(tokens[start:end], device=self._device)[:, None]
                 )
-                off = logits.max(dim=1).values - chosen[:, 0] > _NEAR * logits.abs().max()
+                short = (logits.max(dim=1).values - chosen) / logits.abs().max()
                 seen += end - start
-                wrong += int(off.sum())
+                wrong += [round(float(each), 5) for each in short if each > _NEAR]
         return seen, wrong, mixed
 
 
@@ -208,7 +210,8 @@ def rounds(
         "turned_away": clients.failures[:5],
         "turned_away_count": len(clients.failures),
         "tokens": seen,
-        "foreign": wrong,
+        "foreign": len(wrong),
+        "short_by": sorted(wrong)[-8:],
         "longest_gap_ms": gaps(clients.times, around),
     }
 

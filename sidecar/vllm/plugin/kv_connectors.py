@@ -41,7 +41,7 @@ _HINTS: Final = {
     "class that implements reset_cache",
     UNKNOWN: "If it gives no keys and values of older weights, name it in "
     f"{TRUST_KV_CONNECTORS} where vLLM runs, or in wavebus sidecar --trust-kv-connector",
-    UNSALTED: "Its feature prefix_cache_versions, or kv_handover, is off",
+    UNSALTED: "Its feature prefix_cache_versions, held_kv or kv_handover is off",
 }
 
 
@@ -97,7 +97,8 @@ def _treatment(
         return CLEARED if implements_reset(fields) else how
     if fields.get("kv_connector_module_path"):  # somebody else's, of whatever name
         return UNKNOWN
-    needs = {SALTED: ("prefix_cache_versions",), TAGGED: ("prefix_cache_versions", "kv_handover")}
+    salted = ("prefix_cache_versions", "held_kv")
+    needs = {SALTED: salted, TAGGED: (*salted, "kv_handover")}
     return UNSALTED if any(features.get(name) for name in needs.get(how, ())) else how
 
 

@@ -37,19 +37,7 @@ KV_SEAMS: Final = (
                 f"{PLAIN_CORE}.reset_prefix_cache",
                 ("self", "reset_running_requests", "reset_connector"),
             ),
-            Takes(f"{PLAIN_CORE}.reset_encoder_cache", ("self",)),
-            Says(
-                f"{SCHEDULER}._update_waiting_for_remote_kv",
-                (
-                    "request.request_id in self.failed_recving_kv_req_ids",
-                    "self.kv_cache_manager.free(request)",
-                    "self.finished_recving_kv_req_ids.remove(request.request_id)",
-                ),
-            ),
-            Says(
-                f"{SCHEDULER}._handle_blocked_waiting_request",
-                ("if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:",),
-            ),
+            Has(f"{PLAIN_CORE}.reset_encoder_cache"),
         ),
         process="core",
         sets=(
@@ -82,6 +70,18 @@ KV_SEAMS: Final = (
             Takes(f"{BASE_CORE}.sleep", ("self", "level", "mode")),
             Says(f"{PLAIN_CORE}.pause_scheduler", ("self._idle_state_callbacks.append(",)),
             Says(f"{SCHEDULER}.has_finished_requests", ("if self.finished_req_ids:",)),
+            Says(
+                f"{SCHEDULER}._update_waiting_for_remote_kv",
+                (
+                    "request.request_id in self.failed_recving_kv_req_ids",
+                    "self.kv_cache_manager.free(request)",
+                    "self.finished_recving_kv_req_ids.remove(request.request_id)",
+                ),
+            ),
+            Says(
+                f"{SCHEDULER}._handle_blocked_waiting_request",
+                ("if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:",),
+            ),
             Takes(f"{SCHEDULER}.get_num_unfinished_requests", ("self",)),
         ),
         process="core",
@@ -119,7 +119,7 @@ KV_SEAMS: Final = (
             Says(f"{NIXL_BASE}.__init__", ("self._kv_lease_duration",)),
         ),
         process="core",
-        needs=("prefix cache versions",),
+        needs=("held keys and values",),
         wraps=wraps_by(
             "core.kv_versions",
             (f"{SCHEDULER}._connector_finished", "connector_finished"),

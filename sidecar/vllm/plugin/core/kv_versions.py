@@ -158,7 +158,7 @@ def clear(core: Any) -> list[bool]:
             raise RuntimeError(f"{type(each).__name__} can't be cleared")
         if is_keyed_by_tokens(type(each).__name__) and said is not True:
             raise RuntimeError(f"{type(each).__name__} does not say that its cache is cleared")
-    for request in list(scheduler.requests.values()):
+    for request in list(scheduler.requests.values()) if scheduler.connector else ():
         _drop_loaded(scheduler, request)
     core.reset_encoder_cache()
     return [True]

@@ -135,7 +135,7 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
         ("rename", "vllm.v1.request:Request.update_block_hashes", KV),
     ],
     "held keys and values": [
-        ("reshape", "vllm.v1.engine.core:EngineCore._finish_pause", {"held_kv"}),
+        ("reshape", "vllm.v1.engine.core:EngineCore._finish_pause", {"held_kv", "kv_handover"}),
     ],
     "KV hand-over": [
         ("reshape", f"{NIXL}.get_num_new_matched_tokens", {"kv_handover"}),
@@ -149,11 +149,7 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
         ),
     ],
     "swap": [
-        (
-            "reshape",
-            f"{CORE}.reset_encoder_cache",
-            {"staged_updates", "lockstep_staged_updates", *KV},
-        ),
+        ("reshape", f"{CORE}.reset_encoder_cache", {"staged_updates", "lockstep_staged_updates"}),
     ],
     "lockstep swap": [("rename", SUM, STAGED_TOGETHER), ("reshape", SUM, STAGED_TOGETHER)],
     "dp coordinator": [
