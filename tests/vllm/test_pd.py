@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import random
+import signal
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +17,20 @@ import pytest
 
 from sidecar.supervision.launch import free_port
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
+from tests.support.processes import children, descendants, process_of_vllm, runs
 from tests.support.procs import wavebus
 from tests.vllm._vllm import MAX_POSITIONS, boot_environment, require_vllm, server_argv
 from trainer_agent import TrainerAgent
+from trainer_agent.rollouts.attempt import prefill
+from trainer_agent.rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
+
+    from trainer_agent.rollouts.results import Completion
 
 require_vllm()
 pytest.importorskip("nixl", reason="the wheels nixl and nixl-cu12 are not installed here")
@@ -40,6 +47,7 @@ NIXL = {
     "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
 }
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
+GREEDY = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
 
 
 class Pair:
@@ -129,6 +137,34 @@ class Pair:
             versions.add(version)
         assert at == TOKENS
         return versions
+
+    def check_rollout(self, done: Completion) -> set[int]:
+        """The same of a rollout's one choice."""
+        [choice] = done.choices
+        spans = [
+            {"version": str(span.version), "start": span.start, "end": span.end}
+            for span in choice.spans
+        ]
+        found = {"token_ids": choice.token_ids, "weight_versions": spans}
+        return self.check(done.prompt_token_ids, found)
+
+    async def fetched(self, http: aiohttp.ClientSession) -> float:
+        """How many tokens ``d`` has found on ``p``."""
+        async with http.get(self.urls["d"] + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        name = "vllm:external_prefix_cache_hits_total"
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    def kill(self, name: str) -> None:
+        """All processes of its vLLM; they are gone when this returns."""
+        [guard] = children(self.sidecars[name].pid)
+        [sidecar] = children(guard)
+        server = process_of_vllm(sidecar, "server")
+        pids = [server, *descendants(server)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        while any(runs(pid) for pid in pids):
+            pass
 
     @functools.cache  # noqa: B019 - a pair lives as long as its tests
     def _expected(self, version: int, before: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -221,5 +257,74 @@ def test_each_token_is_of_its_version_under_load(pair: Pair, how: str, updates: 
             await asyncio.gather(*clients)
             for prompt, choice in ended:
                 await asyncio.to_thread(pair.check, prompt, choice)
+
+    run(main())
+
+
+def test_rollouts_are_prefilled_and_decoded_while_weights_are_updated(pair: Pair) -> None:
+    """What is prefilled under the weights that decode is fetched; each token is of its version."""
+
+    async def main() -> None:
+        async with (
+            TrainerAgent(pair.address) as agent,
+            RolloutClient(pair.address) as client,
+            aiohttp.ClientSession() as http,
+        ):
+            await pair.routed(agent)
+            before, asked = await pair.fetched(http), prompts(50)
+            answers = [await client.generate(next(asked), GREEDY) for _ in range(2)]
+            assert await pair.fetched(http) > before
+            many = client.generate_many([next(asked) for _ in range(10)], GREEDY, concurrency=5)
+            answers.append((await anext(many))[1])
+            await pair.update(agent)
+            answers += [done async for _, done in many]
+        for done in answers:
+            await asyncio.to_thread(pair.check_rollout, done)
+            assert {span.engine for span in done.choices[0].spans} == {"d"}
+
+    run(main())
+
+
+# Engines die here: these tests stay the last ones.
+def test_a_prefill_engine_that_dies_before_its_prompt_is_fetched_costs_no_token(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode engine computes the prompt. The engine that died returns."""
+
+    async def prefill_and_die(*args: Any) -> dict[str, Any]:
+        params = await prefill(*args)
+        await asyncio.to_thread(pair.kill, "p")
+        return params
+
+    async def main() -> None:
+        async with TrainerAgent(pair.address) as agent, RolloutClient(pair.address) as client:
+            await pair.routed(agent)
+            with monkeypatch.context() as patch:
+                patch.setattr("trainer_agent.rollouts.rollout.prefill", prefill_and_die)
+                done = await client.generate(next(prompts(60)), GREEDY)
+            ends = [(each.engine, each.ended_by) for each in done.choices[0].attempts]
+            assert ends == [("d", "unfetched"), ("d", "length")]
+            await asyncio.to_thread(pair.check_rollout, done)
+            await asyncio.to_thread(pair.broker.wait_event, "peer_joined", BOOT_S, peer="p")
+            await pair.update(agent)
+
+    run(main())
+
+
+def test_a_decode_engine_that_dies_while_it_decodes_costs_no_token(pair: Pair) -> None:
+    """The prefill engine is the only one that is left."""
+    seen: list[str] = []
+
+    def kill_once(delta: Any) -> None:
+        seen.append(delta.engine)
+        if len(seen) == TOKENS // 4:
+            pair.kill("d")
+
+    async def main() -> None:
+        async with RolloutClient(pair.address) as client:
+            done = await client.generate(next(prompts(70)), GREEDY, on_delta=kill_once)
+        assert {span.engine for span in done.choices[0].spans} == {"d", "p"}
+        assert done.choices[0].attempts[0].ended_by == "died"
+        await asyncio.to_thread(pair.check_rollout, done)
 
     run(main())

@@ -181,8 +181,9 @@ class RolloutRun:
         while load := await self._pool.acquire_prefill(frozenset(self._avoid | tried)):
             route = load.route
             try:
-                with self._watched(route.engine):
+                with self._watched(route.engine) as attempt:
                     body["kv_transfer_params"] = await prefill(self._http, route.endpoint, body)
+                    self._pool.on_token(attempt)
             except Cut as error:
                 tried.add(route.engine)
                 self._blame(load, error)

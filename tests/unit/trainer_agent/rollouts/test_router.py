@@ -213,3 +213,30 @@ def test_engines_without_an_endpoint_are_left_out() -> None:
     router = Router()
     router.update([Route("a", "a", "")])
     assert picked(router) is None
+
+
+def test_sessions_stay_on_decode_engines_and_prompts_go_to_the_least_loaded_prefill_engine() -> (
+    None
+):
+    """Prefill engines sample only while no other engine is there."""
+    router = Router()
+    prefills = [replace(route, pd_role="prefill") for route in routes("p", "q", slots=2)]
+    decodes = [replace(route, pd_role="decode") for route in routes("a", "b", slots=2)]
+    router.update([*prefills, *decodes])
+    assert router.is_split()
+    assert {place(router, f"s{index}") for index in range(20)} == {"a", "b"}
+    assert Counter(picked(router) for _ in range(5)) == {"a": 2, "b": 2, None: 1}
+    loads = [router.pick_prefill(0.0) for _ in range(5)]
+    assert Counter(load and load.route.engine for load in loads) == {"p": 2, "q": 2, None: 1}
+    assert router.pick_prefill(0.0, {"p", "q"}) is None
+    router.update(prefills)
+    assert not router.is_split()
+    assert place_of(router, "s0") in ("p", "q")
+    router.update([*prefills, *routes("c")])
+    assert (place_of(router, "s0"), router.is_split()) == ("c", False)
+
+
+def place_of(router: Router, session: str) -> str | None:
+    """Where a session is placed, whether there is room or not."""
+    router.pick(session, 1, 0.0)
+    return router.engine_of(session)
