@@ -274,6 +274,8 @@ def test_rollouts_are_prefilled_and_decoded_while_weights_are_updated(pair: Pair
             before, asked = await pair.fetched(http), prompts(50)
             answers = [await client.generate(next(asked), GREEDY) for _ in range(2)]
             assert await pair.fetched(http) > before
+            both = await client.generate(answers[0].prompt_token_ids, GREEDY | {"n": 2})
+            assert [c.token_ids for c in both.choices] == [answers[0].choices[0].token_ids] * 2
             many = client.generate_many([next(asked) for _ in range(10)], GREEDY, concurrency=5)
             answers.append((await anext(many))[1])
             await pair.update(agent)
