@@ -589,16 +589,17 @@ def test_requests_without_a_session_go_where_other_clients_have_few(bus: Bus) ->
 
     async def main() -> None:
         async with RolloutClient(bus.address) as first, RolloutClient(bus.address) as second:
-            asked = SAMPLED | {"max_tokens": 150}
+            async with asyncio.timeout(TIMEOUT_S):
+                while min(len(first.engines), len(second.engines)) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            asked = SAMPLED | {"max_tokens": 450}
             busy = [
                 asyncio.create_task(first.generate(PROMPT, asked, session_id="s")) for _ in range(4)
             ]
             own = asyncio.create_task(second.generate(PROMPT, asked, session_id="t"))
             engines = second._pool.router.engines
             async with asyncio.timeout(TIMEOUT_S):
-                while len(engines) < 2 or all(  # noqa: ASYNC110
-                    load.others != 4 for load in engines.values()
-                ):
+                while not any(load.others == 4 for load in engines.values()):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             (taken,) = (name for name, load in engines.items() if load.others == 4)
             deltas = second.stream(PROMPT, asked | {"max_tokens": 1})
