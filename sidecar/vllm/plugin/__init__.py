@@ -11,6 +11,7 @@ bus coordinates data parallel ranks.
 module               what it does
 ==================== ===============================================================
 ``patches``          lists what is wrapped inside vLLM, what it must look like, what needs it
+``kv_patches``       the same of what concerns keys and values
 ``kv_connectors``    says how updates treat a vLLM's KV connectors
 ``vllm_calls``       lists what is called inside vLLM, or wrapped in front ends: parts of it
 ``vllm_names``       names inside vLLM that those two refer to

@@ -1,4 +1,5 @@
-"""What :mod:`sidecar.vllm.plugin.core.kv_versions` depends on inside vLLM.
+"""What :mod:`sidecar.vllm.plugin.core.kv_versions` and :mod:`sidecar.vllm.plugin.kv_connectors`
+depend on inside vLLM.
 
 These seams come first: what wraps a pause of lockstep ranks, wraps what is wrapped here.
 Importing this module imports neither vllm nor torch.
@@ -11,6 +12,7 @@ from typing import Final
 from bus.seams import Has, Says, Seam, Takes
 from sidecar.vllm.plugin.vllm_names import (
     BASE_CORE,
+    CONNECTORS,
     NIXL,
     NIXL_BASE,
     PLAIN_CORE,
@@ -58,6 +60,14 @@ KV_SEAMS: Final = (
         ),
     ),
     Seam(
+        "KV connectors",
+        ("prefix_cache_versions",),
+        (
+            Has(f"{CONNECTORS}.factory:KVConnectorFactory", ("get_connector_class",)),
+            Has(f"{CONNECTORS}.v1.base:KVConnectorBase_V1", ("reset_cache",)),
+        ),
+    ),
+    Seam(
         "held keys and values",
         ("held_kv",),
         (
@@ -83,6 +93,7 @@ KV_SEAMS: Final = (
                 ("if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:",),
             ),
             Takes(f"{SCHEDULER}.get_num_unfinished_requests", ("self",)),
+            Says(f"{CONNECTORS}.v1.multi_connector:MultiConnector.__init__", ("self._connectors",)),
         ),
         process="core",
         needs=("prefix cache versions",),

@@ -13,7 +13,6 @@ from sidecar.vllm.plugin.vllm_names import CORE_MODULE, PLAIN_CORE, wraps_by
 
 _LLM: Final = "vllm.v1.engine.async_llm:AsyncLLM"
 _ENTRY: Final = "vllm.entrypoints"
-_CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector"
 _SAMPLER: Final = "vllm.v1.worker.gpu.sample.sampler:Sampler"
 _PAUSE_ROUTES: Final = ("'/pause'", "'/resume'", "'/update_weight_version'", "'/weight_info'")
 _OUTPUTS: Final = "vllm.v1.engine.output_processor"
@@ -104,14 +103,6 @@ CALLED: Final = (
             Takes("vllm.utils.torch_utils:set_default_torch_dtype", ("dtype",)),
             Has("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT"),
             Has("vllm.distributed.parallel_state", ("get_tp_group", "get_pp_group")),
-        ),
-    ),
-    Seam(
-        "KV connectors",
-        ("prefix_cache_versions",),
-        (
-            Has(f"{_CONNECTOR}.factory:KVConnectorFactory", ("get_connector_class",)),
-            Has(f"{_CONNECTOR}.v1.base:KVConnectorBase_V1", ("reset_cache",)),
         ),
     ),
     Seam(

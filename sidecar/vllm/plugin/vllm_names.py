@@ -53,13 +53,11 @@ BASE_CORE: Final = f"{CORE_MODULE}:EngineCore"
 
 SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
 
-NIXL: Final = (
-    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler:NixlPullConnectorScheduler"
-)
+CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector"
 
-NIXL_BASE: Final = (
-    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler:NixlBaseConnectorScheduler"
-)
+NIXL: Final = f"{CONNECTORS}.v1.nixl.pull_scheduler:NixlPullConnectorScheduler"
+
+NIXL_BASE: Final = f"{CONNECTORS}.v1.nixl.base_scheduler:NixlBaseConnectorScheduler"
 
 PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
 

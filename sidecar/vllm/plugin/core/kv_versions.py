@@ -165,9 +165,13 @@ def clear(core: Any) -> list[bool]:
 
 
 def _connectors(connector: Any) -> Iterator[Any]:
-    """Those inside a ``MultiConnector`` one by one."""
-    if connector is not None:
-        yield from getattr(connector, "_connectors", (connector,))
+    """Those inside a ``MultiConnector``, which may hold others like it, one by one."""
+    inside = getattr(connector, "_connectors", None)
+    if inside is not None:
+        for each in inside:
+            yield from _connectors(each)
+    elif connector is not None:
+        yield connector
 
 
 def _drop_loaded(scheduler: Any, request: Any) -> None:

@@ -258,19 +258,29 @@ class OffloadingConnector(ExampleConnector):
     """Keyed by hashes of blocks."""
 
 
+class MultiConnector:
+    """Holds others, as vLLM's does."""
+
+    def __init__(self, *inside: Any) -> None:
+        self._connectors = list(inside)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("says", [None, False])
 def test_a_connector_that_no_salt_keeps_apart_must_be_cleared(
-    module: Any, says: bool | None
+    module: Any, says: bool | None, depth: int
 ) -> None:
-    """Else the swap is called off, before anything has changed."""
+    """Else the swap is called off, before anything has changed; also inside others."""
     core = module.EngineCoreProc()
-    core.scheduler.connector = ExampleConnector(says)
+    example = core.scheduler.connector = ExampleConnector(says)
+    for _ in range(depth):
+        core.scheduler.connector = MultiConnector(core.scheduler.connector)
     with pytest.raises(core_swap.SwapRefused) as cant:
         swap(core, clear_cache=True)
     assert refused(cant.value) is NackCode.CALLED_OFF
     assert (PERFORM, {"operation": "op"}) not in core.calls
     assert core.get_weight_version() == "default"
-    core.scheduler.connector.says = True
+    example.says = True
     swap(core, clear_cache=True)
     assert core.get_weight_version() == "5"
 
