@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import random
 import statistics
 import sys
@@ -28,11 +27,12 @@ from typing import Any, Final
 import aiohttp
 import torch
 
-from bus.errors import WavebusError
-from bus.event_stream import EventStream
+from bus.errors import UsageError, WavebusError
+from sidecar.vllm.core_state import parse_version
 from tests.gpu.checkpoints import dense_config, make
 from tests.gpu.serving import EngineSpec, Serving
 from trainer_agent import SyncTrainerAgent
+from trainer_agent.rollouts.attempt import Cut, PieceSpan, pieces, prefill
 
 TOKENS: Final = 160
 CLIENTS: Final = 8
@@ -52,7 +52,7 @@ class Clients(threading.Thread):
         super().__init__(daemon=True)
         self.urls = urls
         self.ended = threading.Event()
-        self.answers: list[tuple[list[int], list[int], list[dict[str, Any]]]] = []
+        self.answers: list[tuple[list[int], list[int], list[PieceSpan]]] = []
         self.failures: list[str] = []
         self.times: list[list[float]] = [[] for _ in range(CLIENTS)]
 
@@ -72,52 +72,29 @@ class Clients(threading.Thread):
             prompt = [*draw.choice(heads), *(draw.randrange(256) for _ in range(8))]
             try:
                 await self._ask(http, prompt, self.times[number])
-            except (aiohttp.ClientError, TimeoutError, RuntimeError, OSError) as error:
+            except (Cut, UsageError) as error:
                 self.failures.append(repr(error)[:300])
                 await asyncio.sleep(0.2)
 
     async def _ask(
         self, http: aiohttp.ClientSession, prompt: list[int], times: list[float]
     ) -> None:
-        params: dict[str, Any] | None = None
-        if len(self.urls) > 1:
-            first = {
-                "token_ids": prompt,
-                "sampling_params": {"max_tokens": 1, "temperature": 0.0},
-                "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
-            }
-            async with http.post(f"{self.urls[0]}/inference/v1/generate", json=first) as answer:
-                said = await answer.json()
-                if answer.status != 200:
-                    raise RuntimeError(f"{answer.status} {said}")
-                params = said["kv_transfer_params"]
-        body: dict[str, Any] = {
-            "token_ids": prompt,
-            "sampling_params": {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True},
-            "stream": True,
-        }
-        if params:
-            body["kv_transfer_params"] = params
+        sampling = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+        body: dict[str, Any] = {"token_ids": prompt, "sampling_params": sampling, "stream": True}
+        *before, url = self.urls
+        for prefills in before:
+            body["kv_transfer_params"] = await prefill(http, prefills, body)
         tokens: list[int] = []
-        spans: list[dict[str, Any]] = []
-        async with http.post(f"{self.urls[-1]}/inference/v1/generate", json=body) as answer:
-            if answer.status != 200:
-                raise RuntimeError(f"{answer.status} {await answer.text()}")
-            events = EventStream()
-            async for chunk in answer.content.iter_any():
-                for data in events.feed(chunk):
-                    if data.startswith(b"[DONE]"):
-                        continue
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise RuntimeError(str(event["error"]))
-                    for choice in event["choices"]:
-                        fresh = choice.get("token_ids") or []
-                        tokens += fresh
-                        spans = choice.get("weight_versions") or spans
-                        if fresh:
-                            times.append(time.monotonic())
-        self.answers.append((prompt, tokens, spans))
+        spans: list[PieceSpan] = []
+        async for batch in pieces(http, url, body):
+            for piece in batch:
+                tokens += piece.token_ids or ()
+                spans = piece.weight_versions or spans
+                if piece.token_ids:
+                    times.append(time.monotonic())
+                if piece.finish_reason is not None:
+                    self.answers.append((prompt, tokens, spans))
+                    return
 
 
 class Judge:
@@ -138,16 +115,15 @@ class Judge:
         for prompt, tokens, spans in answers:
             mixed += len(spans) > 1
             for span in spans:
-                version = int(span["version"]) if span["version"].isdigit() else 0
-                work.setdefault(version, []).append((prompt, tokens, span["start"], span["end"]))
+                version = parse_version(span.version)
+                work.setdefault(version, []).append((prompt, tokens, span.start, span.end))
         for version, asked in work.items():
             self._model.load_state_dict(self.states[version], strict=False)
             for prompt, tokens, start, end in asked:
                 ids = torch.tensor([[*prompt, *tokens]], device=self._device)
                 logits = self._model(ids).logits[0, len(prompt) - 1 : -1][start:end]
-                chosen = logits.gather(
-                    1, torch.tensor(tokens[start:end], device=self._device)[:, None]
-                )
+                taken = torch.tensor(tokens[start:end], device=self._device)
+                chosen = logits.gather(1, taken[:, None])[:, 0]
                 short = (logits.max(dim=1).values - chosen) / logits.abs().max()
                 seen += end - start
                 wrong += [round(float(each), 5) for each in short if each > _NEAR]
@@ -220,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--logs", type=Path, required=True)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="on cpu, plain is all that runs")
     parser.add_argument("--buffers", default="cuda", help="NIXL's: cuda or cpu")
     parser.add_argument("--only", default="plain,offload,pair")
     options = parser.parse_args()
@@ -249,10 +225,9 @@ def main() -> None:
                     for name in ("p", "d")
                 ],
             }
-            for number, name in enumerate(each for which in chosen for each in specs[which]):
-                os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(27_500 + 8 * number)
+            for number, spec in enumerate(each for which in chosen for each in specs[which]):
                 serving._environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(27_500 + 8 * number)
-                serving.start_engine(name)
+                serving.start_engine(spec)
             for which in chosen:
                 try:
                     with SyncTrainerAgent(serving.broker, group=which) as agent:

@@ -4,12 +4,12 @@ token is the one of its version, and nothing that is handed over stands in anybo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
 import random
 import signal
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -21,11 +21,11 @@ from tests.support.processes import children, descendants, process_of_vllm, runs
 from tests.support.procs import wavebus
 from tests.vllm._vllm import MAX_POSITIONS, boot_environment, require_vllm, server_argv
 from trainer_agent import TrainerAgent
-from trainer_agent.rollouts.attempt import prefill
+from trainer_agent.rollouts.attempt import GENERATE, prefill
 from trainer_agent.rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -46,14 +46,15 @@ NIXL = {
     "kv_buffer_device": "cpu",
     "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
 }
-HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 GREEDY = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
 
 
 class Pair:
     """A broker, the prefill engine ``p`` and the decode engine ``d``."""
 
-    def __init__(self, stack: ExitStack, folder: Path, connector: Mapping[str, Any]) -> None:
+    def __init__(
+        self, stack: contextlib.ExitStack, folder: Path, connector: Mapping[str, Any]
+    ) -> None:
         self.checkpoint: Checkpoint = make_checkpoint(
             folder / "model", seed=1, max_positions=MAX_POSITIONS
         )
@@ -77,10 +78,13 @@ class Pair:
         for _ in self.sidecars:
             self.broker.wait_event("peer_joined", timeout_s=BOOT_S, role="engine")
 
-    async def routed(self, agent: TrainerAgent) -> None:
-        """Learn where both are."""
-        for view in await agent.wait_for_engines(2, timeout_s=BOOT_S):
-            self.urls[view.name] = view.endpoint
+    @contextlib.asynccontextmanager
+    async def clients(self) -> AsyncIterator[tuple[TrainerAgent, aiohttp.ClientSession]]:
+        """Who sends weights, and who asks: the engines are there, and it is known where."""
+        async with TrainerAgent(self.address) as agent, aiohttp.ClientSession() as http:
+            for view in await agent.wait_for_engines(2, timeout_s=BOOT_S):
+                self.urls[view.name] = view.endpoint
+            yield agent, http
 
     async def update(self, agent: TrainerAgent, **how: Any) -> int:
         new = perturbed(self.checkpoint.weights, seed=len(self.weights))
@@ -92,8 +96,7 @@ class Pair:
 
     async def prefill(self, http: aiohttp.ClientSession, prompt: Sequence[int]) -> dict[str, Any]:
         """Have ``p`` compute the prompt; what it hands over."""
-        answer = await self._ask(http, "p", prompt, 1, HAND_OVER)
-        params: dict[str, Any] = answer["kv_transfer_params"]
+        params = await prefill(http, self.urls["p"], {"token_ids": [*prompt]})
         assert params["remote_block_ids"], params
         return params
 
@@ -101,27 +104,12 @@ class Pair:
         self, http: aiohttp.ClientSession, prompt: Sequence[int], params: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Have ``d`` go on with it; its choice."""
-        answer = await self._ask(http, "d", prompt, TOKENS, params)
-        choice: dict[str, Any] = answer["choices"][0]
-        return choice
-
-    async def _ask(
-        self,
-        http: aiohttp.ClientSession,
-        name: str,
-        prompt: Sequence[int],
-        tokens: int,
-        params: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        body = {
-            "token_ids": [*prompt],
-            "sampling_params": {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True},
-            "kv_transfer_params": params,
-        }
-        async with http.post(self.urls[name] + "/inference/v1/generate", json=body) as response:
+        body = {"token_ids": prompt, "sampling_params": GREEDY, "kv_transfer_params": params}
+        async with http.post(self.urls["d"] + GENERATE, json=body) as response:
             answer: dict[str, Any] = await response.json()
             assert response.status == 200, answer
-            return answer
+        choice: dict[str, Any] = answer["choices"][0]
+        return choice
 
     def check(self, prompt: Sequence[int], choice: Mapping[str, Any]) -> set[int]:
         """Every token is that of the version it is labelled with; which these are."""
@@ -168,12 +156,7 @@ class Pair:
 
     @functools.cache  # noqa: B019 - a pair lives as long as its tests
     def _expected(self, version: int, before: tuple[int, ...], count: int) -> tuple[int, ...]:
-        tokens: list[int] = []
-        logits, past = self.checkpoint.forward(self.weights[version], before)
-        for _ in range(count):
-            tokens.append(int(logits.argmax()))
-            logits, past = self.checkpoint.forward(self.weights[version], tokens[-1:], past)
-        return tuple(tokens)
+        return tuple(self.checkpoint.greedy(self.weights[version], before, count))
 
 
 def prompts(seed: int) -> Iterator[tuple[int, ...]]:
@@ -187,7 +170,7 @@ def prompts(seed: int) -> Iterator[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         yield Pair(stack, tmp_path_factory.mktemp("pair"), NIXL)
 
 
@@ -200,8 +183,7 @@ def test_what_is_held_for_a_decode_engine_stands_in_no_updates_way(pair: Pair, h
     """Keys and values of the version before are not fetched; the prompt is computed anew."""
 
     async def main() -> None:
-        async with TrainerAgent(pair.address) as agent, aiohttp.ClientSession() as http:
-            await pair.routed(agent)
+        async with pair.clients() as (agent, http):
             prompt = next(prompts(1))
             params = await pair.prefill(http, prompt)
             version = await pair.update(agent, how=how)
@@ -217,8 +199,7 @@ def test_kept_keys_and_values_are_found_by_no_later_request(pair: Pair, how: str
     """What is fetched knowingly old is not found by who asks for the same at the new version."""
 
     async def main() -> None:
-        async with TrainerAgent(pair.address) as agent, aiohttp.ClientSession() as http:
-            await pair.routed(agent)
+        async with pair.clients() as (agent, http):
             prompt = next(prompts(2))
             params = await pair.prefill(http, prompt)
             version = await pair.update(agent, how=how, clear_cache=False)
@@ -235,8 +216,7 @@ def test_each_token_is_of_its_version_under_load(pair: Pair, how: str, updates: 
     """Five clients; no engine is excluded, and nobody turned away."""
 
     async def main() -> None:
-        async with TrainerAgent(pair.address) as agent, aiohttp.ClientSession() as http:
-            await pair.routed(agent)
+        async with pair.clients() as (agent, http):
             ended: list[tuple[tuple[int, ...], dict[str, Any]]] = []
             done = asyncio.Event()
 
@@ -265,12 +245,7 @@ def test_rollouts_are_prefilled_and_decoded_while_weights_are_updated(pair: Pair
     """What is prefilled under the weights that decode is fetched; each token is of its version."""
 
     async def main() -> None:
-        async with (
-            TrainerAgent(pair.address) as agent,
-            RolloutClient(pair.address) as client,
-            aiohttp.ClientSession() as http,
-        ):
-            await pair.routed(agent)
+        async with pair.clients() as (agent, http), RolloutClient(pair.address) as client:
             before, asked = await pair.fetched(http), prompts(50)
             answers = [await client.generate(next(asked), GREEDY) for _ in range(2)]
             assert await pair.fetched(http) > before
@@ -299,8 +274,7 @@ def test_a_prefill_engine_that_dies_before_its_prompt_is_fetched_costs_no_token(
         return params
 
     async def main() -> None:
-        async with TrainerAgent(pair.address) as agent, RolloutClient(pair.address) as client:
-            await pair.routed(agent)
+        async with pair.clients() as (agent, _), RolloutClient(pair.address) as client:
             with monkeypatch.context() as patch:
                 patch.setattr("trainer_agent.rollouts.rollout.prefill", prefill_and_die)
                 done = await client.generate(next(prompts(60)), GREEDY)
