@@ -1,10 +1,10 @@
 """Keys and values under staged updates on one GPU: offloaded ones, and ones that are handed over.
 
-Engines of one tiny float32 model: ``plain``; ``offload``, with vLLM's own offload to the host's
-memory and so few blocks that requests are preempted; and a prefill and a decode engine with NIXL
-between them. Each is updated while clients ask it. Every token must have the highest logit, within
-a thousandth, of the weights that its label names, after all tokens before it, as transformers
-computes it.
+Engines of one float32 model, tiny or of half a billion parameters: ``plain``; ``offload``, with
+vLLM's own offload to the host's memory and so few blocks that requests are preempted; and a prefill
+and a decode engine with NIXL between them. Clients send requests while each is updated. Every token
+must have the highest logit, within a thousandth, of the weights that its label names, after all
+tokens before it, as transformers computes it.
 
     python -m tests.gpu.kv --updates 20 --logs FOLDER
 """
@@ -98,27 +98,49 @@ class Clients(threading.Thread):
 
 
 class Judge:
-    """What transformers makes of the weights of each version."""
+    """Holds tokens against the weights of their versions, with transformers' model.
 
-    def __init__(self, model: Any, device: str) -> None:
-        self._model, self._device = model, device
-        self.states: dict[int, dict[str, torch.Tensor]] = {}
-        self._loaded = -1
+    Weights are not kept but made anew, from the seed of their version.
+    """
+
+    def __init__(self, model: Any, base: dict[str, torch.Tensor], device: str) -> None:
+        self._model, self._base, self._device = model, base, device
+        self.seeds: dict[int, int] = {0: 0}
+
+    def weights(self, seed: int) -> dict[str, torch.Tensor]:
+        """The base for seed 0; else with noise on every tensor."""
+        if not seed:
+            return self._base
+        draw = torch.Generator(self._device).manual_seed(seed)
+        noisy: dict[str, torch.Tensor] = {}
+        for name, weight in self._base.items():
+            noise = torch.randn(weight.shape, generator=draw, device=self._device)
+            noisy[name] = weight + 0.2 * weight.std() * noise.to(weight.dtype)
+        return noisy
 
     @torch.no_grad()
-    def foreign(self, answers: list[Any]) -> tuple[int, list[float], int]:
-        """How many tokens; by how much those that are of no version fall short of the highest
-        logit, as a part of it; and how many answers are of several versions."""
-        seen = mixed = 0
+    def foreign(self, answers: list[Any], *, shift: int = 0) -> tuple[int, list[float]]:
+        """Count the tokens, and those that the weights of their label do not give.
+
+        Args:
+            shift: is added to each label. With another value than 0 nearly all tokens must be
+                foreign, else this judge proves nothing.
+
+        Returns:
+            How many tokens were judged; and for each foreign one, by how much its logit falls short
+            of the highest, as a part of that.
+        """
+        seen = 0
         wrong: list[float] = []
         work: dict[int, list[Any]] = {}
         for prompt, tokens, spans in answers:
-            mixed += len(spans) > 1
             for span in spans:
-                version = parse_version(span.version)
+                version = parse_version(span.version) + shift
                 work.setdefault(version, []).append((prompt, tokens, span.start, span.end))
         for version, asked in work.items():
-            self._model.load_state_dict(self.states[version], strict=False)
+            if version not in self.seeds:
+                continue
+            self._model.load_state_dict(self.weights(self.seeds[version]), strict=False)
             for prompt, tokens, start, end in asked:
                 ids = torch.tensor([[*prompt, *tokens]], device=self._device)
                 logits = self._model(ids).logits[0, len(prompt) - 1 : -1][start:end]
@@ -127,7 +149,7 @@ class Judge:
                 short = (logits.max(dim=1).values - chosen) / logits.abs().max()
                 seen += end - start
                 wrong += [round(float(each), 5) for each in short if each > _NEAR]
-        return seen, wrong, mixed
+        return seen, wrong
 
 
 def gaps(times: list[list[float]], around: list[tuple[float, float]]) -> float:
@@ -152,42 +174,39 @@ def rounds(
     failed: list[str] = []
     around: list[tuple[float, float]] = []
     out: list[str] = []
-    base = judge.states[0]
-    generator = torch.Generator().manual_seed(11)
-    for _ in range(options.updates):
+    for update in range(options.updates):
         have = len(clients.answers)
         until = time.monotonic() + 20
         while len(clients.answers) < have + 6 and time.monotonic() < until:
             time.sleep(0.01)
-        new = {
-            name: weight
-            + 0.2 * weight.std() * torch.randn(weight.shape, generator=generator).to(weight)
-            for name, weight in base.items()
-        }
+        seed = 1 + update
+        new = judge.weights(seed)
         begun = time.monotonic()
         try:
             version = agent.update_weights(new, how="staged")
         except WavebusError as error:
             failed.append(str(error)[:400])
         else:
-            judge.states[version] = new
+            judge.seeds[version] = seed
             around.append((begun, time.monotonic()))
             report = agent.last_update
             out += list(report.excluded) if report is not None else []
     clients.ended.set()
     clients.join(120)
-    seen, wrong, mixed = judge.foreign(clients.answers)
+    seen, wrong = judge.foreign(clients.answers)
+    shifted, shifted_wrong = judge.foreign(clients.answers, shift=-1)
     return {
         "updates": options.updates - len(failed),
         "failed": failed,
         "excluded": out,
         "requests": len(clients.answers),
-        "over_an_update": mixed,
+        "over_an_update": sum(len(spans) > 1 for _, _, spans in clients.answers),
         "turned_away": clients.failures[:5],
         "turned_away_count": len(clients.failures),
         "tokens": seen,
         "foreign": len(wrong),
         "short_by": sorted(wrong)[-8:],
+        "foreign_if_labelled_one_lower": f"{len(shifted_wrong)} of {shifted}",
         "longest_gap_ms": gaps(clients.times, around),
     }
 
@@ -199,12 +218,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="on cpu, plain is all that runs")
     parser.add_argument("--buffers", default="cuda", help="NIXL's: cuda or cpu")
     parser.add_argument("--only", default="plain,offload,pair")
+    parser.add_argument("--big", action="store_true", help="half a billion parameters")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
     chosen = options.only.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        model = make(dense_config(small=True), Path(folder) / "a", 1, options.device)
-        state = {name: each.detach().clone() for name, each in model.state_dict().items()}
+        config = dense_config(small=not options.big)
+        config.dtype = torch.float32
+        model = make(config, Path(folder) / "a", 1, options.device)
+        base = {name: each.detach().clone() for name, each in model.state_dict().items()}
         serving = Serving(options.device, Path(folder), options.logs)
         found: dict[str, Any] = {}
         try:
@@ -235,8 +257,7 @@ def main() -> None:
                             each.name: each.endpoint
                             for each in agent.wait_for_engines(len(specs[which]), timeout_s=240)
                         }
-                        judge = Judge(model, options.device)
-                        judge.states[0] = state
+                        judge = Judge(model, base, options.device)
                         urls = [views[each.name] for each in specs[which]]
                         found[which] = rounds(options, agent, judge, urls)
                 except Exception as error:  # noqa: BLE001 - the others are tried all the same
