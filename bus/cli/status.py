@@ -112,12 +112,17 @@ def _serves(group: GroupStatus, engine: EngineView) -> str:
 
 
 def _missing_features(group: GroupStatus) -> list[str]:
-    """What the engines' vLLM does not support, how updates treat its KV connectors, and on which
-    versions wavebus was not run."""
+    """Lists what users must know of each engine's vLLM.
+
+    Features that are off, how updates treat KV connectors, KV without a version, and a release of
+    vLLM that wavebus was not tested with.
+    """
     who: dict[str, list[str]] = {}
     for engine in group.engines:
         off = [f"{name} is off: {why}" for name, why in engine.features.items() if why]
         kv = [f"KV connector {name}: {how}" for name, how in engine.kv_connectors.items()]
+        if engine.untagged:
+            kv.append(f"{engine.untagged} requests with KV that names no version (docs/pd.md)")
         for text in (*off, *kv, *filter(None, [engine.untested])):
             who.setdefault(text, []).append(engine.name)
     return [f"  {text} ({_some(names)})" for text, names in who.items()]

@@ -134,9 +134,12 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class CoreStatus:
-    """A DP rank's status page, as its sidecar has just read it: what the engine's core
-    does, since when, its steps so far, its wave, and how many requests it has; ``waiting``: those
-    of them that wait for a slot or for memory."""
+    """An engine core's status page, as its sidecar has just read it.
+
+    What the core does and since when, its steps so far, its wave, and how many requests it has.
+    ``waiting`` of them wait for a slot or for memory. ``untagged`` requests came, since the core's
+    start, with KV that names no version (docs/pd.md).
+    """
 
     phase: CorePhase
     since_ms: float
@@ -144,6 +147,7 @@ class CoreStatus:
     wave: Count
     requests: Count
     waiting: Count = 0
+    untagged: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class EngineView:
     waiting: Count = 0
     pd_role: PdRole = ""
     kv_connectors: KvConnectors = field(default_factory=dict)
+    untagged: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

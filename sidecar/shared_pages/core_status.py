@@ -10,8 +10,8 @@ microsecond or two, and no system call.
 
 Layout: magic ``WBCP``, layout version, and twice: checksum (CRC-32 of what follows it), pid,
 number of the write, step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes
-of a host), waiting, running, rank, phase, flags. Behind them the process writes the time, whatever
-its core does (0: it writes none).
+of a host), waiting, running, rank, phase, flags, untagged. Behind them the process writes the
+time, whatever its core does (0: it writes none).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 PAGE_BYTES: Final = 128
 _MAGIC: Final = b"WBCP"
-_LAYOUT: Final = 3
+_LAYOUT: Final = 4
 _HEAD: Final = struct.Struct("<4sI")
 _SUM: Final = struct.Struct("<I")
-_BODY: Final = struct.Struct("<IQQQQIIHBB")
+_BODY: Final = struct.Struct("<IQQQQIIHBBI")
 _SLOT_BYTES: Final = _SUM.size + _BODY.size
 _SLOTS_AT: Final = (_HEAD.size, _HEAD.size + _SLOT_BYTES)
 _BEAT: Final = struct.Struct("<Q")
@@ -70,6 +70,7 @@ class CoreStatusView:
     waiting: int
     running: int
     beat_s: float = 0.0
+    untagged: int = 0
 
     @property
     def is_frozen(self) -> bool:
@@ -81,7 +82,9 @@ class CoreStatusView:
         """What the broker is told."""
         requests = self.waiting + self.running
         age_ms = round(self.age_ms(), 1)
-        return CoreStatus(self.phase, age_ms, self.step, self.wave, requests, self.waiting)
+        return CoreStatus(
+            self.phase, age_ms, self.step, self.wave, requests, self.waiting, self.untagged
+        )
 
     def age_ms(self) -> float:
         """For how long the core has been in its phase."""
@@ -92,13 +95,15 @@ class CoreStatusPage:
     """The core's end. ``path`` is made, readable for its owner alone; None keeps the page in
     this process's memory (see :meth:`view`).
 
-    Numbers set by :meth:`count` are written with the next :meth:`enter`.
+    Numbers set by :meth:`count`, and ``untagged`` (see :class:`bus.messages.CoreStatus`), are
+    written with the next :meth:`enter`.
     """
 
     def __init__(self, path: Path | None, *, rank: int = 0) -> None:
         self.path = path
         self._rank = rank
         self._flags = self._step = self._wave = self._waiting = self._running = 0
+        self.untagged = 0
         self._writes = 0
         if path is None:
             self._memory = mmap.mmap(-1, PAGE_BYTES)
@@ -141,6 +146,7 @@ class CoreStatusPage:
             self._rank,
             _NUMBER[phase],
             self._flags,
+            self.untagged,
         )
         at = _SLOTS_AT[self._writes % 2]
         self._memory[at : at + _SLOT_BYTES] = _SUM.pack(zlib.crc32(body)) + body
@@ -208,10 +214,20 @@ def _read(memory: mmap.mmap) -> CoreStatusView:
     for _ in range(_READS):
         if whole := [body for at in _SLOTS_AT if (body := _slot(memory, at)) is not None]:
             newest = max(whole, key=lambda body: body[_WRITE])
-            pid, _, step, wave, since_ns, waiting, running, rank, phase, flags = newest
+            pid, _, step, wave, since_ns, waiting, running, rank, phase, flags, untagged = newest
             since_s, beat_s = since_ns / 1e9, _BEAT.unpack_from(memory, _BEAT_AT)[0] / 1e9
             return CoreStatusView(
-                pid, rank, _PHASES[phase], flags, step, wave, since_s, waiting, running, beat_s
+                pid,
+                rank,
+                _PHASES[phase],
+                flags,
+                step,
+                wave,
+                since_s,
+                waiting,
+                running,
+                beat_s,
+                untagged,
             )
     raise NoPage("no slot is whole: the page is just being made, or written faster than it is read")
 

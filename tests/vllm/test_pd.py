@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 from sidecar.supervision.launch import free_port
+from sidecar.vllm.plugin.core.kv_versions import TAG
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.processes import children, descendants, process_of_vllm, runs
 from tests.support.procs import wavebus
@@ -206,6 +207,27 @@ def test_kept_keys_and_values_are_found_by_no_later_request(pair: Pair, how: str
             await pair.decode(http, prompt, params)
             again = await pair.prefill(http, prompt)
             assert pair.check(prompt, await pair.decode(http, prompt, again)) == {version}
+
+    run(main())
+
+
+def test_keys_and_values_that_name_no_version_are_counted_and_not_fetched(pair: Pair) -> None:
+    """As from a prefill engine that is not on the bus."""
+
+    async def main() -> None:
+        async with pair.clients() as (agent, http):
+            before = {view.name: view.untagged for view in await agent.wait_for_engines(2)}
+            prompt = next(prompts(4))
+            params = await pair.prefill(http, prompt)
+            del params[TAG]
+            fetched = await pair.fetched(http)
+            pair.check(prompt, await pair.decode(http, prompt, params))
+            assert await pair.fetched(http) == fetched
+            while True:
+                seen = {view.name: view.untagged for view in await agent.wait_for_engines(2)}
+                if seen != before:
+                    break
+            assert seen == {**before, "d": before["d"] + 1}
 
     run(main())
 

@@ -143,6 +143,7 @@ class Peer:
             untested=self.facts.untested,
             dtype=self.facts.dtype,
             waiting=self.core.waiting if self.core else 0,
+            untagged=self.core.untagged if self.core else 0,
             pd_role=self.facts.pd_role,
             kv_connectors=self.facts.kv_connectors,
         )

@@ -47,6 +47,7 @@ KV_SEAMS: Final = (
             (PLAIN_CORE, "wavebus_run", ""),
             (PLAIN_CORE, "wavebus_keeps_kv", True),
             (PLAIN_CORE, "wavebus_adopts", False),
+            (PLAIN_CORE, "wavebus_untagged", 0),
         ),
         wraps=wraps_by(
             "core.kv_versions",

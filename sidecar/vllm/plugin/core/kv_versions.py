@@ -92,8 +92,22 @@ def add_request(
     """Hash again where a new version came between, since requests are hashed before their turn; or
     where one is to fetch what is of another."""
     _salt(core, request)
+    note_untagged(core, request.kv_transfer_params)
     request.wavebus_renewed_s = time.perf_counter()
     return original(core, request, request_wave)
+
+
+def note_untagged(core: Any, params: Any) -> None:
+    """Count requests whose keys and values name no version, and warn of the first."""
+    if core.wavebus_salt and params and params.get("do_remote_prefill") and TAG not in params:
+        core.wavebus_untagged += 1
+        if core.wavebus_untagged == 1:
+            _log.warning(
+                "wavebus: a request came with keys and values that name no version (%s is missing "
+                "in kv_transfer_params): its prefill engine is not on the bus, or the router "
+                "drops that field. They count as of another version",
+                TAG,
+            )
 
 
 def _salt_of(core: Any, served: str, params: Any) -> tuple[str, bool]:

@@ -37,7 +37,7 @@ def handed_over(salt: str) -> dict[str, Any]:
 
 def decoding(params: dict[str, Any], *, adopts: bool = False) -> Any:
     """A request that has just come to an engine of the version 2."""
-    core = SimpleNamespace(wavebus_salt=NEW, wavebus_adopts=adopts)
+    core = SimpleNamespace(wavebus_salt=NEW, wavebus_adopts=adopts, wavebus_untagged=0)
     request = SimpleNamespace(
         request_id="a",
         kv_transfer_params=params,
@@ -76,6 +76,17 @@ def test_who_keeps_old_ones_adopts_them_where_nobody_finds_them(params: dict[str
     assert fetched(request, Nixl()) == 64
     assert request.cache_salt == params.get(TAG, "") + NEW
     assert not params.get(TAG) or request.block_hashes == []  # they are hashed anew
+
+
+def test_requests_whose_keys_and_values_name_no_version_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first is warned of; ones that bring no keys and values are none of them."""
+    core = SimpleNamespace(wavebus_salt=NEW, wavebus_adopts=False, wavebus_untagged=0)
+    for params in (handed_over(""), handed_over(OLD), handed_over(""), None, {}):
+        kv_versions.note_untagged(core, params)
+    assert core.wavebus_untagged == 2
+    assert [TAG in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_request_of_no_bus_is_left_to_vllm() -> None:
