@@ -1,54 +1,47 @@
-"""The status page of an engine core: 128 bytes that the core writes at every step.
+"""The status page of an engine core, which the core writes at every step.
 
-A core that blocks in a collective answers nobody, so what it does must be readable from
-outside: it writes into a small shared page (a file, on tmpfs if there is one), and its
-sidecar reads that. The page has two slots, written in turn, each with the number of its write
-and a checksum: a reader takes the newest slot that is whole. So a writer that is interrupted
-in the middle (by a thread that wants the GIL, for milliseconds) keeps no reader waiting, and
-whole means whole whatever order the stores of a write become visible in. A write costs a
-microsecond or two, and no system call.
+A core that blocks in a collective answers nobody, so what it does must be readable from outside: it
+writes into a small shared page (:mod:`sidecar.shared_pages.two_slot_page`), and its sidecar reads
+that.
 
-Layout: magic ``WBCP``, layout version, and twice: checksum (CRC-32 of what follows it), pid,
-number of the write, step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes
-of a host), waiting, running, rank, phase, flags, untagged. Behind them the process writes the
-time, whatever its core does (0: it writes none).
+The page's record: pid, step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes
+of a host), waiting, running, untagged, rank, phase, flags. Behind it the process writes the time,
+whatever its core does (0: it writes none).
 """
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
 import struct
 import time
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, get_args
 
-from bus.errors import WavebusError
 from bus.messages import CorePhase, CoreStatus
+from sidecar.shared_pages.two_slot_page import (
+    RECORDS_AT,
+    NoPage,
+    TwoSlotRecord,
+    make_page,
+    open_page,
+)
 
 if TYPE_CHECKING:
+    import mmap
     from pathlib import Path
     from typing import Self
 
-PAGE_BYTES: Final = 128
-_MAGIC: Final = b"WBCP"
-_LAYOUT: Final = 4
-_HEAD: Final = struct.Struct("<4sI")
-_SUM: Final = struct.Struct("<I")
-_BODY: Final = struct.Struct("<IQQQQIIHBBI")
-_SLOT_BYTES: Final = _SUM.size + _BODY.size
-_SLOTS_AT: Final = (_HEAD.size, _HEAD.size + _SLOT_BYTES)
+_KIND: Final = b"WBCP"
+_LAYOUT: Final = 5
+_BODY: Final = struct.Struct("<IQQQIIIHBB")
 _BEAT: Final = struct.Struct("<Q")
-_BEAT_AT: Final = _SLOTS_AT[1] + _SLOT_BYTES
+_BEAT_AT: Final = RECORDS_AT + TwoSlotRecord.size_of(_BODY.size)
+PAGE_BYTES: Final = _BEAT_AT + _BEAT.size
 # A process that has not run for so long is frozen; so is a core that stands in a step for so long.
 _FROZEN_S: Final = 10.0
 _STUCK_MS: Final = 60_000.0
 _PHASES: Final[tuple[CorePhase, ...]] = get_args(CorePhase)
 _NUMBER: Final = {phase: number for number, phase in enumerate(_PHASES)}
-_WRITE: Final = 1  # where a body has the number of its write
-_READS: Final = 1000
 
 # Flags.
 LOCALLY_PAUSED: Final = 1  # a pause was asked: nothing new is scheduled
@@ -104,19 +97,8 @@ class CoreStatusPage:
         self._rank = rank
         self._flags = self._step = self._wave = self._waiting = self._running = 0
         self.untagged = 0
-        self._writes = 0
-        if path is None:
-            self._memory = mmap.mmap(-1, PAGE_BYTES)
-        else:
-            # A new file: one that is truncated under a reader would kill it (SIGBUS).
-            path.unlink(missing_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                os.ftruncate(descriptor, PAGE_BYTES)
-                self._memory = mmap.mmap(descriptor, PAGE_BYTES)
-            finally:
-                os.close(descriptor)
-        _HEAD.pack_into(self._memory, 0, _MAGIC, _LAYOUT)
+        self._memory = make_page(path, _KIND, _LAYOUT, PAGE_BYTES)
+        self._record = _record(self._memory)
         self.enter("idle")
 
     def __enter__(self) -> Self:
@@ -134,22 +116,19 @@ class CoreStatusPage:
 
     def enter(self, phase: CorePhase) -> None:
         """The core begins to do this, now."""
-        self._writes += 1
         body = _BODY.pack(
             os.getpid(),
-            self._writes,
             self._step,
             self._wave,
             time.monotonic_ns(),
             self._waiting,
             self._running,
+            self.untagged,
             self._rank,
             _NUMBER[phase],
             self._flags,
-            self.untagged,
         )
-        at = _SLOTS_AT[self._writes % 2]
-        self._memory[at : at + _SLOT_BYTES] = _SUM.pack(zlib.crc32(body)) + body
+        self._record.write(body)
 
     def beat(self) -> None:
         """The process runs; said by a thread of its own."""
@@ -167,10 +146,6 @@ class CoreStatusPage:
             self.path.unlink(missing_ok=True)
 
 
-class NoPage(WavebusError):
-    """There is no status page, or it is none of ours."""
-
-
 class CoreStatusReader:
     """The other end, of a page that may come, go, and come again with a new core."""
 
@@ -183,59 +158,30 @@ class CoreStatusReader:
         Raises:
             NoPage: there is none (yet, or any more), or it has another layout.
         """
-        try:
-            with self.path.open("rb") as file, _mapped(file.fileno(), self.path) as memory:
-                return _read(memory)
-        except OSError as error:
-            raise NoPage(f"{self.path}: {error.strerror}") from error
+        with open_page(self.path, _KIND, _LAYOUT, PAGE_BYTES) as memory:
+            return _read(memory)
 
 
-def require_own(descriptor: int) -> None:
-    """Let in no page that another user has put there; root reads everybody's.
-
-    Raises:
-        PermissionError: it is another user's.
-    """
-    if os.geteuid() not in (0, os.fstat(descriptor).st_uid):
-        raise PermissionError(errno.EPERM, "the page belongs to somebody else")
-
-
-def _mapped(descriptor: int, path: Path) -> mmap.mmap:
-    require_own(descriptor)
-    if os.fstat(descriptor).st_size < PAGE_BYTES:
-        raise NoPage(f"{path}: shorter than a status page")
-    return mmap.mmap(descriptor, PAGE_BYTES, prot=mmap.PROT_READ)
+def _record(memory: mmap.mmap) -> TwoSlotRecord:
+    return TwoSlotRecord(memory, RECORDS_AT, _BODY.size)
 
 
 def _read(memory: mmap.mmap) -> CoreStatusView:
-    magic, layout = _HEAD.unpack_from(memory)
-    if magic != _MAGIC or layout != _LAYOUT:
-        raise NoPage(f"not a status page of layout {_LAYOUT} (another version of wavebus?)")
-    for _ in range(_READS):
-        if whole := [body for at in _SLOTS_AT if (body := _slot(memory, at)) is not None]:
-            newest = max(whole, key=lambda body: body[_WRITE])
-            pid, _, step, wave, since_ns, waiting, running, rank, phase, flags, untagged = newest
-            since_s, beat_s = since_ns / 1e9, _BEAT.unpack_from(memory, _BEAT_AT)[0] / 1e9
-            return CoreStatusView(
-                pid,
-                rank,
-                _PHASES[phase],
-                flags,
-                step,
-                wave,
-                since_s,
-                waiting,
-                running,
-                beat_s,
-                untagged,
-            )
-    raise NoPage("no slot is whole: the page is just being made, or written faster than it is read")
-
-
-def _slot(memory: mmap.mmap, at: int) -> tuple[int, ...] | None:
-    """What stands in this slot; None while it is being written."""
-    slot = memory[at : at + _SLOT_BYTES]
-    (checksum,) = _SUM.unpack_from(slot)
-    if zlib.crc32(slot[_SUM.size :]) != checksum:
-        return None
-    return _BODY.unpack_from(slot, _SUM.size)
+    body = _record(memory).read()
+    if body is None:
+        raise NoPage("the page is just being made")
+    pid, step, wave, since_ns, waiting, running, untagged, rank, phase, flags = _BODY.unpack(body)
+    (beat_ns,) = _BEAT.unpack_from(memory, _BEAT_AT)
+    return CoreStatusView(
+        pid=pid,
+        rank=rank,
+        phase=_PHASES[phase],
+        flags=flags,
+        step=step,
+        wave=wave,
+        since_s=since_ns / 1e9,
+        waiting=waiting,
+        running=running,
+        untagged=untagged,
+        beat_s=beat_ns / 1e9,
+    )

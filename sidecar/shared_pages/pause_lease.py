@@ -6,18 +6,13 @@ undone; so a sidecar that dies leaves behind what it takes to end the pause with
 writes what it made of a hold whose lease had ended (:mod:`sidecar.vllm.plugin.core.lease_guard`),
 and a sidecar that comes (back) finds it here.
 
-Layout: magic ``WBHP``, layout version, then the sidecar's half and the core's. A half has two
-slots, written in turn: checksum (CRC-32 of what follows it), length, number of the write, and a
-MessagePack map. Readers take the newest slot that is whole.
+The page has two records (:mod:`sidecar.shared_pages.two_slot_page`), each a MessagePack map: the
+sidecar's and the core's.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import struct
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
@@ -25,22 +20,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from bus.errors import WavebusError
 from bus.messages import Count, ShortText, UpdateId
-from sidecar.shared_pages.core_status import require_own
+from sidecar.shared_pages.two_slot_page import RECORDS_AT, TwoSlotRecord, make_page, open_page
 
 if TYPE_CHECKING:
+    import mmap
     from typing import Self
 
-_MAGIC: Final = b"WBHP"
-_LAYOUT: Final = 1
-_HEAD: Final = struct.Struct("<4sI")
-_SLOT_HEAD: Final = struct.Struct("<IIQ")
-_SLOT_BYTES: Final = 8192
-_HALF_BYTES: Final = 2 * _SLOT_BYTES
-PAGE_BYTES: Final = _HEAD.size + 2 * _HALF_BYTES
+_KIND: Final = b"WBHP"
+_LAYOUT: Final = 2
+_BODY_BYTES: Final = 8192
+_RECORD_BYTES: Final = TwoSlotRecord.size_of(_BODY_BYTES)
+PAGE_BYTES: Final = RECORDS_AT + 2 * _RECORD_BYTES
 _REASON_CHARS: Final = 256
-_READS: Final = 1000
 
 # waiting: its lease is over, and it is paused until its DP group can agree.
 OutcomeState: TypeAlias = Literal["waiting", "resumed", "quarantined"]
@@ -107,10 +99,6 @@ class AbandonedPause:
         return self.lease.partial or (("model",) if quarantined else ())
 
 
-class NoPauseLeasePage(WavebusError):
-    """There is none, or it is none of ours."""
-
-
 def lease_path(status_page: Path) -> Path:
     """The lease page beside a core's status page."""
     return status_page.with_suffix(".hold")
@@ -120,41 +108,25 @@ class PauseLeasePage:
     """One page: :meth:`make` for the core whose it is, :meth:`open` for all others."""
 
     def __init__(self, memory: mmap.mmap, path: Path) -> None:
-        magic, layout = _HEAD.unpack_from(memory)
-        if (magic, layout) != (_MAGIC, _LAYOUT):
-            raise NoPauseLeasePage(f"{path}: not a lease page of layout {_LAYOUT}")
         self.path = path
         self._memory = memory
+        self._lease, self._outcome = (
+            TwoSlotRecord(memory, RECORDS_AT + half * _RECORD_BYTES, _BODY_BYTES) for half in (0, 1)
+        )
 
     @classmethod
     def make(cls, path: Path) -> PauseLeasePage:
         """A new one, readable for its owner alone."""
-        path.unlink(missing_ok=True)  # never truncated under a reader, which would die of it
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.ftruncate(descriptor, PAGE_BYTES)
-            memory = mmap.mmap(descriptor, PAGE_BYTES)
-        finally:
-            os.close(descriptor)
-        _HEAD.pack_into(memory, 0, _MAGIC, _LAYOUT)
-        return cls(memory, path)
+        return cls(make_page(path, _KIND, _LAYOUT, PAGE_BYTES), path)
 
     @classmethod
     def open(cls, path: Path) -> PauseLeasePage:
         """One that is there.
 
         Raises:
-            NoPauseLeasePage: there is none, or it has another layout.
+            NoPage: there is none, or it has another layout.
         """
-        try:
-            with path.open("r+b") as file:
-                require_own(file.fileno())
-                if os.fstat(file.fileno()).st_size < PAGE_BYTES:
-                    raise NoPauseLeasePage(f"{path}: shorter than a lease page")
-                memory = mmap.mmap(file.fileno(), PAGE_BYTES)
-        except OSError as error:
-            raise NoPauseLeasePage(f"{path}: {error.strerror}") from error
-        return cls(memory, path)
+        return cls(open_page(path, _KIND, _LAYOUT, PAGE_BYTES), path)
 
     def __enter__(self) -> Self:
         return self
@@ -164,21 +136,22 @@ class PauseLeasePage:
 
     def lease(self) -> PauseLease | None:
         """By what the engine is held now; None: by nothing."""
-        found: PauseLease | None = self._read(0, PauseLease | None)
+        found: PauseLease | None = _decode(self._lease, PauseLease | None)
         return found
 
     def write_lease(self, lease: PauseLease | None) -> None:
         """The sidecar's: hold it so; or not any more."""
-        self._write(0, lease)
+        self._lease.write(msgspec.msgpack.encode(lease))
 
     def outcome(self) -> LeaseOutcome | None:
         """What the core has last ended on its own account."""
-        found: LeaseOutcome | None = self._read(1, LeaseOutcome | None)
+        found: LeaseOutcome | None = _decode(self._outcome, LeaseOutcome | None)
         return found
 
     def write_outcome(self, serial: int, state: OutcomeState, reason: str) -> None:
         """The core's."""
-        self._write(1, LeaseOutcome(serial, state, reason[:_REASON_CHARS]))
+        outcome = LeaseOutcome(serial, state, reason[:_REASON_CHARS])
+        self._outcome.write(msgspec.msgpack.encode(outcome))
 
     def abandoned_pause(self, *, paused: bool) -> AbandonedPause | None:
         """The pause that was left, if the core is ``paused``."""
@@ -195,37 +168,10 @@ class PauseLeasePage:
         if remove:
             self.path.unlink(missing_ok=True)
 
-    def _slots(self, half: int) -> list[tuple[int, int, bytes]]:
-        """Number, place and content of the slots that are whole."""
-        found: list[tuple[int, int, bytes]] = []
-        for at in range(*_span(half), _SLOT_BYTES):
-            slot = self._memory[at : at + _SLOT_BYTES]
-            checksum, length, number = _SLOT_HEAD.unpack_from(slot)
-            end = _SLOT_HEAD.size + length
-            if number and end <= _SLOT_BYTES and zlib.crc32(slot[4:end]) == checksum:
-                found.append((number, at, slot[_SLOT_HEAD.size : end]))
-        return sorted(found)
 
-    def _write(self, half: int, value: object) -> None:
-        slots = self._slots(half)
-        number, used = (slots[-1][0], slots[-1][1]) if slots else (0, -1)
-        at = next(at for at in range(*_span(half), _SLOT_BYTES) if at != used)
-        body = msgspec.msgpack.encode(value)
-        slot = _SLOT_HEAD.pack(0, len(body), number + 1) + body
-        self._memory[at : at + len(slot)] = zlib.crc32(slot[4:]).to_bytes(4, "little") + slot[4:]
-
-    def _read(self, half: int, kind: Any) -> Any:
-        for _ in range(_READS):
-            if slots := self._slots(half):
-                return msgspec.msgpack.decode(slots[-1][2], type=kind)
-            if not any(self._memory[_HEAD.size + half * _HALF_BYTES :][:_HALF_BYTES]):
-                return None  # nobody has written yet
-        raise NoPauseLeasePage(f"{self.path}: no slot is whole")
-
-
-def _span(half: int) -> tuple[int, int]:
-    begin = _HEAD.size + half * _HALF_BYTES
-    return begin, begin + _HALF_BYTES
+def _decode(record: TwoSlotRecord, kind: Any) -> Any:
+    body = record.read()
+    return None if body is None else msgspec.msgpack.decode(body, type=kind)
 
 
 def deadline_ns(left_ms: float) -> int:

@@ -18,13 +18,13 @@ from bus.vllm_payloads import native_name
 from bus.vllm_versions import untested_reason
 from bus.weight_transfer.registry import receiver_backends
 from sidecar.engine import EngineInfo
-from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader, NoPage
+from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader
 from sidecar.shared_pages.pause_lease import (
     LeaseOutcome,
-    NoPauseLeasePage,
     PauseLeasePage,
     lease_path,
 )
+from sidecar.shared_pages.two_slot_page import NoPage
 from sidecar.vllm.plugin import environment
 from sidecar.vllm.plugin.compat import BACKEND
 
@@ -77,7 +77,7 @@ class CoreLink:
             paths = [own.with_stem(str(pid)) for pid in self._pids] or [own]
             try:
                 return tuple(PauseLeasePage.open(lease_path(path)) for path in paths)
-            except NoPauseLeasePage as error:
+            except NoPage as error:
                 reason = str(error)
         self._log.warning("pause_lease_not_written", reason=reason)
         return ()

@@ -20,7 +20,8 @@ from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
 from bus.runtime.zmq_dp import DpCoordinatorSockets
 from sidecar.dp_coordinator import frames
-from sidecar.shared_pages.core_status import CoreStatusReader, NoPage
+from sidecar.shared_pages.core_status import CoreStatusReader
+from sidecar.shared_pages.two_slot_page import NoPage
 from sidecar.supervision.launch import free_port
 from tests.support.fork_server import ForkedProcess
 from tests.support.procs import ROOT

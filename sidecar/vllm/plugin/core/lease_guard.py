@@ -42,15 +42,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 
 from bus.messages import NackCode
-from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader, NoPage
+from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader
 from sidecar.shared_pages.pause_lease import (
-    NoPauseLeasePage,
     OutcomeState,
     PauseLease,
     PauseLeasePage,
     is_alive,
     lease_path,
 )
+from sidecar.shared_pages.two_slot_page import NoPage
 from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.core.status import beat, make_folder, page_path
 
@@ -242,7 +242,7 @@ class LeaseGuard:
         for name, peer in peers.items():
             try:
                 state, reason = self._vote_of(mine, peer)
-            except NoPauseLeasePage as error:
+            except NoPage as error:
                 state, reason = "waiting", str(error)
             if state == "quarantined":
                 return state, f"{name}: {reason}"
@@ -256,12 +256,12 @@ class LeaseGuard:
         """What one peer rank has to say.
 
         Raises:
-            NoPauseLeasePage: it can't be asked.
+            NoPage: it can't be asked.
         """
         if peer is None:
-            raise NoPauseLeasePage("it has told of no lease page")
+            raise NoPage("it has told of no lease page")
         if peer.host != _host():
-            raise NoPauseLeasePage("it is on another host")
+            raise NoPage("it is on another host")
         with PauseLeasePage.open(Path(peer.page)) as page:
             lease, end = page.lease(), page.outcome()
         if lease is None:
@@ -282,7 +282,7 @@ class LeaseGuard:
         for name, peer in peers.items():
             try:
                 paused = peer is not None and peer.host == _host() and _stays_paused(peer)
-            except NoPauseLeasePage:
+            except NoPage:
                 continue
             if paused:
                 _log.warning("wavebus: %s is paused alone; completing its pause", name)
@@ -360,12 +360,9 @@ def _stays_paused(peer: PeerCore) -> bool:
     """Whether a peer rank is paused, or is being paused, and is not in its resume.
 
     Raises:
-        NoPauseLeasePage: its core has no status page.
+        NoPage: its core has no status page.
     """
-    try:
-        view = CoreStatusReader(Path(peer.page).with_suffix(".page")).read()
-    except NoPage as error:
-        raise NoPauseLeasePage(str(error)) from error
+    view = CoreStatusReader(Path(peer.page).with_suffix(".page")).read()
     return bool(view.flags & LOCALLY_PAUSED) and view.phase != "barrier"
 
 

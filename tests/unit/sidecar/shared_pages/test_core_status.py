@@ -17,9 +17,9 @@ from sidecar.shared_pages.core_status import (
     PAGE_BYTES,
     CoreStatusPage,
     CoreStatusReader,
-    NoPage,
 )
-from sidecar.shared_pages.pause_lease import NoPauseLeasePage, PauseLeasePage
+from sidecar.shared_pages.pause_lease import PauseLeasePage
+from sidecar.shared_pages.two_slot_page import NoPage
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def test_a_page_of_another_user_is_not_read(
         monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "page").stat().st_uid + 1)
         with pytest.raises(NoPage, match="somebody else"):
             CoreStatusReader(tmp_path / "page").read()
-        with pytest.raises(NoPauseLeasePage, match="somebody else"):
+        with pytest.raises(NoPage, match="somebody else"):
             PauseLeasePage.open(tmp_path / "page.hold")
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         CoreStatusReader(tmp_path / "page").read()

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from sidecar.shared_pages.pause_lease import (
     PAGE_BYTES,
     LeaseOutcome,
-    NoPauseLeasePage,
     PauseLease,
     PauseLeasePage,
 )
+from sidecar.shared_pages.two_slot_page import NoPage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,18 +47,6 @@ def test_what_is_written_is_read(path: Path) -> None:
         assert page.outcome() == LeaseOutcome(5, "waiting", "for rank 1")
 
 
-def test_a_write_that_broke_off_is_not_read(path: Path) -> None:
-    """The one before it stands."""
-    with PauseLeasePage.open(path) as page:
-        page.write_lease(replace(HOLD, serial=1))
-        page.write_lease(replace(HOLD, serial=2))
-        _, at, _ = page._slots(0)[-1]
-        page._memory[at + 30] ^= 0xFF
-        assert page.lease() == replace(HOLD, serial=1)
-        page.write_lease(replace(HOLD, serial=3))
-        assert page.lease() == replace(HOLD, serial=3)
-
-
 def test_a_page_is_its_owners(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -75,7 +63,7 @@ def test_a_long_reason_is_cut(path: Path) -> None:
 def test_what_is_no_page(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "page").write_bytes(content)
-    with pytest.raises(NoPauseLeasePage):
+    with pytest.raises(NoPage):
         PauseLeasePage.open(tmp_path / "page")
 
 
