@@ -82,13 +82,14 @@ class HttpConnection:
     """:class:`sidecar.vllm.worker_client.VllmConnection` of an API server."""
 
     def __init__(
-        self, ask: Callable[[str, dict[str, Any]], Awaitable[Any]], adapters: AdapterRoutes
+        self, post: Callable[[str, Any], Awaitable[dict[str, Any]]], adapters: AdapterRoutes
     ) -> None:
-        self._ask = ask
+        self._post = post
         self._adapters = adapters
 
-    async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
-        return await self._ask(method, kwargs)
+    async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
+        body = {"method": method, "kwargs": kwargs or {}}
+        return (await self._post("/collective_rpc", body)).get("results")
 
     async def load_adapter(self, name: str) -> None:
         await self._adapters.load(name)

@@ -30,10 +30,8 @@ from sidecar.engine import (
     PauseMode,
     ProbeResult,
     RankAssignment,
-    SleepLevel,
     answers_within,
 )
-from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.connection_http import (
     SERVER_ERROR,
     HttpConnection,
@@ -45,13 +43,11 @@ from sidecar.vllm.lora_routes import AdapterRoutes
 from sidecar.vllm.plugin import worker_rpc
 from sidecar.vllm.plugin.compat import check_backend
 from sidecar.vllm.plugin.operations import find_failure
-from sidecar.vllm.worker_client import UpdatesByPlugin, WorkerClient, engine_error
+from sidecar.vllm.worker_client import AdapterBase, engine_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from sidecar.shared_pages.core_status import CoreStatusView
-    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
     from sidecar.supervision.server import SupervisedServer
     from sidecar.vllm.plugin.environment import DpCoordinator
 
@@ -74,7 +70,7 @@ _GAUGE = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.eE+]
 _COUNTS: Final = "# TYPE vllm:num_requests_running gauge"
 
 
-class VllmHttpEngine(UpdatesByPlugin):
+class VllmHttpEngine(AdapterBase):
     """An API server as a :class:`sidecar.engine.Engine`.
 
     Args:
@@ -118,12 +114,10 @@ class VllmHttpEngine(UpdatesByPlugin):
                 "weights. Run the sidecar beside the server, bound to 127.0.0.1, or pass "
                 "allow_remote=True on a network that only you can reach"
             )
-        self._core = CoreLink(dp_coordinator)
-        self._admission = AdmissionControl(self._ask_workers)
         self._server = server
         self._ready_timeout_s = ready_timeout_s
         self._adapters = AdapterRoutes(self.status_of, self._url)
-        self._plugin = WorkerClient(HttpConnection(self._ask_workers, self._adapters))
+        super().__init__(CoreLink(dp_coordinator), HttpConnection(self.post, self._adapters))
         self._connections: HttpSessions | None = None
 
     async def start(self) -> EngineInfo:
@@ -252,15 +246,6 @@ class VllmHttpEngine(UpdatesByPlugin):
                 pass
         return ()
 
-    def core_view(self) -> CoreStatusView | None:
-        return self._core.view()
-
-    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        return self._core.write_pause_lease(lease)
-
-    def abandoned_pause(self) -> AbandonedPause | None:
-        return self._core.abandoned_pause()
-
     async def version(self) -> int:
         return parse_version(str((await self._ask("/weight_info"))["weight_version"]))
 
@@ -272,21 +257,9 @@ class VllmHttpEngine(UpdatesByPlugin):
     async def resume(self) -> None:
         await self.post("/resume")
 
-    async def sleep(self, level: SleepLevel) -> None:
-        await self._plugin.release_staging()
-        await self._ask_workers("sleep", {"level": level})
-
-    async def wake_weights(self) -> None:
-        await self._ask_workers("wake_up", {"tags": ["weights"]})
-
     async def wake(self) -> None:
         await self._ask_workers("wake_up", {"tags": None})
         await self.post("/wake_up")
-
-    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """Cores of an unknown vLLM have no admission control: there requests are queued."""
-        if self._admission.is_supported:
-            await self._admission.admit(open=open)
 
     async def abort_requests(self) -> int:
         """As in the protocol; returns when it is seen as well, at most a second later. Of several
@@ -381,12 +354,6 @@ class VllmHttpEngine(UpdatesByPlugin):
             if response.status >= SERVER_ERROR:
                 self._open().on_failure()
             return response.status, await response.text()
-
-    async def _ask_workers(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """What each worker, or the plugin in it, answers. See
-        :meth:`sidecar.vllm.inprocess_engine.VllmEngine.sleep` for why they are asked to sleep."""
-        body = {"method": method, "kwargs": kwargs or {}}
-        return (await self.post("/collective_rpc", body)).get("results")
 
     async def _ask(self, path: str) -> dict[str, Any]:
         async with self._answer("GET", path, timeout_s=ANSWER_S) as response:

@@ -24,22 +24,18 @@ from sidecar.engine import (
     PauseMode,
     ProbeResult,
     RankAssignment,
-    SleepLevel,
     answers_within,
 )
 from sidecar.supervision.server import DEV_MODE, complete_command
-from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.core_state import CoreLink, check_ranks, driven_backends, parse_version
 from sidecar.vllm.lora_routes import adapter_id, adapter_path
 from sidecar.vllm.plugin import worker_rpc
 from sidecar.vllm.plugin.compat import check_backend
-from sidecar.vllm.worker_client import UpdatesByPlugin, WorkerClient, engine_error
+from sidecar.vllm.worker_client import AdapterBase, engine_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
-    from sidecar.shared_pages.core_status import CoreStatusView
-    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
     from sidecar.vllm.plugin.environment import DpCoordinator
 
 
@@ -49,7 +45,7 @@ __all__ = ["VllmEngine", "parse_version"]
 DEATH_CHECK_S: Final = 0.5
 
 
-class VllmEngine(UpdatesByPlugin):
+class VllmEngine(AdapterBase):
     """An ``AsyncLLM`` as a :class:`sidecar.engine.Engine`.
 
     Args:
@@ -68,11 +64,9 @@ class VllmEngine(UpdatesByPlugin):
         dp_coordinator: DpCoordinator = "vllm",
     ) -> None:
         self._llm = async_llm
-        self._core = CoreLink(dp_coordinator)
         self._connection = InProcessConnection(async_llm)
-        self._admission = AdmissionControl(self._connection.ask, served=serve is not None)
         self._routes = HttpRoutes(async_llm, serve) if serve is not None else None
-        self._plugin = WorkerClient(self._connection)
+        super().__init__(CoreLink(dp_coordinator), self._connection, served=serve is not None)
 
     async def start(self) -> EngineInfo:
         """Check that this engine can be driven.
@@ -95,8 +89,7 @@ class VllmEngine(UpdatesByPlugin):
         who = "the AsyncLLM (weight_transfer_config of AsyncEngineArgs)"
         check_backend(backend, who)
         # Asked before any call of the plugin's: without it, that would fail in all workers.
-        present = await _call(self._llm.collective_rpc(worker_rpc.ASK_PRESENCE))
-        worker_rpc.check_drives(present, backend, who)
+        worker_rpc.check_drives(await self._ask_workers(worker_rpc.ASK_PRESENCE), backend, who)
         parallel = config.parallel_config
         check_ranks(
             who,
@@ -106,10 +99,10 @@ class VllmEngine(UpdatesByPlugin):
         # Behind an internal load balancer one client pauses all ranks: a DP group of one.
         external = bool(parallel.data_parallel_external_lb)
         cores = 1 if external else int(parallel.data_parallel_size)
-        facts = worker_rpc.read(await _call(self._llm.collective_rpc(worker_rpc.ASK_FACTS)))
+        facts = worker_rpc.read(await self._ask_workers(worker_rpc.ASK_FACTS))
         await self._plugin.hello(facts, cores=cores)
         await self._admission.look()
-        draft = worker_rpc.read_draft(await _call(self._llm.collective_rpc(worker_rpc.ASK_DRAFT)))
+        draft = worker_rpc.read_draft(await self._ask_workers(worker_rpc.ASK_DRAFT))
         info = EngineInfo(
             kind="vllm",
             software=f"vllm {vllm.__version__}",
@@ -166,15 +159,6 @@ class VllmEngine(UpdatesByPlugin):
         states = self._llm.output_processor.request_states.values()
         return tuple(dict.fromkeys(str(state.external_req_id)[:256] for state in states))
 
-    def core_view(self) -> CoreStatusView | None:
-        return self._core.view()
-
-    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        return self._core.write_pause_lease(lease)
-
-    def abandoned_pause(self) -> AbandonedPause | None:
-        return self._core.abandoned_pause()
-
     async def version(self) -> int:
         return parse_version(await _call(self._llm.get_weight_version()))
 
@@ -185,28 +169,11 @@ class VllmEngine(UpdatesByPlugin):
     async def resume(self) -> None:
         await _call(self._llm.resume_generation())
 
-    async def sleep(self, level: SleepLevel) -> None:
-        await self._plugin.release_staging()
-        await self._rpc("sleep", {"level": level})
-
-    async def wake_weights(self) -> None:
-        await self._rpc("wake_up", {"tags": ["weights"]})
-
     async def wake(self) -> None:
         """The workers wake. Then vLLM's own wake finds nothing asleep: it resumes, and, on 0.33,
         tells the KV connector where the cache lies now."""
-        await self._rpc("wake_up", {"tags": None})
+        await self._ask_workers("wake_up", {"tags": None})
         await _call(self._llm.wake_up())
-
-    async def _rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        """Of the workers themselves: vLLM's own sleep pauses a second time, for which a rank
-        waits until all others are asked, too."""
-        await self._connection.ask(method, kwargs)
-
-    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """Cores of an unknown vLLM have no admission control: there requests are queued."""
-        if self._admission.is_supported:
-            await self._admission.admit(open=open)
 
     async def abort_requests(self) -> int:
         processor = self._llm.output_processor
@@ -328,8 +295,8 @@ class InProcessConnection:
         self.settled: dict[str, Any] = {}  # and of those that are committed
         self._llm = async_llm
 
-    async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
-        return await _call(self._llm.collective_rpc(method, kwargs=kwargs))
+    async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
+        return await _call(self._llm.collective_rpc(method, kwargs=kwargs or {}))
 
     async def load_adapter(self, name: str) -> None:
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see start()

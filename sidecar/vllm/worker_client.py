@@ -9,6 +9,7 @@ from bus.lora import adapter_of
 from bus.messages import NackCode
 from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity, combine, require_capacity
+from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.cache_control import CacheControl
 from sidecar.vllm.plugin import operations, worker_rpc
 from sidecar.vllm.plugin.staging import channel_messages
@@ -18,13 +19,16 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import Staging, Target, Verify
     from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.engine import Chunk
+    from sidecar.engine import Chunk, SleepLevel
+    from sidecar.shared_pages.core_status import CoreStatusView
+    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
+    from sidecar.vllm.core_state import CoreLink
 
 
 class VllmConnection(Protocol):
     """vLLM's calls that an update needs, raising :class:`EngineError` when they fail."""
 
-    async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
+    async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
         """vLLM's ``collective_rpc``, of a method in :mod:`sidecar.vllm.plugin.worker_rpc`; what
         each
         worker, or the core, has answered."""
@@ -286,10 +290,43 @@ class WorkerClient:
         return worker_rpc.read_prefetch_depth(await self._connection.ask(operations.PERFORM, asked))
 
 
-class UpdatesByPlugin:
-    """What an adapter leaves to the plugin's client as it is."""
+class AdapterBase:
+    """The part of an adapter that is the same in process and over HTTP.
 
-    _plugin: WorkerClient
+    Args:
+        core: the engine core's shared pages.
+        connection: makes vLLM's calls.
+        served: clients reach the engine through an API server.
+    """
+
+    def __init__(self, core: CoreLink, connection: VllmConnection, *, served: bool = True) -> None:
+        self._core = core
+        self._ask_workers = connection.ask
+        self._admission = AdmissionControl(connection.ask, served=served)
+        self._plugin = WorkerClient(connection)
+
+    def core_view(self) -> CoreStatusView | None:
+        return self._core.view()
+
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
+        return self._core.write_pause_lease(lease)
+
+    def abandoned_pause(self) -> AbandonedPause | None:
+        return self._core.abandoned_pause()
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Ask the workers: vLLM's own sleep pauses a second time, for which a rank waits until all
+        others are asked, too."""
+        await self._plugin.release_staging()
+        await self._ask_workers("sleep", {"level": level})
+
+    async def wake_weights(self) -> None:
+        await self._ask_workers("wake_up", {"tags": ["weights"]})
+
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
+        """Cores of an unknown vLLM have no admission control: there requests are queued."""
+        if self._admission.is_supported:
+            await self._admission.admit(open=open)
 
     async def join_run(self, run: str) -> None:
         await self._plugin.caches.join_run(run)

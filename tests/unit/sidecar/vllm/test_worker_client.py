@@ -54,7 +54,8 @@ class Workers:
         self.channel_name = ""  # of another one
         self._fails = fails
 
-    async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
+    async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
         match method:
             case operations.PERFORM:
                 self._perform(operations.decode(kwargs["operation"]))
