@@ -6,7 +6,7 @@ import pytest
 
 from bus.errors import BusTimeout, UpdateFailed, WavebusError
 from bus.messages import GroupAck, NackCode, Step
-from bus.testing.makers import make_nack
+from tests.sim.makers import make_nack
 from trainer_agent.update.update import describe_end
 
 ARMED = GroupAck(Step.ARM, "u1", 4, 1, (), 0, "", 0.0, 0.0, 0.0, (), ())

@@ -38,8 +38,8 @@ from bus.messages import (
     Verify,
     Wake,
 )
-from bus.testing.makers import make_arm, make_chunk, make_manifest, make_nack, make_sent
-from bus.testing.sim_engine import TENSORS
+from tests.sim.engine import TENSORS
+from tests.sim.makers import make_arm, make_chunk, make_manifest, make_nack, make_sent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

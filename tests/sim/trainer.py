@@ -27,13 +27,13 @@ from bus.messages import (
 )
 from bus.protocol.core.link import LinkConfig, LinkState
 from bus.runtime.peer import PeerClient, route_of
-from bus.testing.sim_scripts import Later, Outcome, Script, TrainerScripts
+from tests.sim.scripts import Later, Outcome, Script, TrainerScripts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.runtime.interfaces import Handle, Scheduler
-    from bus.testing.process import Process
+    from tests.sim.process import Process
 
 
 @dataclass(slots=True)
