@@ -1,19 +1,23 @@
-"""What a simulated trainer does, as scripts: generators that yield what is to be asked."""
+"""What a simulated trainer does, as scripts: generators that yield what is to be asked.
+
+An update's decisions are those of the library's machine, :class:`TrainerUpdate`; a script carries
+out what the machine asks for, as ``trainer_agent/update/update.py`` does.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from bus.errors import Refused, UpdateFailed, WavebusError, refusal
+from bus.errors import Refused, WavebusError, refusal
 from bus.messages import (
     Abort,
-    Arm,
-    Commit,
+    ChunkSent,
     Differing,
     Escalation,
     GroupAck,
@@ -33,11 +37,13 @@ from bus.messages import (
     Target,
     TransferInit,
     TransferPlan,
-    UpdateFinish,
     UpdateStart,
     Verify,
-    Wake,
+    WeightChunkMeta,
 )
+from bus.protocol.trainer.chunk_window import ChunkWindow
+from bus.protocol.trainer.pause_window import PauseWindow
+from bus.protocol.trainer.update import TrainerUpdate, UpdateRequest
 from tests.sim.engine import TENSORS
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_nack, make_sent
 
@@ -47,9 +53,10 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
 
 # A script yields requests to be answered together, or a number of milliseconds to wait.
-Yielded: TypeAlias = tuple["Message | Later", ...] | float
+Yielded: TypeAlias = "tuple[Message | Later, ...] | Batch | float"
 Script: TypeAlias = Generator[Yielded, tuple[Message, ...], "Outcome"]
-Steps: TypeAlias = Generator[Yielded, tuple[Message, ...], GroupAck]
+Asks: TypeAlias = "Sequence[Message | Later]"
+Part: TypeAlias = Generator[Yielded, tuple[Message, ...]]
 Differences: TypeAlias = Generator[Yielded, tuple[Message, ...], tuple[Differing, ...]]
 
 
@@ -59,6 +66,27 @@ class Later:
 
     message: Message
     after_ms: float
+
+
+class Hearer(Protocol):
+    """Hears of the requests of a batch as they are asked for and answered; what it returns is asked
+    for as well, and what it raises ends the batch, with all that is not answered yet."""
+
+    def on_due(self, message: Message) -> Asks:
+        """A request that was to be asked for later is asked for now."""
+
+    def on_answer(self, message: Message, answer: Message) -> Asks:
+        """It is answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests whose answers somebody hears as they come. None: all are awaited, whatever comes.
+    ``is_undo``: they are sent also to a broker that is missed, and nobody gives them up."""
+
+    messages: Asks
+    hearer: Hearer | None
+    is_undo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +100,109 @@ class Outcome:
     excluded: tuple[str, ...] = ()
     error: WavebusError | None = None
     target: Target = "model"
+
+
+def _require_ack(answer: Message) -> GroupAck:
+    if isinstance(answer, Nack):
+        raise refusal(answer)
+    assert isinstance(answer, GroupAck)
+    return answer
+
+
+class Acks:
+    """Hears acknowledgements, and takes none for a refusal."""
+
+    def on_due(self, message: Message) -> Asks:
+        del message
+        return ()
+
+    def on_answer(self, message: Message, answer: Message) -> Asks:
+        del message
+        _require_ack(answer)
+        return ()
+
+
+class Steps(Acks):
+    """Has the machine of an update hear the answers to its steps."""
+
+    def __init__(self, update: TrainerUpdate) -> None:
+        self.update = update
+
+    def on_answer(self, message: Message, answer: Message) -> Asks:
+        if isinstance(answer, Nack):
+            return self.update.on_refused(message, refusal(answer))
+        return self.update.on_acked(message, _require_ack(answer))
+
+
+class Stream(Steps):
+    """The chunks of an update on their way, as ``trainer_agent/update/chunk_stream.py`` sends them,
+    and behind the last one all that is left to ask for.
+
+    Args:
+        send_ms: what it takes to send one chunk; one leaves after the other.
+        think_ms: what the trainer takes to fill one.
+    """
+
+    def __init__(
+        self,
+        update: TrainerUpdate,
+        chunks: Sequence[tuple[WeightChunkMeta, ChunkSent]],
+        window: ChunkWindow,
+        label: str,
+        *,
+        now_ms: Callable[[], float],
+        send_ms: float,
+        think_ms: float,
+    ) -> None:
+        super().__init__(update)
+        self._chunks = chunks
+        self._window = window
+        self._label = label
+        self._now_ms = now_ms
+        self._send_ms = send_ms
+        self._think_ms = think_ms
+        self._filled_ms: list[float] = []  # when each chunk is announced
+        self._left_ms: list[float] = []  # and has left
+        self._unanswered: Counter[int] = Counter()
+
+    def begin(self) -> Asks:
+        """The start, and chunks, if the group is paused already."""
+        start = self.update.start()
+        return [*start, *self._more()]
+
+    def on_due(self, message: Message) -> Asks:
+        if isinstance(message, ChunkSent):
+            self._window.on_left(message.chunk)
+            self._window.on_sent(message.chunk)
+            if self._window.has_sent_all:
+                return [*self.update.finish(), *self.update.commit(self._label, ())]
+            return self._more()
+        return ()
+
+    def on_answer(self, message: Message, answer: Message) -> Asks:
+        following = super().on_answer(message, answer)
+        if isinstance(message, WeightChunkMeta | ChunkSent):
+            self._unanswered[message.chunk] -= 1
+            if not self._unanswered[message.chunk]:
+                self._window.on_applied(message.chunk)
+        return [*following, *self._more()]
+
+    def _more(self) -> list[Message | Later]:
+        """Chunks that there is room for, and, once engines have started, that they have left."""
+        asks: list[Message | Later] = []
+        now_ms = self._now_ms()
+        if not self.update.takes_chunks:
+            return asks
+        while (seq := len(self._filled_ms)) < len(self._chunks) and self._window.has_room(seq):
+            self._window.on_announced(seq)
+            self._filled_ms.append(max([now_ms, *self._filled_ms[-1:]]) + self._think_ms)
+            self._unanswered[seq] = 2
+            asks.append(Later(self._chunks[seq][0], self._filled_ms[seq] - now_ms))
+        while self.update.has_started and (seq := len(self._left_ms)) < len(self._filled_ms):
+            begun_ms = max([now_ms, self._filled_ms[seq], *self._left_ms[-1:]])
+            self._left_ms.append(begun_ms + self._send_ms)
+            asks.append(Later(self._chunks[seq][1], self._left_ms[seq] - now_ms))
+        return asks
 
 
 class TrainerScripts(ABC):
@@ -107,17 +238,18 @@ class TrainerScripts(ABC):
         self.pipelined = False
         self.canary = False
         self.staging: Staging | None = None
-        self._pause_held: tuple[str, int] | None = None  # the pause, and the epoch it was made in
+        self.window = PauseWindow()
+        self.version = 0  # the greatest that the bus has told of
+        self.updating: TrainerUpdate | None = None  # the update that was begun last
         self._count = itertools.count(1)
         self._transfers = itertools.count(1)
         self._open = False
         self._communicator = 0
         self._stale: StaleEngines | None = None  # who catches up by what is under way
 
-    @property
     @abstractmethod
-    def epoch(self) -> int:
-        """What the bus gave it."""
+    def now_ms(self) -> float:
+        """The time, as its process sees it."""
 
     def update(
         self,
@@ -134,65 +266,47 @@ class TrainerScripts(ABC):
 
         ``think_ms`` is what the trainer takes between two steps.
         """
-        update_id = self.new_update_id()
+        update = self._new_update(mode, target)
         manifest = make_manifest(tensors, chunk_bytes=chunk_bytes)
         try:
-            armed = yield from self._arm_or_wake(update_id, payload, manifest, mode, target)
-            if think_ms:
-                yield think_ms
-            started = False
-            if self._staging_for(target) and not armed.why_paused:
-                done = yield from self._stage(update_id, payload, armed, manifest, think_ms, verify)
-                return Outcome("staged", update_id, done.version, payload, done.excluded)
-            try:
-                if self._pause_held is None:
-                    started = self.pipelined
-                    yield from self._pause(update_id, mode, start=started)
-            except WavebusError:
-                yield from self._undo(update_id, resume=started)
-                raise
-            try:
-                done = yield from self._load(
-                    update_id, payload, armed, manifest, think_ms, verify, started=started
-                )
-            except WavebusError:
-                yield from self._undo(update_id, resume=True)
-                raise
-            if not self.pipelined:
-                yield from self._resume(update_id)
+            yield from self._send_weights(update, payload, manifest, think_ms, verify)
         except WavebusError as error:
-            return Outcome("update", update_id, error=error)
-        return Outcome("update", update_id, done.version, payload, done.excluded, None, target)
+            yield from self._undo(*update.undo())
+            return Outcome("update", update.id, error=error)
+        return _outcome_of("staged" if update.is_staged else "update", update, payload)
 
-    def _staging_for(self, target: Target) -> Staging | None:
-        can_be = target == "model" and not self._scope and not self.canary
-        return self.staging if can_be else None
+    def _new_update(self, mode: PauseMode = "keep", target: Target = "model") -> TrainerUpdate:
+        request = UpdateRequest(
+            self._pause_message(self.new_update_id(), mode),
+            target,
+            None if self.canary else self.staging,
+            has_canary=self.canary,
+            default_quorum=False,
+            catch_up=self._stale,
+        )
+        self.updating = TrainerUpdate(self.window, request)
+        return self.updating
 
-    def _stage(
+    def _send_weights(
         self,
-        update_id: str,
+        update: TrainerUpdate,
         payload: int,
-        armed: GroupAck,
         manifest: Manifest,
         think_ms: float,
         verify: Verify,
-    ) -> Steps:
-        """In no pause; and nothing is to be mended."""
-        try:
-            yield from self._step(UpdateStart(update_id, staged=True))
-            last_steps: tuple[Message, ...] = (
-                UpdateFinish(update_id),
-                Commit(update_id, armed.version, f"p{payload}", ()),
-            )
-            early = last_steps if self.pipelined else ()
-            sent = yield from self._send_all(update_id, payload, manifest, think_ms, verify, early)
-            if not self.pipelined:
-                yield from self._step(last_steps[0])
-                return (yield from self._step(last_steps[1]))
-            return [_require_ack(answer) for answer in sent][-1]
-        except WavebusError:
-            yield from self._undo(update_id, resume=False)
-            raise
+    ) -> Part:
+        yield from self._arm(update, payload, manifest)
+        if think_ms:
+            yield think_ms
+        label = f"p{payload}"
+        if self.pipelined and not self.canary:
+            yield from self._stream(update, payload, manifest, think_ms, verify, label)
+            return
+        yield from self._ask_for(update, update.start())
+        yield from self._send_all(update.id, payload, manifest, think_ms, verify)
+        yield from self._ask_for(update, update.finish())
+        differing = (yield from self._differing(update, payload)) if self.canary else ()
+        yield from self._ask_for(update, update.commit(label, differing))
 
     def catch_up(self, stale: StaleEngines, payload: int) -> Script:
         """These DP groups take the weights named ``payload``, as the version that they lack."""
@@ -213,41 +327,36 @@ class TrainerScripts(ABC):
     ) -> Script:
         """A sleep for so long; with a payload, in it, an update of all weights."""
         pause_id = self.new_update_id()
-        update_id = self.new_update_id()
-        manifest = make_manifest()
-        done = None
+        update = self._new_update()
         try:
-            yield from self._pause(pause_id, "keep")
+            yield from self._pause_step(self._pause_message(pause_id, "keep"))
             try:
                 yield from self._step(Sleep(pause_id, level))
                 if hold_ms:
                     yield hold_ms
                 if payload:
-                    yield from self._wake(pause_id)
-                    armed = yield from self._arm(update_id, payload, manifest)
-                    done = yield from self._load(
-                        update_id, payload, armed, manifest, hold_ms, verify
-                    )
+                    yield from self._send_weights(update, payload, make_manifest(), hold_ms, verify)
             except WavebusError:
-                yield from self._undo(update_id, resume=False)
-                with contextlib.suppress(Refused):
-                    yield from self._resume(pause_id)
+                yield from self._undo(*update.undo())
+                yield from self._undo(Resume(pause_id))
                 raise
-            yield from self._resume(pause_id)
+            yield from self._pause_step(Resume(pause_id))
         except WavebusError as error:
-            return Outcome("asleep", update_id, error=error)
-        if done is None:
-            return Outcome("asleep", update_id)
-        return Outcome("asleep", update_id, done.version, payload, done.excluded)
+            return Outcome("asleep", update.id, error=error)
+        return _outcome_of("asleep", update, payload)
 
     def pause(self, *, hold_ms: float = 100.0, mode: PauseMode = "keep") -> Script:
         """A pause for so long, and a resume."""
         update_id = self.new_update_id()
         try:
-            yield from self._pause(update_id, mode)
-            if hold_ms:
-                yield hold_ms
-            yield from self._resume(update_id)
+            yield from self._pause_step(self._pause_message(update_id, mode))
+            try:
+                if hold_ms:
+                    yield hold_ms
+            except WavebusError:
+                yield from self._undo(Resume(update_id))
+                raise
+            yield from self._pause_step(Resume(update_id))
         except WavebusError as error:
             return Outcome("pause", update_id, error=error)
         return Outcome("pause", update_id)
@@ -259,16 +368,18 @@ class TrainerScripts(ABC):
         try:
             if not self._open:
                 yield from self._reopen()
-            yield from self._pause(update_id, "keep")
+            yield from self._step(self._pause_message(update_id, "keep"))
             arm = make_arm(update_id, manifest, communicator=self._communicator)
             answers = yield (arm, UpdateStart(update_id))
+            failed: WavebusError | None = None
             try:
                 if all(isinstance(answer, GroupAck) for answer in answers):
                     yield from self._send_all(update_id, payload, manifest, 0.0, "full")
-            except WavebusError:
-                yield from self._undo(update_id, resume=True)
-                raise
-            yield from self._undo(update_id, resume=True)
+            except WavebusError as error:
+                failed = error
+            yield from self._undo(Abort(update_id, "the trainer gave up"), Resume(update_id))
+            if failed is not None:
+                raise failed
             for answer in answers:
                 _require_ack(answer)
         except WavebusError as error:
@@ -288,108 +399,49 @@ class TrainerScripts(ABC):
 
     # -- parts of scripts -----------------------------------------------------------
 
-    def _arm_or_wake(
-        self, update_id: str, payload: int, manifest: Manifest, mode: PauseMode, target: Target
-    ) -> Steps:
-        """Armed, if need be after a wake: a trainer that is gone may have left one asleep."""
-        try:
-            return (yield from self._arm(update_id, payload, manifest, target))
-        except Refused as refused:
-            if refused.code is not NackCode.ENGINE_ASLEEP:
-                raise
-        yield from self._pause(update_id, mode)
-        try:
-            yield from self._wake(update_id)
-            return (yield from self._arm(update_id, payload, manifest, target))
-        except WavebusError:
-            yield from self._undo(update_id, resume=True)
-            raise
-
-    def _wake(self, pause_id: str) -> Steps:
-        return (yield from self._step(Wake(pause_id)))
-
-    def _load(
-        self,
-        update_id: str,
-        payload: int,
-        armed: GroupAck,
-        manifest: Manifest,
-        think_ms: float,
-        verify: Verify,
-        *,
-        started: bool = False,
-    ) -> Steps:
-        """From the start to the commit; who asks ahead, has resumed then, too."""
-        if not started:
-            yield from self._step(UpdateStart(update_id))
-        commit = Commit(update_id, armed.version, f"p{payload}", ())
-        if not self.pipelined:
-            yield from self._send_all(update_id, payload, manifest, think_ms, verify)
-            yield from self._step(UpdateFinish(update_id))
-            if self.canary:
-                commit = replace(commit, differing=(yield from self._differing(update_id, payload)))
-            return (yield from self._step(commit))
-        assert self._pause_held is not None
-        last_steps = (UpdateFinish(update_id), commit, Resume(self._pause_held[0]))
-        try:
-            answers = yield from self._send_all(
-                update_id, payload, manifest, think_ms, verify, last_steps
-            )
-        finally:
-            if self._pause_held is not None and self._pause_held[0] == update_id:
-                self._pause_held = None
-        _, committed, _ = (_require_ack(answer) for answer in answers)
-        return committed
-
-    def _differing(self, update_id: str, payload: int) -> Differences:
-        (answer,) = yield (Probe(update_id, ((1, 2),), 4, update_id),)
+    def _differing(self, update: TrainerUpdate, payload: int) -> Differences:
+        update.probe()
+        (answer,) = yield (Probe(update.id, ((1, 2),), 4, update.id),)
         if isinstance(answer, Nack):
             raise refusal(answer)
         assert isinstance(answer, ProbeReport)
+        update.on_probed()
         differing = tuple(
             Differing(each.engine, 0, str(payload), str(each.results[0].tokens))
             for each in answer.engines
             if set(each.results[0].tokens) != {payload}
         )
         if len(differing) == len(answer.engines):
-            nack = make_nack(NackCode.CANARY_FAILED, step="probe", update_id=update_id)
+            nack = make_nack(NackCode.CANARY_FAILED, step="probe", update_id=update.id)
             raise refusal(nack)
         return differing
 
-    def _arm(
-        self, update_id: str, payload: int, manifest: Manifest, target: Target = "model"
-    ) -> Steps:
-        if not self._open:
-            yield from self._reopen()
-        label = f"p{payload}"
-
-        def arm() -> Arm:
-            number = self._communicator
-            return make_arm(
-                update_id,
+    def _arm(self, update: TrainerUpdate, payload: int, manifest: Manifest) -> Part:
+        """Armed; once more, with the transport opened anew, if somebody has joined since."""
+        for is_last in (False, True):
+            if not self._open:
+                yield from self._reopen()
+            ask = update.arm(
                 manifest,
-                canary="keep" if self.canary else "",
-                version=self._stale.version if self._stale else 0,
-                label=label,
-                communicator=number,
-                target=target,
-                scope=self._scope,
-                staging=self._staging_for(target),
+                version=self.version,
+                label=f"p{payload}",
+                backend="sim",
+                communicator=self._communicator,
             )
-
-        try:
-            return (yield from self._step(arm()))
-        except Refused as refused:
-            if refused.code is not NackCode.TRANSFER_CLOSED:
-                raise
-        yield from self._reopen()
-        return (yield from self._step(arm()))
+            try:
+                yield from self._ask_for(update, ask)
+            except Refused as refused:
+                if refused.code is not NackCode.TRANSFER_CLOSED or is_last:
+                    raise
+                self._open = False
+            else:
+                return
 
     @property
     def _scope(self) -> tuple[str, ...]:
         return self._stale.dp_groups if self._stale else ()
 
-    def _reopen(self) -> Steps:
+    def _reopen(self) -> Part:
         self._open = False
         self._communicator = 0
         if self.collective:
@@ -399,45 +451,58 @@ class TrainerScripts(ABC):
             assert isinstance(plan, TransferPlan)
             self._communicator = plan.communicator
         params = f"{self.boot:x}-{next(self._transfers)}".encode()
-        init = TransferInit(
-            self.new_update_id(), "sim", params, self._communicator, 0, {}, self._scope
+        yield from self._step(
+            TransferInit(
+                self.new_update_id(), "sim", params, self._communicator, 0, {}, self._scope
+            )
         )
-        done = yield from self._step(init)
         self._open = True
-        return done
 
-    def _send_all(
+    def _stream(
         self,
-        update_id: str,
+        update: TrainerUpdate,
         payload: int,
         manifest: Manifest,
         think_ms: float,
         verify: Verify,
-        behind: tuple[Message, ...] = (),
-    ) -> Generator[Yielded, tuple[Message, ...], tuple[Message, ...]]:
-        """All chunks; with the last ones, what is to follow them. Returns the answers to that."""
-        answers: tuple[Message, ...] = ()
+        label: str,
+    ) -> Part:
+        """All from the start to the commit, with nothing awaited that the broker can await."""
+        stream = Stream(
+            update,
+            [
+                (
+                    make_chunk(update.id, manifest, number, payload),
+                    make_sent(update.id, manifest, number, payload, verify=verify),
+                )
+                for number in range(manifest.chunks)
+            ],
+            ChunkWindow(manifest.chunks, self.prefetch_depth, frees_early=self.collective),
+            label,
+            now_ms=self.now_ms,
+            send_ms=self.send_ms,
+            think_ms=think_ms,
+        )
+        yield from self._ask_together(stream.begin(), stream)
+
+    def _send_all(
+        self, update_id: str, payload: int, manifest: Manifest, think_ms: float, verify: Verify
+    ) -> Part:
+        """All chunks, ``prefetch_depth`` at a time."""
         for first in range(0, manifest.chunks, self.prefetch_depth):
-            numbers = range(first, min(first + self.prefetch_depth, manifest.chunks))
             if think_ms:
                 yield think_ms
-            self._check_pause(update_id)
             batch: list[Message | Later] = []
-            for place, k in enumerate(numbers):
-                batch.append(make_chunk(update_id, manifest, k, payload))
-                sent = make_sent(update_id, manifest, k, payload, verify=verify)
+            for place, number in enumerate(
+                range(first, min(first + self.prefetch_depth, manifest.chunks))
+            ):
+                batch.append(make_chunk(update_id, manifest, number, payload))
+                sent = make_sent(update_id, manifest, number, payload, verify=verify)
                 batch.append(Later(sent, (place + 1) * self.send_ms))
-            if numbers[-1] + 1 == manifest.chunks:
-                batch += [Later(message, len(numbers) * self.send_ms) for message in behind]
-            answers = yield tuple(batch)
-            for answer in answers[: 2 * len(numbers)]:
-                _require_ack(answer)
-            answers = answers[2 * len(numbers) :]
-        return answers
+            yield from self._ask_together(batch, Acks())
 
-    def _pause(self, update_id: str, mode: PauseMode, *, start: bool = False) -> Steps:
-        """``start``: and have the update of that id start, all at once."""
-        ask = PauseLocal(
+    def _pause_message(self, update_id: str, mode: PauseMode) -> PauseLocal:
+        return PauseLocal(
             update_id,
             mode,
             True,
@@ -447,45 +512,41 @@ class TrainerScripts(ABC):
             self.escalate,
             self._scope,
         )
-        if not start:
-            done = yield from self._step(ask)
-            self._pause_held = (update_id, self.epoch)
-            return done
-        paused, started = yield (ask, UpdateStart(update_id))
-        done = _require_ack(paused)
-        self._pause_held = (update_id, self.epoch)
-        _require_ack(started)
-        return done
 
-    def _resume(self, update_id: str) -> Steps:
+    # -- asking ---------------------------------------------------------------------
+
+    def _ask_for(self, update: TrainerUpdate, messages: Sequence[Message]) -> Part:
+        """Ask for what the machine wants: ahead, or one after the other."""
+        for batch in [messages] if self.pipelined else [[message] for message in messages]:
+            yield from self._ask_together(batch, Steps(update))
+
+    def _pause_step(self, message: PauseLocal | Resume) -> Part:
+        """As ``Steps.resume_on_failure`` of the library."""
         try:
-            return (yield from self._step(Resume(update_id)))
-        finally:
-            self._pause_held = None
+            yield from self._step(message)
+        except WavebusError as error:
+            yield from self._undo(*self.window.undo(message.update_id, error))
+            raise
 
-    def _undo(self, update_id: str, *, resume: bool) -> Generator[Yielded, tuple[Message, ...]]:
+    def _step(self, message: Message) -> Part:
+        yield from self._ask_together([message], Acks())
+
+    def _ask_together(self, messages: Asks, hearer: Hearer) -> Part:
+        if messages:
+            yield Batch(messages, hearer)
+
+    def _undo(self, *messages: Abort | Resume) -> Part:
         """What fails here, the broker mends."""
-        with contextlib.suppress(Refused):
-            # Whoever holds the pause now: an update that nobody goes on with stands in the way.
-            (answer,) = yield (Abort(update_id, "the trainer gave up"),)
-            _require_ack(answer)
-        if resume:
+        for message in messages:
+            self.window.on_over(message)
+        if messages:
             with contextlib.suppress(Refused):
-                yield from self._resume(update_id)
-
-    def _step(self, message: Message) -> Steps:
-        self._check_pause(getattr(message, "update_id", ""))
-        (answer,) = yield (message,)
-        return _require_ack(answer)
-
-    def _check_pause(self, update_id: str) -> None:
-        if self._pause_held is not None and self._pause_held[1] != self.epoch:
-            self._pause_held = None
-            raise UpdateFailed(make_nack(NackCode.FENCED, step="update", update_id=update_id))
+                yield Batch(messages, None, is_undo=True)
 
 
-def _require_ack(answer: Message) -> GroupAck:
-    if isinstance(answer, Nack):
-        raise refusal(answer)
-    assert isinstance(answer, GroupAck)
-    return answer
+def _outcome_of(what: str, update: TrainerUpdate, payload: int) -> Outcome:
+    done = update.committed
+    if done is None:
+        return Outcome(what, update.id)
+    target = update.request.target
+    return Outcome(what, update.id, done.version, payload, done.excluded, None, target)
