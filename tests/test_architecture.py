@@ -40,17 +40,12 @@ LONG_CLASSES = {
     "EngineRegistry": 342,
     "EngineSession": 453,
     "EngineUpdate": 397,
-    "GroundTruth": 398,
     "Group": 343,
     "Sidecar": 425,
-    "SimEngine": 387,
-    "SimWorld": 321,
     "TrainerAgent": 376,
     "TrainerEngineSession": 373,
-    "TrainerScripts": 408,
     "UpdateMachine": 292,
     "VllmHttpEngine": 397,
-    "Watch": 445,
     "WavebusWeightTransferEngine": 384,
 }
 

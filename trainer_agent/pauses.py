@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from bus.errors import UsageError
-from bus.messages import Resume
+from bus.messages import Resume, Sleep
 from trainer_agent.options import WAIT_S, PauseOptions
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Pauses:
                 error.add_note(f"and the engines could not be resumed: {also}")
             raise
         async with self._steps.resume_on_failure(update_id):
-            await self._steps.resume(update_id)
+            await self._steps.step(Resume(update_id))
 
     @contextlib.asynccontextmanager
     async def asleep(
@@ -106,8 +106,8 @@ class Pauses:
                 weights or of memory. One of several is named in the log, and is asked again
                 until it has room.
         """
-        async with self.paused(mode=mode, wait_s=wait_s, escalate=escalate):
-            yield await self._steps.sleep(level)
+        async with self.paused(mode=mode, wait_s=wait_s, escalate=escalate) as paused:
+            yield await self._steps.step(Sleep(paused.update_id, level))
 
     def _suspend_catch_up(self) -> contextlib.AbstractAsyncContextManager[None]:
         """What the trainer asks for goes before engines that catch up."""

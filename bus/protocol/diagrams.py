@@ -17,6 +17,8 @@ from bus.errors import UsageError
 from bus.protocol.core.state_table import state_diagram
 from bus.protocol.dp import coordinator, wave
 from bus.protocol.group import pause, sleep, update
+from bus.protocol.trainer import chunk_window, pause_window
+from bus.protocol.trainer import update as trainer_update
 
 _MARKED: Final = re.compile(
     r"(?P<begin><!-- diagram: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of diagram -->)",
@@ -32,6 +34,13 @@ def diagrams() -> dict[str, str]:
         "sleep": state_diagram(sleep.TRANSITIONS, sleep.SleepState.AWAKE),
         "coordinator": state_diagram(coordinator.TRANSITIONS, coordinator.CoordinatorState.IDLE),
         "update": state_diagram(update.TRANSITIONS, update.UpdateState.IDLE),
+        "trainer-update": state_diagram(
+            trainer_update.TRANSITIONS, trainer_update.TrainerUpdateState.IDLE
+        ),
+        "trainer-chunk": state_diagram(chunk_window.TRANSITIONS, chunk_window.ChunkState.WAITING),
+        "trainer-pause": state_diagram(
+            pause_window.TRANSITIONS, pause_window.PauseWindowState.NONE
+        ),
     }
 
 

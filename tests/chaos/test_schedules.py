@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 from bus.journal.reader import Entry, read
 from bus.journal.replay import Unplayable, replay_lives
-from bus.testing.ground_truth import InvariantViolation
 from tests.model import _chaos
 from tests.model._play import SHARE
 from tests.model._schedules import play_all, told
+from tests.sim.ground_truth import InvariantViolation
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from bus.errors import ManifestRefused, Refused, UsageError
-from bus.messages import NackCode
+from bus.messages import NackCode, Resume
 from bus.weight_transfer.registry import receiver_backends
 from sidecar import Sidecar
 from sidecar.engine import Engine, EngineInfo
@@ -188,7 +188,7 @@ class BusContract:
                 assert watch.count == 0
             assert (await request).tokens == under_test.reference(new, PROMPT, 8)
             with pytest.raises(Refused) as caught:
-                await bus.agent._steps.resume("u0")
+                await bus.agent._steps.step(Resume("u0"))
             assert caught.value.code is NackCode.WRONG_STATE
 
     @contract

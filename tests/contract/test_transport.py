@@ -25,8 +25,8 @@ from bus.messages import (
 from bus.runtime import zmq_transport
 from bus.runtime.broker_server import BrokerServer
 from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.memory_transport import MemoryNetwork
 from bus.runtime.zmq_transport import ZmqClient, ZmqServer
+from bus.testing.memory_network import MemoryNetwork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

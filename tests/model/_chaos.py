@@ -17,20 +17,20 @@ from bus.journal.replay import Unplayable, replay_lives
 from bus.messages import Staging
 from bus.protocol.core.link import LinkState
 from bus.protocol.group.catch_up import stale_dp_groups
-from bus.runtime.memory_transport import Faults
-from bus.testing.ground_truth import InvariantViolation
-from bus.testing.process import Died
+from bus.testing.memory_network import Faults
 from tests.model import test_wave_model as waves
 from tests.model._play import Action, Play, Schedule
 from tests.model.test_whole_model import KINDS as WHOLE_KINDS
+from tests.sim.ground_truth import InvariantViolation
+from tests.sim.process import Died
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
 
-    from bus.testing.sim_engine import SimEngine
-    from bus.testing.sim_trainer import SimTrainer
-    from bus.testing.sim_world import SimWorld
+    from tests.sim.engine import SimEngine
+    from tests.sim.trainer import SimTrainer
+    from tests.sim.world import SimWorld
 
 LOCKSTEP: Final = 4  # of five schedules, the last one
 SIZES: Final = (

@@ -23,10 +23,10 @@ from bus.protocol.core.link import LinkState
 from bus.protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
 from bus.protocol.engine.calls import Call, CallEscalate, CallPause, CallResume
 from bus.runtime.peer import PeerClient, route_of
-from bus.testing.ground_truth import InvariantViolation
-from bus.testing.sim_engine import SimEngine
 from sidecar.dp_coordinator.frames import CoreReport
 from sidecar.embedded.parallel.waves import RankWaves
+from tests.sim.engine import SimEngine
+from tests.sim.ground_truth import InvariantViolation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bus.messages import Envelope, Message, PauseMode
     from bus.protocol.dp.coordinator import CoordinatorEffect
     from bus.runtime.interfaces import Handle
-    from bus.testing.sim_world import SimWorld
+    from tests.sim.world import SimWorld
 
 HOP_MS: Final = 0.3  # between processes of one host
 STEP_MS: Final = 1.0

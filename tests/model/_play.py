@@ -41,16 +41,16 @@ from bus.protocol.engine.calls import (
     CallStart,
     CallWakeWeights,
 )
-from bus.runtime.memory_transport import Faults
-from bus.testing.sim_engine import Behaviour, SimEngine
-from bus.testing.sim_world import GROUP, SimWorld
-from bus.testing.watch import Watch
+from bus.testing.memory_network import Faults
+from tests.sim.engine import Behaviour, SimEngine
+from tests.sim.watch import Watch
+from tests.sim.world import GROUP, SimWorld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bus.testing.sim_scripts import Outcome
-    from bus.testing.sim_trainer import SimTrainer
+    from tests.sim.scripts import Outcome
+    from tests.sim.trainer import SimTrainer
 
 
 class Schedulable(Protocol):

@@ -9,8 +9,8 @@ from bus.protocol.engine.calls import CallProbe
 from tests.model._play import CALLS, Play, play_all, reached, schedules
 
 if TYPE_CHECKING:
-    from bus.testing.sim_engine import SimEngine
-    from bus.testing.sim_trainer import SimTrainer
+    from tests.sim.engine import SimEngine
+    from tests.sim.trainer import SimTrainer
 
 KINDS = [
     "update",

@@ -7,14 +7,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.protocol.group.update import UpdateState
-from bus.testing.ground_truth import InvariantViolation
 from tests.model._play import CALLS, Play, play_all, reached, schedules
+from tests.sim.ground_truth import InvariantViolation
 
 if TYPE_CHECKING:
     from collections import Counter
 
-    from bus.testing.sim_engine import SimEngine
     from tests.model._play import Schedule
+    from tests.sim.engine import SimEngine
 
 # Longer than the step's time of the simulated world, and shorter than twice that.
 MUTE_MS = 30_000.0

@@ -13,12 +13,12 @@ from bus.protocol.core.link import LinkState
 from bus.protocol.dp.wave import WaveState
 from bus.protocol.engine.calls import CallPause
 from bus.protocol.group.pause import PauseState
-from bus.runtime.memory_transport import Faults
-from bus.testing.ground_truth import InvariantViolation
-from bus.testing.sim_world import SimWorld
-from bus.testing.watch import Watch
+from bus.testing.memory_network import Faults
 from tests.model._lockstep import LockstepGroup
 from tests.model._play import SETTLE_MS, play_all, reached
+from tests.sim.ground_truth import InvariantViolation
+from tests.sim.watch import Watch
+from tests.sim.world import SimWorld
 
 if TYPE_CHECKING:
     import random
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from bus.messages import Escalation, PauseMode
     from bus.protocol.dp.groups import DpGroup
-    from bus.testing.sim_trainer import SimTrainer
+    from tests.sim.trainer import SimTrainer
 
 _MODES: Final[list[PauseMode]] = ["keep", "keep", "wait", "abort"]
 _ESCALATIONS: Final[list[Escalation]] = ["keep", "abort"]

@@ -11,8 +11,8 @@ from typing import Final
 
 import bus.log
 from bus.protocol.engine.calls import CallPause
-from bus.runtime.memory_transport import Faults
-from bus.testing.sim_world import SimWorld
+from bus.testing.memory_network import Faults
+from tests.sim.world import SimWorld
 
 HANG: Final = Path(__file__).resolve().parents[1] / "data" / "hang.journal"
 

@@ -20,6 +20,7 @@ import torch
 
 from bus.errors import BusTimeout, Refused, WavebusError, refusal
 from bus.messages import ChunkSent, NackCode, Step
+from bus.protocol.trainer.chunk_window import ChunkWindow
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import announce_chunk, flat_task_group
 from trainer_agent.weights.any_source import as_source
@@ -71,7 +72,7 @@ class ChunkStream:
         self._sender = sender
         self._filled: deque[_FilledChunk] = deque()
         self._send_lock = anyio.Lock()  # chunks leave one after the other, in order
-        self._announced = [anyio.Event() for _ in range(self.plan.chunks)]  # that they have
+        self._changed = anyio.Event()  # the window has
         self.all_sent = anyio.Event()
         self.copy: WeightsCopy | None = None
         self.on_released: Callable[[], None] = do_nothing
@@ -88,25 +89,26 @@ class ChunkStream:
 
         ``step`` sends one message and waits for all engines' acks.
         """
-        rooms: deque[anyio.Event] = deque()
+        sender = self._sender
+        window = ChunkWindow(
+            self.plan.chunks, sender.prefetch_depth, frees_early=sender.is_collective
+        )
         async with flat_task_group() as tasks:
             for seq in range(self.plan.chunks):
-                if len(rooms) == self._sender.prefetch_depth:
-                    await rooms.popleft().wait()
+                await self._wait_until(window.has_room, seq)
                 chunk = self._filled.popleft() if self._filled else await self._put(seq)
-                if self._sender.packed and seq + 1 == self.plan.chunks:
+                if sender.packed and seq + 1 == self.plan.chunks:
                     self.on_released()
                 await update.paused.wait()
-                free = anyio.Event()
-                rooms.append(free)
-                tasks.start_soon(self._send, update, chunk, step, free)
+                tasks.start_soon(self._send, update, chunk, step, window)
         self.on_released()
 
     async def _send(
-        self, update: Update, chunk: _FilledChunk, step: SendStep, free: anyio.Event
+        self, update: Update, chunk: _FilledChunk, step: SendStep, window: ChunkWindow
     ) -> None:
         """Tell, send, and tell that it is sent; both words are answered when it is applied."""
         seq = chunk.seq
+        window.on_announced(seq)
         async with announce_chunk(step, self.plan.chunk_meta(update.id, seq, chunk.handle)):
             await update.started.wait()
             async with self._send_lock:
@@ -118,20 +120,27 @@ class ChunkStream:
                     self._sender.transfer(seq)
             if self._sender.can_queue:
                 await _in_thread(self._sender.transfer, seq)
-            if self._sender.is_collective:
-                free.set()  # its engines have it in memory of their own
-            if seq:
-                await self._announced[
-                    seq - 1
-                ].wait()  # its thread may come back later than this one's
+            self._note(window.on_left, seq)
+            # The thread of the chunk before may come back later than this one's.
+            await self._wait_until(window.is_next_sent, seq)
             async with flat_task_group() as tasks:
                 tasks.start_soon(step, ChunkSent(update.id, seq, self.verify, chunk.sums))
                 await anyio.lowlevel.checkpoint()  # it is on its way
-                self._announced[seq].set()
-                if seq + 1 == self.plan.chunks:
+                self._note(window.on_sent, seq)
+                if window.has_sent_all:
                     self.all_sent.set()
         self._sender.on_taken(seq)
-        free.set()
+        self._note(window.on_applied, seq)
+
+    async def _wait_until(self, holds: Callable[[int], bool], seq: int) -> None:
+        while not holds(seq):
+            await self._changed.wait()
+
+    def _note(self, event: Callable[[int], None], seq: int) -> None:
+        """Tell the window, and all who wait for it."""
+        event(seq)
+        self._changed.set()
+        self._changed = anyio.Event()
 
     def drain(self) -> None:
         """Take what is left of the source, for those who gather it with us."""

@@ -19,29 +19,28 @@ import asyncio
 import bisect
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import anyio
 import anyio.to_thread
 
 import bus.log
 from bus.errors import Refused, UsageError, WavebusError
-from bus.messages import Abort, Arm, Commit, NackCode, Resume, Step, UpdateFinish, UpdateStart
+from bus.protocol.trainer.update import TrainerUpdate, UpdateRequest
 from trainer_agent.canary import compare
 from trainer_agent.report import UpdateReport
 from trainer_agent.update.rank_sync import RankZero
 from trainer_agent.update.steps import ask_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
     from types import TracebackType
 
     from bus.messages import (
-        CanaryMode,
         Differing,
         EngineView,
-        GroupAck,
-        Staging,
+        Message,
         StaleEngines,
         Target,
         Verify,
@@ -51,12 +50,6 @@ if TYPE_CHECKING:
     from trainer_agent.update.plan import UpdatePlan
     from trainer_agent.update.steps import Steps
     from trainer_agent.weights.snapshot import Snapshot, WeightsCopy
-
-
-# With one of these a COMMIT ends for who asked, and engines may carry it out; unless it is about a
-# step that comes before.
-_ENDS_OTHERWISE: Final = frozenset({NackCode.FENCED, NackCode.PEER_LOST, NackCode.TIMEOUT})
-_BEFORE_COMMIT: Final = frozenset({Step.START.value, Step.CHUNK.value, Step.FINISH.value})
 
 
 class Updates:
@@ -103,7 +96,18 @@ class Updates:
         update_id = self._steps.new_id()
         number = self._claim(counts=not alone)
         rank_zero = RankZero(self._connection, number, alone=alone or self._alone)
-        return Update(update_id, self, self._steps, rank_zero, options, target, catch_up)
+        scope = catch_up.dp_groups if catch_up else ()
+        request = UpdateRequest(
+            self._steps.pause_message(update_id, options.pause, scope),
+            target,
+            options.staging,
+            has_canary=options.canary is not None,
+            quorum=options.quorum_on_the_wire,
+            default_quorum=options.quorum is None,
+            catch_up=catch_up,
+        )
+        machine = TrainerUpdate(self._steps.window, request)
+        return Update(machine, self, self._steps, rank_zero, options)
 
     @property
     def is_busy(self) -> bool:
@@ -197,33 +201,23 @@ class Update:
 
     def __init__(
         self,
-        update_id: str,
+        machine: TrainerUpdate,
         updates: Updates,
         steps: Steps,
         rank_zero: RankZero,
         options: UpdateOptions,
-        target: Target,
-        catch_up: StaleEngines | None,
     ) -> None:
-        self.id = update_id
-        self._catch_up = catch_up
-        self._scope = catch_up.dp_groups if catch_up else ()
+        self.id = machine.id
         self.copy: WeightsCopy | None = None
-        self._target = target
+        self._machine = machine
         self._updates = updates
         self._steps = steps
         self._rank_zero = rank_zero
         self._options = options
         self._plan: UpdatePlan | None = None
-        self._armed: GroupAck | None = None
-        self._pause: GroupAck | None = None
-        self._pause_requested = False  # we have asked for a pause, and it has not been resumed
-        self._is_known_to_bus = False  # the bus has it, and has not committed it
-        self._version = 0
-        self._commit_sent = False
         self.paused = anyio.Event()
         self.started = anyio.Event()
-        self._finishing: asyncio.Future[GroupAck] | None = None
+        self._finishing: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -244,73 +238,21 @@ class Update:
             Refused: with code ``transfer_closed``, if an engine has no end of the transport;
                 it may then be armed again.
         """
-        manifest = plan.manifest
         self._plan = plan
-        ask = Arm(
-            self.id,
-            self._catch_up.version if self._catch_up else self._steps.version,
-            label,
-            self._target,
-            backend,
-            communicator,
-            manifest.names,
-            manifest.dtypes,
-            manifest.shapes,
-            manifest.chunk_ends,
-            manifest.counts,
-            plan.base,
-            self._options.quorum_on_the_wire,
-            self._canary_mode(),
-            manifest.digest(),
-            self._scope,
-            self._staging,
-            self._options.quorum is None,
+        machine = self._machine
+        await self._ask(
+            machine.arm(
+                plan.manifest,
+                version=self._steps.version,
+                label=label,
+                backend=backend,
+                communicator=communicator,
+                base=plan.base,
+            )
         )
-        if self._steps.is_asleep and self._steps.holds_pause:
-            await self._steps.wake()
-        try:
-            self._armed = await self._send_arm(ask)
-        except Refused as refused:
-            # A trainer that is gone has left one asleep, without its weights.
-            if refused.code is not NackCode.ENGINE_ASLEEP:
-                raise
-            await self._pause_unless_paused()
-            await self._steps.wake()
-            self._armed = await self._send_arm(ask)
-        if self._options.how == "auto" and self._armed.why_paused:
-            await self._updates.warn_of_fallback(self._armed.why_paused)
-
-    def _canary_mode(self) -> CanaryMode:
-        """What the pause leaves of requests, if there is a canary."""
-        if self._options.canary is None:
-            return ""
-        steps = self._steps
-        held = steps.pause_options if steps.holds_pause and not self._pause_requested else None
-        return "abort" if (held or self._options.pause).ends_requests else "keep"
-
-    @property
-    def _staging(self) -> Staging | None:
-        """How it may be staged: of a catch-up, or what engines held in a pause take, no way."""
-        return None if self._scope or self._target != "model" else self._options.staging
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether it is, as engines have armed it."""
-        armed = self._armed
-        return self._staging is not None and armed is not None and not armed.why_paused
-
-    async def _send_arm(self, ask: Arm) -> GroupAck:
-        self._is_known_to_bus = True
-        try:
-            return await self._steps.step(ask)
-        except Refused:
-            self._is_known_to_bus = False
-            raise
-
-    async def _pause_unless_paused(self) -> None:
-        if not self._steps.holds_pause:
-            self._pause_requested = True
-            self._pause = await self._steps.request_pause(self.id, self._options.pause, self._scope)
+        assert machine.armed is not None
+        if self._options.how == "auto" and machine.armed.why_paused:
+            await self._updates.warn_of_fallback(machine.armed.why_paused)
 
     async def release_ranks(self, drain: Callable[[], None]) -> None:
         """Every engine has armed: all ranks may gather tensors. For ``drain`` see
@@ -320,81 +262,53 @@ class Update:
     async def start(self) -> None:
         """Pause, unless the group is held already, or the update is staged; and have every engine
         wait for chunks."""
-        start = UpdateStart(self.id, self.is_staged)
         try:
-            if self.is_staged:
-                await self._steps.step(start)
-            else:
-                await ask_in_order(self._reach_pause, lambda: self._steps.step(start))
+            await ask_in_order(partial(self._ask, self._machine.start()), self._open_for_chunks)
         finally:
             self.paused.set()
             self.started.set()
 
-    async def _reach_pause(self) -> None:
-        await self._pause_unless_paused()
-        self.paused.set()
-
     def finish(self) -> None:
         """Ask every engine to finish, once the last chunk is sent; :meth:`commit` waits for it."""
         if self._finishing is None:
-            self._finishing = asyncio.ensure_future(self._steps.step(UpdateFinish(self.id)))
+            self._finishing = asyncio.ensure_future(self._ask(self._machine.finish()))
 
     async def commit(self, label: str, verified: Verify) -> UpdateReport:
         """Have every engine serve the weights, and resume, unless the group was held before."""
         await self.started.wait()
-        assert self._armed is not None
-        assert self._plan is not None
         self.finish()
         differing = await self._run_canary()
-        pause, commit = self._pause, Commit(self.id, self._armed.version, label, differing)
-        done: GroupAck | None = None
-        resumed: GroupAck | None = None
-
-        async def await_finish() -> None:
-            assert self._finishing is not None
-            await self._finishing
-
-        async def send_commit() -> None:
-            nonlocal done
-            self._commit_sent = True
-            done = await self._steps.step(commit)
-            self._is_known_to_bus = False
-            self._version = done.version
-
-        async def send_resume() -> None:
-            nonlocal resumed
-            if pause is not None:
-                resumed = await self._steps.resume_if_paused(self.id)
-                self._pause_requested = False
-
-        await ask_in_order(await_finish, send_commit, send_resume)
-        assert done is not None
+        commit = partial(self._ask, self._machine.commit(label, differing))
+        await ask_in_order(self._await_finish, commit)
+        machine, plan = self._machine, self._plan
+        assert machine.armed is not None
+        assert machine.committed is not None
+        assert plan is not None
         report = UpdateReport.of_acks(
-            self._armed,
-            pause,
-            done,
-            resumed,
+            machine.armed,
+            machine.paused,
+            machine.committed,
+            machine.resumed,
             label=label,
-            target=self._target,
-            size_bytes=self._plan.size_bytes,
-            chunks=self._plan.chunks,
+            target=machine.request.target,
+            size_bytes=plan.size_bytes,
+            chunks=plan.chunks,
             verified=verified,
             differing=differing,
-            how="staged" if self.is_staged else "paused",
-            why_paused=self._pause_reason,
-            staging_bytes=self._armed.staging_bytes if self.is_staged else 0,
+            how="staged" if machine.is_staged else "paused",
+            why_paused=self._pause_reason(machine.armed.why_paused),
+            staging_bytes=machine.armed.staging_bytes if machine.is_staged else 0,
         )
         return self._updates.record_commit(report, self.copy)
 
-    @property
-    def _pause_reason(self) -> str:
+    def _pause_reason(self, of_engines: str) -> str:
         """Of an update that is not staged."""
-        if self._staging is not None:
-            assert self._armed is not None
-            return self._armed.why_paused
-        if self._scope:
+        request = self._machine.request
+        if self._machine.staging is not None:
+            return of_engines
+        if request.catch_up:
             return "engines that are behind catch up in a pause"
-        return self._options.needs_pause or f"a {self._target} is loaded in a pause"
+        return self._options.needs_pause or f"a {request.target} is loaded in a pause"
 
     async def _run_canary(self) -> tuple[Differing, ...]:
         """Have all engines that have finished run the canary's probes; who differs.
@@ -405,66 +319,58 @@ class Update:
         canary = self._options.canary
         if canary is None:
             return ()
-        assert self._armed is not None
-        assert self._finishing is not None
-        await self._finishing
-        probe = canary.probe(self.id, self._armed.version)
+        machine = self._machine
+        assert machine.armed is not None
+        await self._await_finish()
+        probe = canary.probe(self.id, machine.armed.version)
+        machine.probe()
         report = await self._steps.probe(probe)
+        machine.on_probed()
         return await anyio.to_thread.run_sync(compare, canary, report)
 
     async def end(self, error: BaseException | None) -> None:
         """It is over; with an error, it is undone first, as far as it got."""
         try:
             if error is not None:
-                describe_end(error, self._armed, self._version, asked=self._commit_sent)
+                self._machine.describe_end(error)
                 await self._undo()
-            await self._rank_zero.finish(self._version, error)
+            await self._rank_zero.finish(self._machine.version, error)
         finally:
             self._updates.release()
 
     async def _undo(self) -> None:
-        """Give it up, and let the engines go on: in this order, since a resume waits for the end of
-        an update that has started. What fails here, the broker mends: it aborts and resumes for a
-        trainer that is gone."""
+        """Give it up, and let the engines go on. What fails here, the broker mends: it aborts and
+        resumes for a trainer that is gone."""
         if self._finishing is not None:
             self._finishing.cancel()
             with anyio.CancelScope(shield=True):
                 await asyncio.gather(self._finishing, return_exceptions=True)
-        messages: list[Abort | Resume] = []
-        if self._is_known_to_bus:
-            messages.append(Abort(self.id, "the trainer gave up"))
-        if self._pause_requested:
-            messages.append(Resume(self.id))
-        await self._steps.undo(*messages)
+        await self._steps.undo(*self._machine.undo())
 
+    async def _ask(self, messages: Sequence[Message]) -> None:
+        """Ask for these, in this order and at once, and for what follows from each answer."""
+        if len(messages) == 1:
+            await self._ask_one(messages[0])
+        elif messages:
+            await ask_in_order(*(partial(self._ask_one, message) for message in messages))
 
-def describe_end(
-    error: BaseException, armed: GroupAck | None, version: int, *, asked: bool
-) -> None:
-    """Say in the error which version it is about, and whether engines serve that.
+    async def _ask_one(self, message: Message) -> None:
+        try:
+            done = await self._steps.step(message)
+        except Refused as refused:
+            following = self._machine.on_refused(message, refused)
+        else:
+            following = self._machine.on_acked(message, done)
+        await self._open_for_chunks()
+        await self._ask(following)
 
-    Args:
-        error: what the update ended with.
-        armed: the answer to ARM, with the version that the bus gave the update.
-        version: what was committed; 0 if no answer said that.
-        asked: COMMIT was sent.
-    """
-    if not isinstance(error, WavebusError):
-        return
-    error.version = armed.version if armed else 0
-    if version:
-        error.outcome = "committed"
-    elif asked and not _shows_no_commit(error):
-        error.outcome = "unknown"
-    else:
-        error.outcome = "not_committed"
+    async def _open_for_chunks(self) -> None:
+        if self._machine.takes_chunks:
+            self.paused.set()
 
-
-def _shows_no_commit(error: WavebusError) -> bool:
-    """Whether an error that came after COMMIT was sent shows that no engine has committed."""
-    return isinstance(error, Refused) and (
-        error.nack.step in _BEFORE_COMMIT or error.code not in _ENDS_OTHERWISE
-    )
+    async def _await_finish(self) -> None:
+        assert self._finishing is not None
+        await self._finishing
 
 
 class _StartUpdate(Protocol):

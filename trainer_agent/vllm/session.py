@@ -247,9 +247,8 @@ class TrainerEngineSession:
             try:
                 await self._init_native(info, chunk_bytes or self._packed_bytes)
             except WavebusError as error:
-                if native_payloads.has_communicator(
-                    info
-                ):  # and vLLM's rendezvous waits, before it raises this
+                # With a communicator, vLLM's rendezvous waits before it raises this.
+                if native_payloads.has_communicator(info):
                     self._log.error("trainer_engine_refused", detail=str(error))
                 raise
 
@@ -368,6 +367,7 @@ class TrainerEngineSession:
         async with self._step_lock:
             current = self._require_current()
             async with self._undo_on_failure(current):
+                await self._wait_until_started()
                 await current.update.commit(label, current.verified)
             current.is_over = True
             self._current = None

@@ -9,14 +9,14 @@ from bus.errors import Refused
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.update import UpdateState
-from bus.runtime.memory_transport import Faults
-from bus.testing.sim_world import SimWorld
-from bus.testing.watch import Watch
+from bus.testing.memory_network import Faults
+from tests.sim.watch import Watch
+from tests.sim.world import SimWorld
 
 if TYPE_CHECKING:
     from bus.messages import Message, NackCode, Target
-    from bus.testing.sim_engine import SimEngine
-    from bus.testing.sim_scripts import Outcome
+    from tests.sim.engine import SimEngine
+    from tests.sim.scripts import Outcome
 
 HONEST = Faults(delay_ms=1.0)
 

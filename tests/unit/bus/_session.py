@@ -17,8 +17,8 @@ from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Failure
 from bus.protocol.engine.calls import CallCancelSwap, CallEscalate, SendToPeers
 from bus.protocol.engine.session import EngineSession
-from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
 from bus.weight_transfer.allocation import StagingCapacity
+from tests.sim.makers import make_arm, make_chunk, make_manifest, make_sent
 
 if TYPE_CHECKING:
     from bus.messages import LeasePosition, Message

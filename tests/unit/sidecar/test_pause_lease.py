@@ -22,9 +22,9 @@ from bus.protocol.engine.calls import (
     CallStart,
 )
 from bus.protocol.engine.pause import EnginePauseState
-from bus.testing.makers import make_chunk, make_sent
 from sidecar.pause_lease import PauseLeaseWriter
 from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease, deadline_ns
+from tests.sim.makers import make_chunk, make_sent
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 
 if TYPE_CHECKING:

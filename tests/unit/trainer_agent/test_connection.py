@@ -20,7 +20,7 @@ from bus.messages import (
     codec,
 )
 from bus.protocol.broker.config import BROKER_NAME
-from bus.testing.makers import make_arm, make_manifest
+from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import envelope
 from trainer_agent.connection import Connection
 

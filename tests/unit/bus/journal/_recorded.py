@@ -9,8 +9,8 @@ from bus.journal.render import decode_frame
 from bus.journal.replay import Difference, Unplayable, replay_lives
 from bus.messages import WIRE_MAJOR, WIRE_MINOR, Ack, Envelope, StatusRequest, Step
 from bus.messages.codec import encode, encode_body
-from bus.runtime.memory_transport import Faults
-from bus.testing.sim_world import SimWorld
+from bus.testing.memory_network import Faults
+from tests.sim.world import SimWorld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

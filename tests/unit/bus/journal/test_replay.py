@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bus.journal.reader import Item
-    from bus.testing.sim_world import SimWorld
+    from tests.sim.world import SimWorld
 
 STEPS = (
     Step.PAUSE_LOCAL,

@@ -15,13 +15,13 @@ from bus.journal.trace import trace
 from bus.messages import Step
 from bus.messages.codec import encode
 from bus.protocol.engine.calls import CallLoad, CallPause
-from bus.testing.sim_engine import Behaviour
+from tests.sim.engine import Behaviour
 from tests.unit.bus._builders import ack, engine_join, envelope
 from tests.unit.bus.journal._recorded import updated, world_of
 
 if TYPE_CHECKING:
     from bus.messages import Message
-    from bus.testing.sim_world import SimWorld
+    from tests.sim.world import SimWorld
 
 LOAD_MS = 50.0
 

@@ -38,7 +38,7 @@ from bus.messages import (
 from bus.messages.types import MAX_MEETING_BYTES, MAX_REQUEST_IDS
 from bus.protocol.broker.broker import Broker
 from bus.protocol.core.effects import Note, Send
-from bus.testing.makers import make_arm, make_manifest
+from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import nack_in
 
 FACTS = EngineFacts(

@@ -14,6 +14,8 @@ from bus.protocol.core.state_table import state_diagram
 from bus.protocol.diagrams import diagrams, fill_page
 from bus.protocol.dp import coordinator, wave
 from bus.protocol.group import pause, sleep, update
+from bus.protocol.trainer import chunk_window, pause_window
+from bus.protocol.trainer import update as trainer_update
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,6 +67,9 @@ def test_every_transition_of_every_machine_is_drawn() -> None:
         "sleep": arrows_of(sleep.TRANSITIONS),
         "coordinator": arrows_of(coordinator.TRANSITIONS),
         "update": arrows_of(update.TRANSITIONS),
+        "trainer-update": arrows_of(trainer_update.TRANSITIONS),
+        "trainer-chunk": arrows_of(chunk_window.TRANSITIONS),
+        "trainer-pause": arrows_of(pause_window.TRANSITIONS),
     }
     assert {name: arrows_in(text) for name, text in diagrams().items()} == tables
 

@@ -8,7 +8,7 @@ from bus.messages import Heartbeat, Join, Message, NackCode, Role, WaitEngines, 
 from bus.protocol.core.link import LinkState
 from bus.runtime.peer import PeerClient
 from bus.testing.clock import SimScheduler
-from bus.testing.makers import make_nack
+from tests.sim.makers import make_nack
 from tests.unit.bus._builders import envelope
 
 if TYPE_CHECKING:

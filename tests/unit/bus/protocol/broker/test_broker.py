@@ -57,7 +57,7 @@ from bus.protocol.broker.config import GROUP_KEPT_MS, BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.link import Link, LinkState
 from bus.protocol.group.group import Group
-from bus.testing.makers import (
+from tests.sim.makers import (
     make_arm,
     make_chunk,
     make_manifest,

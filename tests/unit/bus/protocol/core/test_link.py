@@ -22,7 +22,7 @@ from bus.messages import (
 )
 from bus.protocol.core.effects import Effect, Note
 from bus.protocol.core.link import Link, LinkConfig, LinkState
-from bus.testing.makers import make_nack
+from tests.sim.makers import make_nack
 from tests.unit.bus._builders import envelope, facts, messages
 
 CONFIG = LinkConfig(retry_ms=500, patience_ms=8_000)

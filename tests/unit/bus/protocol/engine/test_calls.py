@@ -14,7 +14,7 @@ from bus.protocol.engine.calls import (
     CallRestore,
     CallResume,
 )
-from bus.testing.makers import make_manifest
+from tests.sim.makers import make_manifest
 from tests.unit.bus._builders import ack
 
 PAUSE = CallPause("keep", True)

@@ -27,7 +27,7 @@ from bus.protocol.engine.calls import (
 )
 from bus.protocol.engine.lease import LeaseState
 from bus.protocol.engine.update_states import EngineUpdateState
-from bus.testing.makers import make_arm
+from tests.sim.makers import make_arm
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 

@@ -29,7 +29,7 @@ from bus.protocol.engine.calls import (
 )
 from bus.protocol.engine.memory import MemoryState
 from bus.protocol.engine.update_states import EngineUpdateState
-from bus.testing.makers import make_arm, make_chunk, make_sent
+from tests.sim.makers import make_arm, make_chunk, make_sent
 from tests.unit.bus._builders import messages, nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 

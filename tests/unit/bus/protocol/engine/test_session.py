@@ -35,7 +35,7 @@ from bus.protocol.engine.lease import LeaseState
 from bus.protocol.engine.pause import EnginePauseState
 from bus.protocol.engine.session import EngineSession
 from bus.protocol.engine.update_states import EngineUpdateState
-from bus.testing.makers import make_arm, make_chunk
+from tests.sim.makers import make_arm, make_chunk
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 

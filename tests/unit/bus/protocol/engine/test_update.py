@@ -47,8 +47,8 @@ from bus.protocol.engine.calls import (
 )
 from bus.protocol.engine.update import EngineUpdate
 from bus.protocol.engine.update_states import MIXED, EngineUpdateState
-from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
 from bus.weight_transfer.allocation import NO_RANK, RankAssignment
+from tests.sim.makers import make_arm, make_chunk, make_manifest, make_sent
 from tests.unit.bus._builders import messages, only
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from bus.protocol.engine.calls import (
     CallStart,
     CallSwap,
 )
-from bus.testing.makers import make_arm, make_chunk, make_sent
 from bus.weight_transfer.allocation import StagingCapacity
+from tests.sim.makers import make_arm, make_chunk, make_sent
 from tests.unit.bus._builders import messages, nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, STAGING, Driver
 

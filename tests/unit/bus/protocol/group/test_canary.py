@@ -25,7 +25,7 @@ from bus.messages import (
     Wake,
 )
 from bus.protocol.core.effects import Note, Send
-from bus.testing.makers import make_arm, make_nack
+from tests.sim.makers import make_arm, make_nack
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, messages, nack_in, only
 from tests.unit.bus.protocol.broker.test_broker import MANIFEST, PAUSE, Bench
 

@@ -20,11 +20,11 @@ from bus.messages import (
 )
 from bus.protocol.engine.calls import CallCommit, CallLoad, CallStart
 from bus.protocol.group.update import UpdateState
-from bus.testing.makers import make_arm, make_manifest
+from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._scene import Scene
 
 if TYPE_CHECKING:
-    from bus.testing.sim_engine import SimEngine
+    from tests.sim.engine import SimEngine
 
 MANIFEST = make_manifest()
 

@@ -22,7 +22,7 @@ from bus.messages import (
 )
 from bus.protocol.broker.broker import Broker
 from bus.protocol.group.engine_registry import Communicator, communicator
-from bus.testing.makers import make_arm, make_manifest
+from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import (
     TRAINER_JOIN,
     ack,

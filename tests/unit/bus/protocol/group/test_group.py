@@ -42,15 +42,15 @@ from bus.protocol.engine.calls import (
 )
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
-from bus.runtime.memory_transport import Faults
-from bus.testing.makers import make_arm, make_manifest
-from bus.testing.sim_world import GROUP
+from bus.testing.memory_network import Faults
+from tests.sim.makers import make_arm, make_manifest
+from tests.sim.world import GROUP
 from tests.unit.bus._scene import Scene, code_of
 
 if TYPE_CHECKING:
     from bus.messages import Envelope
-    from bus.testing.sim_engine import SimEngine
-    from bus.testing.sim_trainer import SimTrainer
+    from tests.sim.engine import SimEngine
+    from tests.sim.trainer import SimTrainer
 
 
 def test_an_update_reaches_every_engine_with_one_pause() -> None:

@@ -17,7 +17,7 @@ from bus.protocol.engine.calls import (
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.update import UpdateState
-from bus.testing.makers import make_arm, make_manifest
+from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import facts
 from tests.unit.bus._scene import Scene, code_of
 

@@ -22,7 +22,7 @@ from tests.unit.bus._scene import Scene
 from tests.unit.bus.protocol.broker.test_broker import Bench
 
 if TYPE_CHECKING:
-    from bus.testing.sim_world import SimWorld
+    from tests.sim.world import SimWorld
 
 
 class Told:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bus.messages import NackCode, Step, WaitEngines
 from bus.protocol.group.trainer_session import ANSWERS_KEPT, OpenRequests
-from bus.testing.makers import make_nack
+from tests.sim.makers import make_nack
 
 ANSWER = make_nack(NackCode.TIMEOUT)
 

@@ -25,7 +25,7 @@ from bus.protocol.core.failures import Declined, Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.core.state_table import IllegalTransition
 from bus.protocol.group.update import TRANSITIONS, UNSAFE, UpdateEvent, UpdateMachine, UpdateState
-from bus.testing.makers import make_arm, make_chunk, make_manifest, make_sent
+from tests.sim.makers import make_arm, make_chunk, make_manifest, make_sent
 from tests.unit.bus._builders import LOST, ack
 
 if TYPE_CHECKING:

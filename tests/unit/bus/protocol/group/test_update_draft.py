@@ -22,7 +22,7 @@ from bus.messages import (
 )
 from bus.protocol.engine.calls import CallAbortRequests, CallArm, CallLoad, CallRestore, CallStart
 from bus.protocol.group.update import UpdateState
-from bus.testing.makers import make_arm, make_chunk, make_sent
+from tests.sim.makers import make_arm, make_chunk, make_sent
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._scene import Scene, code_of
 from tests.unit.bus._session import MANIFEST, Driver

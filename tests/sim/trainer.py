@@ -1,14 +1,14 @@
 """A trainer, simulated: scripts of updates and pauses, asked step by step until answered.
 
-It mirrors ``trainer_agent/agent.py``: a request keeps its id and is sent again until
-it is answered; a trainer that was replaced while it held a pause stops; whoever fails
-in the middle aborts and resumes.
+It mirrors ``trainer_agent/connection.py``: a request keeps its id and is sent again until it is
+answered. What is asked for, the library's own machines say (:mod:`tests.sim.scripts`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bus.errors import WavebusError, refusal
@@ -26,14 +26,16 @@ from bus.messages import (
     Step,
 )
 from bus.protocol.core.link import LinkConfig, LinkState
+from bus.protocol.trainer.pause_window import PauseWindow
 from bus.runtime.peer import PeerClient, route_of
-from bus.testing.sim_scripts import Later, Outcome, Script, TrainerScripts
+from tests.sim.scripts import Batch, Hearer, Later, Outcome, Script, TrainerScripts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.runtime.interfaces import Handle, Scheduler
-    from bus.testing.process import Process
+    from tests.sim.process import Process
+    from tests.sim.scripts import Asks
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class SimRequest:
     answered_ms: float | None = None
     answer: Message | None = None
     sent: int = 0
+    is_due: bool = False
 
 
 class SimTrainer(TrainerScripts):
@@ -108,6 +111,8 @@ class SimTrainer(TrainerScripts):
         self._is_catching_up = False
         self._waiting: dict[int, SimRequest] = {}
         self._batch: list[SimRequest] = []
+        self._hearer: Hearer | None = None  # of the batch
+        self._is_undoing = False
         self._timer: Handle | None = None
         self.peer = PeerClient(
             name=name,
@@ -130,6 +135,9 @@ class SimTrainer(TrainerScripts):
     @property
     def epoch(self) -> int:
         return self.peer.link.epoch
+
+    def now_ms(self) -> float:
+        return self._scheduler.now_ms()
 
     @property
     def is_joined(self) -> bool:
@@ -176,19 +184,37 @@ class SimTrainer(TrainerScripts):
         self._script = self._next = None
         self._is_catching_up = False
         self._waiting = {}
-        self._pause_held = None
+        self.window = PauseWindow()
         if self._timer is not None:
             self._timer.cancel()
 
+    def give_up(self) -> None:
+        """The task that runs the script is cancelled: it undoes what it has begun."""
+        self.process.run(lambda: self._interrupt(WavebusError("the trainer gives up")))
+
+    @property
+    def can_give_up(self) -> bool:
+        """Whether a script runs that is not undoing anything yet."""
+        return self.alive and self._script is not None and not self._is_undoing
+
+    def _interrupt(self, error: WavebusError) -> None:
+        if self.can_give_up:
+            self._waiting = {}
+            self._end_batch(error)
+
     # -- asking -----------------------------------------------------------------
 
-    def _advance(self, answers: tuple[Message, ...] | None) -> None:
+    def _advance(
+        self, answers: tuple[Message, ...] | None, error: WavebusError | None = None
+    ) -> None:
         script = self._script
         assert script is not None
         refused = self.peer.link.refusal if self.peer.link.state is LinkState.REFUSED else None
         try:
             if refused is not None:
                 yielded = script.throw(refusal(refused))
+            elif error is not None:
+                yielded = script.throw(error)
             elif answers is None:
                 yielded = next(script)
             else:
@@ -196,24 +222,48 @@ class SimTrainer(TrainerScripts):
         except StopIteration as stop:
             self._on_script_end(stop.value)
             return
-        except WavebusError as error:
-            self._on_script_end(Outcome("refused", "", error=error))
+        except WavebusError as unhandled:
+            self._on_script_end(Outcome("refused", "", error=unhandled))
             return
         if isinstance(yielded, float | int):
+            self._is_undoing = False
             self._set_timer(yielded, lambda: self._advance(()))
             return
-        now_ms = self._scheduler.now_ms()
-        self._batch = []
-        for each in yielded:
-            later = each if isinstance(each, Later) else Later(each, 0.0)
-            asked_ms = now_ms + later.after_ms
-            self._batch.append(SimRequest(later.message, self.peer.new_id(), asked_ms))
-        self._waiting = {each.msg_id: each for each in self._batch}
-        self.requests += self._batch
-        if any(isinstance(request.message, Resume) for request in self._batch):
+        batch = yielded if isinstance(yielded, Batch) else Batch(yielded, None)
+        self._batch, self._waiting, self._hearer = [], {}, batch.hearer
+        self._is_undoing = batch.is_undo
+        self._resend_due_ms = self.now_ms()
+        self._continue(lambda: batch.messages)
+
+    def _continue(self, following: Callable[[], Asks]) -> None:
+        """Ask for what follows in the batch; what is raised ends it. In a pause, all is asked for
+        only as the trainer that made it."""
+        now_ms = self.now_ms()
+        try:
+            asks = [each if isinstance(each, Later) else Later(each, 0.0) for each in following()]
+            if self._hearer is not None:
+                for each in asks:
+                    self.window.on_asked(each.message, self.epoch)
+        except WavebusError as error:
+            self._waiting = {}
+            self._end_batch(error)
+            return
+        new = [SimRequest(e.message, self.peer.new_id(), now_ms + e.after_ms) for e in asks]
+        self._batch += new
+        self.requests += new
+        self._waiting |= {request.msg_id: request for request in new}
+        if any(isinstance(request.message, Resume) for request in new):
             self.pause_window = None
-        self._resend_due_ms = now_ms
-        self._send_waiting()
+        if not self._waiting:
+            self._end_batch(None)
+        elif new:
+            self._send_waiting()
+
+    def _end_batch(self, error: WavebusError | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        answers = tuple(each.answer for each in self._batch if each.answer is not None)
+        self._advance(answers, error)
 
     def _on_script_end(self, outcome: Outcome) -> None:
         self._script = None
@@ -240,11 +290,19 @@ class SimTrainer(TrainerScripts):
             self._waiting = {}
             self._advance(())
             return
-        now_ms = self._scheduler.now_ms()
+        now_ms = self.now_ms()
+        batch, hearer = self._batch, self._hearer
+        for each in batch:
+            if hearer is None or each.is_due or each.asked_ms > now_ms:
+                continue
+            each.is_due = True
+            self._continue(partial(hearer.on_due, each.message))
+            if self._batch is not batch:
+                return
         again = now_ms >= self._resend_due_ms
         if again:
             self._resend_due_ms = now_ms + self._resend_ms
-        if self.is_joined:
+        if self.is_joined or self._is_undoing:  # a broker that is missed may hear all the same
             for each in self._waiting.values():
                 if each.asked_ms <= now_ms and (again or not each.sent):
                     each.sent += 1
@@ -273,14 +331,16 @@ class SimTrainer(TrainerScripts):
         if isinstance(message, GroupAck) and message.step is Step.PAUSE_GLOBAL:
             self.pause_window = (message.update_id, self.peer.link.epoch)
         self.on_answer(message)
-        if self.pipelined and isinstance(message, Nack):  # what it asked behind that, is given up
-            for each in self._waiting.values():
-                each.answer = message
-            self._waiting = {}
-        if not self._waiting:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._advance(tuple(each.answer for each in self._batch if each.answer is not None))
+        hearer = self._hearer
+        if hearer is None:
+            if not self._waiting:
+                self._end_batch(None)
+            return
+        self.window.on_over(request.message)
+        if isinstance(message, GroupAck):
+            self.window.on_acked(request.message, self.epoch)
+            self.version = max(self.version, message.version)
+        self._continue(partial(hearer.on_answer, request.message, message))
 
     def _on_state(self, state: LinkState) -> None:
         if state is not LinkState.JOINED:

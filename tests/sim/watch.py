@@ -26,13 +26,13 @@ from bus.protocol.engine.pause import EnginePauseState
 from bus.protocol.engine.update_states import EngineUpdateState
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
-from bus.testing.ground_truth import GARBLED, InvariantViolation
+from tests.sim.ground_truth import GARBLED, InvariantViolation
 
 if TYPE_CHECKING:
     from bus.protocol.core.membership import Peer
     from bus.protocol.group.group import Group
-    from bus.testing.sim_engine import SimEngine
-    from bus.testing.sim_world import SimWorld
+    from tests.sim.engine import SimEngine
+    from tests.sim.world import SimWorld
 
 
 class Watch:

@@ -17,12 +17,12 @@ from bus.protocol.engine.update_states import EngineUpdateState
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
 from bus.runtime.broker_server import BrokerServer
-from bus.runtime.memory_transport import Faults, MemoryNetwork
 from bus.testing.clock import SimScheduler
-from bus.testing.memory_journal import MemoryJournal
-from bus.testing.process import Process
-from bus.testing.sim_engine import Behaviour, SimEngine
-from bus.testing.sim_trainer import SimTrainer
+from bus.testing.memory_network import Faults, MemoryNetwork
+from tests.sim.engine import Behaviour, SimEngine
+from tests.sim.memory_journal import MemoryJournal
+from tests.sim.process import Process
+from tests.sim.trainer import SimTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -67,7 +67,7 @@ class SimWorld:
         self.checks: list[Callable[[], None]] = []
         self.superseded_boots: set[int] = set()  # boots of those whose name has a later life
         self.on_answer: list[Callable[[Message], None]] = []
-        self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self._random = random.Random(seed)
         self._boots = itertools.count(1)
         self.journals: list[MemoryJournal] = []  # of every broker, in order
         self.broker = self._new_broker()

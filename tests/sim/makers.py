@@ -16,7 +16,7 @@ from bus.messages import (
     Verify,
     WeightChunkMeta,
 )
-from bus.testing.sim_engine import TENSORS
+from tests.sim.engine import TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

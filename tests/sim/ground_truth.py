@@ -421,7 +421,7 @@ class GroundTruth:
         if self._started and self._begun not in self.broken:
             self._refuse("it is put to sleep in the middle of an update")
         self.asleep = {"weights", "cache"}
-        if call.level == 2:  # noqa: PLR2004 - the level
+        if call.level == 2:
             for target, weights in self.models.items():
                 self.models[target] = dict.fromkeys(weights, GONE)
             self.broken.update(self.models)

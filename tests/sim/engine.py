@@ -53,14 +53,14 @@ from bus.protocol.engine.calls import (
 )
 from bus.protocol.engine.session import EngineSession
 from bus.runtime.peer import PeerClient, route_of
-from bus.testing.ground_truth import GroundTruth, InvariantViolation
 from bus.weight_transfer.allocation import StagingCapacity
+from tests.sim.ground_truth import GroundTruth, InvariantViolation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus.runtime.interfaces import Handle, Scheduler
-    from bus.testing.process import Process
+    from tests.sim.process import Process
 
 TENSORS: Final = ("embed", "block.0", "block.1", "head")
 STEP_MS: Final = 16.0  # between two times at which ranks in lockstep confer
@@ -162,7 +162,7 @@ class SimEngine:
         self.joins = 0
         self.met: Counter[str] = Counter()  # in which moments of a chunk it heard of it
         self.paused_locally = ""  # the pause that it has acked phase 1 of
-        self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self._random = random.Random(seed)
         self._scheduler: Scheduler = process
         self._timer: Handle | None = None
         self.peer = PeerClient(

@@ -1,0 +1,103 @@
+"""The chunks of one update on their way, trainer's side: how many at a time, in which order.
+
+::
+
+    a chunk    event      next       when
+    WAITING    ANNOUNCED  ANNOUNCED  WEIGHT_CHUNK_META is asked for: a buffer is free for the chunk
+    ANNOUNCED  LEFT       LEFT       the sender has sent the chunk's bytes
+    LEFT       SENT       SENT       CHUNK_SENT is asked for, behind that of the chunk before
+    SENT       APPLIED    APPLIED    both messages are answered
+
+Invariants:
+
+- At most ``depth`` chunks hold a buffer: each from its announcement until it is applied, or, where
+  engines have memory of their own for what they receive, until it has left.
+- Chunks are announced in their order, and so are the messages that say that they have left: bytes
+  may leave in another one.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from bus.protocol.core.state_table import IllegalTransition, next_state
+
+
+class ChunkState(StrEnum):
+    WAITING = "waiting"
+    ANNOUNCED = "announced"
+    LEFT = "left"
+    SENT = "sent"
+    APPLIED = "applied"
+
+
+class ChunkEvent(StrEnum):
+    ANNOUNCED = "announced"
+    LEFT = "left"
+    SENT = "sent"
+    APPLIED = "applied"
+
+
+_S, _E = ChunkState, ChunkEvent
+
+TRANSITIONS: Final[dict[tuple[ChunkState, ChunkEvent], ChunkState]] = {
+    (_S.WAITING, _E.ANNOUNCED): _S.ANNOUNCED,
+    (_S.ANNOUNCED, _E.LEFT): _S.LEFT,
+    (_S.LEFT, _E.SENT): _S.SENT,
+    (_S.SENT, _E.APPLIED): _S.APPLIED,
+}
+
+_UNSENT: Final = frozenset({_S.WAITING, _S.ANNOUNCED, _S.LEFT})
+
+
+class ChunkWindow:
+    """All chunks of one update.
+
+    Args:
+        chunks: how many there are.
+        depth: how many buffers the sender has.
+        frees_early: a chunk's buffer is free as soon as the chunk has left.
+    """
+
+    def __init__(self, chunks: int, depth: int, *, frees_early: bool) -> None:
+        self._states = [ChunkState.WAITING] * chunks
+        self._depth = depth
+        self._freed = {_S.LEFT, _S.SENT, _S.APPLIED} if frees_early else {_S.APPLIED}
+
+    @property
+    def has_sent_all(self) -> bool:
+        """Whether CHUNK_SENT was asked for of every chunk, so that engines may finish."""
+        return _UNSENT.isdisjoint(self._states)
+
+    def has_room(self, seq: int) -> bool:
+        """Whether a buffer is free for a chunk, once all before it have theirs."""
+        return seq < self._depth or self._states[seq - self._depth] in self._freed
+
+    def is_next_sent(self, seq: int) -> bool:
+        """Whether a chunk has left, and CHUNK_SENT of the chunk before it was asked for."""
+        before = self._states[:seq]
+        return self._states[seq] is _S.LEFT and _UNSENT.isdisjoint(before[-1:])
+
+    def on_announced(self, seq: int) -> None:
+        """WEIGHT_CHUNK_META is asked for."""
+        if not self.has_room(seq):
+            raise IllegalTransition("chunk", self._states[seq].value, f"no buffer for {seq}")
+        self._go(seq, _E.ANNOUNCED)
+
+    def on_left(self, seq: int) -> None:
+        """The chunk's bytes have left the sender."""
+        self._go(seq, _E.LEFT)
+
+    def on_sent(self, seq: int) -> None:
+        """CHUNK_SENT is asked for."""
+        if not self.is_next_sent(seq):
+            raise IllegalTransition("chunk", self._states[seq].value, f"{seq} sent out of turn")
+        self._go(seq, _E.SENT)
+
+    def on_applied(self, seq: int) -> None:
+        """Every engine that is left has applied the chunk."""
+        self._go(seq, _E.APPLIED)
+
+    def _go(self, seq: int, event: ChunkEvent) -> None:
+        self._states[seq] = next_state("chunk", TRANSITIONS, self._states[seq], event)

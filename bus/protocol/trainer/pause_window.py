@@ -1,0 +1,130 @@
+"""The pause that a trainer holds, as far as the broker's answers say.
+
+::
+
+    state   event        next    when
+    NONE    PAUSED       HELD    the broker answers PAUSE_LOCAL
+    HELD, ASLEEP
+            PAUSED       HELD    the same: a later pause of this trainer took the first one over
+    HELD    SLEEP_ASKED  ASLEEP  SLEEP is asked for: weights may be gone from now on
+    HELD    AWAKE        HELD    the broker answers WAKE, after a sleep of an earlier trainer
+    ASLEEP  AWAKE        HELD    the broker answers WAKE
+    HELD, ASLEEP
+            ENDED        NONE    RESUME is over: answered, refused, or left to guaranteed delivery
+            LOST         NONE    the trainer's epoch is another one
+
+Invariant: in a pause, a step is asked for only under the epoch in which the pause was made. With
+another epoch the broker has taken this trainer for dead, and has resumed its engines.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from bus.errors import Refused, UpdateFailed
+from bus.messages import Nack, NackCode, PauseLocal, Resume, Sleep, Wake
+from bus.protocol.core.state_table import next_state
+
+if TYPE_CHECKING:
+    from bus.messages import Message
+
+
+class PauseWindowState(StrEnum):
+    NONE = "none"
+    HELD = "held"
+    ASLEEP = "asleep"
+
+
+class PauseWindowEvent(StrEnum):
+    PAUSED = "paused"
+    SLEEP_ASKED = "sleep_asked"
+    AWAKE = "awake"
+    ENDED = "ended"
+    LOST = "lost"
+
+
+_S, _E = PauseWindowState, PauseWindowEvent
+
+TRANSITIONS: Final[dict[tuple[PauseWindowState, PauseWindowEvent], PauseWindowState]] = {
+    **{(state, _E.PAUSED): _S.HELD for state in PauseWindowState},
+    (_S.HELD, _E.SLEEP_ASKED): _S.ASLEEP,
+    (_S.HELD, _E.AWAKE): _S.HELD,
+    (_S.ASLEEP, _E.AWAKE): _S.HELD,
+    **{(state, _E.ENDED): _S.NONE for state in (_S.HELD, _S.ASLEEP)},
+    **{(state, _E.LOST): _S.NONE for state in (_S.HELD, _S.ASLEEP)},
+}
+
+
+class PauseWindow:
+    """The pause of one trainer.
+
+    Attributes:
+        pause: how the pause that is held was asked for; None: none is held.
+    """
+
+    def __init__(self) -> None:
+        self.state = PauseWindowState.NONE
+        self.pause: PauseLocal | None = None
+        self._epoch = 0  # in which the pause was made
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the trainer holds its group paused."""
+        return self.state is not _S.NONE
+
+    def on_asked(self, message: Message, epoch: int) -> None:
+        """A step is about to be asked for.
+
+        Raises:
+            UpdateFailed: with code ``fenced``, if the pause was made in another epoch.
+        """
+        if self.is_open and epoch != self._epoch:
+            self._end(_E.LOST)
+            raise UpdateFailed(_fenced(getattr(message, "update_id", "")))
+        if isinstance(message, Sleep):
+            self._go(_E.SLEEP_ASKED)
+
+    def on_acked(self, message: Message, epoch: int) -> None:
+        """The broker has acknowledged a step."""
+        if isinstance(message, PauseLocal):
+            self._go(_E.PAUSED)
+            self.pause, self._epoch = message, epoch
+        elif isinstance(message, Wake) and self.is_open:
+            self._go(_E.AWAKE)
+
+    def on_over(self, message: Message) -> None:
+        """Nobody waits for the answer to a step any more."""
+        if isinstance(message, Resume) and self.is_open:
+            self._end(_E.ENDED)
+
+    @staticmethod
+    def undo(update_id: str, error: BaseException) -> list[Resume]:
+        """What ends a pause one of whose steps, PAUSE_LOCAL or RESUME, has failed.
+
+        A refused pause was resumed by the broker, and a refused resume is the broker's to mend. Of
+        a step without an answer nobody knows.
+        """
+        return [] if isinstance(error, Refused) else [Resume(update_id)]
+
+    def _end(self, event: PauseWindowEvent) -> None:
+        self._go(event)
+        self.pause = None
+
+    def _go(self, event: PauseWindowEvent) -> None:
+        self.state = next_state("pause window", TRANSITIONS, self.state, event)
+
+
+def _fenced(update_id: str) -> Nack:
+    return Nack(
+        code=NackCode.FENCED,
+        step="update",
+        update_id=update_id,
+        chunk=0,
+        detail="the bus took this trainer for dead, and has resumed its engines",
+        field="epoch",
+        peer="",
+        tensor="",
+        hint="keep the event loop free, or use SyncTrainerAgent",
+        retry_after_ms=0,
+    )

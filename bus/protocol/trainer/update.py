@@ -1,0 +1,391 @@
+"""A weight update, trainer's side: what is asked for next, and what undoes it.
+
+::
+
+    state       event         next        what is asked for
+    IDLE        ARM_ASKED     ARMING      ARM
+    IDLE        WAKE_ASKED    WAKING      WAKE: weights sleep in the pause that is held
+    ARMING      WAKE_ASKED    WAKING      an engine is asleep, from an earlier trainer: PAUSE_LOCAL,
+                                          WAKE
+    WAKING      ARM_ASKED     ARMING      ARM
+    ARMING      REFUSED       IDLE        (it may be armed again, with the transport opened anew)
+    ARMING      ARMED         ARMED
+    ARMED       START_ASKED   STARTING    UPDATE_START; before it PAUSE_LOCAL, unless the update is
+                                          staged or a pause is held
+    STARTING    STARTED       LOADING     chunks
+    STARTING, LOADING
+                FINISH_ASKED  FINISHING   UPDATE_FINISH, behind the last chunk
+    FINISHING   STARTED       FINISHING
+    FINISHING   FINISHED      FINISHED
+    FINISHED    PROBE_ASKED   PROBING     PROBE, of an update with a canary
+    PROBING     PROBED        FINISHED
+    FINISHING, FINISHED
+                COMMIT_ASKED  COMMITTING  COMMIT; behind it RESUME, if the update made the pause
+    COMMITTING  FINISHED      COMMITTING
+    COMMITTING  COMMITTED     COMMITTED
+    any but UNDONE
+                UNDO_ASKED    UNDONE      ABORT, if the bus may have it and has not committed it;
+                                          RESUME, if the update asked for a pause
+
+No step waits for the answer to the one before if the broker can wait instead: the messages that one
+method returns may be asked for all at once, in their order.
+
+Invariants:
+
+- The COMMIT carries the version that ARM's answer gave, and is asked for behind UPDATE_FINISH.
+- An update with a canary is committed only after its probes were answered.
+- Nothing is asked for once the update is undone. What was begun is undone, and nothing else: a
+  pause that was held before the update stays.
+- ABORT comes before RESUME: a resume waits for the end of an update that has started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from bus.errors import Refused, WavebusError
+from bus.messages import (
+    Abort,
+    Arm,
+    CanaryMode,
+    Commit,
+    Message,
+    NackCode,
+    PauseLocal,
+    Resume,
+    Staging,
+    StaleEngines,
+    Step,
+    Target,
+    UpdateFinish,
+    UpdateStart,
+    Wake,
+)
+from bus.protocol.core.state_table import IllegalTransition, next_state
+from bus.protocol.trainer.pause_window import PauseWindowState
+
+if TYPE_CHECKING:
+    from bus.manifest import Manifest
+    from bus.messages import Differing, GroupAck
+    from bus.protocol.trainer.pause_window import PauseWindow
+
+
+class TrainerUpdateState(StrEnum):
+    IDLE = "idle"
+    WAKING = "waking"
+    ARMING = "arming"
+    ARMED = "armed"
+    STARTING = "starting"
+    LOADING = "loading"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    PROBING = "probing"
+    COMMITTING = "committing"
+    COMMITTED = "committed"
+    UNDONE = "undone"
+
+
+class TrainerUpdateEvent(StrEnum):
+    WAKE_ASKED = "wake_asked"
+    ARM_ASKED = "arm_asked"
+    REFUSED = "refused"
+    ARMED = "armed"
+    START_ASKED = "start_asked"
+    STARTED = "started"
+    FINISH_ASKED = "finish_asked"
+    FINISHED = "finished"
+    PROBE_ASKED = "probe_asked"
+    PROBED = "probed"
+    COMMIT_ASKED = "commit_asked"
+    COMMITTED = "committed"
+    UNDO_ASKED = "undo_asked"
+
+
+_S, _E = TrainerUpdateState, TrainerUpdateEvent
+
+TRANSITIONS: Final[dict[tuple[TrainerUpdateState, TrainerUpdateEvent], TrainerUpdateState]] = {
+    (_S.IDLE, _E.ARM_ASKED): _S.ARMING,
+    (_S.IDLE, _E.WAKE_ASKED): _S.WAKING,
+    (_S.ARMING, _E.WAKE_ASKED): _S.WAKING,
+    (_S.WAKING, _E.ARM_ASKED): _S.ARMING,
+    (_S.ARMING, _E.REFUSED): _S.IDLE,
+    (_S.ARMING, _E.ARMED): _S.ARMED,
+    (_S.ARMED, _E.START_ASKED): _S.STARTING,
+    (_S.STARTING, _E.STARTED): _S.LOADING,
+    (_S.STARTING, _E.FINISH_ASKED): _S.FINISHING,
+    (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,
+    (_S.FINISHING, _E.STARTED): _S.FINISHING,
+    (_S.FINISHING, _E.FINISHED): _S.FINISHED,
+    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,
+    (_S.PROBING, _E.PROBED): _S.FINISHED,
+    (_S.FINISHING, _E.COMMIT_ASKED): _S.COMMITTING,
+    (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,
+    (_S.COMMITTING, _E.FINISHED): _S.COMMITTING,
+    (_S.COMMITTING, _E.COMMITTED): _S.COMMITTED,
+    **{(state, _E.UNDO_ASKED): _S.UNDONE for state in TrainerUpdateState if state is not _S.UNDONE},
+}
+
+_NAME: Final = "trainer's update"
+# In the others, the broker holds nothing of the update that an ABORT would end.
+_KNOWN_TO_BUS: Final = frozenset(_S) - {_S.IDLE, _S.WAKING, _S.COMMITTED, _S.UNDONE}
+# With one of these codes a COMMIT ends for the trainer, while engines may carry it out; unless the
+# NACK is about a step that comes before.
+_ENDS_OTHERWISE: Final = frozenset({NackCode.FENCED, NackCode.PEER_LOST, NackCode.TIMEOUT})
+_BEFORE_COMMIT: Final = frozenset({Step.START.value, Step.CHUNK.value, Step.FINISH.value})
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """What one update asks for.
+
+    Attributes:
+        pause: how it pauses the group, if it needs to; its id and scope are the update's.
+        target: ``model``, or ``draft``.
+        staging: how it may be staged; None: it is loaded in a pause.
+        has_canary: probes run before the commit.
+        quorum, default_quorum: as ARM has them.
+        catch_up: the engines that catch up by it, and their version; None: it is for all.
+    """
+
+    pause: PauseLocal
+    target: Target = "model"
+    staging: Staging | None = None
+    has_canary: bool = False
+    quorum: int = 1
+    default_quorum: bool = True
+    catch_up: StaleEngines | None = None
+
+
+class TrainerUpdate:
+    """One update. Methods take what happened, and return the messages to ask for.
+
+    Attributes:
+        request: what the update asks for.
+        armed, paused, committed, resumed: the broker's answers to these steps, as they come.
+    """
+
+    def __init__(self, window: PauseWindow, request: UpdateRequest) -> None:
+        self.state = TrainerUpdateState.IDLE
+        self.request = request
+        self.armed: GroupAck | None = None
+        self.paused: GroupAck | None = None
+        self.committed: GroupAck | None = None
+        self.resumed: GroupAck | None = None
+        self._window = window
+        self._arm: Arm | None = None
+        self._owns_pause = False  # it has asked for a pause, which was not resumed
+        self._has_woken = False
+        self._has_probed = False
+
+    @property
+    def id(self) -> str:
+        """The update's id, which its pause has too."""
+        return self.request.pause.update_id
+
+    @property
+    def version(self) -> int:
+        """The version that was committed; 0: none, as far as the broker has answered."""
+        return self.committed.version if self.committed else 0
+
+    @property
+    def staging(self) -> Staging | None:
+        """How the update may be staged; a catch-up, or a draft's, never is."""
+        request = self.request
+        return None if request.catch_up or request.target != "model" else request.staging
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the update is staged, as engines have armed it."""
+        return self.staging is not None and self.armed is not None and not self.armed.why_paused
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether chunks may be announced: in a pause, from UPDATE_START on; staged, behind it."""
+        if self.state is _S.STARTING:
+            return self._window.is_open and not self.is_staged
+        return self.state is _S.LOADING
+
+    @property
+    def has_started(self) -> bool:
+        """Whether every engine waits for chunks, as far as the broker has answered."""
+        return self.state is _S.LOADING
+
+    # -- what the trainer asks for ----------------------------------------------
+
+    def arm(
+        self,
+        manifest: Manifest,
+        *,
+        version: int,
+        label: str,
+        backend: str,
+        communicator: int,
+        base: int = 0,
+    ) -> list[Message]:
+        """Every engine checks the manifest; weights that sleep are woken for it.
+
+        Args:
+            manifest: names, shapes and dtypes of the tensors, in chunks.
+            version: the last one that the trainer knows.
+            label: the trainer's own name of the weights.
+            backend: the transport that is open.
+            communicator: the number of the transport's communicator; 0: it has none.
+            base: the version that a patch is a difference from; 0: it is no patch.
+        """
+        request, catch_up = self.request, self.request.catch_up
+        self._arm = Arm(
+            self.id,
+            catch_up.version if catch_up else version,
+            label,
+            request.target,
+            backend,
+            communicator,
+            manifest.names,
+            manifest.dtypes,
+            manifest.shapes,
+            manifest.chunk_ends,
+            manifest.counts,
+            base,
+            request.quorum,
+            self._canary_mode(),
+            manifest.digest(),
+            catch_up.dp_groups if catch_up else (),
+            self.staging,
+            request.default_quorum,
+        )
+        return self._wake() if self._window.state is PauseWindowState.ASLEEP else self._ask_arm()
+
+    def start(self) -> list[Message]:
+        """Every engine waits for chunks."""
+        self._go(_E.START_ASKED)
+        pause = [] if self.is_staged else self._pause_unless_paused()
+        return [*pause, UpdateStart(self.id, self.is_staged)]
+
+    def finish(self) -> list[Message]:
+        """Every engine finishes, once it has applied every chunk; nothing, if that was asked."""
+        if self.state not in (_S.STARTING, _S.LOADING):
+            return []
+        self._go(_E.FINISH_ASKED)
+        return [UpdateFinish(self.id)]
+
+    def probe(self) -> None:
+        """Every engine is about to be asked for the canary's probes."""
+        self._go(_E.PROBE_ASKED)
+
+    def commit(self, label: str, differing: tuple[Differing, ...]) -> list[Message]:
+        """Every engine but the ``differing`` serves the weights; a pause of the update's ends."""
+        if self.request.has_canary and not self._has_probed:
+            raise IllegalTransition(_NAME, self.state.value, "commit before the probes")
+        self._go(_E.COMMIT_ASKED)
+        assert self.armed is not None
+        commit = Commit(self.id, self.armed.version, label, differing)
+        return [commit, Resume(self.id)] if self._owns_pause else [commit]
+
+    def undo(self) -> list[Abort | Resume]:
+        """What gives the update up, as far as it got, and lets the engines go on."""
+        messages: list[Abort | Resume] = []
+        if self.state in _KNOWN_TO_BUS:
+            messages.append(Abort(self.id, "the trainer gave up"))
+        if self._owns_pause:
+            messages.append(Resume(self.id))
+        self._go(_E.UNDO_ASKED)
+        return messages
+
+    # -- what the broker answers ------------------------------------------------
+
+    def on_acked(self, message: Message, ack: GroupAck) -> list[Message]:
+        """The broker has acknowledged a step; what follows."""
+        match message:
+            case PauseLocal():
+                self.paused = ack
+                return self._ask_wake() if self.state is _S.WAKING else []
+            case Wake():
+                return self._ask_arm()
+            case Arm():
+                self._go(_E.ARMED)
+                self.armed = ack
+            case UpdateStart():
+                self._go(_E.STARTED)
+            case UpdateFinish():
+                self._go(_E.FINISHED)
+            case Commit():
+                self._go(_E.COMMITTED)
+                self.committed = ack
+            case Resume():
+                self.resumed, self._owns_pause = ack, False
+        return []
+
+    def on_probed(self) -> None:
+        """The broker has answered with what every engine gave."""
+        self._go(_E.PROBED)
+        self._has_probed = True
+
+    def on_refused(self, message: Message, refused: Refused) -> list[Message]:
+        """The broker has refused a step; what follows.
+
+        Raises:
+            Refused: nothing does; the same.
+        """
+        if isinstance(message, Arm):
+            if refused.code is NackCode.ENGINE_ASLEEP and not self._has_woken:
+                self._has_woken = True
+                return self._wake()
+            self._go(_E.REFUSED)
+        if isinstance(message, Resume) and refused.code is NackCode.WRONG_STATE:
+            # A broker that was restarted knows of no pause, and resumes engines by itself.
+            self._owns_pause = False
+            return []
+        raise refused
+
+    def describe_end(self, error: BaseException) -> None:
+        """Say in an error of wavebus which version it is about, and whether engines serve that."""
+        if not isinstance(error, WavebusError):
+            return
+        error.version = self.armed.version if self.armed else 0
+        if self.committed is not None:
+            error.outcome = "committed"
+        elif self.state is _S.COMMITTING and not _shows_no_commit(error):
+            error.outcome = "unknown"
+        else:
+            error.outcome = "not_committed"
+
+    # -- inside -------------------------------------------------------------------
+
+    def _canary_mode(self) -> CanaryMode:
+        """What the pause leaves of requests, if there is a canary."""
+        if not self.request.has_canary:
+            return ""
+        pause = self._window.pause or self.request.pause
+        ends = pause.mode == "abort" or (pause.mode == "wait" and pause.escalate == "abort")
+        return "abort" if ends else "keep"
+
+    def _wake(self) -> list[Message]:
+        self._go(_E.WAKE_ASKED)
+        return self._pause_unless_paused() or self._ask_wake()
+
+    def _ask_wake(self) -> list[Message]:
+        assert self._window.pause is not None
+        return [Wake(self._window.pause.update_id)]
+
+    def _ask_arm(self) -> list[Message]:
+        self._go(_E.ARM_ASKED)
+        assert self._arm is not None
+        return [self._arm]
+
+    def _pause_unless_paused(self) -> list[Message]:
+        if self._window.is_open:
+            return []
+        self._owns_pause = True
+        return [self.request.pause]
+
+    def _go(self, event: TrainerUpdateEvent) -> None:
+        self.state = next_state(_NAME, TRANSITIONS, self.state, event)
+
+
+def _shows_no_commit(error: WavebusError) -> bool:
+    """Whether an error that came after COMMIT was asked for shows that no engine has committed."""
+    return isinstance(error, Refused) and (
+        error.nack.step in _BEFORE_COMMIT or error.code not in _ENDS_OTHERWISE
+    )
