@@ -89,8 +89,8 @@ class Sidecar:
             engine is stuck for good.
         pd_role: whether it only prefills, or decodes what others have prefilled. Default: both.
         advertise: a host or a URL by which clients reach the engine. Default: where it listens.
-        key, broker_key: files of `wavebus keygen`: this engine's secret key, and the broker's
-            public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
+        key: file with this engine's secret key (`wavebus keygen`). Default: WAVEBUS_KEY, or none.
+        broker_key: file with the broker's public key. Default: WAVEBUS_BROKER_KEY, or none.
         insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
 
     Raises (from entering):
