@@ -29,6 +29,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Drops Sphinx's roles from docstrings, and the path before a name that begins with ``~``."""
+    """Drops Sphinx's markup of docstrings: roles, paths of names with ``~``, lone colons."""
     html = re.sub(rf"{ROLE}<code>~[\w.]*?(\w+)</code>", r"<code>\1</code>", html)
-    return re.sub(rf"{ROLE}(<code>)", r"\1", html)
+    return re.sub(rf"{ROLE}(<code>)", r"\1", html).replace("<p>::</p>", "")

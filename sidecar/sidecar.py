@@ -93,9 +93,9 @@ class Sidecar:
         broker_key: file with the broker's public key. Default: WAVEBUS_BROKER_KEY, or none.
         insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
 
-    Raises (from entering):
-        EngineError: the engine can't be started or reached.
-        Refused: the broker refused the join (the name is taken, a fact is wrong).
+    Raises:
+        EngineError: on entering, if the engine can't be started or reached.
+        Refused: on entering, if the broker refused the join (the name is taken, a fact is wrong).
     """
 
     def __init__(
