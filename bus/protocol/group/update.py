@@ -197,6 +197,12 @@ class UpdateMachine:
         if self.state not in states:
             if self.failure is not None and update_id == self.update_id:
                 raise Declined(self.failure)
+            if self.state is UpdateState.IDLE and update_id:
+                raise wrong_state(
+                    f"the broker knows nothing of update {update_id}",
+                    "update_id",
+                    hint="it was probably restarted; send the update again",
+                )
             under_way = f" (update {self.update_id})" if self.update_id else ""
             raise wrong_state(
                 f"the update is {self.state.value}{under_way}, not {' or '.join(states)}",
