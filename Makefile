@@ -6,10 +6,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NEXT := .venv-next
+DOCS := .venv-docs
 SOURCES := bus sidecar trainer_agent tests examples
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-next test-fast check lint types layers slow mutants chaos soak bench clean \
+.PHONY: demo test test-next test-fast check lint types layers slow mutants chaos soak bench docs clean \
 	ci-next ci-slow
 
 demo: $(VENV)/.demo
@@ -74,6 +75,9 @@ layers: $(VENV)/.test
 $(VENV)/.demo $(VENV)/.test $(VENV)/.vllm: pyproject.toml .ci/setup
 	PYTHON=$(PYTHON) .ci/setup $(patsubst .%,%,$(notdir $@))
 
+$(DOCS)/.docs: pyproject.toml .ci/setup
+	PYTHON=$(PYTHON) .ci/setup docs
+
 $(NEXT)/.vllm-next: $(VENV)/.vllm .ci/setup
 	PYTHON=$(PYTHON) .ci/setup vllm-next
 
@@ -100,5 +104,9 @@ bench: $(VENV)/.vllm
 	$(BIN)/wavebus bench pause
 	$(BIN)/wavebus bench gap
 
+# The site, in site/; any warning is a failure. `.venv-docs/bin/mkdocs serve` shows pages while you write.
+docs: $(DOCS)/.docs
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" $(DOCS)/bin/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) $(NEXT) build *.egg-info
+	rm -rf $(VENV) $(NEXT) $(DOCS) build site *.egg-info

@@ -146,9 +146,9 @@ RESTARTS: Final = 5
 @click.option(
     "--restarts",
     type=click.IntRange(0),
-    help="How often in a row the engine with its sidecar, or with --dp-size all ranks, are started "
-    "anew when one dies.  [default: 5 with --dp-size, or a COMMAND that is no rank among others; "
-    "else 0]",
+    help="How many times in a row to restart the engine and its sidecar (with --dp-size: all "
+    "ranks).  "
+    "[default: 5 with --dp-size, or a COMMAND that is no rank among others; else 0]",
 )
 @click.option(
     "--core-page",

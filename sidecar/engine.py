@@ -296,8 +296,9 @@ class Engine(Protocol):
             prompts: token ids.
             max_tokens: how many tokens each gives.
             salt: no probe takes a part in what a prefix cache holds under another one.
-            mode, clear_cache: how the engine was paused. With ``EngineInfo.canary`` ``abort``,
-                the engine has no requests of before the pause, and those that come are ended.
+            mode: how the engine was paused. With ``EngineInfo.canary`` ``abort``, the engine has
+                no requests of before the pause, and those that come are ended.
+            clear_cache: whether that pause cleared the caches.
         """
 
     async def commit(self, version: int) -> None:

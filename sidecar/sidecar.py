@@ -89,13 +89,13 @@ class Sidecar:
             engine is stuck for good.
         pd_role: whether it only prefills, or decodes what others have prefilled. Default: both.
         advertise: a host or a URL by which clients reach the engine. Default: where it listens.
-        key, broker_key: files of `wavebus keygen`: this engine's secret key, and the broker's
-            public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
+        key: file with this engine's secret key (`wavebus keygen`). Default: WAVEBUS_KEY, or none.
+        broker_key: file with the broker's public key. Default: WAVEBUS_BROKER_KEY, or none.
         insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
 
-    Raises (from entering):
-        EngineError: the engine can't be started or reached.
-        Refused: the broker refused the join (the name is taken, a fact is wrong).
+    Raises:
+        EngineError: on entering, if the engine can't be started or reached.
+        Refused: on entering, if the broker refused the join (the name is taken, a fact is wrong).
     """
 
     def __init__(

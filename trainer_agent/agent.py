@@ -73,9 +73,10 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         broker: the broker's address.
         group: the engines to hold; one trainer holds a group at a time.
         name: this trainer's name on the bus. Default: from host and pid.
-        rank, ranks: of a trainer with several processes (FSDP). Every rank has an agent, and all
-            call :meth:`update_weights` with their part of the same model; rank 0 holds the
-            group, does the rest, and sends.
+        rank: this process's rank in a trainer of several processes (FSDP). Every rank has an
+            agent, and all call :meth:`update_weights` with their part of the same model. Rank 0
+            holds the group and sends.
+        ranks: how many processes the trainer has.
         backend: how tensors travel: ``shm`` (one host), ``gloo`` (TCP, any number of hosts),
             ``nccl`` (from GPU to GPU), ``ipc`` (engines on the trainer's GPU), or one of your own
             (:func:`bus.weight_transfer.registry.register_sender`).
@@ -98,8 +99,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             before was done; and the source, for one tensor. A broker that is not heard for so long
             fails it, too. More than its ``--step-timeout-ms`` (300 s), after which it leaves out
             who has not answered, and the others go on.
-        key, broker_key: files of `wavebus keygen`: this trainer's secret key, and the broker's
-            public one. Default: WAVEBUS_KEY and WAVEBUS_BROKER_KEY, or no keys.
+        key: file with this trainer's secret key (`wavebus keygen`). Default: WAVEBUS_KEY, or none.
+        broker_key: file with the broker's public key. Default: WAVEBUS_BROKER_KEY, or none.
         insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
     """
 

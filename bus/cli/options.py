@@ -38,7 +38,8 @@ insecure_option = click.option(
     "--insecure",
     is_flag=True,
     envvar=INSECURE_VARIABLE,
-    help="Beyond loopback without keys, where anyone who reaches the port may command engines.  "
+    help="Allow connections beyond loopback without keys. Anyone who can reach the port can then "
+    "control the engines.  "
     f"[env: {INSECURE_VARIABLE}]",
 )
 journal_argument = click.argument(

@@ -153,7 +153,8 @@ def make_sender(
 
     Args:
         buffers: room for how many chunks at a time. Default: what the sender itself has.
-        packed, device: see :class:`Sender`.
+        packed: see :class:`Sender`.
+        device: see :class:`Sender`.
 
     Raises:
         UsageError: names the backends there are, or says why this one can't be loaded, or can't

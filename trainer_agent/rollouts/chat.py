@@ -106,7 +106,8 @@ class ChatClient:
         """Generate the next message of a conversation; otherwise as ``generate``.
 
         Args:
-            messages, tools: as OpenAI has them.
+            messages: as OpenAI has them.
+            tools: as OpenAI has them.
             extra: other fields of vLLM's chat request: ``tool_choice``, ``chat_template_kwargs``, …
 
         Raises:

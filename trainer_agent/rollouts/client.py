@@ -59,7 +59,9 @@ class RolloutClient(ChatClient):
         unavailable_s: how long a request waits while no engine is there.
         timeout_s: how long the broker may take to let the client in.
         api_key: of the engines, if they need one. Default: as VLLM_API_KEY says.
-        key, broker_key, insecure: as for :class:`trainer_agent.TrainerAgent`.
+        key: as for :class:`trainer_agent.TrainerAgent`.
+        broker_key: as for :class:`trainer_agent.TrainerAgent`.
+        insecure: as for :class:`trainer_agent.TrainerAgent`.
     """
 
     def __init__(

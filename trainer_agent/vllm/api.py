@@ -126,11 +126,16 @@ class VllmApi:
         """The ``client`` of vLLM's trainer engines: each of their updates is one of the bus's.
 
         Args:
-            mode, clear_cache, wait_s, escalate: as :meth:`paused` has them.
+            mode: as :meth:`paused` has it.
+            clear_cache: as :meth:`paused` has it.
+            wait_s: as :meth:`paused` has it.
+            escalate: as :meth:`paused` has it.
             chunk_bytes: for a trainer engine of your own that calls ``update_weights`` more than
                 once: at most so much it puts into one call, or a larger tensor alone. vLLM's own
                 need none.
-            target, canary, quorum: as :meth:`update_weights` has them.
+            target: as :meth:`update_weights` has it.
+            canary: as :meth:`update_weights` has it.
+            quorum: as :meth:`update_weights` has it.
         """
         pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         options = UpdateOptions(pause, canary, quorum)

@@ -197,11 +197,11 @@ class UpdateMachine:
         if self.state not in states:
             if self.failure is not None and update_id == self.update_id:
                 raise Declined(self.failure)
-            under_way = f" (update {self.update_id})" if self.update_id else ""
-            raise wrong_state(
-                f"the update is {self.state.value}{under_way}, not {' or '.join(states)}",
-                hint="one update at a time, its steps in order",
-            )
+            if self.state is UpdateState.IDLE and update_id:
+                detail = f"the broker knows no update {update_id}; it was probably restarted"
+                raise wrong_state(detail, hint="send the update again")
+            detail = f"update {self.update_id} is {self.state.value}, not {' or '.join(states)}"
+            raise wrong_state(detail, hint="one update at a time, its steps in order")
         if update_id and update_id != self.update_id:
             raise wrong_state(f"the update under way is {self.update_id}", "update_id")
 

@@ -314,7 +314,7 @@ def test_a_command_of_an_update_that_was_given_up_hears_why() -> None:
     with pytest.raises(Declined) as declined:
         update.require(_S.ARMED, update_id="u1")
     assert declined.value.failure == LOST
-    with pytest.raises(Declined, match="the update is idle"):
+    with pytest.raises(Declined, match="the broker knows no update u2"):
         update.require(_S.ARMED, update_id="u2")
 
 
