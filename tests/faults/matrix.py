@@ -26,11 +26,11 @@ ACTORS: Final = {
     "rank1": "trainer-1",
 }
 FAULTS: Final = {
-    "sigkill": "its process gets SIGKILL, and is started again later",
-    "sigstop": "its process gets SIGSTOP, and SIGCONT after more than the lease",
-    "cut": "its link is cut: the connection drops, and new ones are refused",
-    "mute": "its link is cut one way: nothing that it says arrives, and the connection stands",
-    "deaf": "its link is cut the other way: nothing reaches it, and the connection stands",
+    "sigkill": "The process gets SIGKILL and is restarted later.",
+    "sigstop": "The process gets SIGSTOP, and SIGCONT after more than the lease.",
+    "cut": "The link is cut: the connection drops, and new ones are refused.",
+    "mute": "The link is cut one way: nothing that it sends arrives; the connection stays open.",
+    "deaf": "The link is cut the other way: nothing reaches it; the connection stays open.",
 }
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs/faults.md"
 
@@ -170,49 +170,46 @@ def clears_cache(cell: Cell) -> bool:
 # (see :meth:`tests.faults.cell.Play.run`).
 OUTCOMES: Final[dict[str, tuple[str, frozenset[str]]]] = {
     "C": (
-        "committed on all engines",
+        "Committed on all engines.",
         frozenset({"committed"}),
     ),
     "W": (
         (
-            "committed without who failed, and its peer in lockstep, unless they have done all of "
-            "it; the next update brings them back"
+            "Committed without the failed engine and its peer rank, unless these had finished. "
+            "The next update brings them back."
         ),
         frozenset({"committed"}),
     ),
     "G": (
         (
-            "given up before anything was loaded: an error that names who failed; all who are "
-            "there resume the old version"
+            "Fails before anything is loaded. The error names the failed engine; "
+            "all others resume the old version."
         ),
         frozenset({"failed"}),
     ),
     "E": (
         (
-            "ends with an error for the trainer, if that lives: who has committed serves the new "
-            "version, who has loaded nothing resumes the old one, who holds a part is quarantined "
-            "until the next update"
+            "The trainer, if alive, gets an error. Engines that committed serve the new version. "
+            "Engines that loaded nothing resume the old one. "
+            "Partly loaded engines are quarantined until the next update."
         ),
         frozenset({"failed", "gone"}),
     ),
     "N": (
-        (
-            "ends with an error for the trainer, if that lives; nobody has committed, and all "
-            "serve the old version on"
-        ),
+        "The trainer, if alive, gets an error. No engine has committed; all serve the old version.",
         frozenset({"failed", "gone"}),
     ),
     "P": (
         (
-            "ends with an error for the trainer, if that lives; who has committed serves the new "
-            "version, and who misses that is behind until the next update"
+            "The trainer, if alive, gets an error. Engines that committed serve the new version; "
+            "the others are stale until the next update."
         ),
         frozenset({"failed", "gone"}),
     ),
     "X": (
         (
-            "committed, or an error for the trainer: a message under way, or a deadline, is "
-            "overtaken by the fault or is not"
+            "Either committed, or an error for the trainer. It depends on whether the fault "
+            "comes before or after a message in flight or a deadline."
         ),
         frozenset({"committed", "failed"}),
     ),
@@ -297,16 +294,18 @@ def ends_of(cell: Cell) -> frozenset[str]:
 
 
 def _matrix(cells: tuple[Cell, ...]) -> str:
-    """What comes of the update, of each cell."""
+    """What comes of the update, of each cell. Faults with the same outcomes share a row."""
     lines: list[str] = []
     for actor in ACTORS:
         mine = [cell for cell in cells if cell.actor == actor]
         steps = list(dict.fromkeys(cell.step for cell in mine))
         head = " | ".join(step.replace("_", " ") for step in steps)
         lines += ["", f"| {actor} | {head} |", "|---" * (len(steps) + 1) + "|"]
+        rows: dict[str, list[str]] = {}
         for fault in FAULTS:
             letters = [outcome_of(cell) for cell in mine if cell.fault == fault]
-            lines.append(f"| {fault} | " + " | ".join(letters) + " |")
+            rows.setdefault(" | ".join(letters), []).append(fault)
+        lines += [f"| {', '.join(faults)} | {letters} |" for letters, faults in rows.items()]
     return "\n".join(lines).strip()
 
 
@@ -322,7 +321,7 @@ def _vllm(cells: tuple[Cell, ...]) -> str:
 
 
 def _outcomes(letters: str) -> str:
-    return "\n".join(f"- **{letter}**: {OUTCOMES[letter][0]}." for letter in letters)
+    return "\n".join(f"- **{letter}**: {OUTCOMES[letter][0]}" for letter in letters)
 
 
 def filled(page: str) -> str:
