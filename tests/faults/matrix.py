@@ -294,46 +294,32 @@ def ends_of(cell: Cell) -> frozenset[str]:
 
 
 def _matrix(cells: tuple[Cell, ...]) -> str:
-    """What comes of the update, of each cell. Faults with the same outcomes share a row."""
-    lines: list[str] = []
+    """What comes of the update, of each cell. Faults of an actor with equal outcomes share a row.
+
+    A step that only ranks in lockstep have is empty for all other actors.
+    """
+    steps = list(dict.fromkeys(cell.step for cell in cells if cell.actor == "engine"))
+    head = " | ".join(step.replace("_", " ") for step in steps)
+    lines = [f"| actor | fault | {head} |", "|---" * (len(steps) + 2) + "|"]
     for actor in ACTORS:
-        mine = [cell for cell in cells if cell.actor == actor]
-        steps = list(dict.fromkeys(cell.step for cell in mine))
-        head = " | ".join(step.replace("_", " ") for step in steps)
-        lines += ["", f"| {actor} | {head} |", "|---" * (len(steps) + 1) + "|"]
         rows: dict[str, list[str]] = {}
         for fault in FAULTS:
-            letters = [outcome_of(cell) for cell in mine if cell.fault == fault]
-            rows.setdefault(" | ".join(letters), []).append(fault)
-        lines += [f"| {', '.join(faults)} | {letters} |" for letters, faults in rows.items()]
-    return "\n".join(lines).strip()
-
-
-def _vllm(cells: tuple[Cell, ...]) -> str:
-    """What comes of the update, of each cell on real vLLM."""
-    lines = ["| scene | actor | fault | step | |", "|---" * 5 + "|"]
-    for cell in cells:
-        step = cell.step.replace("_", " ")
-        lines.append(
-            f"| {cell.scene} | {cell.actor} | {cell.fault} | {step} | {outcome_of(cell)} |"
-        )
+            mine = {cell.step: cell for cell in cells if (cell.actor, cell.fault) == (actor, fault)}
+            row = [outcome_of(mine[step]) if step in mine else "" for step in steps]
+            rows.setdefault(" | ".join(row), []).append(fault)
+        for letters, faults in rows.items():
+            named = "all" if len(faults) == len(FAULTS) else ", ".join(faults)
+            lines.append(f"| {actor} | {named} | {letters} |")
     return "\n".join(lines)
-
-
-def _outcomes(letters: str) -> str:
-    return "\n".join(f"- **{letter}**: {OUTCOMES[letter][0]}" for letter in letters)
 
 
 def filled(page: str) -> str:
     """docs/faults.md with its tables as they stand here."""
     parts = {
         "faults": "\n".join(f"| {name} | {text} |" for name, text in FAULTS.items()),
-        "outcomes": _outcomes("CWGEX"),
-        "staged_outcomes": _outcomes("CWNPX"),
+        "outcomes": "\n".join(f"- **{letter}**: {text}" for letter, (text, _) in OUTCOMES.items()),
         "matrix": _matrix(CELLS),
         "staged": _matrix(STAGED_CELLS),
-        "vllm": _vllm(VLLM_CELLS),
-        "staged_vllm": _vllm(STAGED_VLLM_CELLS),
     }
     for name, text in parts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
