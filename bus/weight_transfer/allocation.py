@@ -1,7 +1,6 @@
-"""What a transfer is given: its ranks in a communicator, and memory to stage in.
+"""Values that a transfer gets: ranks in a communicator, and memory for staging.
 
-The protocol's machines and the engines pass these values on. The module knows no backend and no
-torch.
+The state machines and the engines pass these values on. The module knows no backend and no torch.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a sender needs to know of the communicator that it makes; it is rank 0.
+    """Describes the communicator to the sender, which is its rank 0.
 
-    ``number`` is 0 and ``size`` 1 for a backend without collectives. ``address`` is this
-    host's, as those see it who are reached the way that the broker is. ``senders``: so many
-    ranks of the trainer take part, in the first places; the broker counts one, and ``size`` all.
+    Attributes:
+        number: the communicator's number; 0 for a backend without collectives.
+        size: how many ranks there are, with the sender; 1 without collectives.
+        address: this host's address, as hosts on the way to the broker see it.
+        senders: how many ranks of the trainer take part. They are the first ranks.
     """
 
     number: int
@@ -35,30 +36,39 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """Where an engine stands in a communicator. ``rank`` is its first worker's, and each
-    worker's own where a receiver gets it."""
+    """Says which rank an engine, or one of its workers, is in a communicator.
+
+    Attributes:
+        communicator: the communicator's number.
+        world_size: how many ranks there are.
+        rank: the rank of the engine's first worker. A receiver gets its own worker's rank.
+    """
 
     communicator: int
     world_size: int
     rank: int
 
     def of_worker(self, index: int) -> RankAssignment:
-        """The place of an engine's worker."""
+        """Returns the assignment of one of the engine's workers.
+
+        Args:
+            index: the worker's number in the engine, from 0.
+        """
         return RankAssignment(self.communicator, self.world_size, self.rank + index)
 
 
-# Of a backend without collectives.
+# For backends without collectives.
 ALONE: Final = World(0, 1, "")
 NO_RANK: Final = RankAssignment(0, 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StagingCapacity:
-    """For an update that is armed.
+    """Whether an armed update can be staged.
 
     Attributes:
-        needed_bytes: what staging takes, in the worker that needs most; 0 if that is not known.
-        why_not: why there can be none; empty: there can.
+        needed_bytes: what staging takes in the worker that needs most, in bytes; 0 if unknown.
+        why_not: why the update can't be staged; empty: it can.
     """
 
     needed_bytes: int = 0
@@ -66,11 +76,16 @@ class StagingCapacity:
 
 
 def combine(rooms: Sequence[StagingCapacity]) -> StagingCapacity:
-    """Of an engine's workers: what it takes in the one that needs most, and why the first one can't
-    that can't.
+    """Combines the capacities of an engine's workers.
+
+    Args:
+        rooms: one capacity per worker.
+
+    Returns:
+        The largest need, and the first reason why not.
 
     Raises:
-        ValueError: there are none.
+        ValueError: ``rooms`` is empty.
     """
     return StagingCapacity(
         max(room.needed_bytes for room in rooms),
@@ -79,10 +94,14 @@ def combine(rooms: Sequence[StagingCapacity]) -> StagingCapacity:
 
 
 def require_capacity(staging: Staging, room: StagingCapacity) -> StagingCapacity:
-    """The same room, unless there is none, and there must be.
+    """Returns ``room``, unless the update must be staged and can't be.
+
+    Args:
+        staging: the staging options of ARM.
+        room: the engine's capacity.
 
     Raises:
-        EngineError: code ``staging_refused``.
+        EngineError: code ``staging_refused``, with the reason.
     """
     if room.why_not and staging.required:
         raise EngineError(room.why_not, code=NackCode.STAGING_REFUSED)

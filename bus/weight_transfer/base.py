@@ -1,7 +1,8 @@
 """The contracts of a backend's two ends: :class:`Sender` and :class:`Receiver`.
 
 A sender lives in the trainer. A receiver lives where the tensors are needed: in the embedded
-engine, or inside a vLLM worker. It fetches bytes and knows no model.
+engine, or in a vLLM worker. It fetches bytes and knows no model. docs/extending.md adds a backend
+step by step.
 """
 
 from __future__ import annotations
@@ -20,34 +21,41 @@ if TYPE_CHECKING:
     from bus.weight_transfer.allocation import RankAssignment, World
     from bus.weight_transfer.packing import ReceivedChunk, Tensors
 
-DOUBLE: Final = 2  # buffers: one is filled while the other is emptied
+DOUBLE: Final = 2  # one buffer is filled while the other is read
 
 
 class Sender(ABC):
-    """Makes tensors reachable for the engines. One object lives as long as one transport.
+    """The trainer's end of a backend. One object lives as long as one transport.
 
-    The agent calls :meth:`open`, has every engine open its end with the returned params, and
-    :meth:`meet` beside that; then :meth:`on_opened`. Each chunk is :meth:`put`, announced to the
-    engines, and :meth:`transfer`\\ red while they receive it. At most :attr:`prefetch_depth` chunks
-    have no :meth:`on_taken` yet, or, of a collective, have been put and not transferred. The first
-    ones are put while engines still generate.
+    The agent calls the methods in this order:
 
-    :meth:`open`, :meth:`meet`, :meth:`put` and :meth:`transfer` run in threads and may block,
-    each one at a time, a put beside the transfer of the chunk before; where they are
-    :meth:`queue`\\ d, in order, several transfers wait side by side. What waits for engines must
-    end by itself when one is gone or silent.
+    1. :meth:`open`. Every engine opens its end with the returned params.
+    2. :meth:`meet`, while the engines open, then :meth:`on_opened`.
+    3. For each chunk: :meth:`put`. The agent announces the chunk to the engines.
+       :meth:`transfer` sends the chunk while they receive it. :meth:`on_taken` follows.
+    4. :meth:`close`.
+
+    At most :attr:`prefetch_depth` chunks are in flight. A chunk is in flight from :meth:`put` to
+    :meth:`on_taken`; over a collective, to the end of :meth:`transfer`. The first chunks are put
+    while engines still generate.
+
+    :meth:`open`, :meth:`meet`, :meth:`put` and :meth:`transfer` run in threads and may block. Each
+    runs once at a time; a put may run beside the transfer of the chunk before. Queued chunks
+    (:meth:`queue`) may have several transfers waiting at a time. A wait for engines must end by
+    itself if an engine is gone or silent.
 
     Attributes:
-        prefetch_depth: how many chunks it has room for at a time; set before :meth:`open`.
-        packed: chunks are packed into buffers; else tensors are sent from where they are. Set
-            before :meth:`open`, and only where :attr:`can_send_unpacked`.
-        device: the GPU that it sends from, such as ``cuda:0``, if it is one that does; empty:
-            the current one of the thread that opens it. Set before :meth:`open`.
-        can_send_unpacked: it can do without packing.
-        can_queue: it can :meth:`queue` a chunk while others travel.
-        is_collective: engines and sender receive a chunk together, in a communicator that whoever
-            comes or goes makes useless.
-        is_bit_exact: what engines receive is, bit by bit, what was put.
+        prefetch_depth: how many chunks may be in flight. Set before :meth:`open`.
+        packed: whether chunks are packed into buffers. Otherwise tensors are sent from where they
+            are. Set before :meth:`open`, and only if :attr:`can_send_unpacked`.
+        device: the GPU to send from, such as ``cuda:0``. Empty: the current one of the thread that
+            calls :meth:`open`. Set before :meth:`open`.
+        can_send_unpacked: whether ``packed=False`` is supported.
+        can_queue: whether :meth:`queue` is supported.
+        is_collective: whether sender and engines receive a chunk together, in a communicator. It
+            must be made again whenever an engine comes or goes.
+        is_bit_exact: whether engines receive exactly the bits that were put. Otherwise checksums
+            are not compared.
     """
 
     prefetch_depth: int = DOUBLE
@@ -60,58 +68,112 @@ class Sender(ABC):
 
     @abstractmethod
     def open(self, chunk_bytes: int, world: World) -> bytes:
-        """Make room for chunks of up to ``chunk_bytes``; return the engines' params."""
+        """Allocates memory for chunks and returns what the engines need to open their end.
 
-    def meet(self) -> None:  # noqa: B027 - only collectives have somebody to meet
-        """Wait until all ends of the communicator are there."""
+        Args:
+            chunk_bytes: size of the largest chunk, as :meth:`packed_bytes` counts, in bytes.
+            world: the communicator, of which this end is rank 0.
+
+        Returns:
+            The params for :meth:`Receiver.open`, at most ``MAX_BLOB_BYTES``.
+
+        Raises:
+            WavebusError: memory or a store can't be had. The text says what to lower.
+            UsageError: an option, such as :attr:`device`, is wrong.
+        """
+
+    def meet(self) -> None:  # noqa: B027 - only collectives meet
+        """Waits until all ends of the communicator are there.
+
+        Raises:
+            WavebusError: an end is missing, or the sender was closed meanwhile.
+        """
 
     def on_opened(self) -> None:  # noqa: B027 - as above
-        """Every engine has opened its end."""
+        """Is called when every engine has opened its end."""
 
     @abstractmethod
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Offer one chunk; return the handle for its WEIGHT_CHUNK_META."""
+        """Offers one chunk to the engines.
+
+        Args:
+            seq: number of the chunk in its update, from 0.
+            tensors: the chunk's tensors, of any shape, dtype, strides and device.
+
+        Returns:
+            The handle for the chunk's WEIGHT_CHUNK_META.
+
+        Raises:
+            UsageError: a tensor is where this backend can't send it from.
+            WavebusError: the chunk can't be offered.
+        """
 
     def queue(self, seq: int) -> None:  # noqa: B027 - as above
-        """Have the chunk sent when those before it are, without a wait for them."""
+        """Queues the chunk behind those before it, without waiting for them.
+
+        Args:
+            seq: number of a chunk that was put.
+
+        Raises:
+            WavebusError: the transport failed or was closed.
+        """
 
     def transfer(self, seq: int) -> None:  # noqa: B027 - as above
-        """Send the chunk that was put, if it is not queued; return when it is sent. Engines receive
-        it meanwhile."""
+        """Sends the chunk, unless it is queued, and returns when it is sent.
+
+        Engines receive the chunk meanwhile.
+
+        Args:
+            seq: number of a chunk that was put.
+
+        Raises:
+            WavebusError: the transport failed or was closed.
+        """
 
     def on_taken(self, seq: int) -> None:  # noqa: B027 - as above
-        """Every engine has taken the chunk; its room may be used again."""
+        """Is called when every engine has taken the chunk. Its memory may be used again.
+
+        Args:
+            seq: number of the chunk.
+        """
 
     def packed_bytes(self, sizes_bytes: Sequence[int]) -> int:
-        """Room that tensors of these sizes take in one chunk. Unpacked they take none; the one
-        byte has the transport opened all the same."""
+        """Returns how many bytes of a buffer the tensors of one chunk take.
+
+        Args:
+            sizes_bytes: size of each tensor in bytes.
+
+        Returns:
+            The bytes. Unpacked tensors take none; 1 is returned, so that the transport is opened.
+        """
         return sum(map(aligned, sizes_bytes)) if self.packed else 1
 
     @abstractmethod
     def close(self) -> None:
-        """Let everything go. It also ends a :meth:`meet` that waits in another thread."""
+        """Frees everything. Ends a :meth:`meet` that waits in another thread."""
 
 
 class Receiver(ABC):
-    """Fetches chunks from a trainer. One object lives as long as one transport.
+    """The engine's end of a backend. One object lives as long as one transport.
 
-    What may block on the other end, must end by itself when that end is gone or silent.
+    A wait for the other end must end by itself if that end is gone or silent.
 
     Attributes:
-        room_bytes: how much a packed chunk may take; None: as much as it likes.
-        device: where the engine has its weights; set before :meth:`open`. Most receivers bring
-            tensors to CPU memory whatever it is.
-        is_owned: what it brings is the caller's own, and stays after :meth:`release`. May change
-            with :meth:`open`.
-        is_lasting: until :meth:`release` nothing that becomes of the other end can take the tensors
-            away. If not, they are copied as soon as they are there.
-        is_blocking: :meth:`receive` waits for the other end, or copies.
-        is_collective: :meth:`receive` waits for others, who all have their part in it. It may be
-            closed meanwhile by another thread, and is opened anew then.
-        can_launch: :meth:`launch` does what there is to do; who waits, waits for the device.
-        prefetch_depth: so many chunks may be received before the first of them is released. With
-            more than one, or if the receiver :attr:`is_collective`, :meth:`receive` is called in a
-            thread of its own. May change with :meth:`open`.
+        room_bytes: size limit of a packed chunk in bytes; None: no limit. May change with
+            :meth:`open`.
+        device: where the engine has its weights. Set before :meth:`open`. Most receivers return
+            tensors in CPU memory whatever it is.
+        is_owned: whether received tensors belong to the caller and stay valid after
+            :meth:`release`. May change with :meth:`open`.
+        is_lasting: whether received tensors stay valid until :meth:`release` even if the other end
+            is gone. Otherwise the caller copies them at once.
+        is_blocking: whether :meth:`receive` waits for the other end, or copies.
+        is_collective: whether :meth:`receive` waits for all ends of a communicator. Another thread
+            may then call :meth:`close` meanwhile, and open the transport again.
+        can_launch: whether :meth:`launch` returns before the chunk is there.
+        prefetch_depth: how many chunks may be received before the first is released. If it is more
+            than 1, or the receiver :attr:`is_collective`, :meth:`receive` runs in a thread of its
+            own. May change with :meth:`open`.
     """
 
     room_bytes: int | None = None
@@ -125,11 +187,11 @@ class Receiver(ABC):
 
     @abstractmethod
     def open(self, params: bytes, place: RankAssignment) -> None:
-        """Reach the other end; a second call replaces the transport.
+        """Connects to the sender. A second call replaces the transport.
 
         Args:
-            params: what the sender's ``open`` returned.
-            place: whose end this is, for a backend with collectives.
+            params: what :meth:`Sender.open` returned.
+            place: this end's rank, for backends with collectives.
 
         Raises:
             EngineError: code ``transfer_failed``.
@@ -139,48 +201,68 @@ class Receiver(ABC):
         self,
         tensors: tuple[TensorMeta, ...],
         handle: bytes,
-        into: ReceivedChunk | None = None,  # noqa: ARG002 - for who can
+        into: ReceivedChunk | None = None,  # noqa: ARG002 - for receivers that can
     ) -> Callable[[], Tensors]:
-        """Begin to fetch one chunk, without a wait for the other end; what comes back, called once,
-        in any thread, waits. So the next one can be under way before this one is there. Of GPUs,
-        :attr:`device` is the current one.
+        """Begins to fetch one chunk without waiting for the sender.
+
+        So the next chunk can be launched before this one is there. On a GPU, :attr:`device` is the
+        current one.
 
         Args:
-            into: these tensors in memory of the weights' device, as a packed chunk has them: a
-                receiver that can have it there, without a copy, does, and returns them.
+            tensors: names, dtypes and shapes of the chunk's tensors, in order.
+            handle: what :meth:`Sender.put` returned.
+            into: these tensors in memory of the weights' device, laid out as in a packed chunk. A
+                receiver that can receive there without a copy does so, and returns ``into``.
+
+        Returns:
+            A function that waits for the chunk and returns its tensors. It is called once, in any
+            thread.
 
         Raises:
-            EngineError: code ``transfer_failed``; nothing is held then.
+            EngineError: code ``transfer_failed``. No memory is held then.
         """
         return lambda: self.receive(tensors, handle)
 
     @abstractmethod
     def receive(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
-        """Fetch one chunk; the tensors are valid until :meth:`release`, or for ever if they are
-        :attr:`is_owned`.
+        """Fetches one chunk.
+
+        Args:
+            tensors: names, dtypes and shapes of the chunk's tensors, in order.
+            handle: what :meth:`Sender.put` returned.
+
+        Returns:
+            ``(name, tensor)`` pairs, in order. The tensors are valid until :meth:`release`, or for
+            good if they are :attr:`is_owned`.
 
         Raises:
-            EngineError: code ``transfer_failed``; nothing is held then.
+            EngineError: code ``transfer_failed``. No memory is held then.
         """
 
     def receive_into(
         self,
-        tensors: tuple[TensorMeta, ...],  # noqa: ARG002 - for who can
+        tensors: tuple[TensorMeta, ...],  # noqa: ARG002 - for receivers that can
         handle: bytes,  # noqa: ARG002
         into: ReceivedChunk,  # noqa: ARG002
     ) -> bool:
-        """As :meth:`receive`, but into these tensors in memory of the weights' device, with one
-        copy, which has been made when this returns. Returns whether this receiver has done so; if
-        not, nothing has happened.
+        """Fetches one chunk into given tensors with a single copy, if this receiver can.
+
+        Args:
+            tensors: names, dtypes and shapes of the chunk's tensors, in order.
+            handle: what :meth:`Sender.put` returned.
+            into: these tensors in memory of the weights' device. The copy is complete on return.
+
+        Returns:
+            Whether the chunk was received. If not, nothing has happened: call :meth:`receive`.
 
         Raises:
-            EngineError: code ``transfer_failed``; nothing is held then.
+            EngineError: code ``transfer_failed``. No memory is held then.
         """
         return False
 
     def release(self) -> None:  # noqa: B027 - most have nothing to do
-        """The tensors of the chunk that was received first are no longer used."""
+        """Frees the memory of the chunk that was received first. Its tensors are not used again."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let the transport go."""
+        """Closes the transport."""

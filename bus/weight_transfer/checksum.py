@@ -1,14 +1,13 @@
-"""Checksums of tensors: what was sent, computed where it lies, on either side.
+"""Checksums of tensors, computed where each tensor lies, the same on both sides.
 
-A sum is 64 bits over a tensor's bytes in row-major order, taken as words of eight: the bits of
-each word are mixed, the result is multiplied by an odd weight that tells its place, and all are
-added up modulo 2**64. One word that differs always changes it; several, and words that changed
-places, change it unless they cancel out, which takes intent or one chance in 2**32. Without the
-mixing, signs that flip in pairs would cancel: a change of the highest bit adds 2**63 whatever its
-weight. It guards against mistakes and broken transports,
-not against somebody who wants to be mistaken for another.
+A checksum has 64 bits over a tensor's bytes in row-major order, as words of eight bytes. The bits
+of each word are mixed, the result is multiplied by an odd weight for its position, and all products
+are added modulo 2**64. One different word always changes the checksum. Several different words, or
+words that changed places, change it unless they cancel out, with a chance of one in 2**32. Without
+the mixing, signs that flip in pairs would cancel: a change of the highest bit adds 2**63 whatever
+its weight. Checksums guard against mistakes and broken transports, not against attackers.
 
-``full`` looks at every word, ``sample`` at :data:`SAMPLE_WORDS` of each tensor, evenly spread.
+``full`` covers every word, ``sample`` :data:`SAMPLE_WORDS` of each tensor, evenly spread.
 
 The module loads no torch: callers pass it in.
 """
@@ -26,26 +25,32 @@ if TYPE_CHECKING:
 
 SAMPLE_WORDS: Final = 4096
 _WORD_BYTES: Final = 8
-# Words that are summed at a time: what fits a CPU's cache, and what keeps a GPU busy.
+# Words per operation: as many as fit a CPU's cache, and as keep a GPU busy.
 _CPU_WORDS: Final = 1 << 17
 _GPU_WORDS: Final = 1 << 22
 _MASK: Final = (1 << 64) - 1
 _LOW: Final = (1 << 32) - 1
-# Odd, and without a pattern: 2**64 over the golden ratio, as a signed number.
+# 2**64 divided by the golden ratio, as a signed number: odd and without a pattern.
 _SPREAD: Final = 0x9E3779B97F4A7C15 - (1 << 64)
-# The smallest code, without its sign, of a NaN or Inf.
+# The smallest code of a NaN or Inf, without the sign.
 _FP8_NONFINITE: Final = {"torch.float8_e4m3fn": 0x7F, "torch.float8_e5m2": 0x7C}
 
 
 def inspect(
     torch: Any, tensors: Sequence[Any], verify: Verify, *, check_finite: bool = False
 ) -> tuple[tuple[int, ...], int | None]:
-    """Returns the :func:`checksums` of a chunk that is to be sent, and the place of its first
-    tensor with a NaN or an Inf, or None.
+    """Returns a chunk's checksums, and the index of its first non-finite tensor.
 
     Args:
-        verify: how much to look at; for NaN and Inf a sample also where sums are ``unsupported``.
-        check_finite: look for NaN and Inf everywhere.
+        torch: the module.
+        tensors: the chunk's tensors, of any shape, dtype, strides and device.
+        verify: what the checksums cover. NaN and Inf are searched in the same words; in a sample if
+            checksums are ``unsupported``.
+        check_finite: search every number for NaN and Inf.
+
+    Returns:
+        What :func:`checksums` returns, and the index of the first tensor with a NaN or Inf, or
+        None.
     """
     if verify == "off" and not check_finite:
         return (), None
@@ -59,8 +64,10 @@ def inspect(
 
 
 def _runs(tensors: Sequence[Any], looked: SelectedWords) -> Iterator[Any]:
-    """The floating-point numbers that are looked at, those of neighbours of one dtype together: a
-    call for each tensor would cost more than its words."""
+    """Yields the selected floating-point numbers, those of neighbours of one dtype together.
+
+    A call for each tensor would cost more than its words.
+    """
     start, spans = 0, zip(looked.small.places, looked.small.ends, strict=True)
     for dtype, run in itertools.groupby(spans, key=lambda span: tensors[span[0]].dtype):
         *_, (_, end) = run
@@ -70,13 +77,12 @@ def _runs(tensors: Sequence[Any], looked: SelectedWords) -> Iterator[Any]:
 
 
 def _are_finite(torch: Any, parts: Iterable[Any]) -> list[bool]:
-    """Whether each part, of floating-point numbers, is without NaN and Inf; a device is waited for
-    once."""
+    """Returns for each part whether it is free of NaN and Inf. Waits for a device once."""
     flags: list[Any] = []
     for part in parts:
         nonfinite = _FP8_NONFINITE.get(str(part.dtype))
         if nonfinite is None:
-            low, high = torch.aminmax(part)  # one pass, no copy; of a NaN, both are NaN
+            low, high = torch.aminmax(part)  # one pass, no copy; a NaN makes both NaN
             flag = torch.isfinite(low) & torch.isfinite(high)
         else:
             flag = (part.view(torch.uint8) & 0x7F).amax() < nonfinite
@@ -92,20 +98,22 @@ def checksums(
     *,
     looked: SelectedWords | None = None,
 ) -> tuple[int, ...]:
-    """One sum per tensor of a chunk; none of them, if nothing is to be verified.
+    """Returns one checksum per tensor of a chunk; none if nothing is verified.
 
-    A tensor that is small, or a sample, is summed together with the others of its chunk, so that
-    its sum depends on those before it in number, though not in value: both sides have the same
-    chunk.
+    The words of small tensors and of samples are weighted by their position in the whole chunk. So
+    both sides must pass the same chunk.
 
     Args:
         torch: the module.
-        tensors: of any shape, dtype and strides, on any devices. A GPU is waited for twice per
-            chunk, not once per tensor.
-        verify: how much to look at.
-        memo: of tensors that will be asked about again, where they are, with other values: what is
-            kept until then.
-        looked: what :func:`select_words` has returned of them, if it has.
+        tensors: the chunk's tensors, of any shape, dtype, strides and device. A GPU is waited for
+            twice per chunk, not once per tensor.
+        verify: what the checksums cover.
+        memo: of tensors that will come again in the same places with other values: keeps what
+            depends on the places.
+        looked: what :func:`select_words` has returned for them, if it was called.
+
+    Returns:
+        Numbers from 0 to 2**64 - 1.
     """
     if verify not in ("sample", "full"):
         return ()
@@ -123,9 +131,15 @@ def checksums(
 
 
 class SelectedWords:
-    """What is looked at of a chunk's tensors (:func:`sum_words`): their words, as they were then;
-    or,
-    without ``words``, as they will be when they are summed up."""
+    """The words of a chunk that its checksums cover.
+
+    Args:
+        small: which words they are.
+        words: their values when they were selected; None: they are read when they are summed up.
+
+    Attributes:
+        count: how many words there are.
+    """
 
     def __init__(self, small: _SmallTensors, words: Any = None) -> None:
         self.small = small
@@ -141,9 +155,18 @@ def select_words(
     *,
     later: bool = False,
 ) -> SelectedWords:
-    """Of a sample, what :func:`checksums` would sum up, and else of those that are small; in one
-    operation, where they lie in one memory, and were looked at before. ``later``: they stay as they
-    are until they are summed up."""
+    """Selects the words of a chunk for :func:`sum_words`.
+
+    These are the words of a sample, or, with ``full``, of the small tensors. Tensors that lie in
+    one memory, and were selected before, take one operation.
+
+    Args:
+        torch: the module.
+        tensors: the chunk's tensors.
+        verify: ``sample`` or ``full``.
+        memo: as in :func:`checksums`.
+        later: the tensors stay unchanged until :func:`sum_words`, so no words are read now.
+    """
     small: _SmallTensors | None = None if memo is None else memo.get(f"small-{verify}")
     if small is None:
         places = [
@@ -160,11 +183,15 @@ def select_words(
 def sum_words(
     torch: Any, looks: Sequence[SelectedWords], memo: dict[str, Any] | None = None
 ) -> list[tuple[int, ...]]:
-    """The sums of each chunk's tensors; 0 for those that were not looked at. A device is waited for
-    once.
+    """Returns the checksums of several chunks. Waits for a device once.
 
     Args:
-        memo: of chunks that will come again, where they are: what is kept until then.
+        torch: the module.
+        looks: the selected words of each chunk.
+        memo: of chunks that will come again in the same places: keeps what depends on the places.
+
+    Returns:
+        For each chunk one checksum per tensor; 0 for a tensor without selected words.
     """
     there = [each for each in looks if each.small.places]
     upto: list[int] = []
@@ -192,25 +219,34 @@ def sum_words(
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """The place of the first tensor whose sum is another."""
+    """Returns the index of the first checksum that differs, or None.
+
+    Args:
+        expected: the sender's checksums.
+        found: the receiver's checksums.
+    """
     differ = map(operator.ne, expected, found)
     return next(itertools.compress(itertools.count(), differ), None)
 
 
 class _SmallTensors:
-    """Tensors of a chunk that are small, or of which a sample is taken: all words that are looked
-    at are laid one after the other, and their sums are the differences of a running one. Each
-    tensor by itself would cost more for being one than for its words.
+    """The small or sampled tensors of a chunk, summed up together.
+
+    All selected words are laid one after the other. The checksums are differences of a running
+    sum. One call per tensor would cost more than its words.
 
     Args:
-        places: which of the chunk's they are.
-        again: they will be looked at again: then those that lie in one memory are so through one
+        torch: the module.
+        places: the tensors' indices in the chunk.
+        tensors: all tensors of the chunk.
+        again: the tensors will be selected again. Those in one memory are then read through one
             index, without a call for each.
 
     Attributes:
-        tensors: how many the chunk has.
-        ends: up to where each of ``places`` has its words.
-        memory, index: where these words are, if they lie in one memory.
+        tensors: how many tensors the chunk has.
+        ends: for each of ``places``, where its words end.
+        memory: the memory in which all words lie, as int64, if it is one.
+        index: where the words are in ``memory``.
     """
 
     def __init__(
@@ -233,13 +269,13 @@ class _SmallTensors:
         self._weights: Any = None
 
     def words(self) -> Any:
-        """As they are now; of no tensors, none."""
+        """Returns the words as they are now; None if there are none."""
         if self.memory is not None:
             return self.memory.index_select(0, self.index)
         return self._words() if self.places else None
 
     def weights(self) -> Any:
-        """Of each word."""
+        """Returns the weight of each word."""
         if self._weights is None:
             device = self.memory.device if self.memory is not None else self._looked_at[0].device
             self._weights = _weights(self._torch, self.ends[-1], device)
@@ -253,7 +289,7 @@ class _SmallTensors:
         return self._torch.cat(pieces)
 
     def _indices(self) -> Any:
-        """Where in the memory the words are that are looked at."""
+        """Returns where the selected words are in the memory."""
         first = [_offset_bytes(tensor) // _WORD_BYTES for tensor in self._looked_at]
         found = zip(first, self._looked_at, self._strides, strict=True)
         return self._torch.cat(
@@ -265,8 +301,8 @@ class _ChunkBatch:
     """The words of several chunks, one after the other.
 
     Attributes:
-        weights: of each word.
-        last: where each tensor's last one is.
+        weights: the weight of each word.
+        last: the index of each tensor's last word.
     """
 
     def __init__(self, torch: Any, smalls: Sequence[_SmallTensors]) -> None:
@@ -285,12 +321,14 @@ class _ChunkBatch:
             self._index = torch.cat([small.index for small in smalls])
 
     def has_same_chunks(self, smalls: Sequence[_SmallTensors]) -> bool:
-        """Whether it is of these very chunks."""
+        """Returns whether the batch was made of these very chunks."""
         return len(smalls) == len(self._smalls) and all(map(operator.is_, smalls, self._smalls))
 
     def words(self, looks: Sequence[SelectedWords]) -> Any:
-        """Those of each, or as they are now; if all are to be read, and lie in one memory, in one
-        operation."""
+        """Returns the words of all chunks, read now if they were not read before.
+
+        Words in one memory that are all read now take one operation.
+        """
         if self._memory is not None and all(each.words is None for each in looks):
             return self._memory.index_select(0, self._index)
         read = [each.small.words() if each.words is None else each.words for each in looks]
@@ -298,7 +336,7 @@ class _ChunkBatch:
 
 
 def _same(memory: Any, other: Any) -> bool:
-    """Both are the whole of one storage."""
+    """Returns whether both are the whole of one storage."""
     return other is not None and (memory.data_ptr(), memory.numel()) == (
         other.data_ptr(),
         other.numel(),
@@ -306,7 +344,10 @@ def _same(memory: Any, other: Any) -> bool:
 
 
 def _one_memory(torch: Any, tensors: Sequence[Any]) -> Any | None:
-    """The memory that all lie in, as words, if each has whole ones in it, in a row."""
+    """Returns the one memory of all tensors as int64 words, or None.
+
+    Each tensor must be contiguous and consist of whole words of that memory.
+    """
     if not tensors:
         return None
     memory = tensors[0].untyped_storage()
@@ -323,7 +364,7 @@ def _one_memory(torch: Any, tensors: Sequence[Any]) -> Any | None:
 
 
 def _count(tensor: Any) -> int:
-    """How many words it has; the last one may not be whole."""
+    """Returns how many words a tensor has. The last one may be incomplete."""
     return int(-(-tensor.numel() * tensor.element_size() // _WORD_BYTES))
 
 
@@ -332,7 +373,7 @@ def _offset_bytes(tensor: Any) -> int:
 
 
 def _words(torch: Any, tensor: Any) -> Any:
-    """The tensor's bytes as words; the last one is filled up with zeros."""
+    """Returns the tensor's bytes as words. The last one is padded with zeros."""
     flat = tensor.detach().reshape(-1)
     if flat.stride(0) != 1:  # also where one element counts as contiguous, whatever its stride
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -347,7 +388,13 @@ def _words(torch: Any, tensor: Any) -> Any:
 
 
 def _sum(torch: Any, words: Any, made: dict[Any, Any]) -> Any:
-    """The sum of one tensor, still on its device. ``made``: weights of earlier ones, by device."""
+    """Returns the sum of one tensor, still on its device.
+
+    Args:
+        torch: the module.
+        words: the tensor's words.
+        made: the weights of earlier tensors, by device.
+    """
     step = _CPU_WORDS if words.device.type == "cpu" else _GPU_WORDS
     count = min(step, words.numel())
     weights = made.get(words.device)
@@ -362,7 +409,7 @@ def _sum(torch: Any, words: Any, made: dict[Any, Any]) -> Any:
 
 
 def _values(torch: Any, totals: Sequence[Any]) -> Iterable[int]:
-    """Numbers that lie on devices, all fetched at once."""
+    """Returns numbers that lie on devices, fetched together."""
     if not totals:
         return ()
     return (
@@ -371,11 +418,11 @@ def _values(torch: Any, totals: Sequence[Any]) -> Iterable[int]:
 
 
 def _mixed(words: Any) -> Any:
-    """Each word spread upwards and folded down again, so that every bit of it moves low ones."""
+    """Returns each word mixed, so that each of its bits changes low bits."""
     spread = words * _SPREAD
     return spread ^ ((spread >> 32) & _LOW)
 
 
 def _weights(torch: Any, count: int, device: Any) -> Any:
-    """1, 3, 5, ..."""
+    """Returns the weights 1, 3, 5, and so on."""
     return torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)

@@ -1,8 +1,7 @@
-"""What both ends need of CUDA: whether it is available, which GPU is which, and memory that two
-processes share.
+"""Wraps what both ends need of CUDA: availability, GPU identity, and memory that processes share.
 
-Sharing uses CUDA's driver (``libcuda.so.1``, a stable C interface). torch's own way counts
-references in files, and never frees memory that was lent to a process which died.
+Memory is shared by CUDA's driver (``libcuda.so.1``, a stable C interface). torch's own way counts
+references in files, and never frees memory that was lent to a process that died.
 """
 
 from __future__ import annotations
@@ -22,14 +21,19 @@ if TYPE_CHECKING:
 
 
 def current_gpu() -> str:
-    """The GPU that this thread has chosen, such as ``cuda:1``; empty, as long as there is none in
-    use. New threads begin with the first, whatever others chose: so it is asked in the user's."""
+    """Returns this thread's current GPU, such as ``cuda:1``; empty if CUDA is unused.
+
+    Call it in the user's thread: a new thread begins with the first GPU.
+    """
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return f"cuda:{torch.cuda.current_device()}" if in_use else ""
 
 
 def resolve_gpu(device: str) -> torch.device:
-    """The GPU of that name, with its number; for an empty one, this thread's.
+    """Returns the named GPU with its number.
+
+    Args:
+        device: such as ``cuda:0`` or ``cuda``; empty or without number: this thread's GPU.
 
     Raises:
         UsageError: it is no GPU.
@@ -41,7 +45,11 @@ def resolve_gpu(device: str) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what this thread's current stream was asked."""
+    """Waits until the device has done the work queued in this thread's current stream.
+
+    Args:
+        device: any device; a CPU needs no wait.
+    """
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
 
@@ -52,7 +60,7 @@ _LAZY_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag
 
 
 class CudaError(RuntimeError):
-    """A call of the driver failed."""
+    """A failed call of CUDA's driver."""
 
 
 class _Handle(ctypes.Structure):
@@ -60,8 +68,13 @@ class _Handle(ctypes.Structure):
 
 
 def unavailable_reason(torch: Any) -> str:
-    """Why there is no CUDA here; empty, if there is. Doesn't initialise it: a process that has
-    can't fork one that needs it."""
+    """Returns why this machine has no CUDA; empty if it has.
+
+    CUDA is not initialised, because a process that has initialised it can't fork one that needs it.
+
+    Args:
+        torch: the module.
+    """
     if torch.version.cuda is None:
         return f"it needs CUDA, and torch {torch.__version__} is built without"
     if not torch.cuda.device_count():
@@ -70,25 +83,47 @@ def unavailable_reason(torch: Any) -> str:
 
 
 def nccl_unavailable_reason(torch: Any, dist: Any) -> str:
-    """Why there is no NCCL here; empty, if there is."""
+    """Returns why this machine has no NCCL; empty if it has.
+
+    Args:
+        torch: the module.
+        dist: ``torch.distributed``.
+    """
     if not dist.is_available() or not dist.is_nccl_available():
         return unavailable_reason(torch) or f"torch {torch.__version__} is built without NCCL"
     return unavailable_reason(torch)
 
 
 def nccl_version(torch: Any) -> str:
-    """Of the NCCL that torch has here, such as ``2.29.7``."""
+    """Returns the version of torch's NCCL, such as ``2.29.7``.
+
+    Args:
+        torch: the module.
+    """
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def device_uuid(torch: Any, device: Any) -> str:
-    """What tells this GPU from all others, in whatever order a process counts them."""
+    """Returns the GPU's UUID, which is the same in every process.
+
+    Args:
+        torch: the module.
+        device: the GPU.
+    """
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @contextlib.contextmanager
 def driver_on(torch: Any, device: Any) -> Iterator[Driver]:
-    """The driver, with ``device`` current in this thread, and nothing running on it."""
+    """Yields the driver, with ``device`` current in this thread and idle.
+
+    Args:
+        torch: the module.
+        device: the GPU.
+
+    Raises:
+        CudaError: the driver can't be loaded.
+    """
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)  # also binds CUDA's context to a thread that is new
         yield driver()
@@ -96,7 +131,7 @@ def driver_on(torch: Any, device: Any) -> Iterator[Driver]:
 
 @functools.cache
 def driver() -> Driver:
-    """The one of this process.
+    """Returns this process's driver.
 
     Raises:
         CudaError: it can't be loaded.
@@ -109,26 +144,26 @@ def driver() -> Driver:
 
 
 class Driver:
-    """A few of its functions. A pointer is a number; sizes are in bytes.
+    """Calls a few functions of CUDA's driver. Pointers are numbers; sizes are in bytes.
 
-    Every call raises :class:`CudaError` with CUDA's own name for what went wrong.
+    Every call raises :class:`CudaError` with CUDA's own name of the error.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def allocate(self, size_bytes: int) -> int:
-        """Memory on the current GPU, outside of torch's pool."""
+        """Allocates memory on the current GPU, outside torch's pool, and returns its address."""
         pointer = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size_bytes))
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """Give that back to the GPU."""
+        """Frees memory of :meth:`allocate`."""
         self._call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
     def extent(self, pointer: int) -> tuple[int, int]:
-        """The allocation around a pointer: where it begins, and its size."""
+        """Returns the address and size of the allocation around a pointer."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         self._call(
             "cuMemGetAddressRange_v2",
@@ -139,13 +174,13 @@ class Driver:
         return base.value, size.value
 
     def export(self, base: int) -> bytes:
-        """The handle by which another process of this host opens an allocation."""
+        """Returns the handle by which another process of this host opens an allocation."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Map another process's allocation: where it begins here."""
+        """Maps another process's allocation, and returns its address here."""
         pointer = ctypes.c_uint64()
         self._call(
             "cuIpcOpenMemHandle_v2",
@@ -156,7 +191,7 @@ class Driver:
         return pointer.value
 
     def close(self, pointer: int) -> None:
-        """Unmap it."""
+        """Unmaps an allocation of :meth:`open`."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -171,7 +206,7 @@ class Driver:
 
 
 class _CudaArray:
-    """Memory as others of Python's libraries describe it to each other."""
+    """Describes memory by the CUDA array interface, which torch reads."""
 
     def __init__(self, pointer: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -184,7 +219,17 @@ class _CudaArray:
 
 
 def as_tensor(torch: Any, pointer: int, size_bytes: int, device: Any) -> Any:
-    """Memory of the current GPU as a tensor of bytes; who has it sees to it that it stays."""
+    """Returns memory of the current GPU as a tensor of bytes. The caller keeps the memory alive.
+
+    Args:
+        torch: the module.
+        pointer: the memory's address.
+        size_bytes: its size in bytes.
+        device: the GPU.
+
+    Returns:
+        A uint8 tensor of one dimension.
+    """
     made = torch.as_tensor(_CudaArray(pointer, size_bytes), device=device)
     assert made.data_ptr() == pointer, "torch has copied what it should have looked at"
     return made

@@ -1,19 +1,16 @@
 """Messages between the two ends of a transfer backend.
 
 The bus carries them as opaque blobs (``TransferInit.params``, ``WeightChunkMeta.handle``). Only the
-backend encodes and decodes them, strictly and bounded. The bytes of tensors travel another way.
+backend encodes and decodes them, strictly and bounded. Tensors travel another way.
 
-``gloo``: the trainer runs a store, where all ends find each other. Each chunk is one broadcast from
-rank 0, packed as in a segment of ``shm``.
-
-``nccl``: the same between GPUs. Unpacked, each tensor is broadcast by itself.
-
-``ipc``: trainer and workers share a GPU. The trainer lends its memory there, by CUDA's own handles:
-buffers into which chunks are packed, or, unpacked, the tensors' own memory.
-
-``shm``: the trainer owns a ring of POSIX shared memory segments on one host. A chunk is packed into
-one segment, every tensor at a multiple of :data:`ALIGN_BYTES`. Unpacked, there is no ring: tensors
-lie in shared memory already, which has no name and is found through the trainer's descriptors.
+- ``shm``: the trainer owns a ring of POSIX shared memory segments on one host. A chunk is packed
+  into one segment, every tensor at a multiple of :data:`ALIGN_BYTES`. Unpacked, there is no ring:
+  tensors lie in unnamed shared memory, which engines find through the trainer's descriptors.
+- ``gloo``: the trainer runs a store, where all ends meet. Each chunk is one broadcast from rank 0,
+  packed as over ``shm``.
+- ``nccl``: the same between GPUs. Unpacked, each tensor is broadcast by itself.
+- ``ipc``: trainer and workers share a GPU. The trainer lends buffers into which chunks are packed,
+  or, unpacked, the tensors' own memory, by CUDA handles.
 
 The module loads no torch, so the rest of the bus may import it.
 """
@@ -73,7 +70,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GlooInit:
-    """The trainer's store, the room for one chunk and for how many, and how long one may take."""
+    """Where the ends of a ``gloo`` communicator meet, and what it carries.
+
+    Attributes:
+        host: the host of the trainer's store.
+        port: the store's port.
+        chunk_bytes: size of one buffer in bytes.
+        buffers: how many buffers each end has.
+        timeout_ms: how long meeting, or one chunk, may take, in ms.
+    """
 
     host: Host
     port: Port
@@ -84,15 +89,23 @@ class GlooInit:
 
 @dataclass(frozen=True, slots=True)
 class GlooChunk:
-    """How many bytes are broadcast: every tensor at a multiple of :data:`ALIGN_BYTES`."""
+    """The handle of a chunk over ``gloo``.
+
+    Attributes:
+        size_bytes: size of the broadcast, with every tensor at a multiple of :data:`ALIGN_BYTES`.
+    """
 
     size_bytes: Offset
 
 
 @dataclass(frozen=True, slots=True)
 class ShmInit:
-    """The ring: names of the segments (files of :data:`SHM_FOLDER`), all of one size; none, and no
-    size, where tensors stay where they are."""
+    """The trainer's ring of shared memory segments; empty if it sends unpacked.
+
+    Attributes:
+        segments: names of the segments, files in :data:`SHM_FOLDER`.
+        segment_bytes: size of each segment in bytes; 0 without segments.
+    """
 
     segments: Annotated[tuple[SegmentName, ...], Meta(max_length=16)]
     segment_bytes: Offset
@@ -100,7 +113,12 @@ class ShmInit:
 
 @dataclass(frozen=True, slots=True)
 class ShmChunk:
-    """Where a chunk lies: index into the ring, and each tensor's offset in bytes."""
+    """The handle of a packed chunk over ``shm``.
+
+    Attributes:
+        segment: index of the segment in the ring.
+        offsets_bytes: where each tensor begins in the segment, in bytes.
+    """
 
     segment: Offset
     offsets_bytes: Offsets
@@ -108,8 +126,15 @@ class ShmChunk:
 
 @dataclass(frozen=True, slots=True)
 class ShmMemory:
-    """Shared memory without a name: a process's descriptor of it, and what tells that it is this
-    memory, and not another's that has the same numbers where they are looked up."""
+    """Unnamed shared memory of a process, and how to recognise it.
+
+    Attributes:
+        pid: the process that lends the memory.
+        descriptor: the process's file descriptor of the memory.
+        device: device number of the file, to recognise it.
+        inode: inode number of the file, to recognise it.
+        size_bytes: the memory's size in bytes.
+    """
 
     pid: Size
     descriptor: Offset
@@ -120,8 +145,13 @@ class ShmMemory:
 
 @dataclass(frozen=True, slots=True)
 class ShmTensors:
-    """Where the tensors of a chunk are: the memories, and for each tensor in which of them it
-    lies, and how far from its beginning. They are contiguous. What an empty one says is nothing."""
+    """The handle of an unpacked chunk over ``shm``. All tensors are contiguous.
+
+    Attributes:
+        memories: the memories in which tensors lie.
+        memory_of: for each tensor, the index of its memory; meaningless for an empty tensor.
+        offsets_bytes: for each tensor, where it begins in its memory, in bytes.
+    """
 
     memories: Annotated[tuple[ShmMemory, ...], Meta(max_length=MAX_TENSORS)]
     memory_of: Offsets
@@ -130,10 +160,15 @@ class ShmTensors:
 
 @dataclass(frozen=True, slots=True)
 class NcclInit:
-    """The trainer's store, how chunks come, and how long meeting may take.
+    """Where the ends of an ``nccl`` communicator meet, and what it carries.
 
-    ``chunk_bytes`` is the room for a packed chunk, 0 where tensors come one by one; ``buffers``:
-    for how many chunks. ``version`` is that of the trainer's NCCL, which must be every end's.
+    Attributes:
+        host: the host of the trainer's store.
+        port: the store's port.
+        chunk_bytes: size of one buffer in bytes; 0 if chunks are sent unpacked.
+        buffers: how many chunks may be in flight.
+        timeout_ms: how long meeting may take, in ms.
+        version: version of the trainer's NCCL. Every end needs the same.
     """
 
     host: Host
@@ -146,15 +181,24 @@ class NcclInit:
 
 @dataclass(frozen=True, slots=True)
 class NcclChunk:
-    """How many bytes are broadcast: packed, every tensor at a multiple of :data:`ALIGN_BYTES`;
-    unpacked, what the tensors have."""
+    """The handle of a chunk over ``nccl``.
+
+    Attributes:
+        size_bytes: size of the broadcast. Packed, every tensor is at a multiple of
+            :data:`ALIGN_BYTES`; unpacked, it is the sum of the tensors' sizes.
+    """
 
     size_bytes: Offset
 
 
 @dataclass(frozen=True, slots=True)
 class IpcMemory:
-    """A whole allocation on the trainer's GPU: CUDA's handle (``cudaIpcMemHandle_t``), its size."""
+    """An allocation on the trainer's GPU.
+
+    Attributes:
+        handle: CUDA's handle of it (``cudaIpcMemHandle_t``).
+        size_bytes: its size in bytes.
+    """
 
     handle: MemoryHandle
     size_bytes: Size
@@ -162,8 +206,13 @@ class IpcMemory:
 
 @dataclass(frozen=True, slots=True)
 class IpcInit:
-    """The GPU that both ends share, and the buffers there, each of ``buffer_bytes``; none, where
-    tensors stay where they are."""
+    """The GPU that both ends share, and the trainer's buffers there.
+
+    Attributes:
+        gpu: the GPU's UUID.
+        buffers: the buffers; none if chunks are sent unpacked.
+        buffer_bytes: size of each buffer in bytes.
+    """
 
     gpu: Uuid
     buffers: Annotated[tuple[IpcMemory, ...], Meta(max_length=16)]
@@ -172,7 +221,12 @@ class IpcInit:
 
 @dataclass(frozen=True, slots=True)
 class IpcChunk:
-    """Where a packed chunk lies: index of the buffer, and each tensor's offset in bytes."""
+    """The handle of a packed chunk over ``ipc``.
+
+    Attributes:
+        buffer: index of the buffer.
+        offsets_bytes: where each tensor begins in the buffer, in bytes.
+    """
 
     buffer: Offset
     offsets_bytes: Offsets
@@ -180,8 +234,13 @@ class IpcChunk:
 
 @dataclass(frozen=True, slots=True)
 class IpcTensors:
-    """Where the tensors of a chunk are: the allocations, and for each tensor in which of them it
-    lies, and how far from its beginning. They are contiguous. What an empty one says is nothing."""
+    """The handle of an unpacked chunk over ``ipc``. All tensors are contiguous.
+
+    Attributes:
+        memories: the allocations in which tensors lie.
+        memory_of: for each tensor, the index of its allocation; meaningless for an empty tensor.
+        offsets_bytes: for each tensor, where it begins in its allocation, in bytes.
+    """
 
     memories: Annotated[tuple[IpcMemory, ...], Meta(max_length=MAX_TENSORS)]
     memory_of: Offsets
@@ -189,20 +248,32 @@ class IpcTensors:
 
 
 def aligned(size_bytes: int) -> int:
-    """The room that a tensor takes in a packed chunk."""
+    """Returns the bytes that a tensor takes in a packed chunk.
+
+    Args:
+        size_bytes: the tensor's own size in bytes.
+    """
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def encode(params: object) -> bytes:
-    """Encode one of the classes above as a blob."""
+    """Encodes params or a handle as a blob.
+
+    Args:
+        params: an instance of a dataclass, such as those of this module.
+    """
     return msgspec.msgpack.encode(params)
 
 
 def decode(blob: bytes, type_: type[T]) -> T:
-    """Decode a blob.
+    """Decodes a blob.
+
+    Args:
+        blob: what :func:`encode` returned.
+        type_: the dataclass that it must be.
 
     Raises:
-        ValueError: names the field that is wrong.
+        ValueError: names the wrong field.
     """
     try:
         return msgspec.msgpack.decode(blob, type=type_)
@@ -211,10 +282,14 @@ def decode(blob: bytes, type_: type[T]) -> T:
 
 
 def decode_received(blob: bytes, type_: type[T]) -> T:
-    """What a sender's blob says.
+    """Decodes a blob from a sender, for a receiver.
+
+    Args:
+        blob: what :func:`encode` returned.
+        type_: the dataclass that it must be.
 
     Raises:
-        EngineError: code ``transfer_failed``, with the field that is wrong.
+        EngineError: code ``transfer_failed``, with the wrong field.
     """
     try:
         return decode(blob, type_)
@@ -223,5 +298,10 @@ def decode_received(blob: bytes, type_: type[T]) -> T:
 
 
 def transfer_failed(detail: str, *, tensor: str = "") -> EngineError:
-    """The error of a transport."""
+    """Makes the error of a transport, with the code ``transfer_failed``.
+
+    Args:
+        detail: what was expected, what was found, and what to do.
+        tensor: name of the tensor concerned, if there is one.
+    """
     return EngineError(detail, code=NackCode.TRANSFER_FAILED, tensor=tensor)

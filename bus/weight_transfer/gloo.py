@@ -1,8 +1,8 @@
 """Transfers weights over TCP with gloo, to engines on any number of hosts: both ends.
 
-Each chunk is one broadcast. The sender runs the store where all ends find each other. An end that
-dies breaks the broadcast for all ends at once. One that is only silent breaks it after a timeout
-per chunk, which is a deadline on progress and not on the update.
+Each chunk is one broadcast. The sender runs the store where all ends meet. If one end dies, the
+broadcast fails for all ends at once. If one end is only silent, the broadcast fails after a
+timeout per chunk, which is a deadline on progress and not on the update.
 """
 
 from __future__ import annotations
@@ -35,11 +35,16 @@ if TYPE_CHECKING:
 
 
 def join(dist: Any, init: GlooInit, place: RankAssignment) -> Any:
-    """The process group, when all have joined it.
+    """Joins a communicator, and returns its process group when all ends are there.
+
+    Args:
+        dist: ``torch.distributed``.
+        init: the sender's params.
+        place: this end's rank.
 
     Raises:
-        OSError: the store is not there.
-        RuntimeError: it went away, or not everybody came within ``init.timeout_ms``.
+        OSError: no store listens there.
+        RuntimeError: the store went away, or an end did not come within ``init.timeout_ms``.
     """
     store = rendezvous.connect_store(
         dist, init.host, init.port, place.communicator, init.timeout_ms / 1000
@@ -52,7 +57,12 @@ def join(dist: Any, init: GlooInit, place: RankAssignment) -> Any:
 
 
 def broadcast(dist: Any, group: Any, memory: Any) -> None:
-    """From rank 0 to all; returns when this end has done its part.
+    """Broadcasts from rank 0 to all ends; returns when this end has done its part.
+
+    Args:
+        dist: ``torch.distributed``.
+        group: the process group.
+        memory: a contiguous uint8 tensor, of the same size at every end.
 
     Raises:
         RuntimeError: an end is gone, or was silent for longer than the group's timeout.
@@ -63,7 +73,7 @@ def broadcast(dist: Any, group: Any, memory: Any) -> None:
 
 
 class GlooSender(Sender):
-    """Rank 0. One chunk is packed while the one before travels."""
+    """Broadcasts chunks as rank 0. One chunk is packed while the one before is sent."""
 
     is_collective: ClassVar[bool] = True
 
@@ -119,14 +129,14 @@ class GlooSender(Sender):
             ) from error
 
     def close(self) -> None:
-        """With the store gone, whoever still waits in it for the others is told so."""
+        """Frees everything. An end that still waits in the store gets an error."""
         self._store = self._group = self._init = None
         self._buffers = []
         self._filled_bytes = {}
 
 
 class GlooReceiver(Receiver):
-    """One rank of the trainer's communicator, with room for as many chunks as the trainer has."""
+    """Receives as one rank of the trainer's communicator, with as many buffers as the trainer."""
 
     is_collective = True
 
@@ -156,7 +166,7 @@ class GlooReceiver(Receiver):
     ) -> list[tuple[str, torch.Tensor]]:
         chunk = decode_received(handle, GlooChunk)
         offsets = packed_offsets(tensors)
-        # Before anything that could leave the others waiting for this rank.
+        # First, so that no error later leaves the other ranks waiting for this one.
         group = self._group
         if group is None:
             raise transfer_failed("the communicator is not open")
@@ -167,9 +177,9 @@ class GlooReceiver(Receiver):
                 broadcast(dist, group, memory[: chunk.size_bytes])
             except RuntimeError as error:
                 if self._group is group:
-                    self.close()  # what comes next in it belongs to nothing
+                    self.close()  # later broadcasts in it could not be assigned to chunks
                 raise transfer_failed(f"the broadcast broke: {rendezvous.reason(error)}") from error
-        if self._group is group:  # it may have been opened anew meanwhile
+        if self._group is group:  # the transport may have been opened again meanwhile
             self._buffers.rotate(-1)
         return self._views.get(memory, offsets[:-1], tensors)
 

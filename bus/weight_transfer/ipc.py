@@ -1,12 +1,12 @@
 """Lends engines on the trainer's GPU the trainer's memory there: both ends.
 
-Packed, chunks are copied into buffers that engines have mapped as long as the transport is open.
-Unpacked, nothing is copied: each chunk says where its tensors lie, and engines map that memory for
-that chunk. So the tensors must be on that GPU, and stay unchanged until the chunk is applied; the
-trainer may free their memory as soon as it is.
+Packed, chunks are copied into buffers that engines map as long as the transport is open. Unpacked,
+nothing is copied: each chunk says where its tensors lie, and engines map that memory for that
+chunk. The tensors must then be on that GPU, and stay unchanged until the chunk is applied.
+Afterwards the trainer may free them.
 
-CUDA's order of events does not cross processes: a chunk is announced when the GPU has finished what
-made it.
+CUDA's order of events does not cross processes. So a chunk is announced only when the GPU has
+finished writing it.
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
+    """A buffer on the trainer's GPU: its address, its bytes, and how engines open it."""
+
     pointer: int
     memory: torch.Tensor
     shared: IpcMemory
 
 
 class IpcSender(Sender):
-    """One chunk is packed while engines load the one before."""
+    """Lends chunks to engines. One chunk is packed while engines load the one before."""
 
     can_send_unpacked: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._gpu = torch.device("cpu")
         self._buffers: list[_Buffer] = []
-        # Of an opening before: engines have it mapped until they have opened the next.
+        # Buffers of an earlier opening. Engines map them until they have opened the next.
         self._retired: list[_Buffer] = []
         self._lent: dict[int, list[torch.Tensor]] = {}
 
@@ -92,7 +94,7 @@ class IpcSender(Sender):
         self._lent.pop(seq, None)
 
     def close(self) -> None:
-        """The memory is free at once, whoever of the engines is still there."""
+        """Frees the memory at once, even if engines are still there."""
         self._retired = _free_buffers([*self._retired, *self._buffers], self._gpu)
         self._buffers = []
         self._lent = {}
@@ -104,7 +106,7 @@ class IpcSender(Sender):
                     f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}, and what ipc "
                     f"lends must be on {self._gpu}: send with packed=True, which copies"
                 )
-        if not seq:  # what an update that broke off has left
+        if not seq:  # drop what a failed update has left
             self._lent = {}
         whole = [tensor.contiguous() for tensor in tensors]
         self._lent[seq] = whole
@@ -144,7 +146,7 @@ def _allocate(driver: cuda.Driver, size_bytes: int, device: torch.device) -> _Bu
 
 
 def _free_buffers(buffers: Sequence[_Buffer], device: torch.device) -> list[_Buffer]:
-    """Give them back; what is left of them is nothing."""
+    """Frees buffers, and returns an empty list in their place."""
     if buffers:
         with cuda.driver_on(torch, device) as driver:
             for buffer in buffers:
@@ -153,7 +155,7 @@ def _free_buffers(buffers: Sequence[_Buffer], device: torch.device) -> list[_Buf
 
 
 class IpcReceiver(Receiver):
-    """Tensors are views of the trainer's memory, without a copy."""
+    """Receives tensors as views of the trainer's memory, without a copy."""
 
     is_lasting = False
 
@@ -203,7 +205,7 @@ class IpcReceiver(Receiver):
         return True
 
     def release(self) -> None:
-        """Who copies, is waited for: the trainer will write there next."""
+        """Waits for copies that still read the chunk, because the trainer writes there next."""
         if self._chunk:
             self._unmap_chunk()
         elif self._buffers:
@@ -239,7 +241,7 @@ class IpcReceiver(Receiver):
     def _lent(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
-        """Those of a chunk, in the trainer's own memory, which is mapped until :meth:`release`."""
+        """Returns a chunk's tensors in the trainer's memory, mapped until :meth:`release`."""
         lent = decode_received(handle, IpcTensors)
         check_lent(lent, tensors)
         self._unmap_chunk()
@@ -272,7 +274,7 @@ class IpcReceiver(Receiver):
         self._chunk = self._unmap(self._chunk)
 
     def _unmap(self, mapped: Sequence[_Mapped]) -> list[_Mapped]:
-        """Let it go, once nobody reads there; what is left of it is nothing."""
+        """Unmaps memory when nothing reads it any more; returns an empty list."""
         if mapped:
             with cuda.driver_on(torch, self.device) as driver:
                 for each in mapped:
@@ -281,7 +283,7 @@ class IpcReceiver(Receiver):
 
 
 class _Mapped:
-    """An allocation of the trainer's, seen from here."""
+    """One of the trainer's allocations, mapped into this process."""
 
     def __init__(self, pointer: int, size_bytes: int, device: torch.device) -> None:
         self.pointer = pointer

@@ -1,12 +1,11 @@
 """Transfers weights from the trainer's GPU to the engines' with NCCL: both ends.
 
 Each chunk is one broadcast. Packed, it goes through a buffer on the GPU. Unpacked, its tensors are
-broadcast one by one, in one go, from where they are: only what lies elsewhere, or is not
-contiguous, is copied.
+broadcast from where they are, in one group call; only tensors elsewhere, or not contiguous, are
+copied.
 
-The sender runs the store where all ends find each other.
-:mod:`bus.weight_transfer.nccl_communicator` says how the wait of an end finishes when another one
-dies or is silent.
+The sender runs the store where all ends meet. :mod:`bus.weight_transfer.nccl_communicator` says how
+an end's wait finishes if another end dies or is silent.
 """
 
 from __future__ import annotations
@@ -41,7 +40,10 @@ if TYPE_CHECKING:
 
 
 class NcclSender(Sender):
-    """Rank 0. A chunk is packed while one travels, and engines have one to load."""
+    """Broadcasts chunks as rank 0.
+
+    One chunk is packed and one is sent, while engines load a third.
+    """
 
     prefetch_depth: int = 3
     is_collective: ClassVar[bool] = True
@@ -62,7 +64,7 @@ class NcclSender(Sender):
     def open(self, chunk_bytes: int, world: World) -> bytes:
         self.close()
         self._gpu = resolve_gpu(self.device)
-        # Its own: where chunks are packed, and summed up, nothing waits for a broadcast.
+        # A stream of its own, so that packing and checksums never wait for a broadcast.
         self._stream = torch.cuda.Stream(self._gpu)  # type: ignore[no-untyped-call]
         room = max(chunk_bytes, 1) if self.packed else 0
         timeout_s = rendezvous.chunk_timeout_s(room)
@@ -117,7 +119,7 @@ class NcclSender(Sender):
                 ]
                 size_bytes = sum(piece.numel() for piece in pieces)
                 self._ready[seq] = pieces
-            # Packing is no part of what a broadcast may take.
+            # Packing must not count for the broadcast's deadline.
             torch.cuda.current_stream(self._gpu).synchronize()
         return encode(NcclChunk(size_bytes))
 
@@ -146,7 +148,7 @@ class NcclSender(Sender):
             raise _broadcast_failed(seq, error) from error
 
     def close(self) -> None:
-        """With the store gone, whoever still waits for the others is told so."""
+        """Frees everything. An end that still waits in the store gets an error."""
         communicator, self._communicator = self._communicator, None
         self._store = self._init = None
         if communicator is not None:
@@ -161,16 +163,19 @@ def _broadcast_failed(seq: int, error: RuntimeError) -> WavebusError:
 
 
 def _as_contiguous_bytes(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor's bytes on that GPU, without a copy where they are there in row-major order."""
+    """Returns a tensor's bytes on a GPU, copied only if not contiguous or elsewhere."""
     return tensor.to(device).contiguous().reshape(-1).view(torch.uint8)
 
 
-_BYTES: Final = "nccl"  # what is remembered of tensors that lie where they will lie again
+_BYTES: Final = "nccl"  # key of ReceivedChunk.memo: the bytes of each tensor
 
 
 class NcclReceiver(Receiver):
-    """One rank of the trainer's communicator. Packed, it has room for as many chunks as the
-    trainer has; unpacked, it makes new tensors for each, which are the caller's."""
+    """Receives as one rank of the trainer's communicator.
+
+    Packed, it has as many buffers as the trainer. Unpacked, it makes new tensors for each chunk,
+    which belong to the caller.
+    """
 
     is_collective = True
     can_launch = True
@@ -184,7 +189,7 @@ class NcclReceiver(Receiver):
         init = decode_received(params, NcclInit)
         self.close()
         self._check(init)
-        here = torch.empty(0, device=self.device).device  # with its number
+        here = torch.empty(0, device=self.device).device  # the device with its index
         try:
             self._buffers.extend(
                 torch.empty(init.chunk_bytes, dtype=torch.uint8, device=self.device)
@@ -212,7 +217,7 @@ class NcclReceiver(Receiver):
         self, tensors: tuple[TensorMeta, ...], handle: bytes, into: ReceivedChunk | None = None
     ) -> Callable[[], Tensors]:
         chunk = decode_received(handle, NcclChunk)
-        # Before anything that could leave the others waiting for this rank.
+        # First, so that no error later leaves the other ranks waiting for this one.
         communicator = self._communicator
         if communicator is None:
             raise transfer_failed("the communicator is not open")
@@ -246,7 +251,7 @@ class NcclReceiver(Receiver):
         self._views.clear()
 
     def _check(self, init: NcclInit) -> None:
-        """What would leave the others waiting, or break in the middle."""
+        """Refuses what would leave the other ends waiting, or fail half-way."""
         if self.device.type != "cuda":
             raise transfer_failed(
                 f"nccl needs an engine on a GPU, and this one's weights are on {self.device}: "
@@ -262,7 +267,7 @@ class NcclReceiver(Receiver):
     def _packed(
         self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: ReceivedChunk | None
     ) -> tuple[Tensors, list[torch.Tensor]]:
-        """The tensors, and what is broadcast."""
+        """Returns the chunk's tensors, and the memory to broadcast into."""
         if into is not None:
             room_bytes = into.memory.numel()
             check_broadcast(chunk.size_bytes, room_bytes, room_bytes)
@@ -277,7 +282,7 @@ class NcclReceiver(Receiver):
     def _unpacked(
         self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: ReceivedChunk | None
     ) -> tuple[Tensors, list[torch.Tensor]]:
-        """As :meth:`_packed`."""
+        """Returns the chunk's tensors, and the memory to broadcast into."""
         expected_bytes = sum(meta.size_bytes for meta in tensors)
         if chunk.size_bytes != expected_bytes:
             raise transfer_failed(
@@ -295,17 +300,17 @@ class NcclReceiver(Receiver):
 
     @contextlib.contextmanager
     def _transfer_errors(self, communicator: nccl_communicator.NcclCommunicator) -> Iterator[None]:
-        """What breaks in the block, is a transport that broke."""
+        """Turns errors of the block into ``transfer_failed``, and closes the transport."""
         try:
             yield
         except RuntimeError as error:
             if self._communicator is communicator:
-                self.close()  # what comes next in it belongs to nothing
+                self.close()  # later broadcasts in it could not be assigned to chunks
             raise transfer_failed(
                 f"the broadcast broke: {nccl_communicator.reason(error)}"
             ) from error
 
 
 def _as_bytes(tensors: Tensors) -> list[torch.Tensor]:
-    """Those that have any."""
+    """Returns each tensor's bytes, without the empty tensors."""
     return [tensor.view(-1).view(torch.uint8) for _, tensor in tensors if tensor.numel()]

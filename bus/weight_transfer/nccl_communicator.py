@@ -1,16 +1,16 @@
 """One end of an NCCL communicator, the same on both sides.
 
-It is torch's ``ProcessGroupNCCL``, beside whatever groups the process has, and none of its own
-ways of failing: a watchdog that ends the process, or waits without end. Here an end waits with a
-deadline, looks whether the trainer is still there, can be closed meanwhile, and raises.
+It uses torch's ``ProcessGroupNCCL``, beside any other groups of the process, but not torch's ways
+of failing: a watchdog that ends the process, or a wait without end. Here an end waits with a
+deadline, checks that the trainer is still there, can be closed meanwhile, and raises.
 
-Who waits, does it in CUDA, without Python's lock: on an engine that lock is what its steps need.
-A thread of the communicator's looks on, twice a second; where there is nothing to wait for any
-more, it closes the communicator, which ends the wait, and the kernel.
+A wait happens in CUDA, without Python's lock, which the engine's steps need. A thread of the
+communicator looks on, twice a second. If there is nothing left to wait for, the thread closes the
+communicator, which ends the wait and the kernel.
 
-A peer that dies is not noticed by NCCL itself where GPUs read each other's memory (NVLink): its
-kernel goes on waiting. So the bus tells: an engine's loss fails the trainer's update, which closes
-its end and its store; and who finds that store gone leaves too.
+NCCL does not notice a dead peer where GPUs read each other's memory (NVLink): its kernel keeps
+waiting. So the bus reports the loss of an engine. The trainer's update then fails and the trainer
+closes its end and its store. An end that finds the store gone leaves too.
 
 Callers pass ``torch`` and ``torch.distributed`` in, so that a test can pass others.
 """
@@ -34,25 +34,31 @@ if TYPE_CHECKING:
     from bus.weight_transfer.allocation import RankAssignment
     from bus.weight_transfer.formats import NcclInit
 
-# torch reads it when a group is made. With it there is no watchdog for the group: a thread that
-# takes the process down when an operation fails, or takes longer than the group's timeout.
+# torch reads this variable when a group is made. If set, the group has no watchdog thread, which
+# would end the process when an operation fails or takes longer than the group's timeout.
 _NO_WATCHDOG: Final = "TORCH_NCCL_BLOCKING_WAIT"
-# What NCCL takes for the host's name, where it is set.
+# If set, NCCL takes it for the host's name.
 _HOST: Final = "NCCL_HOSTID"
 _group_lock = threading.Lock()
 
-# How often it is looked whether the trainer is still there, and whether it took too long.
+# How often the trainer's store and the deadline are checked.
 _WATCH_INTERVAL_S: Final = 0.5
-# Aborting takes milliseconds; who waits for it must not wait for ever.
+# Aborting takes milliseconds, but could hang.
 _ABORT_S: Final = 10.0
 
 
 class NcclCommunicator:
-    """An end that has met the others. Used by one thread at a time; waited in and closed by any.
+    """One end that has met the others. One thread uses it; any thread may wait in it or close it.
 
     Args:
-        mark: of what was queued, the end: what has ``synchronize()`` and ``query()`` as a CUDA
-            event has. It is only made when somebody asks: of several broadcasts, for the last.
+        dist: ``torch.distributed``.
+        group: the ``ProcessGroupNCCL``.
+        store: the communicator's part of the trainer's store.
+        mark: makes, for queued work, an event with ``synchronize()`` and ``query()``, like a CUDA
+            event. It is called only when somebody waits: for several broadcasts, for the last.
+
+    Attributes:
+        completed: how many broadcasts have ended, as far as waits have shown.
     """
 
     def __init__(self, dist: Any, group: Any, store: Any, mark: Callable[[Any], Any]) -> None:
@@ -65,21 +71,21 @@ class NcclCommunicator:
         self._closing = threading.Lock()
         self._in_flight: deque[Broadcast] = deque()
         self._launched = 0
-        self.completed = 0  # so many have ended, as who has waited for the last of them knows
+        self.completed = 0
         self._why = "it was closed meanwhile"
         threading.Thread(target=self._watch, name="wavebus-nccl-watch", daemon=True).start()
 
     def launch(self, memories: Sequence[Any], timeout_s: float) -> Broadcast:
-        """Queue a broadcast from rank 0 to all, behind what the current stream was asked before.
+        """Queues a broadcast from rank 0 to all, behind the current stream's earlier work.
 
         Args:
-            memories: contiguous tensors of bytes on this end's GPU, as many and as long as at
-                every other end. They must stay until it has ended.
-            timeout_s: how long it may take, from when the one before has ended. Then this end is
-                closed, whether anybody waits or not.
+            memories: contiguous uint8 tensors on this end's GPU, as many and as long as at every
+                other end. They must stay until the broadcast has ended.
+            timeout_s: how long the broadcast may take after the one before has ended, in seconds.
+                Then this end is closed, whether anybody waits or not.
 
         Raises:
-            RuntimeError: it is closed, or is now.
+            RuntimeError: this end is closed, or is closed by this failure.
         """
         if self._closed.is_set():
             raise RuntimeError("it is closed")
@@ -94,24 +100,32 @@ class NcclCommunicator:
         return under_way
 
     def broadcast(self, memories: Sequence[Any], timeout_s: float) -> None:
-        """:meth:`launch`, and :meth:`Broadcast.wait`."""
+        """Broadcasts from rank 0 to all; returns when this end has done its part.
+
+        Args:
+            memories: as in :meth:`launch`.
+            timeout_s: as in :meth:`launch`.
+
+        Raises:
+            RuntimeError: as :meth:`launch` and :meth:`Broadcast.wait`.
+        """
         self.launch(memories, timeout_s).wait()
 
     def close(self) -> None:
-        """Leave at once, whatever goes on, and free what NCCL holds on the GPU."""
+        """Leaves at once, even inside a broadcast, and frees NCCL's memory on the GPU."""
         with self._closing:
             if self._closed.is_set():
                 return
             self._closed.set()
-            # Not shutdown(), which on one host waits for the others to do the same.
+            # Not shutdown(): on one host it waits for the other ends' shutdown.
             with contextlib.suppress(RuntimeError, TimeoutError):
                 _call_within(_ABORT_S, self._group.abort)
 
     def check_open(self) -> None:
-        """It was not closed.
+        """Raises if this end was closed.
 
         Raises:
-            RuntimeError: why it was.
+            RuntimeError: says why it was closed.
         """
         if self._closed.is_set():
             raise RuntimeError(self._why)
@@ -144,7 +158,15 @@ class NcclCommunicator:
 
 
 class Broadcast:
-    """One on its way, the ``number``-th of its owner's: they end in that order."""
+    """A broadcast in flight. Broadcasts of one communicator end in their order.
+
+    Args:
+        owner: the communicator.
+        number: the broadcast's number there, from 1.
+        memories: the broadcast tensors.
+        work: torch's handle of the queued work.
+        timeout_s: how long it may take as the next to end, in seconds.
+    """
 
     def __init__(
         self,
@@ -156,23 +178,24 @@ class Broadcast:
     ) -> None:
         self._owner = owner
         self._number = number
-        self._memories = memories  # NCCL has their addresses, and nothing more
+        self._memories = memories  # keeps them alive: NCCL has only their addresses
         self._work = work
         self._end: Any = None
         self._timeout_s = timeout_s
         self._launched_s = time.monotonic()
 
     def wait(self) -> None:
-        """Return when this end has done its part on its GPU.
+        """Waits until this end has done its part on its GPU.
 
         Raises:
-            RuntimeError: an end is gone or silent, or this one was closed. It is closed then.
+            RuntimeError: another end is gone or silent, or this one was closed. This end is closed
+                then.
         """
         self._owner.check_open()
         if self._number > self._owner.completed:
             self._end_event().synchronize()
             self._owner.completed = max(self._owner.completed, self._number)
-        self._owner.check_open()  # what was aborted looks like what has ended
+        self._owner.check_open()  # an aborted broadcast looks like one that has ended
 
     @property
     def has_ended(self) -> bool:
@@ -185,16 +208,16 @@ class Broadcast:
         return self._end
 
     def failure_reason(self, first_since_s: float) -> str:
-        """Why there is nothing to wait for, if so.
+        """Returns why there is nothing left to wait for; empty if there is.
 
         Args:
-            first_since_s: when it became the next to end.
+            first_since_s: when it became the next to end, as ``time.monotonic()`` has it.
         """
         since_s = max(first_since_s, self._launched_s)
         if time.monotonic() >= since_s + self._timeout_s:
             return f"not everybody took part within {self._timeout_s:g} s"
         if self._work.is_completed() and not self.has_ended:
-            try:  # it has an error: the kernel goes on
+            try:  # it has an error, though the kernel is still running
                 self._work.wait()
             except RuntimeError as error:
                 return reason(error)
@@ -204,20 +227,24 @@ class Broadcast:
 def meet(
     torch: Any, dist: Any, init: NcclInit, place: RankAssignment, device: Any
 ) -> NcclCommunicator:
-    """This end, when all are there and have exchanged a first byte.
+    """Makes this end, when all ends are there and have exchanged a first byte.
 
     Args:
-        device: this end's GPU; no other end of this host may be on it.
+        torch: the module.
+        dist: ``torch.distributed``.
+        init: the sender's params.
+        place: this end's rank.
+        device: this end's GPU. No other end of this host may be on it.
 
     Raises:
-        OSError: the store is not there.
-        RuntimeError: it went away, not everybody came within ``init.timeout_ms``, two ends are
-            on one GPU, or NCCL can't connect them.
+        OSError: no store listens there.
+        RuntimeError: the store went away, an end did not come within ``init.timeout_ms``, two ends
+            are on one GPU, or NCCL can't connect them.
     """
     timeout_s = init.timeout_ms / 1000
     deadline = time.monotonic() + timeout_s
     store = rendezvous.connect_store(dist, init.host, init.port, place.communicator, timeout_s)
-    # NCCL waits without end for who doesn't come. So it begins when all are here.
+    # NCCL waits without end for a missing end. So it begins when all are there.
     seats = rendezvous.gather_messages(
         store, place, _gpu_identity(device_uuid(torch, device)), timeout_s
     )
@@ -238,7 +265,7 @@ def meet(
     def connect() -> None:
         with torch.cuda.device(device):
             group.eager_connect_single_device(torch.device(device))
-            # What NCCL sets up with the first operation is set up now.
+            # The first operation makes NCCL set up its buffers, now rather than in a chunk.
             first = torch.zeros(1, dtype=torch.uint8, device=device)
             made.broadcast([first], deadline - time.monotonic())
 
@@ -254,14 +281,18 @@ def meet(
 
 
 def reason(error: Exception) -> str:
-    """What NCCL says of an error: its last word, if it has one."""
+    """Returns NCCL's own last line of an error, or torch's text if there is none.
+
+    Args:
+        error: what torch has raised.
+    """
     _, found, last = str(error).partition("Last error:")
     lines = [line.strip() for line in last.splitlines() if line.strip()] if found else []
     return lines[0] if lines else rendezvous.reason(error)
 
 
 def _gpu_identity(uuid: str) -> str:
-    """Where NCCL sees this end: on a GPU of a host, of whose name it can be told another."""
+    """Returns the GPU's UUID, with the host's name that NCCL uses if it was set."""
     host = os.environ.get(_HOST, "")
     return f"{uuid} of {host}" if host else uuid
 
@@ -298,10 +329,11 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _call_within(timeout_s: float, call: Callable[[], object]) -> None:
-    """Make a call that may never return; who doesn't is left behind.
+    """Makes a call that may never return, in a thread that is left behind then.
 
     Raises:
-        TimeoutError: it took longer. And whatever the call raises.
+        TimeoutError: the call took longer than ``timeout_s``.
+        BaseException: whatever the call raises.
     """
     failed: list[BaseException] = []
 

@@ -20,18 +20,21 @@ if TYPE_CHECKING:
 Tensors: TypeAlias = list[tuple[str, torch.Tensor]]
 
 
-# Chunks of so many manifests, buffers and updates lie somewhere that one forgets.
+# Entries after which the cache is emptied: most belong to manifests or buffers of the past.
 _MOST_VIEWS: Final = 4096
 
 
 class ReceivedChunk(list["tuple[str, torch.Tensor]"]):
-    """A chunk's tensors, which lie where those of the same chunk will lie in the next update.
+    """The ``(name, tensor)`` pairs of a received chunk, with fixed places in a buffer.
+
+    The same chunk of the next update lies in the same places. So what is derived of the places can
+    be kept in :attr:`memo`.
 
     Attributes:
-        metas: the chunk's tensors, as the manifest has them.
-        memory: the buffer that they lie in, as bytes.
-        offsets_bytes: where each begins there.
-        memo: what was derived of where they lie.
+        metas: names, dtypes and shapes of the tensors, as in the manifest.
+        memory: the buffer, as a uint8 tensor of one dimension.
+        offsets_bytes: where each tensor begins in the buffer, in bytes.
+        memo: values derived of these places, by name.
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -51,12 +54,12 @@ class ReceivedChunk(list["tuple[str, torch.Tensor]"]):
 
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
-        """Without their names."""
+        """The tensors without their names."""
         return [tensor for _, tensor in self]
 
     @cached_property
     def numel(self) -> int:
-        """How many elements all of them have."""
+        """How many elements all tensors have together."""
         return sum(tensor.numel() for tensor in self.tensors)
 
     def __eq__(self, other: object) -> bool:
@@ -64,10 +67,11 @@ class ReceivedChunk(list["tuple[str, torch.Tensor]"]):
 
 
 class ViewCache:
-    """Of the tensors of packed chunks, made once for each chunk and buffer, wherever the buffer's
-    memory is: a call into torch for each tensor is what a worker has no time for while it makes
-    steps. A chunk that begins with the same tensor takes the place of the one before, so that
-    updates without end keep the views of one."""
+    """Keeps the views of packed chunks, one set per chunk and buffer.
+
+    A worker that makes steps has no time for a call into torch per tensor. A chunk that begins with
+    the same tensor replaces the one before, so that endless updates keep the views of one update.
+    """
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, str], ReceivedChunk] = {}
@@ -78,7 +82,16 @@ class ViewCache:
         offsets_bytes: Sequence[int],
         tensors: tuple[TensorMeta, ...],
     ) -> ReceivedChunk:
-        """As :func:`views_of`."""
+        """Returns the tensors of a packed chunk as views of ``memory``.
+
+        Args:
+            memory: the buffer, as a uint8 tensor of one dimension.
+            offsets_bytes: where each tensor begins, in bytes.
+            tensors: names, dtypes and shapes of the tensors.
+
+        Raises:
+            EngineError: as :func:`views_of`.
+        """
         key = (id(memory), tensors[0].name if tensors else "")
         made = self._made.get(key)
         if made is None or made.metas != tensors or made.offsets_bytes != offsets_bytes:
@@ -89,12 +102,19 @@ class ViewCache:
         return made
 
     def clear(self) -> None:
-        """The buffers go."""
+        """Drops all views. Their buffers can then be freed."""
         self._made.clear()
 
 
 def packed_offsets(tensors: Iterable[TensorMeta]) -> tuple[int, ...]:
-    """Where each tensor of a packed chunk begins, in bytes; and where the last one's room ends."""
+    """Returns where each tensor of a packed chunk begins, and the chunk's size.
+
+    Args:
+        tensors: names, dtypes and shapes of the chunk's tensors.
+
+    Returns:
+        One offset per tensor and the total size, in bytes.
+    """
     sizes = (aligned(meta.size_bytes) for meta in tensors)
     return tuple(itertools.accumulate(sizes, initial=0))
 
@@ -102,11 +122,19 @@ def packed_offsets(tensors: Iterable[TensorMeta]) -> tuple[int, ...]:
 def views_of(
     memory: torch.Tensor, offsets_bytes: Sequence[int], tensors: Sequence[TensorMeta]
 ) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a packed chunk, where their offsets say, without a copy.
+    """Returns the tensors of a packed chunk as views of a buffer, without a copy.
+
+    Args:
+        memory: the buffer, as a uint8 tensor of one dimension.
+        offsets_bytes: where each tensor begins, in bytes.
+        tensors: names, dtypes and shapes of the tensors.
+
+    Returns:
+        ``(name, tensor)`` pairs, in order.
 
     Raises:
-        EngineError: code ``transfer_failed``: another number of offsets, or one ends behind the
-            buffer.
+        EngineError: code ``transfer_failed``; the number of offsets is wrong, or a tensor ends
+            behind the buffer.
     """
     if len(offsets_bytes) != len(tensors):
         raise transfer_failed(f"{len(offsets_bytes)} offsets for {len(tensors)} tensors")
@@ -117,7 +145,12 @@ def views_of(
 
 
 def check_broadcast(size_bytes: int, expected_bytes: int, room_bytes: int) -> None:
-    """A packed broadcast is of the chunk that was announced, and fits.
+    """Checks that a packed broadcast is the announced chunk and fits the buffer.
+
+    Args:
+        size_bytes: what the sender announced, in bytes.
+        expected_bytes: what the manifest's tensors take, in bytes.
+        room_bytes: the buffer's size in bytes.
 
     Raises:
         EngineError: code ``transfer_failed``, with all three sizes.
@@ -130,10 +163,15 @@ def check_broadcast(size_bytes: int, expected_bytes: int, room_bytes: int) -> No
 
 
 def view_of(memory: torch.Tensor, offset_bytes: int, meta: TensorMeta) -> torch.Tensor:
-    """A tensor in a buffer of bytes, without a copy.
+    """Returns one tensor as a view of a buffer, without a copy.
+
+    Args:
+        memory: the buffer, as a uint8 tensor of one dimension.
+        offset_bytes: where the tensor begins, in bytes.
+        meta: the tensor's name, dtype and shape.
 
     Raises:
-        EngineError: code ``transfer_failed``: it would end behind the buffer.
+        EngineError: code ``transfer_failed``; the tensor ends behind the buffer.
     """
     end = offset_bytes + meta.size_bytes
     if end > memory.numel():
@@ -145,10 +183,14 @@ def view_of(memory: torch.Tensor, offset_bytes: int, meta: TensorMeta) -> torch.
 
 
 def check_lent(lent: IpcTensors | ShmTensors, tensors: Sequence[TensorMeta]) -> None:
-    """A handle says for each tensor of the chunk where it lies, and all of it lies there.
+    """Checks that a handle places every tensor of the chunk within lent memory.
+
+    Args:
+        lent: the decoded handle.
+        tensors: names, dtypes and shapes of the chunk's tensors.
 
     Raises:
-        EngineError: code ``transfer_failed``, with the first tensor that doesn't.
+        EngineError: code ``transfer_failed``, with the first wrong tensor.
     """
     if not len(lent.memory_of) == len(lent.offsets_bytes) == len(tensors):
         raise transfer_failed(
@@ -173,7 +215,17 @@ def lent_views(
     tensors: Sequence[TensorMeta],
     device: torch.device,
 ) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a lent chunk, as :func:`check_lent` has passed it, in its ``memories``."""
+    """Returns the tensors of a lent chunk as views of mapped memory.
+
+    Args:
+        memories: the mapped allocations, as uint8 tensors of one dimension.
+        lent: the handle, as :func:`check_lent` has checked it.
+        tensors: names, dtypes and shapes of the chunk's tensors.
+        device: where tensors without elements are made.
+
+    Returns:
+        ``(name, tensor)`` pairs, in order.
+    """
     received: list[tuple[str, torch.Tensor]] = []
     for meta, index, offset in zip(tensors, lent.memory_of, lent.offsets_bytes, strict=True):
         if meta.size_bytes:
@@ -185,8 +237,15 @@ def lent_views(
 
 
 def pack(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Copy tensors into a buffer of bytes, each at a multiple of 64; return where each begins,
-    and where the last one's room ends."""
+    """Copies tensors into a buffer, each at a multiple of 64 bytes.
+
+    Args:
+        memory: the buffer, as a uint8 tensor of one dimension.
+        tensors: of any shape, dtype, strides and device.
+
+    Returns:
+        Where each tensor begins, and where the last one's room ends, in bytes.
+    """
     offsets = [0]
     for tensor in tensors:
         size_bytes = tensor.numel() * tensor.element_size()

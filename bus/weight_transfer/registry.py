@@ -1,8 +1,8 @@
-"""The registry of weight transfer backends: a sender and a receiver for each name.
+"""Finds the sender and the receiver of a backend by its name.
 
-A user's own backend is one class and one registration on each side. A process that the user starts
-registers in code. Processes that wavebus or vLLM start find what an installed package offers as an
-entry point::
+A backend of your own is one class and one registration on each side. A process that you start
+registers in code (:func:`register_sender`, :func:`register_receiver`). Processes that wavebus or
+vLLM start find the entry points of installed packages::
 
     [project.entry-points."wavebus.senders"]
     pigeons = "my_package.pigeons:PigeonSender"
@@ -42,7 +42,7 @@ class BackendRegistry(Generic[T]):
     """Finds the factory of one end of a backend by its name.
 
     Args:
-        group: the group of entry points that is searched for a name that nobody registered.
+        group: the group of entry points that is searched for names that are not registered.
         built_in: the backends that come with wavebus. No other may take their names.
         unavailable_reasons: for built-in backends that not every machine supports, a function that
             says why this machine does not; an empty text where it does. Called each time.
@@ -60,10 +60,14 @@ class BackendRegistry(Generic[T]):
         self._registered: dict[str, Callable[[], T]] = {}
 
     def register(self, name: str, factory: Callable[[], T]) -> None:
-        """Take ``factory`` (a class will do) as the backend ``name``, in place of an earlier one.
+        """Registers ``factory`` as the backend ``name``, in place of an earlier one.
+
+        Args:
+            name: the backend's name.
+            factory: makes one end; a class will do.
 
         Raises:
-            UsageError: the name is one of wavebus's own, or can't be one.
+            UsageError: the name is one of wavebus's own, or not a valid name.
         """
         check_name(name, "backend")
         if name in self._built_in:
@@ -71,17 +75,20 @@ class BackendRegistry(Generic[T]):
         self._registered[name] = factory
 
     def names(self) -> tuple[str, ...]:
-        """All there are: built in (what this machine can have), registered, installed."""
+        """Returns all names: built in and available here, registered, installed."""
         built_in = (name for name in self._built_in if not self._unavailable_reason(name))
         installed = (point.name for point in entry_points(group=self._group))
         return tuple(dict.fromkeys((*built_in, *self._registered, *sorted(installed))))
 
     def find(self, name: str) -> Callable[[], T] | None:
-        """What makes ``name``; None if nobody offers it.
+        """Returns the factory of a backend, or None if there is none.
+
+        Args:
+            name: the backend's name.
 
         Raises:
-            UsageError: this machine can't have it; or an installed package offers it, and can't
-                be imported.
+            UsageError: this machine does not support it, or the package that offers it can't be
+                imported.
         """
         reason = self._unavailable_reason(name)
         if reason:
@@ -107,7 +114,13 @@ class BackendRegistry(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _BuiltIn:
-    """A backend that comes with wavebus: what makes its ends, and why this machine lacks it."""
+    """A backend that comes with wavebus.
+
+    Attributes:
+        sender: makes the trainer's end.
+        receiver: makes the engine's end.
+        unavailable_reason: says why this machine does not support it; empty: it does.
+    """
 
     sender: Callable[[], Sender]
     receiver: Callable[[], Receiver]
@@ -133,32 +146,37 @@ _receivers: Final[BackendRegistry[Receiver]] = BackendRegistry(
 def register_sender(name: str, factory: Callable[[], Sender]) -> None:
     """Registers the sender of your own backend in this process.
 
-    Processes that wavebus or vLLM start need an entry point instead, as the module says.
+    Processes that wavebus or vLLM start need an entry point instead (see the module).
+
+    Args:
+        name: the backend's name.
+        factory: makes a sender; a class will do.
 
     Raises:
-        UsageError: the name is one of wavebus's own, or can't be one.
+        UsageError: the name is one of wavebus's own, or not a valid name.
     """
     _senders.register(name, factory)
 
 
 def sender_backends() -> tuple[str, ...]:
-    """Names that :func:`make_sender` takes."""
+    """Returns the names that :func:`make_sender` accepts."""
     return _senders.names()
 
 
 def make_sender(
     backend: str, *, buffers: int | None = None, packed: bool = True, device: str = ""
 ) -> Sender:
-    """A closed sender for ``backend``.
+    """Makes a closed sender.
 
     Args:
-        buffers: room for how many chunks at a time. Default: what the sender itself has.
+        backend: the backend's name.
+        buffers: how many chunks may be in flight, from 1 to 16. Default: the sender's own.
         packed: see :class:`Sender`.
         device: see :class:`Sender`.
 
     Raises:
-        UsageError: names the backends there are, or says why this one can't be loaded, or can't
-            do without packing.
+        UsageError: there is no such backend here (the text names those there are), it can't be
+            loaded, it can't send unpacked, or ``buffers`` is out of range.
     """
     if buffers is not None and not 1 <= buffers <= MAX_BUFFERS:
         raise UsageError(f"buffers={buffers}: from 1 to {MAX_BUFFERS}")
@@ -178,28 +196,33 @@ def make_sender(
 def register_receiver(name: str, factory: Callable[[], Receiver]) -> None:
     """Registers the receiver of your own backend in this process.
 
-    Processes that wavebus or vLLM start need an entry point instead, as the module says.
+    Processes that wavebus or vLLM start need an entry point instead (see the module).
+
+    Args:
+        name: the backend's name.
+        factory: makes a receiver; a class will do.
 
     Raises:
-        UsageError: the name is one of wavebus's own, or can't be one.
+        UsageError: the name is one of wavebus's own, or not a valid name.
     """
     _receivers.register(name, factory)
 
 
 def receiver_backends() -> tuple[str, ...]:
-    """Names that :func:`make_receiver` takes."""
+    """Returns the names that :func:`make_receiver` accepts."""
     return _receivers.names()
 
 
 def make_receiver(backend: str, device: torch.device | None = None) -> Receiver:
-    """A closed receiver for ``backend``.
+    """Makes a closed receiver.
 
     Args:
+        backend: the backend's name.
         device: where the engine has its weights. Default: CPU memory.
 
     Raises:
-        EngineError: code ``backend_missing``, with the names there are, or why it can't be
-            loaded.
+        EngineError: code ``backend_missing``. The text names the backends there are, or says why
+            this one can't be loaded.
     """
     try:
         factory = _receivers.find(backend)

@@ -1,4 +1,4 @@
-"""The store where the ends of a communicator find each other. The trainer runs it.
+"""Connects the ends of a communicator through a store that the trainer runs.
 
 :mod:`bus.weight_transfer.gloo` and :mod:`bus.weight_transfer.nccl_communicator` make communicators
 of their own kind there. The module loads no torch: callers pass ``torch.distributed`` in.
@@ -15,27 +15,39 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from bus.weight_transfer.allocation import RankAssignment
 
-# What a chunk may take: so long, and its bytes over a slow network.
+# A chunk may take CHUNK_TIMEOUT_S, and as long as its bytes take over a slow network.
 CHUNK_TIMEOUT_S: Final = 30
 SLOW_BYTES_PER_S: Final = 10_000_000
-# Sends nothing, and any port will do: it only asks the system for the way there.
+# Nothing is sent to this port: connecting a UDP socket only asks the system for the route.
 _ANY_PORT: Final = 9
-# The trainer's store listens before anybody hears of it.
+# Short, because the trainer's store listens before its address is announced.
 _CONNECT_S: Final = 5.0
-# What a TCPStore's greeting may take: both ends ask the DNS for the other's name, which takes
-# 5 s where no answer comes.
+# Time for a TCPStore's handshake. Both ends ask DNS for the other's name, which takes 5 s without
+# an answer.
 _GREETING_S: Final = 15.0
 
 
 def chunk_timeout_s(size_bytes: int) -> int:
-    """How long a chunk of that size may take: a deadline on progress, not on the update."""
+    """Returns how long the transfer of one chunk may take, in seconds.
+
+    It is a deadline on progress, not on the update: 30 s, and 1 s more per 10 MB.
+
+    Args:
+        size_bytes: the chunk's size in bytes.
+    """
     return CHUNK_TIMEOUT_S + size_bytes // SLOW_BYTES_PER_S
 
 
 def open_store(dist: Any, address: str, timeout_s: float) -> Any:
-    """The trainer's store, on a free port of this address alone; by itself it would listen on all.
+    """Opens the trainer's store on a free port of one address.
 
-    It is gone when the last reference to it is.
+    A store that torch opens by itself would listen on all addresses. The store ends with the last
+    reference to it.
+
+    Args:
+        dist: ``torch.distributed``.
+        address: the address to listen on.
+        timeout_s: how long its operations may take, in seconds.
 
     Raises:
         OSError: it can't listen there.
@@ -53,13 +65,20 @@ def open_store(dist: Any, address: str, timeout_s: float) -> Any:
 
 
 def connect_store(dist: Any, host: str, port: int, communicator: int, timeout_s: float) -> Any:
-    """One end's view of that store, in the communicator's own part of it.
+    """Connects to the trainer's store, and returns the communicator's part of it.
+
+    Args:
+        dist: ``torch.distributed``.
+        host: the store's host.
+        port: the store's port.
+        communicator: the communicator's number.
+        timeout_s: how long later operations may take, in seconds.
 
     Raises:
-        OSError: the store is not there.
-        RuntimeError: it went away.
+        OSError: no store listens there.
+        RuntimeError: the store went away.
     """
-    # A TCPStore goes on asking for one that isn't there until its timeout.
+    # A TCPStore alone would retry a missing store until its timeout.
     with socket.create_connection((host, port), timeout=_CONNECT_S):
         pass
     greeting = timedelta(seconds=min(_GREETING_S, timeout_s))
@@ -69,10 +88,19 @@ def connect_store(dist: Any, host: str, port: int, communicator: int, timeout_s:
 
 
 def gather_messages(store: Any, place: RankAssignment, message: str, timeout_s: float) -> list[str]:
-    """Wait until every end is there, and has left its word; return all words, by rank.
+    """Waits until every end has left its message in the store.
+
+    Args:
+        store: the communicator's part of the store.
+        place: this end's rank.
+        message: this end's message.
+        timeout_s: how long to wait, in seconds.
+
+    Returns:
+        All messages, by rank.
 
     Raises:
-        RuntimeError: the store is gone, or not everybody came in time.
+        RuntimeError: the store is gone, or an end did not come in time.
     """
     store.set(f"here-{place.rank}", message)
     keys = [f"here-{rank}" for rank in range(place.world_size)]
@@ -81,7 +109,13 @@ def gather_messages(store: Any, place: RankAssignment, message: str, timeout_s: 
 
 
 def is_store_alive(store: Any) -> bool:
-    """The trainer still keeps the store: its end is open, and its process lives."""
+    """Returns whether the trainer's store still answers.
+
+    It does while the trainer's process lives and its end is open.
+
+    Args:
+        store: the communicator's part of the store.
+    """
     try:
         store.check(["anything"])
     except RuntimeError:
@@ -90,22 +124,33 @@ def is_store_alive(store: Any) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """What torch says of an error, without its source file, its guesses and the stack of C++."""
+    """Returns torch's text of an error, without source file, guesses and C++ stack.
+
+    Args:
+        error: what torch has raised.
+    """
     lines = str(error).strip().splitlines()
     text = re.sub(r"^\[\S+:\d+\]\s*", "", lines[0].strip()) if lines else ""
     return text.split(". This is typically", 1)[0] or type(error).__name__
 
 
 def host_of(address: str) -> str:
-    """The host in a ZeroMQ address; this one, where it names none (``ipc``)."""
+    """Returns the host in a ZeroMQ address; this host if it names none (``ipc``).
+
+    Args:
+        address: such as ``tcp://10.0.0.1:7710``.
+    """
     return urlsplit(address).hostname or "127.0.0.1"
 
 
 def address_towards(host: str) -> str:
-    """This host's own address, as it is seen on the way to another one.
+    """Returns this host's own address, as another host sees it.
+
+    Args:
+        host: the other host.
 
     Raises:
-        OSError: there is no way there.
+        OSError: there is no route to it.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, _ANY_PORT, type=socket.SOCK_DGRAM

@@ -1,17 +1,16 @@
 """Transfers weights through POSIX shared memory on one host: both ends.
 
-Packed, the trainer creates a ring of segments, the engines map them once, and then the names are
-removed at once. The memory lives as long as a process maps it and no longer, whichever is killed.
-In the short time before that, a segment whose owner died is recognised by the advisory lock that it
-no longer holds, and swept by the next trainer. A chunk's tensors are views of the mapping, without
-a copy.
+Packed, the trainer creates a ring of segments and the engines map them. Then the names are removed
+at once, so the memory lives exactly as long as a process maps it, even if one is killed. Before
+that, a segment of a dead owner is recognised by the advisory lock that the owner no longer has; the
+next trainer removes it. A chunk's tensors are views of the mapping, without a copy.
 
-Unpacked, there is no ring. Tensors that lie in memory of :func:`allocate` are read by the engines
-where they are, so they must stay unchanged until the chunk is applied. Others are copied into
-shared memory that is made for the chunk. That memory has no name (``memfd``), so nothing is left of
-it when its last tensor, and the last engine that has mapped it, are gone. Engines find it through
-the trainer's descriptor, map it when the first chunk needs it, so that nothing they write there
-reaches the trainer, and keep the mapping while chunks lie there: mapping costs as much as copying.
+Unpacked, there is no ring. Engines read tensors in memory of :func:`allocate` where they are, so
+these must stay unchanged until the chunk is applied. Other tensors are copied into shared memory
+that is made for the chunk. That memory has no name (``memfd``): nothing is left when the last
+tensor there and the last mapping are gone. Engines open it through the trainer's descriptor, with a
+private mapping, so that their writes never reach the trainer. They keep mappings while chunks lie
+there, because mapping costs as much as copying.
 """
 
 from __future__ import annotations
@@ -54,27 +53,33 @@ if TYPE_CHECKING:
 
 
 class _SharedMapping(mmap.mmap):
-    """Shared memory of this process; it goes with the last tensor that lies in it."""
+    """Shared memory of this process. It is freed with the last tensor that lies in it."""
 
     descriptor: int
     device: int
     inode: int
 
 
-# By their addresses, as tensors' storages have them.
+# Mappings of this process by their address, as a tensor's storage has it.
 _mappings: Final[weakref.WeakValueDictionary[int, _SharedMapping]] = weakref.WeakValueDictionary()
 
 
 def allocate(size_bytes: int) -> torch.Tensor:
-    """New shared memory as a tensor of bytes, with room for at least one.
+    """Allocates shared memory.
+
+    Args:
+        size_bytes: the size in bytes; at least one byte is allocated.
+
+    Returns:
+        A uint8 tensor of one dimension.
 
     Raises:
-        WavebusError: there is not so much left.
+        WavebusError: there is not enough memory.
     """
     size_bytes = max(size_bytes, 1)
     descriptor = os.memfd_create("wavebus", os.MFD_CLOEXEC)
     try:
-        # Reserve now: writing to what can't be had later is a SIGBUS.
+        # Reserve the memory now: a write to memory that is missing later is a SIGBUS.
         os.posix_fallocate(descriptor, 0, size_bytes)
         memory = _SharedMapping(descriptor, size_bytes)
     except OSError as error:
@@ -91,12 +96,20 @@ def allocate(size_bytes: int) -> torch.Tensor:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether the tensor lies in memory of :func:`allocate`."""
+    """Returns whether a tensor lies in memory of :func:`allocate`.
+
+    Args:
+        tensor: any tensor.
+    """
     return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _mappings
 
 
 def locate(tensor: torch.Tensor) -> tuple[ShmMemory, int]:
-    """Where a tensor that :func:`is_shared` lies: the memory, and how far from its beginning."""
+    """Returns the shared memory of a tensor, and the tensor's offset there in bytes.
+
+    Args:
+        tensor: one that :func:`is_shared`.
+    """
     base = tensor.untyped_storage().data_ptr()
     memory = _mappings[base]
     found = ShmMemory(os.getpid(), memory.descriptor, memory.device, memory.inode, len(memory))
@@ -104,7 +117,7 @@ def locate(tensor: torch.Tensor) -> tuple[ShmMemory, int]:
 
 
 class ShmSender(Sender):
-    """One chunk is written while the engines load the one before."""
+    """Writes one chunk while the engines load the one before."""
 
     can_send_unpacked: ClassVar[bool] = True
 
@@ -150,7 +163,7 @@ class ShmSender(Sender):
         self._lent = {}
 
     def _lend(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
-        if not seq:  # what an update that broke off has left
+        if not seq:  # drop what a failed update has left
             self._lent = {}
         lent = self._lent[seq] = _in_shared_memory(tensors)
         places: dict[ShmMemory, int] = {}
@@ -167,7 +180,7 @@ class ShmSender(Sender):
 
 
 def _in_shared_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, in shared memory and contiguous; those that are not are copied there."""
+    """Returns the tensors contiguous and in shared memory, copied there if needed."""
     lent = list(tensors)
     others = [
         place
@@ -185,7 +198,7 @@ def _in_shared_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _Segment:
-    """One segment: created exclusively, locked by its owner, mapped whole."""
+    """A shared memory segment: created exclusively, locked by its owner, mapped whole."""
 
     def __init__(self, size_bytes: int) -> None:
         while True:
@@ -200,7 +213,7 @@ class _Segment:
             os.close(self._descriptor)  # another trainer swept it before it was locked
         self._linked = True
         try:
-            # Reserve now: writing to a sparse segment of a full file system is a SIGBUS.
+            # Reserve the memory now: a write to a sparse segment of a full file system is a SIGBUS.
             os.posix_fallocate(self._descriptor, 0, size_bytes)
             self.memory = torch.frombuffer(
                 mmap.mmap(self._descriptor, size_bytes), dtype=torch.uint8
@@ -220,8 +233,15 @@ class _Segment:
 
 
 def sweep(folder: Path = Path(SHM_FOLDER)) -> list[str]:
-    """Remove segments and adapters whose owner is gone; return their names."""
-    # Other folders of that prefix are others', with pages of engine cores.
+    """Removes segments and adapters whose owner is gone.
+
+    Args:
+        folder: where to look.
+
+    Returns:
+        The names that were removed.
+    """
+    # Other folders with that prefix have the shared pages of engine cores.
     segments = (path for path in folder.glob(f"{SHM_PREFIX}*") if path.is_file())
     adapters = folder.glob(f"{FOLDER_PREFIX}*/")
     return [
@@ -231,7 +251,7 @@ def sweep(folder: Path = Path(SHM_FOLDER)) -> list[str]:
 
 
 class ShmReceiver(Receiver):
-    """Maps the trainer's ring of segments, read-only by convention; or its own memory."""
+    """Reads chunks in the trainer's ring of segments, or in memory that the trainer lends."""
 
     is_blocking = False
 
@@ -286,7 +306,7 @@ class ShmReceiver(Receiver):
 
 
 def _map_segment(name: str, size_bytes: int) -> torch.Tensor:
-    """The whole segment as a tensor of bytes; unmapped when the last view is gone."""
+    """Returns the whole segment as a uint8 tensor; unmapped with the last view."""
     try:
         descriptor = os.open(os.path.join(SHM_FOLDER, name), os.O_RDWR | os.O_CLOEXEC)  # noqa: PTH118
     except OSError as error:
@@ -305,8 +325,10 @@ def _map_segment(name: str, size_bytes: int) -> torch.Tensor:
 
 
 def _map_lent(memory: ShmMemory) -> torch.Tensor:
-    """The trainer's memory as a tensor of bytes, as it is there at any time; what is written to
-    it stays here."""
+    """Maps the trainer's memory privately, as a uint8 tensor of one dimension.
+
+    The mapping shows the trainer's later writes. Writes here stay in this process.
+    """
     path = f"/proc/{memory.pid}/fd/{memory.descriptor}"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,5 +1,4 @@
-"""The engine's side of weight transfer: verifies what a receiver brings, and finds memory to stage
-it.
+"""The engine's side of weight transfer: verification, and memory for staging.
 
 The receivers themselves are in :mod:`bus.weight_transfer`.
 """

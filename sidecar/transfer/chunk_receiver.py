@@ -1,10 +1,12 @@
-"""Chunks on their way into a model: from when they are announced until they are loaded.
+"""Receives chunks for a model, from their announcement until they are loaded.
 
-A receiver with room for several chunks (:attr:`Receiver.prefetch_depth`), or that waits for others
-(:attr:`Receiver.is_collective`), receives in a thread of its own, one chunk after the other: on a
-GPU on a stream of its own as well, so that a chunk comes while another is loaded. One that launches
-(:attr:`Receiver.can_launch`) needs no thread for that: the device receives, and the next chunk is
-under way before this one is there. Any other receives when it is asked to.
+There are three ways, by what the receiver can do:
+
+- A receiver that launches (:attr:`Receiver.can_launch`) needs no thread. The device receives, and
+  the next chunk is launched before this one is there.
+- A receiver with several buffers (:attr:`Receiver.prefetch_depth`), or of a collective, receives in
+  a thread, one chunk after the other; on a GPU in a stream of its own.
+- Any other receives when :meth:`ChunkReceiver.begin` is called.
 """
 
 from __future__ import annotations
@@ -33,11 +35,17 @@ if TYPE_CHECKING:
 
 
 class ChunkReceiver:
-    """Of one model, over one transport after the other. Used by one thread at a time; but while
-    one opens another transport, another one may :meth:`interrupt` and :meth:`clear`.
+    """Receives the chunks of one model, over one transport after the other.
+
+    One thread uses it. While that thread opens another transport, a second thread may call
+    :meth:`interrupt` and :meth:`clear`.
 
     Args:
         device: where the weights are.
+
+    Attributes:
+        backend: the open transport's backend; empty before the first.
+        receiver: the open transport's receiver, or None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,42 +53,47 @@ class ChunkReceiver:
         self.receiver: Receiver | None = None
         self._device = device
         self._chunks: dict[int, Future[Tensors]] = {}
-        self._launched: dict[int, Callable[[], None]] = {}  # of those, who is not waited for yet
+        self._launched: dict[int, Callable[[], None]] = {}  # waits of launched chunks
         self._thread: ThreadPoolExecutor | None = None
-        self._abandoned = False  # that thread, in a transport that was closed
+        self._abandoned = False  # whether _thread may hang in a closed transport
         self._stream: torch.cuda.Stream | None = None
 
     @property
     def prefetch_depth(self) -> int:
-        """How many chunks it takes before the first of them is loaded."""
+        """How many chunks may be received before the first of them is loaded."""
         return 1 if self.receiver is None else self.receiver.prefetch_depth
 
     def use(self, backend: str, receiver: Receiver) -> None:
-        """Another transport; the one before goes."""
+        """Replaces the transport by ``receiver``, which belongs to ``backend``."""
         self.close()
         self.backend, self.receiver = backend, receiver
 
     def close(self) -> None:
-        """Let the transport go, and all that came or comes over it."""
+        """Closes the transport, and drops all its chunks."""
         self.stop()
         if self.receiver is not None:
             self.receiver.close()
             self.receiver = None
 
     def stop(self) -> None:
-        """Forget all chunks at once, and what comes yet: the transport is closed then, and must be
-        opened anew. Who waits in it is left behind, until its deadline at the latest."""
+        """Drops all chunks at once, also those that have not come yet.
+
+        The transport is closed if a chunk was still coming, and must be opened again. A thread
+        that waits in it is left behind until its deadline.
+        """
         self._cancel()
         self.clear()
 
     def interrupt(self) -> None:
-        """As :meth:`stop`, where a transport waits for the other end, called from any thread while
-        another is in :meth:`take`: that raises. What comes over any other is there soon."""
+        """Ends a :meth:`take` of another thread, which then raises.
+
+        Only a collective's wait is ended: chunks of other transports are there soon.
+        """
         if self.receiver is not None and self.receiver.is_collective:
             self._cancel()
 
     def _cancel(self) -> None:
-        """None of the chunks that come, ever does."""
+        """Cancels the chunks that have not come yet."""
         cancelled = [coming for coming in self._chunks.copy().values() if coming.cancel()]
         if cancelled and self.receiver is not None:
             self._abandoned = True
@@ -94,26 +107,30 @@ class ChunkReceiver:
         handle: bytes,
         into: ReceivedChunk | None = None,
     ) -> None:
-        """Receive a chunk. It may come yet when this returns: :meth:`take` waits.
+        """Begins to receive a chunk. The chunk may still be coming on return: see :meth:`take`.
 
         Args:
-            into: where the tensors are to lie, for receivers that can have them there; received in
-                the caller's own stream, if the device receives.
+            seq: number of the chunk in its update. If it was begun before, it is received again.
+            metas: names, dtypes and shapes of the chunk's tensors.
+            backend: the backend that must be open.
+            handle: the sender's handle of the chunk.
+            into: where the tensors are to lie, for receivers that can receive there. If the device
+                receives, it does so in the caller's stream.
 
         Raises:
-            EngineError: code ``transfer_failed``: there is no such transport, or it failed; and
-                ``wrong_state``, if there is no room.
+            EngineError: code ``transfer_failed`` if the transport is not open or failed;
+                ``wrong_state`` if all buffers are in use.
         """
         receiver = self.receiver
         if receiver is None or backend != self.backend:
             raise transfer_failed(f"transport {backend!r} is not open in this worker")
-        self._release(seq)  # asked again, it comes again
+        self._release(seq)  # a repeated request receives the chunk again
         if into is None and len(self._chunks) >= receiver.prefetch_depth:
             raise EngineError(
                 f"chunks {sorted(self._chunks)} are received and not loaded yet",
                 code=NackCode.WRONG_STATE,
             )
-        # From here on, an interrupt ends it.
+        # From here on, interrupt() can cancel the chunk.
         coming = self._chunks[seq] = Future()
         try:
             if receiver.can_launch:
@@ -133,11 +150,17 @@ class ChunkReceiver:
             raise
 
     def take(self, seq: int) -> Tensors:
-        """The tensors of a chunk that was begun, when they are there; valid until :meth:`done`.
+        """Waits for a chunk that was begun, and returns its tensors.
+
+        Args:
+            seq: number of the chunk.
+
+        Returns:
+            ``(name, tensor)`` pairs, valid until :meth:`release`.
 
         Raises:
-            EngineError: code ``transfer_failed``: it did not come, or is not what was announced;
-                and ``wrong_state``: it was not begun.
+            EngineError: code ``transfer_failed`` if the chunk did not come or is not the announced
+                one; ``wrong_state`` if it was not begun.
         """
         coming = self._chunks.get(seq)
         if coming is None:
@@ -159,10 +182,16 @@ class ChunkReceiver:
         return tensors
 
     def take_own(self, seq: int) -> Tensors:
-        """As :meth:`take`, but for ever, and on the weights' device.
+        """Waits for a chunk, and returns its tensors in memory of the weights' device.
+
+        Args:
+            seq: number of the chunk.
+
+        Returns:
+            ``(name, tensor)`` pairs, which stay valid.
 
         Raises:
-            EngineError: also code ``transfer_failed``, if there is no room for a copy.
+            EngineError: as :meth:`take`; also ``transfer_failed`` if there is no memory for a copy.
         """
         tensors = self.take(seq)
         receiver = self.receiver
@@ -176,11 +205,11 @@ class ChunkReceiver:
             ) from error
 
     def release(self, seq: int) -> None:
-        """A chunk is loaded: its room may be used again."""
+        """Frees the buffer of the chunk ``seq``, which is loaded."""
         self._release(seq)
 
     def clear(self) -> None:
-        """Forget all chunks; who still comes is waited for."""
+        """Drops all chunks, and waits for those that are still coming."""
         for seq in list(self._chunks):
             self._release(seq)
 
@@ -194,15 +223,15 @@ class ChunkReceiver:
                 self.receiver.release()
 
     def _deliver(self, coming: Future[Tensors], receive: Callable[[], Tensors]) -> None:
-        """Until it is there it can be cancelled, however long it has been coming."""
+        """Receives a chunk and sets its future. Until then the future can be cancelled."""
         failure: BaseException | None = None
         tensors: Tensors = []
         try:
             tensors = receive()
-        except BaseException as error:  # noqa: BLE001 - who takes the chunk, gets it
+        except BaseException as error:  # noqa: BLE001 - take() raises it
             failure = error
         if not coming.set_running_or_notify_cancel():
-            return  # and the transport was closed
+            return  # cancelled, and the transport was closed
         if failure is not None:
             coming.set_exception(failure)
         else:
@@ -237,7 +266,7 @@ class ChunkReceiver:
         return [(name, tensor.to(self._device, copy=copy)) for name, tensor in tensors]
 
     def _wait_for(self, seq: int) -> None:
-        """For what the device receives, if it is that."""
+        """Waits for a launched chunk; returns at once for any other."""
         launched = self._launched.pop(seq, None)
         if launched is not None:
             launched()
@@ -260,7 +289,7 @@ class ChunkReceiver:
 def _fetch(
     receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes, into: ReceivedChunk | None
 ) -> Tensors:
-    """Where it is to lie, if that can be."""
+    """Receives into the given memory if the receiver can; elsewhere otherwise."""
     if into is not None and receiver.receive_into(metas, handle, into):
         return into
     return receiver.receive(metas, handle)

@@ -1,6 +1,6 @@
-"""Read a LoRA adapter from the folder on tmpfs into which its trainer wrote it.
+"""Reads a LoRA adapter from the folder in shared memory where its trainer wrote it.
 
-What is read is copied: nothing of the folder is needed any more once an adapter is received.
+Tensors are copied, so a received adapter no longer needs the folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoraReceiver(Receiver):
-    """Takes one adapter at a time, to CPU memory.
+    """Receives one adapter at a time, into CPU memory.
 
     Attributes:
         config: PEFT's ``adapter_config``, as the trainer wrote it.
@@ -38,7 +38,7 @@ class LoraReceiver(Receiver):
 
     @property
     def path(self) -> str:
-        """The folder; empty while none is open."""
+        """The adapter's folder; empty if none is open."""
         return "" if self._folder is None else str(_path(self._folder))
 
     def open(self, params: bytes, place: RankAssignment) -> None:  # noqa: ARG002 - all are equal
@@ -74,10 +74,10 @@ def _path(folder: AdapterFolder) -> Path:
 
 
 def _read_config(folder: AdapterFolder) -> dict[str, Any]:
-    """The config, if it is the one that was written.
+    """Returns the config, if it is the one that the trainer wrote.
 
     Raises:
-        EngineError: code ``transfer_failed``: it is not there, or another one.
+        EngineError: code ``transfer_failed``; the config is missing or another one.
     """
     try:
         with (_path(folder) / CONFIG_FILE).open("rb") as file:

@@ -1,4 +1,4 @@
-"""Whether there is memory to stage an update in, beside the weights that are served."""
+"""Decides whether there is memory to stage an update beside the served weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from bus.messages import Staging
 
-# Of what is free, so much stays so: for requests that come meanwhile.
+# The part of free memory that staging leaves to requests.
 SPARED: Final = 0.1
 _MEMORY_INFO: Final = Path("/proc/meminfo")
 _CGROUP: Final = Path("/proc/self/cgroup")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-# Of version 2 and 1: folder, limit, what is used, and of that cached files.
+# Of control groups version 2 and 1: folder, file of the limit, file of the usage, cached files.
 _V2: Final = ("", "memory.max", "memory.current", "inactive_file")
 _V1: Final = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
@@ -29,13 +29,16 @@ _V1: Final = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total
 def staging_capacity(
     staging: Staging, needed_bytes: int, device: torch.device, *, held_bytes: int = 0
 ) -> StagingCapacity:
-    """Whether so much can be staged on this device.
+    """Returns whether an update can be staged on this device.
 
     Args:
-        staging: as ARM has it.
-        needed_bytes: what staging takes here.
+        staging: the staging options of ARM.
+        needed_bytes: what staging takes here, in bytes.
         device: where the weights are.
-        held_bytes: of that, what an update before has left.
+        held_bytes: how much of it is still allocated from an earlier update, in bytes.
+
+    Raises:
+        EngineError: the available memory can't be read.
     """
     why_not = ""
     if staging.budget_bytes and needed_bytes > staging.budget_bytes:
@@ -48,8 +51,17 @@ def staging_capacity(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be had on the device: those that are nobody's, and those that this process has
-    and does not use. Of a CPU: of the host's, what the limits of control groups leave."""
+    """Returns how many bytes can be allocated on the device.
+
+    On a GPU this includes memory that this process's allocator holds and does not use. On a CPU it
+    is the host's available memory, within the limits of the process's control groups.
+
+    Args:
+        device: where the weights are.
+
+    Raises:
+        EngineError: the available memory can't be read.
+    """
     if device.type != "cpu":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + spare_memory(device)
@@ -61,8 +73,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """What the limit of each control group of this process leaves. Files that are only cached count
-    as left."""
+    """Yields what the limit of each control group of this process leaves, in bytes.
+
+    Cached files count as left.
+    """
     for line in _CGROUP.read_text().splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -70,7 +84,7 @@ def _left_in_cgroups() -> Iterator[int]:
         folder, limit, used, cached = _V1 if controllers else _V2
         group = _CGROUPS / folder / name.lstrip("/")
         for each in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # no group, or no limit: "max"
+            with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ("max")
                 stat = dict(
                     line.split() for line in (each / "memory.stat").read_text().splitlines()
                 )
@@ -79,8 +93,13 @@ def _left_in_cgroups() -> Iterator[int]:
 
 
 def spare_memory(device: torch.device) -> int:
-    """Bytes of the device that this process has and does not use; of a CPU, none. Its driver is not
-    asked, which takes time, and may keep a step from asking for anything meanwhile."""
+    """Returns how many bytes this process's allocator holds on the device and does not use.
+
+    The driver is not called, because a call takes time and may delay the allocations of a step.
+
+    Args:
+        device: where the weights are. For a CPU the result is 0.
+    """
     if device.type == "cpu":
         return 0
     stats = torch.cuda.memory_stats_as_nested_dict(device)

@@ -1,4 +1,4 @@
-"""A stream of one's own on the device where the weights are; CPUs have none, and need none."""
+"""CUDA streams on the device of the weights. CPUs have none and need none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A new one; None on a CPU."""
+    """Returns a new stream; None on a CPU.
+
+    Args:
+        device: where the weights are.
+    """
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -20,7 +24,12 @@ def own_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 @contextlib.contextmanager
 def within(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
-    """What this thread asks of the device in the block goes into that stream, if there is one."""
+    """Runs a block's device work in a stream, if there is one.
+
+    Args:
+        stream: the stream, or None.
+        device: the stream's device.
+    """
     if stream is None:
         yield
         return

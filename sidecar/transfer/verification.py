@@ -1,4 +1,4 @@
-"""What arrived is what was announced, and what was sent."""
+"""Verifies that what arrived is what was announced and what was sent."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ if TYPE_CHECKING:
     from bus.weight_transfer.checksum import SelectedWords
 
 
-# Words that are kept before they are summed up: 32 MiB.
+# Words that are kept before they are compared: 32 MiB.
 _MOST_WORDS: Final = 1 << 22
 
 
 def check_room(backend: str, receiver: Receiver | None, manifest: Manifest) -> None:
-    """Every chunk fits the transport that is open.
+    """Checks that every chunk of a manifest fits the open transport.
+
+    Args:
+        backend: the backend's name, for the error.
+        receiver: the open transport's receiver, or None.
+        manifest: the update's tensors and chunks.
 
     Raises:
-        EngineError: code ``transfer_failed``, with the largest tensor of a chunk that doesn't.
+        EngineError: code ``transfer_failed``, with the largest tensor of a chunk that does not fit.
     """
     if receiver is None or receiver.room_bytes is None:
         return
@@ -47,13 +52,20 @@ def check_room(backend: str, receiver: Receiver | None, manifest: Manifest) -> N
 def check_delivered(
     backend: str, tensors: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
 ) -> None:
-    """A receiver, which may be anybody's, has brought what the manifest says.
+    """Checks that a receiver has returned the tensors of the manifest.
+
+    Receivers may come from other packages, so their result is not trusted.
+
+    Args:
+        backend: the backend's name, for the error.
+        tensors: names, dtypes and shapes of the announced tensors.
+        received: ``(name, tensor)`` pairs.
 
     Raises:
-        EngineError: code ``transfer_failed``, with the first tensor that is another.
+        EngineError: code ``transfer_failed``, with the first tensor that differs.
     """
     if isinstance(received, ReceivedChunk) and received.metas is tensors:
-        return  # views that were made of it
+        return  # views that were made of these very metas
     if len(received) > len(tensors):
         raise transfer_failed(
             f"transport {backend!r} delivered {len(received)} tensors for {len(tensors)}"
@@ -73,10 +85,10 @@ def check_delivered(
 
 
 class DeferredSums:
-    """Of chunks that nobody serves before the last of them has come: they are looked at one by
-    one, and summed up together.
+    """Compares the checksums of staged chunks together, when the last one has come.
 
-    Here is little to be done for each: where the same chunk has come before, one operation.
+    Nothing of a staged update is served before that. So a chunk costs one operation on arrival, if
+    it came in the same places before.
     """
 
     def __init__(self) -> None:
@@ -92,10 +104,17 @@ class DeferredSums:
         *,
         stays: bool = False,
     ) -> None:
-        """A chunk has arrived. ``stays``: it lies there until :meth:`check`.
+        """Records a chunk that has arrived.
+
+        Args:
+            seq: number of the chunk.
+            received: the chunk's ``(name, tensor)`` pairs.
+            verify: what the checksums cover.
+            sums: the sender's checksums.
+            stays: whether the tensors stay unchanged until :meth:`check`.
 
         Raises:
-            EngineError: as :func:`check_sums`; of this one, or of one before.
+            EngineError: as :func:`check_sums`, for this chunk or an earlier one.
         """
         if verify != "sample" or not isinstance(received, ReceivedChunk):
             check_sums(seq, received, verify, sums)
@@ -106,7 +125,7 @@ class DeferredSums:
             self.check()
 
     def check(self) -> None:
-        """All that were looked at are what was sent.
+        """Compares the checksums of all recorded chunks.
 
         Raises:
             EngineError: as :func:`check_sums`.
@@ -117,11 +136,11 @@ class DeferredSums:
             _compare(each.seq, each.received, each.sums, sums)
 
     def discard(self) -> None:
-        """None of them counts."""
+        """Drops the recorded chunks without a comparison."""
         self._looks.clear()
 
     def close(self) -> None:
-        """Nor will these chunks come again: nothing of where they lay is kept."""
+        """Drops the recorded chunks, and all that was kept of their places."""
         self._looks.clear()
         self._memo.clear()
 
@@ -137,10 +156,17 @@ class _Look:
 def check_sums(
     seq: int, received: list[tuple[str, torch.Tensor]], verify: Verify, sums: tuple[int, ...]
 ) -> None:
-    """What has arrived is what was sent, as far as ``verify`` looks.
+    """Compares the checksums of a chunk with the sender's.
+
+    Args:
+        seq: number of the chunk, for the error.
+        received: the chunk's ``(name, tensor)`` pairs.
+        verify: what the checksums cover.
+        sums: the sender's checksums.
 
     Raises:
-        EngineError: code ``checksum_mismatch``, with the first tensor that differs.
+        EngineError: code ``checksum_mismatch``, with the first tensor that differs;
+            ``wrong_state`` if the number of checksums differs.
     """
     memo = received.memo if isinstance(received, ReceivedChunk) else None
     _compare(seq, received, sums, checksums(torch, [t for _, t in received], verify, memo))

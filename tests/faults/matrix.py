@@ -26,11 +26,11 @@ ACTORS: Final = {
     "rank1": "trainer-1",
 }
 FAULTS: Final = {
-    "sigkill": "its process gets SIGKILL, and is started again later",
-    "sigstop": "its process gets SIGSTOP, and SIGCONT after more than the lease",
-    "cut": "its link is cut: the connection drops, and new ones are refused",
-    "mute": "its link is cut one way: nothing that it says arrives, and the connection stands",
-    "deaf": "its link is cut the other way: nothing reaches it, and the connection stands",
+    "sigkill": "The process gets SIGKILL and is restarted later.",
+    "sigstop": "The process gets SIGSTOP, and SIGCONT after more than the lease.",
+    "cut": "The link is cut: the connection drops, and new ones are refused.",
+    "mute": "The link is cut one way: nothing that it sends arrives; the connection stays open.",
+    "deaf": "The link is cut the other way: nothing reaches it; the connection stays open.",
 }
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs/faults.md"
 
@@ -170,49 +170,46 @@ def clears_cache(cell: Cell) -> bool:
 # (see :meth:`tests.faults.cell.Play.run`).
 OUTCOMES: Final[dict[str, tuple[str, frozenset[str]]]] = {
     "C": (
-        "committed on all engines",
+        "Committed on all engines.",
         frozenset({"committed"}),
     ),
     "W": (
         (
-            "committed without who failed, and its peer in lockstep, unless they have done all of "
-            "it; the next update brings them back"
+            "Committed without the failed engine and its peer rank, unless these had finished. "
+            "The next update brings them back."
         ),
         frozenset({"committed"}),
     ),
     "G": (
         (
-            "given up before anything was loaded: an error that names who failed; all who are "
-            "there resume the old version"
+            "Fails before anything is loaded. The error names the failed engine; "
+            "all others resume the old version."
         ),
         frozenset({"failed"}),
     ),
     "E": (
         (
-            "ends with an error for the trainer, if that lives: who has committed serves the new "
-            "version, who has loaded nothing resumes the old one, who holds a part is quarantined "
-            "until the next update"
+            "The trainer, if alive, gets an error. Engines that committed serve the new version. "
+            "Engines that loaded nothing resume the old one. "
+            "Partly loaded engines are quarantined until the next update."
         ),
         frozenset({"failed", "gone"}),
     ),
     "N": (
-        (
-            "ends with an error for the trainer, if that lives; nobody has committed, and all "
-            "serve the old version on"
-        ),
+        "The trainer, if alive, gets an error. No engine has committed; all serve the old version.",
         frozenset({"failed", "gone"}),
     ),
     "P": (
         (
-            "ends with an error for the trainer, if that lives; who has committed serves the new "
-            "version, and who misses that is behind until the next update"
+            "The trainer, if alive, gets an error. Engines that committed serve the new version; "
+            "the others are stale until the next update."
         ),
         frozenset({"failed", "gone"}),
     ),
     "X": (
         (
-            "committed, or an error for the trainer: a message under way, or a deadline, is "
-            "overtaken by the fault or is not"
+            "Either committed, or an error for the trainer. It depends on whether the fault "
+            "comes before or after a message in flight or a deadline."
         ),
         frozenset({"committed", "failed"}),
     ),
@@ -297,44 +294,32 @@ def ends_of(cell: Cell) -> frozenset[str]:
 
 
 def _matrix(cells: tuple[Cell, ...]) -> str:
-    """What comes of the update, of each cell."""
-    lines: list[str] = []
+    """What comes of the update, of each cell. Faults of an actor with equal outcomes share a row.
+
+    A step that only ranks in lockstep have is empty for all other actors.
+    """
+    steps = list(dict.fromkeys(cell.step for cell in cells if cell.actor == "engine"))
+    head = " | ".join(step.replace("_", " ") for step in steps)
+    lines = [f"| actor | fault | {head} |", "|---" * (len(steps) + 2) + "|"]
     for actor in ACTORS:
-        mine = [cell for cell in cells if cell.actor == actor]
-        steps = list(dict.fromkeys(cell.step for cell in mine))
-        head = " | ".join(step.replace("_", " ") for step in steps)
-        lines += ["", f"| {actor} | {head} |", "|---" * (len(steps) + 1) + "|"]
+        rows: dict[str, list[str]] = {}
         for fault in FAULTS:
-            letters = [outcome_of(cell) for cell in mine if cell.fault == fault]
-            lines.append(f"| {fault} | " + " | ".join(letters) + " |")
-    return "\n".join(lines).strip()
-
-
-def _vllm(cells: tuple[Cell, ...]) -> str:
-    """What comes of the update, of each cell on real vLLM."""
-    lines = ["| scene | actor | fault | step | |", "|---" * 5 + "|"]
-    for cell in cells:
-        step = cell.step.replace("_", " ")
-        lines.append(
-            f"| {cell.scene} | {cell.actor} | {cell.fault} | {step} | {outcome_of(cell)} |"
-        )
+            mine = {cell.step: cell for cell in cells if (cell.actor, cell.fault) == (actor, fault)}
+            row = [outcome_of(mine[step]) if step in mine else "" for step in steps]
+            rows.setdefault(" | ".join(row), []).append(fault)
+        for letters, faults in rows.items():
+            named = "all" if len(faults) == len(FAULTS) else ", ".join(faults)
+            lines.append(f"| {actor} | {named} | {letters} |")
     return "\n".join(lines)
-
-
-def _outcomes(letters: str) -> str:
-    return "\n".join(f"- **{letter}**: {OUTCOMES[letter][0]}." for letter in letters)
 
 
 def filled(page: str) -> str:
     """docs/faults.md with its tables as they stand here."""
     parts = {
         "faults": "\n".join(f"| {name} | {text} |" for name, text in FAULTS.items()),
-        "outcomes": _outcomes("CWGEX"),
-        "staged_outcomes": _outcomes("CWNPX"),
+        "outcomes": "\n".join(f"- **{letter}**: {text}" for letter, (text, _) in OUTCOMES.items()),
         "matrix": _matrix(CELLS),
         "staged": _matrix(STAGED_CELLS),
-        "vllm": _vllm(VLLM_CELLS),
-        "staged_vllm": _vllm(STAGED_VLLM_CELLS),
     }
     for name, text in parts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
