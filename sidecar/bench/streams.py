@@ -9,22 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from bus.event_stream import END, EventStream
-from bus.rejection import is_rejected
-from sidecar.bench.processes import BenchFailed
+from bus.errors import UsageError
+from sidecar.bench.harness import BenchFailed
+from trainer_agent.rollouts.attempt import Cut, Piece, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
 PROMPT_TOKENS: Final = 32
 _AGAIN_S: Final = 0.05
+# A request decodes so many tokens before its steps count, and so many of these are ordinary ones.
+_BEGUN_TOKENS: Final = 8
+_ORDINARY_TOKENS: Final = 40
 
 
 class Streams:
@@ -55,61 +58,46 @@ class Streams:
         Raises:
             BenchFailed: it ended otherwise than with all its tokens.
         """
-        body = {
-            "token_ids": prompt_of(index),
-            "sampling_params": {
-                "max_tokens": self._tokens,
-                "temperature": 0.0,
-                "ignore_eos": True,
-            },
-            "stream": True,
-        }
-        while not await self._served(session, f"{url}/inference/v1/generate", body, index):  # noqa: ASYNC110
-            await asyncio.sleep(_AGAIN_S)
+        async for piece in _pieces(session, url, index, self._tokens):
+            count = len(piece.token_ids or ())
+            if count:
+                self.came[index].append(time.monotonic())
+                self.pieces[index].append(count)
+                self.counts[index] += count
+                self._changed.set()
         if self.counts[index] != self._tokens:
             raise BenchFailed(
                 f"request {index} ended with {self.counts[index]} of {self._tokens} tokens"
             )
 
-    async def _served(
-        self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], index: int
-    ) -> bool:
-        """False: the engine is paused, and rejects it until it is resumed."""
-        async with session.post(url, json=body) as response:
-            if not response.ok:
-                raise BenchFailed(f"request {index}: {(await response.text())[:500]}")
-            events = EventStream()
-            async for chunk in response.content.iter_any():
-                for data in events.feed(chunk):
-                    if data.startswith(END):
-                        return True
-                    event = json.loads(data)
-                    # The status line is gone by then: the error is an event of the stream.
-                    if is_rejected(event):
-                        return False
-                    self._note(index, event)
-        return True
 
-    def _note(self, index: int, event: dict[str, Any]) -> None:
-        if "choices" not in event:
-            raise BenchFailed(f"request {index}: {event}")
-        count = sum(len(choice["token_ids"] or ()) for choice in event["choices"])
-        if count:
-            self.came[index].append(time.monotonic())
-            self.pieces[index].append(count)
-            self.counts[index] += count
-            self._changed.set()
+async def _pieces(
+    session: aiohttp.ClientSession, url: str, index: int, tokens: int
+) -> AsyncIterator[Piece]:
+    """What comes of a greedy request; a paused engine may reject it until it is resumed."""
+    sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+    body = {"token_ids": prompt_of(index), "sampling_params": sampling, "stream": True}
+    while True:
+        try:
+            async for batch in pieces(session, url, body):
+                for piece in batch:
+                    yield piece
+        except (Cut, UsageError) as error:
+            if not isinstance(error, Cut) or error.how != "rejected":
+                raise BenchFailed(f"request {index}: {error}") from error
+            await asyncio.sleep(_AGAIN_S)
+        else:
+            return
 
 
 @contextlib.asynccontextmanager
-async def streaming(url: str | Sequence[str], requests: int, tokens: int) -> AsyncIterator[Streams]:
+async def streaming(urls: Sequence[str], requests: int, tokens: int) -> AsyncIterator[Streams]:
     """So many greedy requests of so many tokens each, begun together; of several servers each gets
     its share. Leaving the block waits until all have ended.
 
     Raises:
         BenchFailed: one failed, or ended with fewer tokens.
     """
-    urls = [url] if isinstance(url, str) else list(url)
     streams = Streams(requests, tokens)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -122,10 +110,57 @@ async def streaming(url: str | Sequence[str], requests: int, tokens: int) -> Asy
                 tasks.create_task(streams.run(session, urls[index % len(urls)], index))
             yield streams
     except BaseExceptionGroup as group:
-        first = group.exceptions[0]
-        if isinstance(first, aiohttp.ClientError):
-            raise BenchFailed(f"a request failed: {first}") from first
-        raise first from None
+        raise group.exceptions[0] from None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedUpdate:
+    """An update while requests decode; times in s on ``time.monotonic()``'s clock.
+
+    Attributes:
+        decoding_s: since then all requests decode.
+        answer: what its trainer says of it: ``since_s``, ``until_s`` and more.
+    """
+
+    streams: Streams
+    decoding_s: float
+    answer: dict[str, Any]
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """When it began and ended."""
+        return float(self.answer["since_s"]), float(self.answer["until_s"])
+
+    @property
+    def update_ms(self) -> float:
+        """From its first message to its last."""
+        since_s, until_s = self.span
+        return (until_s - since_s) * 1000
+
+    def longest_gap_ms(self) -> float:
+        """The longest gap of any request that some part of the update is in."""
+        return longest_gap_ms(self.streams.came, *self.span)
+
+    def steps_ms(self) -> list[float]:
+        """Ordinary gaps, before the update."""
+        return gaps_ms(self.streams.came, self.decoding_s, self.answer["since_s"])
+
+    def tokens_per_s(self, since_s: float, until_s: float) -> float:
+        """Of all requests together."""
+        made = tokens_within(self.streams.came, self.streams.pieces, since_s, until_s)
+        return made / (until_s - since_s)
+
+
+async def under_load(
+    urls: Sequence[str], requests: int, tokens: int, update: Callable[[], Awaitable[dict[str, Any]]]
+) -> LoadedUpdate:
+    """Begin requests; when all decode, leave them alone for a while, and then update."""
+    async with streaming(urls, requests, tokens) as streams:
+        await streams.have(_BEGUN_TOKENS)
+        decoding_s = time.monotonic()
+        await streams.have(_BEGUN_TOKENS + _ORDINARY_TOKENS)
+        answer = await update()
+    return LoadedUpdate(streams, decoding_s, answer)
 
 
 async def greedy(url: str, tokens: int) -> list[int]:
@@ -134,19 +169,9 @@ async def greedy(url: str, tokens: int) -> list[int]:
     Raises:
         BenchFailed: it does not.
     """
-    sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-    body = {"token_ids": prompt_of(0), "sampling_params": sampling}
-    try:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(
-                f"{url}/inference/v1/generate", json=body, raise_for_status=True
-            ) as response,
-        ):
-            answer = await response.json()
-    except aiohttp.ClientError as error:
-        raise BenchFailed(f"a request failed: {error}") from error
-    return list(answer["choices"][0]["token_ids"])
+    async with aiohttp.ClientSession() as session:
+        answer = [piece.token_ids or () async for piece in _pieces(session, url, 0, tokens)]
+    return list(itertools.chain.from_iterable(answer))
 
 
 def prompt_of(index: int) -> list[int]:
@@ -183,10 +208,7 @@ def gaps_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> 
 
 
 def tokens_within(
-    came: Iterable[Sequence[float]],
-    pieces: Iterable[Sequence[int]],
-    since_s: float,
-    until_s: float,
+    came: Iterable[Sequence[float]], pieces: Iterable[Sequence[int]], since_s: float, until_s: float
 ) -> float:
     """How many tokens were made in the given time. Of those that came after a gap that is partly
     in it, that part: so a short time counts for what it is, and not in whole steps."""
