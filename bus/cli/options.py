@@ -65,7 +65,7 @@ def option(default: Any, help: str, *names: str, **more: Any) -> Any:  # noqa: A
         default: of the field and of the option.
         help: the option's help text.
         names: what the option is called. Default: as the field.
-        more: ``least`` and ``most`` bound a number; other words are :func:`click.option`'s.
+        more: ``min`` and ``max`` bound a number; other words are :func:`click.option`'s.
     """
     return field(default=default, metadata={"help": help, "names": names, **more})
 
@@ -76,15 +76,15 @@ def options_of(plan: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., 
     Fields that :func:`option` has not declared keep their defaults. The annotation chooses the
     option's type: a number, a ``Literal``, a path, or a flag.
     """
-    hints = get_type_hints(plan)
+    hints, declared = get_type_hints(plan), [each for each in fields(plan) if each.metadata]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def with_plan(**values: Any) -> Any:
-            own = {each.name: values.pop(each.name) for each in fields(plan) if each.metadata}
+            own = {each.name: values.pop(each.name) for each in declared}
             return command(plan=plan(**own), **values)
 
-        for each in reversed([each for each in fields(plan) if each.metadata]):
+        for each in reversed(declared):
             hint, more = hints[each.name], dict(each.metadata)
             if type(None) in get_args(hint):
                 hint = get_args(hint)[0]
@@ -92,8 +92,10 @@ def options_of(plan: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., 
             is_flag = hint is bool and "/" not in names[0]
             if get_origin(hint) is Literal:
                 more["type"] = click.Choice(get_args(hint))
-            elif hint is int:
-                more["type"] = click.IntRange(more.pop("least", None), more.pop("most", None))
+            elif bounds := {name: more.pop(name) for name in ("min", "max") if name in more}:
+                of = click.IntRange if hint is int else click.FloatRange
+                more["type"] = of(**bounds)
+            more.setdefault("type", hint)
             if is_flag:
                 more["is_flag"] = True
             more["show_default"] = not is_flag and each.default not in (None, "")

@@ -25,8 +25,8 @@ _SHAPES: Final = "vllm: the shape of Qwen3-8B, or 26 million parameters"
 class ControlPlan:
     """Of ``bench control``."""
 
-    engines: int = option(64, "Engines in the group.", least=1)
-    rounds: int = option(100, "Pause-and-resume rounds of each kind.", least=1)
+    engines: int = option(64, "Engines in the group.", min=1)
+    rounds: int = option(100, "Pause-and-resume rounds of each kind.", min=1)
     loop: LoopChoice = option(
         "auto", "The event loop of all processes; auto is uvloop where it is installed."
     )
@@ -44,18 +44,18 @@ class PausePlan:
     """Of ``bench pause``."""
 
     engine: EngineKind = option("embedded", "vllm: real servers; pauses are compared, too.")
-    dp_size: int = option(2, "Ranks of each DP group.", least=2, most=8)
-    rounds: int = option(40, "Rounds of each kind.", least=1)
+    dp_size: int = option(2, "Ranks of each DP group.", min=2, max=8)
+    rounds: int = option(40, "Rounds of each kind.", min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
     """Of ``bench rollout``."""
 
-    rounds: int = option(5, "Rounds of each way.", least=1)
-    kills: int = option(30, "Engines that get SIGKILL while the client streams from them.", least=0)
+    rounds: int = option(5, "Rounds of each way.", min=1)
+    kills: int = option(30, "Engines that get SIGKILL while the client streams from them.", min=0)
     live: int = option(
-        1024, "Streams at once, in ten waves, for the client's memory.", least=1, most=4096
+        1024, "Streams at once, in ten waves, for the client's memory.", min=1, max=4096
     )
     vllm: bool = option(
         False, "Also prefix cache hits of sessions, on two real servers on the CPU."
@@ -79,11 +79,11 @@ class EnginesPlan:
     backend: str = option(
         "", "How tensors travel. Default: shm; with vllm alone nccl, or gloo on a CPU."
     )
-    rounds: int = option(5, "Rounds of each way.", least=1)
-    megabytes: int = option(64, "embedded: size of the model.", least=1)
-    requests: int = option(32, "Requests that decode while the weights come.", least=1, most=256)
+    rounds: int = option(5, "Rounds of each way.", min=1)
+    megabytes: int = option(64, "embedded: size of the model.", min=1)
+    requests: int = option(32, "Requests that decode while the weights come.", min=1, max=256)
     tokens: int = option(
-        300, "Of each request: enough for it to outlast the update.", least=100, most=900
+        300, "Of each request: enough for it to outlast the update.", min=100, max=900
     )
     device: Device = option("cuda", "vllm: two GPUs, or one for each rank; or none.")
     model_size: Model | None = option(
@@ -101,7 +101,7 @@ class EnginesPlan:
         None,
         "At most so much is in a chunk. Default: 8; with vllm 2048, or 512 over shm.",
         *("--chunk-megabytes", "--chunk-mb"),
-        least=1,
+        min=1,
     )
     packed: bool = option(
         True, "vllm: chunks of wavebus's backend go through buffers.", "--packed/--unpacked"
@@ -213,20 +213,18 @@ class EnginesPlan:
 class TransferBenchPlan(EnginesPlan):
     """Of ``bench transfer``."""
 
-    megabytes: int = option(400, "embedded: size of the model of few large tensors.", least=1)
-    requests: int = option(
-        32, "vllm: requests that decode while the weights come.", least=1, most=256
-    )
-    tokens: int = option(200, "vllm: of each request.", least=100, most=900)
+    megabytes: int = option(400, "embedded: size of the model of few large tensors.", min=1)
+    requests: int = option(32, "vllm: requests that decode while the weights come.", min=1, max=256)
+    tokens: int = option(200, "vllm: of each request.", min=100, max=900)
     model_size: Literal["8b", "tiny"] = option("8b", f"{_SHAPES}; bf16 on GPUs.")
     native_engine: str = option(
         "nccl", "vllm: the trainer and worker engine of vLLM's, or of a plugin, to compare with."
     )
     chunk_megabytes: int = option(
-        2048, "vllm: at most so much is in a chunk of wavebus's backend.", least=1
+        2048, "vllm: at most so much is in a chunk of wavebus's backend.", min=1
     )
     tensors: int = option(
-        40_000, "embedded: tensors of the model of many small ones.", least=20, most=100_000
+        40_000, "embedded: tensors of the model of many small ones.", min=20, max=100_000
     )
 
 
@@ -242,8 +240,8 @@ class GapPlan(EnginesPlan):
     dp_size: int = option(
         1,
         "Ranks in lockstep, over which experts are spread; vllm: each on a GPU of its own.",
-        least=1,
-        most=8,
+        min=1,
+        max=8,
     )
     native_packed: bool | None = option(
         None,

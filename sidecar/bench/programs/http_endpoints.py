@@ -47,15 +47,20 @@ async def http_endpoints(
     stack: contextlib.AsyncExitStack, engines: int, *, access_log: bool
 ) -> SimpleNamespace:
     """Serve all of them, each on a free port; says which."""
-    ports: list[int] = []
-    for _ in range(engines):
-        listening = socket.create_server(("127.0.0.1", 0))
-        ports.append(listening.getsockname()[1])
-        server = Quiet(_config(access_log=access_log))
-        running = asyncio.create_task(server.serve(sockets=[listening]))
-        stack.push_async_callback(asyncio.wait_for, running, None)
-        stack.callback(setattr, server, "should_exit", True)
-    return SimpleNamespace(hello={"ports": ports})
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(engines)]
+    servers = [Quiet(_config(access_log=access_log)) for _ in listening]
+    running = [
+        asyncio.create_task(server.serve(sockets=[port]))
+        for server, port in zip(servers, listening, strict=True)
+    ]
+
+    async def stop() -> None:
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*running)
+
+    stack.push_async_callback(stop)
+    return SimpleNamespace(hello={"ports": [each.getsockname()[1] for each in listening]})
 
 
 class Quiet(uvicorn.Server):
