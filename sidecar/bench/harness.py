@@ -94,13 +94,11 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(self._grace_s):
-                await self._process.wait()
-        except TimeoutError:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._grace_s):
+                    await self._process.wait()
+        finally:
             await self.kill()
-        except BaseException:
-            await self.kill()
-            raise
 
 
 class Bench(contextlib.AsyncExitStack):

@@ -11,8 +11,7 @@ import contextlib
 import itertools
 import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
 
@@ -21,13 +20,10 @@ from sidecar.bench.harness import BenchFailed
 from trainer_agent.rollouts.attempt import Cut, Piece, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
 PROMPT_TOKENS: Final = 32
 _AGAIN_S: Final = 0.05
-# A request decodes so many tokens before its steps count, and so many of these are ordinary ones.
-_BEGUN_TOKENS: Final = 8
-_ORDINARY_TOKENS: Final = 40
 
 
 class Streams:
@@ -111,56 +107,6 @@ async def streaming(urls: Sequence[str], requests: int, tokens: int) -> AsyncIte
             yield streams
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedUpdate:
-    """An update while requests decode; times in s on ``time.monotonic()``'s clock.
-
-    Attributes:
-        decoding_s: since then all requests decode.
-        answer: what its trainer says of it: ``since_s``, ``until_s`` and more.
-    """
-
-    streams: Streams
-    decoding_s: float
-    answer: dict[str, Any]
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """When it began and ended."""
-        return float(self.answer["since_s"]), float(self.answer["until_s"])
-
-    @property
-    def update_ms(self) -> float:
-        """From its first message to its last."""
-        since_s, until_s = self.span
-        return (until_s - since_s) * 1000
-
-    def longest_gap_ms(self) -> float:
-        """The longest gap of any request that some part of the update is in."""
-        return longest_gap_ms(self.streams.came, *self.span)
-
-    def steps_ms(self) -> list[float]:
-        """Ordinary gaps, before the update."""
-        return gaps_ms(self.streams.came, self.decoding_s, self.answer["since_s"])
-
-    def tokens_per_s(self, since_s: float, until_s: float) -> float:
-        """Of all requests together."""
-        made = tokens_within(self.streams.came, self.streams.pieces, since_s, until_s)
-        return made / (until_s - since_s)
-
-
-async def under_load(
-    urls: Sequence[str], requests: int, tokens: int, update: Callable[[], Awaitable[dict[str, Any]]]
-) -> LoadedUpdate:
-    """Begin requests; when all decode, leave them alone for a while, and then update."""
-    async with streaming(urls, requests, tokens) as streams:
-        await streams.have(_BEGUN_TOKENS)
-        decoding_s = time.monotonic()
-        await streams.have(_BEGUN_TOKENS + _ORDINARY_TOKENS)
-        answer = await update()
-    return LoadedUpdate(streams, decoding_s, answer)
 
 
 async def greedy(url: str, tokens: int) -> list[int]:

@@ -15,7 +15,8 @@ from bus.cli.main import run
 from sidecar.bench.harness import BenchFailed
 from sidecar.bench.programs.vllm_server import called, foreign_plugins
 from sidecar.bench.streams import gaps_ms, greedy, longest_gap_ms, percentile, streaming
-from sidecar.bench.vllm_transfer import TransferRound, figures_of, window
+from sidecar.bench.updates import UpdateRound
+from sidecar.bench.vllm_transfer import figures_of, window
 from sidecar.embedded import EmbeddedEngine
 from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.operations import PERFORM
@@ -25,7 +26,7 @@ from tests.support.checkpoints import make_checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sidecar.bench.vllm_transfer import Call
+from sidecar.bench.vllm_transfer import Call
 
 LIMIT_S = 60.0
 
@@ -112,7 +113,7 @@ def test_the_server_without_a_bus_is_without_wavebus() -> None:
     assert "wavebus" not in foreign_plugins()
 
 
-def a_round(gap_ms: float, transfer_ms: float, control_ms: float) -> TransferRound:
+def a_round(gap_ms: float, transfer_ms: float, control_ms: float) -> UpdateRound:
     figures = {
         "gap_ms": gap_ms,
         "transfer_ms": transfer_ms,
@@ -123,7 +124,8 @@ def a_round(gap_ms: float, transfer_ms: float, control_ms: float) -> TransferRou
         "control_idle_ms": 0.0,
         "control_share": control_ms / 400.0,
     }
-    return TransferRound(figures, [20.0, 30.0], {"pause": 20.0, "update": transfer_ms})
+    phases_ms = {"pause": 20.0, "update": transfer_ms}
+    return UpdateRound(figures, [20.0, 30.0], phases_ms=phases_ms)
 
 
 def test_ratios_are_of_medians() -> None:

@@ -64,9 +64,10 @@ from bus.weight_transfer.formats import decode, encode
 from bus.weight_transfer.registry import register_receiver, register_sender
 from sidecar import Sidecar
 from sidecar.bench import cli as bench_cli
-from sidecar.bench import control, gap, gap_engines, harness, pause, transfer, vllm_transfer
+from sidecar.bench import control, harness, pause, transfer, updates
 from sidecar.bench import rollout as rollout_bench
 from sidecar.bench.plans import ControlPlan, EnginesPlan
+from sidecar.bench.updates import Measured, UpdateRound
 from sidecar.dp_coordinator.__main__ import coordinator
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.engine import Chunk, Engine, EngineInfo
@@ -659,54 +660,46 @@ def _quick_transfer(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(transfer, "started", started)
 
-    async def one_round(*_: Any) -> vllm_transfer.TransferRound:
-        names = ("gap_ms", "update_ms", "window_ms", "transfer_ms")
-        control = ("control_ms", "control_asks_ms", "control_idle_ms", "control_share")
-        figures = dict.fromkeys((*names, *control), 1.0)
-        return vllm_transfer.TransferRound(figures, [1.0], {"load": 1.0})
-
-    async def arrived(*_: Any) -> bool:
-        return True
-
-    patch.setattr(vllm_transfer, "one_round", one_round)
-    patch.setattr(vllm_transfer, "arrived", arrived)
-    patch.setattr(vllm_transfer, "fleet", _a_fleet)
+    patch.setattr(updates, "fleet", _a_fleet)
     patch.setattr(EnginesPlan, "check", lambda _: None)
 
 
 async def _a_fleet(*_: Any) -> Any:
+    names = ("native", "bus_native", "bus")
     return SimpleNamespace(
         made={"size_bytes": 1_000_000, "tensors": 1},
         ends=SimpleNamespace(raw_ms=_number, copy_ms=_number),
         update=_do_nothing,
         serves=_do_nothing,
         expected=_do_nothing,
-        servers=dict.fromkeys(("native", "bus"), ()),
-        urls=dict.fromkeys(("native", "bus"), ()),
+        servers=dict.fromkeys(names, ()),
+        urls=dict.fromkeys(names, ()),
     )
 
 
 def _quick_gap(patch: pytest.MonkeyPatch) -> None:
-    async def rounds_of(*_: Any) -> gap.Measured:
-        names = ["gap_ms", "step_p50_ms", "step_p99_ms", "update_ms", "receive_ms"]
-        rounds = {}
-        for way, more in (
-            ("native", ["before_tokens_per_s"]),
-            ("paused", ["commit_ms"]),
-            ("staged", ["swap_ms", "receiving_tokens_per_s", "ratio_throughput_receiving"]),
-        ):
-            names += more
-            figures = dict.fromkeys(names, 20.0)
-            tokens = [(-20.0, 20.0), (10.0, 20.0), (120.0, 20.0)]
-            rounds[way] = [gap.GapRound(figures, (20.0, 20.0), 0, tokens)]
-        return gap.Measured(rounds, [1.0], [1.0], arrived=True)
+    async def rounds_of(engines: Any, *_: Any, copy: bool = True) -> Measured:
+        moves = ["gap_ms", "step_p50_ms", "step_p99_ms", "update_ms"]
+        staged = ["swap_ms", "receiving_tokens_per_s", "ratio_throughput_receiving"]
+        control = ["control_ms", "control_asks_ms", "control_idle_ms", "control_share"]
+        receives = [*moves, "receive_ms", "before_tokens_per_s"]
+        names = {"native": receives, "paused": [*receives, "commit_ms"]}
+        names["staged"] = [*names["paused"], *staged]
+        if not copy:
+            sent = [*moves, *control, "window_ms", "transfer_ms"]
+            names = dict.fromkeys(("native", "bus_native", "bus"), sent)
+        tokens = [(-20.0, 20.0), (10.0, 20.0), (120.0, 20.0)]
+        rounds = {
+            way: [UpdateRound(dict.fromkeys(each, 20.0), (20.0, 20.0), 0, tokens, {"load": 1.0})]
+            for way, each in names.items()
+        }
+        return Measured(rounds, [1.0], [1.0], arrived=True)
 
     async def embedded(*_: Any) -> Any:
         return SimpleNamespace(size_bytes=1_000_000, tensors=1, not_compared="")
 
-    patch.setattr(gap, "rounds_of", rounds_of)
-    patch.setattr(gap_engines, "embedded", embedded)
-    patch.setattr(gap_engines, "fleet", _a_fleet)
+    patch.setattr(updates, "rounds_of", rounds_of)
+    patch.setattr(updates, "embedded", embedded)
 
 
 def _quick_rollout(patch: pytest.MonkeyPatch) -> None:

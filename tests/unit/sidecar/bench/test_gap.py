@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bus.cli.main import run
-from sidecar.bench import gap, gap_engines
+from sidecar.bench import gap, updates
 from sidecar.bench.fleet import ServedAnswer
-from sidecar.bench.gap import GapRound, Measured, figures_of, typical
-from sidecar.bench.gap_engines import GapEngines, without_experts
+from sidecar.bench.gap import figures_of, typical
 from sidecar.bench.programs.embedded_trainer import mixture
 from sidecar.bench.streams import tokens_within
+from sidecar.bench.updates import Measured, UpdatedEngines, UpdateRound, without_experts
 from trainer_agent.demo.policy import Policy
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SIZE_BYTES = 1_000_000_000
 
 
-def a_round(gap_ms: float, *, receive_ms: float = 50.0, swap_ms: float = 0.0) -> GapRound:
+def a_round(gap_ms: float, *, receive_ms: float = 50.0, swap_ms: float = 0.0) -> UpdateRound:
     tokens = tuple((20.0 * step, 20.0) for step in range(-10, 0))
     found = {
         "gap_ms": gap_ms,
@@ -40,7 +40,7 @@ def a_round(gap_ms: float, *, receive_ms: float = 50.0, swap_ms: float = 0.0) ->
             "receiving_tokens_per_s": 900.0,
             "ratio_throughput_receiving": 0.9,
         }
-    return GapRound(
+    return UpdateRound(
         figures=found,
         steps_ms=(20.0,) * 98 + (30.0, 60.0),
         lost=0,
@@ -116,15 +116,15 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
     async def nothing(*_: Any) -> Any: ...
 
-    async def engines(*_: Any) -> GapEngines:
-        return GapEngines(nothing, {}, {}, number, number, nothing, SIZE_BYTES, 9)
+    async def engines(*_: Any) -> UpdatedEngines:
+        return UpdatedEngines(nothing, {}, {}, number, number, nothing, SIZE_BYTES, 9)
 
     def go(*options: object, arrived: bool = True) -> int:
         async def rounds(*_: Any) -> Measured:
             return measured(arrived=arrived)
 
-        monkeypatch.setattr(gap_engines, "embedded", engines)
-        monkeypatch.setattr(gap, "rounds_of", rounds)
+        monkeypatch.setattr(updates, "embedded", engines)
+        monkeypatch.setattr(updates, "rounds_of", rounds)
         return run(["bench", "gap", *map(str, options)])
 
     return go
