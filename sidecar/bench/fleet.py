@@ -233,7 +233,7 @@ def server_settings(
             "argv": server_argv(
                 *argv, *(rank_options(rank, plan.dp_size, _HOST, port) if lockstep else ())
             ),
-            "env": {
+            "variables": {
                 **(on_cpu() if cpu else {"CUDA_VISIBLE_DEVICES": _visible(plan.gpus[rank])}),
                 **insecure,
             },

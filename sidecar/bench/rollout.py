@@ -176,7 +176,12 @@ class RolloutBench:
         )
         urls: list[str] = []
         for name in ("server-0", "server-1"):
-            settings = {"argv": argv, "env": on_cpu(), "broker": self._address, "group": "vllm"}
+            settings = {
+                "argv": argv,
+                "variables": on_cpu(),
+                "broker": self._address,
+                "group": "vllm",
+            }
             _, said = await self._bench.start(
                 "vllm_server", answer_s=_BOOT_S, grace_s=40.0, server=name, **settings
             )

@@ -71,7 +71,7 @@ def called(path: str, body: Any) -> str:
 async def vllm_server(
     stack: AsyncExitStack,
     argv: Sequence[str],
-    env: dict[str, str],
+    variables: dict[str, str],
     *,
     broker: str = "",
     group: str = "",
@@ -83,7 +83,7 @@ async def vllm_server(
     Args:
         stack: ends it.
         argv: its command.
-        env: variables beside those of this process.
+        variables: of its environment, beside those of this process.
         broker: the broker's address; without one it is vLLM, as if there were no wavebus.
         group: the one that it is alone in, or with the other ranks of its DP group.
         dp_rank: which one it is of those.
@@ -91,7 +91,9 @@ async def vllm_server(
     """
     bus.log.configure(level="warning", json=True)
     own = {} if broker else {_PLUGINS: ",".join(foreign_plugins())}
-    process = SupervisedServer(argv, env={**os.environ, **own, **env}, ready_timeout_s=_BOOT_S)
+    process = SupervisedServer(
+        argv, env={**os.environ, **own, **variables}, ready_timeout_s=_BOOT_S
+    )
     if not broker:
         stack.push_async_callback(process.stop)
         return SimpleNamespace(hello={"url": await process.start()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 
 from bus.errors import UsageError
 from sidecar.bench import fleet
+from sidecar.bench.harness import Bench
 from sidecar.bench.plans import GapPlan
+from sidecar.bench.programs.vllm_server import vllm_server
 
 BUS = "tcp://127.0.0.1:1"
 
@@ -41,18 +44,32 @@ def test_each_rank_has_a_gpu_and_all_meet_at_one_port(monkeypatch: pytest.Monkey
     """And they share experts, not each expert."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     told = ranks_of(plan(), "wavebus", BUS)
-    assert [each["env"]["CUDA_VISIBLE_DEVICES"] for each in told] == ["4", "7"]
+    assert [each["variables"]["CUDA_VISIBLE_DEVICES"] for each in told] == ["4", "7"]
     assert [each["dp_rank"] for each in told] == [0, 1]
     assert [option(each, "--data-parallel-rank") for each in told] == ["0", "1"]
     assert len({option(each, "--data-parallel-rpc-port") for each in told}) == 1
     assert all("--enable-expert-parallel" in each["argv"] for each in told)
-    assert not any("VLLM_ALLOW_INSECURE_SERIALIZATION" in each["env"] for each in told)
+    assert not any("VLLM_ALLOW_INSECURE_SERIALIZATION" in each["variables"] for each in told)
+
+
+def test_settings_are_the_servers_and_not_the_processes() -> None:
+    """What `launch` takes itself would never reach the program."""
+    taken = inspect.signature(Bench.launch).parameters.keys() - {"settings"}
+    this = plan(dp_size=1)
+    for settings in (
+        *ranks_of(this, "wavebus", BUS),
+        *ranks_of(plan(), "wavebus", BUS),
+        *ranks_of(this, "ipc", ""),
+    ):
+        inspect.signature(vllm_server).bind(None, **settings)
+        assert not taken & settings.keys()
+    assert not taken & fleet.trainer_settings(this, BUS, ["native", "bus"], Path("model")).keys()
 
 
 def test_vllm_alone_takes_handles_over_http() -> None:
     """Those of its IPC engine are pickled. On no bus it is no rank of that."""
     for each in ranks_of(plan(), "ipc", ""):
-        assert each["env"]["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+        assert each["variables"]["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
         assert not each.keys() & {"broker", "group", "dp_rank"}
         assert json.loads(option(each, "--weight-transfer-config")) == {"backend": "ipc"}
 
@@ -70,7 +87,7 @@ def test_without_ranks_servers_are_on_the_second_gpu(monkeypatch: pytest.MonkeyP
     """The first is the trainer's; nobody is told of ranks."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     [told] = ranks_of(plan(dp_size=1, backend="nccl", native_engine="nccl"), "wavebus", BUS)
-    assert told["env"] == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert told["variables"] == {"CUDA_VISIBLE_DEVICES": "1"}
     assert "dp_rank" not in told
     assert not any(word.startswith("--data-parallel") for word in told["argv"])
 
@@ -84,7 +101,7 @@ def test_servers_share_the_trainers_gpu_if_all_ways_are_of_one(
     shared = plan(model_size="8b", dp_size=1, backend="ipc")
     shared.check()
     [told] = ranks_of(shared, "wavebus", BUS)
-    assert told["env"] == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert told["variables"] == {"CUDA_VISIBLE_DEVICES": "0"}
     trainer = fleet.trainer_settings(shared, BUS, (), Path("model"))
     assert (trainer["device"], trainer["bus_device"]) == ("cuda:0", "cuda:0")
     assert trainer["gpus"] == ["cuda:0"]
@@ -100,7 +117,7 @@ def test_where_both_ends_are_on_one_gpu_the_trainer_has_its_weights_there_too(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     both = plan(model_size="8b", dp_size=1, backend="ipc", native_engine="nccl")
     [told] = ranks_of(both, "wavebus", BUS)
-    assert told["env"] == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert told["variables"] == {"CUDA_VISIBLE_DEVICES": "1"}
     trainer = fleet.trainer_settings(both, BUS, (), Path("model"))
     assert (trainer["device"], trainer["bus_device"]) == ("cuda:0", "cuda:1")
 
