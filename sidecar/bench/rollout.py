@@ -1,4 +1,4 @@
-"""What the rollout client costs, against aiohttp alone and against vllm-router.
+"""``bench rollout``: what the rollout client costs, against aiohttp alone and against vllm-router.
 
 Ways to ask alternate in one run, each in a process of its own, before the same paced engines:
 
@@ -12,38 +12,28 @@ Then many streams are live at once, and engines get SIGKILL while the client str
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-import statistics
 import sys
-import tempfile
 import time
-from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from sidecar.bench.gap.engine_process import GapEngineSettings
-from sidecar.bench.processes import VLLM_ON_CPU, BenchFailed, run_module, worker
+from sidecar.bench.fleet import on_cpu, server_argv
+from sidecar.bench.harness import BenchFailed, in_turn, median, medians, say, title
 from sidecar.bench.streams import percentile
-from sidecar.bench.vllm_server import VllmServerSettings
 from sidecar.supervision.launch import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from sidecar.bench.harness import Bench, Worker
+    from sidecar.bench.plans import RolloutPlan
 
-    from bus.runtime.event_loop import LoopChoice
-    from sidecar.bench.processes import Worker
-
-    Progress = Callable[[str], None]
-    Figures = dict[str, Any]
-
+_GROUP: Final = "policy"
 _ENGINES: Final = 4
 _STEP_MS: Final = 20.0
 _STREAMS: Final = 64
@@ -62,101 +52,95 @@ _PAIRS: Final = (
 )
 
 
-@dataclass(frozen=True)
-class RolloutPlan:
-    """``kills``: engines that get SIGKILL; ``live``: streams at once; ``vllm``: also count prefix
-    cache hits, of two servers."""
-
-    rounds: int
-    kills: int
-    live: int
-    vllm: bool
-
-
 class RolloutBench:
-    """The processes of one run, which last as long as ``stack``."""
+    """The engines of one run, and who asks them."""
 
-    def __init__(self, stack: contextlib.AsyncExitStack, loop: LoopChoice, say: Progress) -> None:
-        self._stack = stack
-        self._loop = loop
-        self._say = say
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
         self._numbers = count()
-
-    async def start(self, module: str, *args: object, **how: Any) -> Worker:
-        """A process of the bench."""
-        return await self._stack.enter_async_context(worker(module, *args, self._loop, **how))
+        self.ways: dict[str, Worker] = {}
 
     async def boot(self) -> list[tuple[str, Worker, str]]:
         """The broker and the engines, each with its name and URL."""
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-"))
-        self._checkpoint = Path(folder) / "checkpoint"
-        # By name: the two roles never import each other.
-        await run_module("trainer_agent.demo.policy", self._checkpoint, 0)
-        self._address = (await (await self.start("sidecar.bench.broker")).answer())["address"]
+        self._checkpoint = str(self._bench.folder())
+        await self._bench.start("checkpoint", folder=self._checkpoint, experts=0)
+        self._address = await self._bench.broker()
         return list(await asyncio.gather(*(self.start_engine() for _ in range(_ENGINES))))
 
     async def start_engine(self) -> tuple[str, Worker, str]:
         """Another engine. It has more slots than streams: a session's may have 1.25 times the mean
         of them."""
-        number, checkpoint = next(self._numbers), str(self._checkpoint)
-        settings = GapEngineSettings(
-            checkpoint, "policy", 384, self._address, number, step_ms=_STEP_MS
+        number = next(self._numbers)
+        engine, said = await self._bench.start(
+            "embedded_engine",
+            name=f"engine-{number}",
+            folder=self._checkpoint,
+            group=_GROUP,
+            broker=self._address,
+            rank=number,
+            max_num_seqs=384,
+            step_ms=_STEP_MS,
         )
-        engine = await self.start("sidecar.bench.gap.engine_process", settings.to_json())
-        return f"policy-{number}", engine, (await engine.answer())["url"]
+        return f"{_GROUP}-{number}", engine, said["url"]
 
     async def start_asking(self, group: str, urls: list[str]) -> None:
         """Who asks these, by each way that there is here."""
         self._urls = {"client": list[str](), "bare": urls}
         if find_spec("vllm_router") is not None:
-            self._urls["router"] = [await self._stack.enter_async_context(_router(urls))]
-        self.ways = {
-            way: await self.start(
-                "trainer_agent.bench.rollout", self._address if way == "client" else "-", group
+            self._urls["router"] = [await router(self._bench, urls)]
+        for way in self._urls:
+            broker = self._address if way == "client" else ""
+            self.ways[way], _ = await self._bench.start(
+                "rollout_asking", name=way, broker=broker, group=group
             )
-            for way in self._urls
-        }
 
-    async def wave(self, way: str, streams: int, tokens: int, **more: Any) -> Figures:
+    async def wave(self, way: str, streams: int, tokens: int, **more: Any) -> dict[str, Any]:
         """What one wave took."""
         name = f"{way}-{next(self._numbers)}"
         wave = {"name": name, "streams": streams, "tokens": tokens, "urls": self._urls[way], **more}
-        return await self.ways[way].ask(json.dumps(wave))
+        return dict(await self.ways[way].ask("run", wave=wave))
 
-    async def compare(self, rounds: int) -> Figures:
+    async def compare(self, rounds: int) -> dict[str, Any]:
         """All ways in turn, with one stream and with many."""
-        found: dict[str, list[Figures]] = defaultdict(list)
-        runs = [("client_1", 1, False), ("bare_1", 1, False), ("client", _STREAMS, False)]
-        runs += [("bare", _STREAMS, False), ("client_timed", _STREAMS, True)]
-        runs += [("router", _STREAMS, True)] if "router" in self.ways else []
-        for number in range(-1, rounds):
-            self._say(f"round {number + 1} of {rounds}" if number >= 0 else "warming up")
-            for name, streams, timed in runs[:: 1 if number % 2 else -1]:
-                took = await self.wave(name.split("_")[0], streams, _TOKENS, timed=timed)
-                if took["tokens"] != streams * _TOKENS:
-                    raise BenchFailed(f"{name}: {took['tokens']} tokens")
-                took["token_ms"] = took["wall_s"] * 1000 / _TOKENS
-                took["tokens_per_s"] = took["tokens"] / took["wall_s"]
-                took["cpu_us"] = took["cpu_s"] * 1e6 / took["tokens"]
-                took["ttft_ms"] = statistics.median(took["ttft_ms"] or [0.0])
-                found[name] += [took] if number >= 0 else []
-        figures: Figures = {}
+
+        async def one(name: str, streams: int, *, timed: bool) -> dict[str, Any]:
+            took = await self.wave(name.split("_", maxsplit=1)[0], streams, _TOKENS, timed=timed)
+            if took["tokens"] != streams * _TOKENS:
+                raise BenchFailed(f"{name}: {took['tokens']} tokens")
+            return {
+                "token_ms": took["wall_s"] * 1000 / _TOKENS,
+                "tokens_per_s": took["tokens"] / took["wall_s"],
+                "cpu_us": took["cpu_s"] * 1e6 / took["tokens"],
+                "ttft_ms": median(took["ttft_ms"] or [0.0]),
+            }
+
+        ways = {f"{way}_1": partial(one, f"{way}_1", 1, timed=False) for way in ("client", "bare")}
+        ways |= {way: partial(one, way, _STREAMS, timed=False) for way in ("client", "bare")}
+        ways["client_timed"] = partial(one, "client_timed", _STREAMS, timed=True)
+        if "router" in self.ways:
+            ways["router"] = partial(one, "router", _STREAMS, timed=True)
+
+        def tell(number: int, way: str, _: object) -> None:
+            if way == "client":
+                say(f"{title(number)} of {rounds}")
+
+        found = await in_turn(ways, rounds, swing=True, on_round=tell)
+        figures: dict[str, Any] = {}
         for name, unit, ours, theirs in _PAIRS:
-            pairs = [(a[unit], b[unit]) for a, b in zip(found[ours], found[theirs], strict=False)]
-            if pairs:
+            if theirs in found:
+                pairs = list(zip(found[ours], found[theirs], strict=True))
                 way = theirs.split("_")[0]
-                figures[f"{name}_client"] = round(statistics.median(a for a, _ in pairs), 2)
-                figures[f"{name}_{way}"] = round(statistics.median(b for _, b in pairs), 2)
-                figures[f"ratio_{name}"] = round(statistics.median(a / b for a, b in pairs), 3)
+                figures[f"{name}_client"] = round(medians(found[ours])[unit], 2)
+                figures[f"{name}_{way}"] = round(medians(found[theirs])[unit], 2)
+                figures[f"ratio_{name}"] = median(a[unit] / b[unit] for a, b in pairs)
         return figures
 
-    async def live(self, streams: int) -> Figures:
+    async def live(self, streams: int) -> dict[str, Any]:
         """The client's memory, with so many streams at once, ten times."""
-        self._say(f"{_WAVES} waves of {streams} streams")
+        say(f"{_WAVES} waves of {streams} streams")
         more = {"timed": True, "until_live": True}
-        waves = [
-            await self.wave("client", streams, _LIVE_TOKENS, **more) for _ in range(_WAVES + 1)
-        ][1:]  # the first one warms up
+        wave = partial(self.wave, "client", streams, _LIVE_TOKENS, **more)
+        waves = (await in_turn({"wave": wave}, _WAVES))["wave"]
         memory = [round(each["rss_mb"], 1) for each in waves]
         return {
             "live_streams": min(each["live"] for each in waves),
@@ -164,7 +148,7 @@ class RolloutBench:
             "ratio_live_rss": round(memory[-1] / memory[0], 3),
         }
 
-    async def kill(self, engines: list[tuple[str, Worker, str]], kills: int) -> Figures:
+    async def kill(self, engines: list[tuple[str, Worker, str]], kills: int) -> dict[str, Any]:
         """From the SIGKILL of an engine to the next token of each answer that it was giving."""
         took_ms: list[float] = []
         for number in range(kills):
@@ -176,69 +160,65 @@ class RolloutBench:
             engines.append(await self.start_engine())
             seams = [when_s for engine, when_s in (await wave)["seams"] if engine == name]
             took_ms += [(when_s - killed_s) * 1000 for when_s in seams]
-            self._say(f"kill {number + 1} of {kills}: {len(seams)} answers went on elsewhere")
+            say(f"kill {number + 1} of {kills}: {len(seams)} answers went on elsewhere")
         if not took_ms:
             return {}
         p50, p99 = (round(percentile(took_ms, percent), 1) for percent in (50, 99))
         return {"kill_answers": len(took_ms), "kill_p50_ms": p50, "kill_p99_ms": p99}
 
-    async def prefix_hits(self, rounds: int) -> Figures:
+    async def prefix_hits(self, rounds: int) -> dict[str, Any]:
         """How many prompt tokens two servers had in their caches, of sessions by each way."""
-        self._say("starting 2 vLLM servers")
-        env = {name: os.environ.get(name, value) for name, value in VLLM_ON_CPU.items()}
-        argv = (
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(self._checkpoint), "--skip-tokenizer-init", "--enforce-eager"),
-            *("--dtype=float32", f"--max-num-seqs={_STREAMS}", "--max-model-len=512"),
-            *("--block-size=32", "--enable-prefix-caching"),
+        say("starting 2 vLLM servers")
+        argv = server_argv(
+            *("--model", self._checkpoint, "--enforce-eager", "--dtype=float32"),
+            *(f"--max-num-seqs={_STREAMS}", "--max-model-len=512", "--block-size=32"),
+            "--enable-prefix-caching",
         )
         urls: list[str] = []
         for name in ("server-0", "server-1"):
-            settings = VllmServerSettings(argv, env, self._address, "vllm", name=name)
-            module = "sidecar.bench.vllm_server"
-            server = await self.start(module, settings.to_json(), answer_s=_BOOT_S, grace_s=40.0)
-            urls.append((await server.answer())["url"])
+            settings = {
+                "argv": argv,
+                "variables": on_cpu(),
+                "broker": self._address,
+                "group": "vllm",
+            }
+            _, said = await self._bench.start(
+                "vllm_server", answer_s=_BOOT_S, grace_s=40.0, server=name, **settings
+            )
+            urls.append(said["url"])
         await self.start_asking("vllm", urls)
         hits: Counter[str] = Counter()
         async with aiohttp.ClientSession() as session:
             for _ in range(rounds):
                 for way in self.ways:
-                    before = await _cache_hits(session, urls)
+                    before = await cache_hits(session, urls)
                     await self.wave(way, 16, 48, turns=4)
-                    hits[f"prefix_hits_{way}"] += await _cache_hits(session, urls) - before
+                    hits[f"prefix_hits_{way}"] += await cache_hits(session, urls) - before
         return dict(hits)
 
 
-async def measure(plan: RolloutPlan, loop: LoopChoice, say: Progress) -> Figures:
+async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
     """The JSON's fields.
 
     Raises:
         BenchFailed: a process died, or a request failed.
     """
-    figures: Figures = {**asdict(plan), "engines": _ENGINES, "step_ms": _STEP_MS}
+    figures: dict[str, Any] = {**asdict(plan), "engines": _ENGINES, "step_ms": _STEP_MS}
     figures["router"] = version("vllm-router") if find_spec("vllm_router") else None
     if not figures["router"]:
         say("not compared with vllm-router, which is not installed: pip install 'wavebus[router]'")
-    async with contextlib.AsyncExitStack() as stack:
-        bench = RolloutBench(stack, loop, say)
-        engines = await bench.boot()
-        await bench.start_asking("policy", [url for *_, url in engines])
-        figures |= await bench.compare(plan.rounds)
-        figures |= await bench.live(plan.live)
-        figures |= await bench.kill(engines, plan.kills)
-        figures |= await bench.prefix_hits(plan.rounds) if plan.vllm else {}
+    running = RolloutBench(bench)
+    engines = await running.boot()
+    await running.start_asking(_GROUP, [url for *_, url in engines])
+    figures |= await running.compare(plan.rounds)
+    figures |= await running.live(plan.live)
+    figures |= await running.kill(engines, plan.kills)
+    figures |= await running.prefix_hits(plan.rounds) if plan.vllm else {}
     return figures
 
 
-def table(figures: Figures) -> str:
-    """The same for people."""
-    shown = dict(figures, router=figures["router"] or "not installed")
-    return "\n".join(f"{name:28} {value}" for name, value in shown.items())
-
-
-@contextlib.asynccontextmanager
-async def _router(urls: list[str]) -> AsyncIterator[str]:
-    """A vllm-router before these; its URL."""
+async def router(bench: Bench, urls: list[str]) -> str:
+    """Start a vllm-router before these; its URL."""
     port, metrics = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     process = await asyncio.create_subprocess_exec(
@@ -248,17 +228,19 @@ async def _router(urls: list[str]) -> AsyncIterator[str]:
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    try:
-        async with asyncio.timeout(_BOOT_S), aiohttp.ClientSession() as session:
-            while not await _serves(session, url):
-                if process.returncode is not None:
-                    raise BenchFailed(f"vllm-router ended with code {process.returncode}")
-                await asyncio.sleep(0.1)
-        yield url
-    finally:
+    bench.push_async_callback(process.wait)
+
+    def kill() -> None:
         if process.returncode is None:
             process.kill()
-        await process.wait()
+
+    bench.callback(kill)
+    async with asyncio.timeout(_BOOT_S), aiohttp.ClientSession() as session:
+        while not await _serves(session, url):
+            if process.returncode is not None:
+                raise BenchFailed(f"vllm-router ended with code {process.returncode}")
+            await asyncio.sleep(0.1)
+    return url
 
 
 async def _serves(session: aiohttp.ClientSession, url: str) -> bool:
@@ -269,7 +251,8 @@ async def _serves(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def _cache_hits(session: aiohttp.ClientSession, urls: list[str]) -> int:
+async def cache_hits(session: aiohttp.ClientSession, urls: list[str]) -> int:
+    """Prompt tokens that servers have found in their caches so far."""
     total = 0.0
     for url in urls:
         async with session.get(f"{url}/metrics") as response:

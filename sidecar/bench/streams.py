@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import math
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
 
-from bus.event_stream import END, EventStream
-from bus.rejection import is_rejected
-from sidecar.bench.processes import BenchFailed
+from bus.errors import UsageError
+from sidecar.bench.harness import BenchFailed
+from trainer_agent.rollouts.attempt import Cut, Piece, pieces
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -55,61 +54,46 @@ class Streams:
         Raises:
             BenchFailed: it ended otherwise than with all its tokens.
         """
-        body = {
-            "token_ids": prompt_of(index),
-            "sampling_params": {
-                "max_tokens": self._tokens,
-                "temperature": 0.0,
-                "ignore_eos": True,
-            },
-            "stream": True,
-        }
-        while not await self._served(session, f"{url}/inference/v1/generate", body, index):  # noqa: ASYNC110
-            await asyncio.sleep(_AGAIN_S)
+        async for piece in _pieces(session, url, index, self._tokens):
+            count = len(piece.token_ids or ())
+            if count:
+                self.came[index].append(time.monotonic())
+                self.pieces[index].append(count)
+                self.counts[index] += count
+                self._changed.set()
         if self.counts[index] != self._tokens:
             raise BenchFailed(
                 f"request {index} ended with {self.counts[index]} of {self._tokens} tokens"
             )
 
-    async def _served(
-        self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], index: int
-    ) -> bool:
-        """False: the engine is paused, and rejects it until it is resumed."""
-        async with session.post(url, json=body) as response:
-            if not response.ok:
-                raise BenchFailed(f"request {index}: {(await response.text())[:500]}")
-            events = EventStream()
-            async for chunk in response.content.iter_any():
-                for data in events.feed(chunk):
-                    if data.startswith(END):
-                        return True
-                    event = json.loads(data)
-                    # The status line is gone by then: the error is an event of the stream.
-                    if is_rejected(event):
-                        return False
-                    self._note(index, event)
-        return True
 
-    def _note(self, index: int, event: dict[str, Any]) -> None:
-        if "choices" not in event:
-            raise BenchFailed(f"request {index}: {event}")
-        count = sum(len(choice["token_ids"] or ()) for choice in event["choices"])
-        if count:
-            self.came[index].append(time.monotonic())
-            self.pieces[index].append(count)
-            self.counts[index] += count
-            self._changed.set()
+async def _pieces(
+    session: aiohttp.ClientSession, url: str, index: int, tokens: int
+) -> AsyncIterator[Piece]:
+    """What comes of a greedy request; a paused engine may reject it until it is resumed."""
+    sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+    body = {"token_ids": prompt_of(index), "sampling_params": sampling, "stream": True}
+    while True:
+        try:
+            async for batch in pieces(session, url, body):
+                for piece in batch:
+                    yield piece
+        except (Cut, UsageError) as error:
+            if not isinstance(error, Cut) or error.how != "rejected":
+                raise BenchFailed(f"request {index}: {error}") from error
+            await asyncio.sleep(_AGAIN_S)
+        else:
+            return
 
 
 @contextlib.asynccontextmanager
-async def streaming(url: str | Sequence[str], requests: int, tokens: int) -> AsyncIterator[Streams]:
+async def streaming(urls: Sequence[str], requests: int, tokens: int) -> AsyncIterator[Streams]:
     """So many greedy requests of so many tokens each, begun together; of several servers each gets
     its share. Leaving the block waits until all have ended.
 
     Raises:
         BenchFailed: one failed, or ended with fewer tokens.
     """
-    urls = [url] if isinstance(url, str) else list(url)
     streams = Streams(requests, tokens)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -122,10 +106,7 @@ async def streaming(url: str | Sequence[str], requests: int, tokens: int) -> Asy
                 tasks.create_task(streams.run(session, urls[index % len(urls)], index))
             yield streams
     except BaseExceptionGroup as group:
-        first = group.exceptions[0]
-        if isinstance(first, aiohttp.ClientError):
-            raise BenchFailed(f"a request failed: {first}") from first
-        raise first from None
+        raise group.exceptions[0] from None
 
 
 async def greedy(url: str, tokens: int) -> list[int]:
@@ -134,19 +115,9 @@ async def greedy(url: str, tokens: int) -> list[int]:
     Raises:
         BenchFailed: it does not.
     """
-    sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-    body = {"token_ids": prompt_of(0), "sampling_params": sampling}
-    try:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(
-                f"{url}/inference/v1/generate", json=body, raise_for_status=True
-            ) as response,
-        ):
-            answer = await response.json()
-    except aiohttp.ClientError as error:
-        raise BenchFailed(f"a request failed: {error}") from error
-    return list(answer["choices"][0]["token_ids"])
+    async with aiohttp.ClientSession() as session:
+        answer = [piece.token_ids or () async for piece in _pieces(session, url, 0, tokens)]
+    return list(itertools.chain.from_iterable(answer))
 
 
 def prompt_of(index: int) -> list[int]:
@@ -183,10 +154,7 @@ def gaps_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> 
 
 
 def tokens_within(
-    came: Iterable[Sequence[float]],
-    pieces: Iterable[Sequence[int]],
-    since_s: float,
-    until_s: float,
+    came: Iterable[Sequence[float]], pieces: Iterable[Sequence[int]], since_s: float, until_s: float
 ) -> float:
     """How many tokens were made in the given time. Of those that came after a gap that is partly
     in it, that part: so a short time counts for what it is, and not in whole steps."""

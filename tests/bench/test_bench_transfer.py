@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bus.cli.main import run
-from sidecar.bench.transfer.transfer_rounds import covered_s
+from sidecar.bench.transfer import covered_s
 from tests.support.procs import run_wavebus
 
 

@@ -17,7 +17,7 @@ from bus.keys import security
 from bus.messages import Join, Nack, StatusRequest, Welcome, codec
 from bus.runtime.status_client import fetch_status
 from bus.runtime.zmq_transport import ZmqServer
-from sidecar.bench.processes import Worker, worker
+from sidecar.bench.harness import Bench, Worker
 from tests.support.frames import BarePeer
 from tests.support.fuzz import Fuzz
 from tests.support.honest import honest_peers
@@ -72,16 +72,16 @@ class Deaf(BarePeer):
 
 
 @contextlib.asynccontextmanager
-async def fuzzed(*arguments: str) -> AsyncIterator[tuple[Worker, str, int]]:
+async def fuzzed(kind: str, address: str = "") -> AsyncIterator[tuple[Worker, str, int]]:
     """The process, what it says of itself, and its memory when idle."""
-    async with worker("tests.support.fuzzed", *arguments) as process:
-        what = (await process.answer())["what"]
-        yield process, what, (await process.ask("?"))["rss_bytes"]
+    async with Bench("asyncio") as bench:
+        process, said = await bench.start("tests.support.fuzzed", kind=kind, address=address)
+        yield process, said["what"], (await process.ask("state"))["rss_bytes"]
 
 
 async def whole(process: Worker, idle_bytes: int) -> None:
     """Nothing has broken, and it has not grown."""
-    found = await process.ask("?")
+    found = await process.ask("state")
     assert found["broken"] == []
     assert found["rss_bytes"] < 2 * idle_bytes
 
@@ -132,7 +132,7 @@ def test_a_sidecar_takes_any_frame() -> None:
                 for sent in range(1, FRAMES + 1):
                     server.send([route], fuzz.frame())
                     if sent % BATCH == 0:
-                        while (await process.ask("?"))["frames"] < sent:
+                        while (await process.ask("state"))["frames"] < sent:
                             pass
                 await whole(process, idle_bytes)
         finally:

@@ -63,13 +63,11 @@ from bus.weight_transfer.base import Receiver, Sender
 from bus.weight_transfer.formats import decode, encode
 from bus.weight_transfer.registry import register_receiver, register_sender
 from sidecar import Sidecar
-from sidecar.bench import cli_options, pause
+from sidecar.bench import cli as bench_cli
+from sidecar.bench import control, harness, pause, transfer, updates
 from sidecar.bench import rollout as rollout_bench
-from sidecar.bench import vllm_fleet as fleet
-from sidecar.bench.control import control_rounds
-from sidecar.bench.gap import embedded_gap, gap_rounds, vllm_gap
-from sidecar.bench.transfer import transfer_rounds, vllm_transfer
-from sidecar.bench.transfer.window import Window
+from sidecar.bench.plans import ControlPlan, EnginesPlan
+from sidecar.bench.updates import Measured, UpdateRound
 from sidecar.dp_coordinator.__main__ import coordinator
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.engine import Chunk, Engine, EngineInfo
@@ -560,9 +558,10 @@ def test_json_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_json_of_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each bench's command prints these keys. Processes and rounds are replaced by numbers."""
+    monkeypatch.setattr(harness.Bench, "launch", _a_worker)
     for replace in (_quick_control, _quick_pause, _quick_transfer, _quick_gap, _quick_rollout):
         replace(monkeypatch)
-    monkeypatch.setattr(cli_options, "find_spec", lambda _: True)  # vLLM need not be installed
+    monkeypatch.setattr(bench_cli, "find_spec", lambda _: True)  # vLLM need not be installed
     json_and = ("--json", "--rounds", 1)
     bench = [
         ("control", ask_json("bench", "control", *json_and)),
@@ -597,24 +596,23 @@ def test_json_of_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 class _Worker:
     """Stands for a process of a bench: it answers at once, always the same."""
 
-    told: ClassVar[dict[str, Any]] = {
-        "address": "tcp://127.0.0.1:1",
-        "endpoints": ["http://127.0.0.1:1"],
-        "pause_ms": 3.0,
-        "engines_ms": 1.0,
-        "rss_bytes": 1_000_000,
+    answers: ClassVar[dict[str, Any]] = {
+        "round": {"round_ms": 3.0, "pause_ms": 3.0, "engines_ms": 1.0},
+        "status": {"cpu_s": 1.0, "rss_bytes": 1_000_000},
     }
 
-    async def answer(self) -> dict[str, Any]:
-        return self.told
+    async def hello(self) -> dict[str, Any]:
+        url = "http://127.0.0.1:1"
+        return {"address": "tcp://127.0.0.1:1", "endpoints": [url], "url": url}
 
-    async def ask(self, _word: str) -> dict[str, Any]:
-        return self.told
+    async def ask(self, method: str, **_: Any) -> Any:
+        return self.answers.get(method)
+
+    kill = end = hello
 
 
-@contextlib.asynccontextmanager
-async def _a_worker(*_: Any, **__: Any) -> AsyncIterator[_Worker]:
-    yield _Worker()
+async def _a_worker(*_: Any, **__: Any) -> _Worker:
+    return _Worker()
 
 
 @contextlib.asynccontextmanager
@@ -626,139 +624,106 @@ async def _do_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+async def _number(*_: Any) -> float:
+    return 1.0
+
+
 def _quick_control(patch: pytest.MonkeyPatch) -> None:
-    async def compare(engines: int, rounds: int, *_: Any, plain: bool) -> control_rounds.Samples:
-        kinds = ("bus", "http", "http_log", "raw", *(("plain",) if plain else ()))
-        rounds_ms = {kind: [1.0] * rounds for kind in kinds}
-        return control_rounds.Samples(engines, rounds_ms, rounds, 1.0, 1.0)
+    async def compare(_: object, plan: ControlPlan) -> dict[str, Any]:
+        ways = ("bus", "http", "http_log", "raw", *(("plain",) if plan.plain else ()))
+        return control.figures_of({way: [1.0] for way in ways}, plan.engines, 1, 1.0, 1.0)
 
-    async def bus_round(_: object) -> float:
-        return 1.0
-
-    async def share(*_: object) -> float:
-        return 0.5
-
-    patch.setattr(control_rounds, "compare", compare)
-    patch.setattr(control_rounds, "raise_file_limit", lambda _: None)
-    patch.setattr(control_rounds, "_bus", _a_worker)
-    patch.setattr(control_rounds, "_bus_round", bus_round)
-    patch.setattr(control_rounds, "_idle_share", share)
-    patch.setattr(control_rounds, "_CALM_S", 0.0)
+    patch.setattr(control, "compare", compare)
+    patch.setattr(control, "raise_file_limit", lambda _: None)
+    patch.setattr(control, "_CALM_S", 0.0)
+    patch.setattr(control, "_IDLE_S", 0.0)
 
 
 def _quick_pause(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pause, "worker", _a_worker)
     patch.setattr(pause, "_running", _nothing)
-    for name in ("run_module", "_idle", "_warm", "_post", "_all"):
-        patch.setattr(pause, name, _do_nothing)
+    for name in ("_idle", "_warm", "_post", "_all"):
+        patch.setattr(pause.RestingDpGroup, name, _do_nothing)
 
 
 def _quick_transfer(patch: pytest.MonkeyPatch) -> None:
-    async def number() -> float:
-        return 1.0
+    async def copy() -> dict[str, float]:
+        return {"took_ms": 1.0}
 
-    async def update() -> transfer_rounds.TransferRound:
-        return transfer_rounds.TransferRound(1.0, 1.0, 1.0, 1.0, 1.0)
+    async def update() -> dict[str, float]:
+        names = ("update_ms", "transfer_ms", "pause_ms", "paused_ms", "control_ms", "control_share")
+        return dict.fromkeys(names, 1.0)
 
-    @contextlib.asynccontextmanager
-    async def running(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(
-            memcpy_ms=number, two_memcpy_ms=number, update=update, size_bytes=1_000_000, tensors=1
+    async def started(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(
+            memcpy=copy, two_memcpy=copy, update=update, size_bytes=1_000_000, tensors=1
         )
 
-    patch.setattr(transfer_rounds, "_running", running)
+    patch.setattr(transfer, "started", started)
 
-    seen = Window(4.0, 1.0, 1.0, {"load": 1.0})
-
-    async def one_round(*_: Any) -> vllm_transfer.VllmTransferRound:
-        return vllm_transfer.VllmTransferRound(1.0, [1.0], 1.0, 1.0, seen)
-
-    async def arrived(*_: Any) -> bool:
-        return True
-
-    patch.setattr(vllm_transfer, "_round", one_round)
-    patch.setattr(vllm_transfer, "_arrived", arrived)
-    patch.setattr(vllm_transfer, "fleet", _a_fleet)
-    patch.setattr(fleet.FleetPlan, "check", lambda _: None)
+    patch.setattr(updates, "fleet", _a_fleet)
+    patch.setattr(EnginesPlan, "check", lambda _: None)
 
 
-@contextlib.asynccontextmanager
-async def _a_fleet(*_: Any) -> AsyncIterator[Any]:
-    async def number() -> float:
-        return 1.0
-
-    async def serves(*_: Any) -> None:
-        pass
-
-    yield SimpleNamespace(
+async def _a_fleet(*_: Any) -> Any:
+    names = ("native", "bus_native", "bus")
+    return SimpleNamespace(
         made={"size_bytes": 1_000_000, "tensors": 1},
-        ends=SimpleNamespace(raw_ms=number, copy_ms=number),
-        serves=serves,
-        expected=serves,
-        servers=dict.fromkeys(("native", "bus"), ()),
-        urls=dict.fromkeys(("native", "bus"), ()),
-        trainer=None,
+        ends=SimpleNamespace(raw_ms=_number, copy_ms=_number),
+        update=_do_nothing,
+        serves=_do_nothing,
+        expected=_do_nothing,
+        servers=dict.fromkeys(names, ()),
+        urls=dict.fromkeys(names, ()),
     )
 
 
 def _quick_gap(patch: pytest.MonkeyPatch) -> None:
-    async def measure(*_: Any, **__: Any) -> gap_rounds.Measured:
-        trace = gap_rounds.TokenTrace(100.0, ((-20.0, 20.0), (10.0, 20.0), (120.0, 20.0)))
-        paused, staged = (
-            gap_rounds.GapRound(
-                20.0, (20.0, 20.0), 100.0, 50.0, commit_ms, swap_ms, 10.0, 9.0, 0, trace
-            )
-            for commit_ms, swap_ms in ((5.0, 0.0), (5.0, 1.0))
-        )
-        native = gap_rounds.GapRound(20.0, (20.0, 20.0), 100.0, 50.0, 0.0, 0.0, 10.0, 0.0, 0, trace)
-        rounds: dict[gap_rounds.Way, list[gap_rounds.GapRound]] = {
-            "native": [native],
-            "paused": [paused],
-            "staged": [staged],
+    async def rounds_of(engines: Any, *_: Any, copy: bool = True) -> Measured:
+        moves = ["gap_ms", "step_p50_ms", "step_p99_ms", "update_ms"]
+        staged = ["swap_ms", "receiving_tokens_per_s", "ratio_throughput_receiving"]
+        control = ["control_ms", "control_asks_ms", "control_idle_ms", "control_share"]
+        receives = [*moves, "receive_ms", "before_tokens_per_s"]
+        names = {"native": receives, "paused": [*receives, "commit_ms"]}
+        names["staged"] = [*names["paused"], *staged]
+        if not copy:
+            sent = [*moves, *control, "window_ms", "transfer_ms"]
+            names = dict.fromkeys(("native", "bus_native", "bus"), sent)
+        tokens = [(-20.0, 20.0), (10.0, 20.0), (120.0, 20.0)]
+        rounds = {
+            way: [UpdateRound(dict.fromkeys(each, 20.0), (20.0, 20.0), 0, tokens, {"load": 1.0})]
+            for way, each in names.items()
         }
-        return gap_rounds.Measured(rounds, [1.0], [1.0], arrived=True)
+        return Measured(rounds, [1.0], [1.0], arrived=True)
 
-    @contextlib.asynccontextmanager
-    async def running(*_: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(size_bytes=1_000_000, tensors=1, not_compared="")
+    async def embedded(*_: Any) -> Any:
+        return SimpleNamespace(size_bytes=1_000_000, tensors=1, not_compared="")
 
-    patch.setattr(gap_rounds, "measure", measure)
-    patch.setattr(embedded_gap, "_running", running)
-    patch.setattr(vllm_gap, "fleet", _a_fleet)
+    patch.setattr(updates, "rounds_of", rounds_of)
+    patch.setattr(updates, "embedded", embedded)
 
 
 def _quick_rollout(patch: pytest.MonkeyPatch) -> None:
-    async def engine(*_: Any) -> tuple[str, Any, str]:
-        return "policy-0", SimpleNamespace(kill=_do_nothing), "http://127.0.0.1:1"
-
-    async def boot(*_: Any) -> list[Any]:
-        return [await engine()]
-
-    async def start(*_: Any, **__: Any) -> _Worker:
-        return _Worker()
+    async def boot(self: rollout_bench.RolloutBench) -> list[Any]:
+        self._checkpoint = self._address = ""
+        return [await self.start_engine()]
 
     async def wave(_: object, way: str, streams: int, tokens: int, **more: Any) -> dict[str, Any]:
         took = {"wall_s": 1.0, "cpu_s": 1.0, "ttft_ms": [1.0], "live": streams, "rss_mb": 1.0}
         return {**took, "tokens": streams * tokens, "seams": [["policy-0", 1.0]]}
 
+    async def router(*_: Any) -> str:
+        return ""
+
     async def hits(*_: Any) -> int:
         return 1
 
-    for name, replaced in (
-        ("boot", boot),
-        ("start", start),
-        ("start_engine", engine),
-        ("wave", wave),
-    ):
-        patch.setattr(rollout_bench.RolloutBench, name, replaced)
-    patch.setattr(rollout_bench.RolloutBench, "_checkpoint", "", raising=False)
-    patch.setattr(rollout_bench.RolloutBench, "_address", "", raising=False)
-    patch.setattr(rollout_bench, "_router", _nothing)
-    patch.setattr(rollout_bench, "_cache_hits", hits)
+    patch.setattr(rollout_bench.RolloutBench, "boot", boot)
+    patch.setattr(rollout_bench.RolloutBench, "wave", wave)
+    patch.setattr(rollout_bench, "router", router)
+    patch.setattr(rollout_bench, "cache_hits", hits)
     patch.setattr(rollout_bench, "_KILL_AFTER_S", 0)
     patch.setattr(rollout_bench, "find_spec", lambda _: True)
     patch.setattr(rollout_bench, "version", lambda _: "0")
-    patch.setattr(_Worker, "told", {**_Worker.told, "url": "http://127.0.0.1:1"})
 
 
 # -- wire, journal and logs ----------------------------------------------------------------------

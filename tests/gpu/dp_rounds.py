@@ -35,7 +35,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias
 import aiohttp
 import torch
 
-from sidecar.bench.processes import VLLM_ON_CPU
+from sidecar.bench.harness import VLLM_ON_CPU
 from tests.gpu.checkpoints import make, moe_config
 from trainer_agent import TrainerAgent
 

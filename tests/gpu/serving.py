@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.rejection import is_rejected
-from sidecar.bench.processes import VLLM_ON_CPU
+from sidecar.bench.harness import VLLM_ON_CPU
 from tests.gpu import one_gpu
 
 if TYPE_CHECKING:

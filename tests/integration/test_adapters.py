@@ -16,7 +16,7 @@ from bus.errors import Refused, UpdateFailed, UsageError
 from bus.lora import adapter_of
 from bus.messages import NackCode
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.transfer import check_delivered, check_sums
 from sidecar.transfer.lora import LoraReceiver
 from tests.support.adapters import folders

@@ -20,7 +20,7 @@ from bus.protocol.broker.config import BrokerConfig
 from bus.weight_transfer.registry import register_receiver, register_sender
 from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.embedded import EmbeddedEngine
 from sidecar.supervision.launch import free_port
 from tests.contract.bus_suite import until

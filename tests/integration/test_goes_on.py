@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.support.procs import ROOT, Proc, wavebus
 

@@ -14,7 +14,7 @@ from bus.keys import read_keyring
 from bus.messages import NackCode
 from bus.protocol.broker.config import BrokerConfig
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.integration.test_dp_restart import group, moe
 from tests.integration.test_killed import engines, generate, held_pause

@@ -35,7 +35,7 @@ from bus.messages import (
 from bus.runtime.zmq_curve import new_pair
 from bus.runtime.zmq_transport import ZmqClient, ZmqServer
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from tests.support.broker import a_broker
 from tests.support.frames import BarePeer
 from tests.support.keys import KeyFolder

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from bus.errors import BusClosed, NoEngine, RequestPoisoned, RolloutFailed, UsageError
 from bus.messages import RequestLimits, Route
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from tests.support.generating import PAUSED, generating, streamed

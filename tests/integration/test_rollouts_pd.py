@@ -18,7 +18,7 @@ from aiohttp import web
 from bus.errors import RequestPoisoned
 from bus.messages import RequestLimits
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.integration.test_rollouts import event, mute, raw, run, then
 from tests.support.broker import a_broker

@@ -17,7 +17,7 @@ from bus.messages import NackCode
 from bus.protocol.broker.config import BrokerConfig
 from bus.runtime.status_client import fetch_status
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.shared_pages import core_status
 from tests.support.broker import a_broker
 from tests.support.procs import ROOT, Proc

@@ -13,7 +13,7 @@ from bus.errors import EngineError, Refused, UpdateFailed, UsageError
 from bus.messages import Abort, NackCode
 from bus.weight_transfer.allocation import StagingCapacity
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from trainer_agent import TrainerAgent

@@ -21,7 +21,7 @@ from bus.messages import (
 )
 from bus.runtime.zmq_transport import ZmqServer
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from tests.support.broker import a_broker
 from tests.support.frames import BarePeer
 from tests.unit.bus._builders import engine_join

@@ -1,15 +1,13 @@
 """What is fuzzed, in a process of its own: a broker, or a sidecar.
 
-``python -m tests.support.fuzzed broker`` says its address; ``… sidecar ADDRESS`` joins. Asked by a
-line, each answers with its memory and what has gone wrong in its loop. No limits, so that every
-frame is read.
+A program (:mod:`sidecar.bench.programs`): ``broker`` says its address, ``sidecar`` joins. Each
+tells its memory, and what has gone wrong in its loop. No limits, so that every frame is read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 import bus.log
@@ -17,11 +15,10 @@ from bus.ids import new_boot
 from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.access import Limits, Rate
 from bus.runtime.broker_server import rss_bytes
-from bus.runtime.json_lines import read_commands, write_answer
 from bus.runtime.peer import route_of
 from bus.runtime.zmq_transport import ZmqClient
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from tests.support.broker import a_broker
 
 if TYPE_CHECKING:
@@ -59,20 +56,23 @@ async def a_target(kind: str, *address: str) -> AsyncIterator[str]:
             yield "fuzzed"
 
 
-async def serve(*arguments: str) -> None:
-    """Until stdin ends."""
-    broken: list[str] = []
+class Fuzzed:
+    """Says what it is."""
 
-    def note(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        broken.append(f"{context['message']}: {context.get('exception')!r}")
+    def __init__(self, what: str) -> None:
+        self.hello = {"what": what}
+        self._broken: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(self._note)
 
-    asyncio.get_running_loop().set_exception_handler(note)
-    async with a_target(*arguments) as what:
-        write_answer(what=what)
-        async for _ in read_commands():
-            write_answer(rss_bytes=rss_bytes(), broken=broken[:5], frames=Counting.frames)
+    def state(self) -> dict[str, Any]:
+        return {"rss_bytes": rss_bytes(), "broken": self._broken[:5], "frames": Counting.frames}
+
+    def _note(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._broken.append(f"{context['message']}: {context.get('exception')!r}")
 
 
-if __name__ == "__main__":
+async def fuzzed(stack: contextlib.AsyncExitStack, kind: str, address: str) -> Fuzzed:
+    """Start it."""
     bus.log.configure(level="error", json=True)
-    asyncio.run(serve(*sys.argv[1:]))
+    addresses = (address,) if address else ()
+    return Fuzzed(await stack.enter_async_context(a_target(kind, *addresses)))

@@ -203,8 +203,8 @@ def test_who_has_no_bus_notices_nothing(two: Two) -> None:
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
 
+    from sidecar.bench.programs.native import NativeWeights  # noqa: PLC0415 - same
     from tests.support.pair import PairTrainerInitInfo  # noqa: PLC0415 - it needs vLLM
-    from trainer_agent.bench.native import NativeWeights  # noqa: PLC0415 - same
 
     alone, both = perturbed(two.weights, 8), perturbed(two.weights, 9)
     url = two.server.base_url

@@ -8,7 +8,7 @@ import pytest
 
 from bus.errors import EngineError
 from bus.protocol.engine.calls import CallPause, CallSwap
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.dispatch import dispatch
 
 

@@ -17,7 +17,7 @@ from bus.protocol.core.link import LinkConfig
 from bus.runtime.peer import PeerClient
 from sidecar import Sidecar
 from sidecar import sidecar as module
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from trainer_agent import TrainerAgent

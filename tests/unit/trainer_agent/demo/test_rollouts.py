@@ -11,7 +11,7 @@ from aiohttp import web
 from bus.errors import WavebusError
 from bus.messages import RequestLimits
 from sidecar import Sidecar
-from sidecar.bench.control.sidecars import StubEngine
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from tests.support.generating import PAUSED, generating, streamed

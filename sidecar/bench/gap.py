@@ -1,0 +1,122 @@
+"""``bench gap``: the time between tokens over a weight update, in three ways side by side.
+
+- **native**: the engine's own flow: pause, update, resume. No bus.
+- **paused**, **staged**: the bus, ``update_weights(how=...)``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+
+from sidecar.bench import updates
+from sidecar.bench.fleet import NATIVE
+from sidecar.bench.harness import gb_per_s, median, say
+from sidecar.bench.updates import BUS, under_load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sidecar.bench.harness import Bench
+    from sidecar.bench.plans import EnginesPlan, GapPlan
+    from sidecar.bench.updates import Measured, UpdatedEngines, UpdateRound
+
+WAYS: Final = {"native": NATIVE, "paused": BUS, "staged": BUS}
+
+
+async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
+    """The JSON's fields; draws the picture, too.
+
+    Raises:
+        BenchFailed: a process died, or a request ended without all its tokens, or before the
+            update did.
+    """
+    start = updates.vllm if plan.engine == "vllm" else updates.embedded
+    engines = await start(bench, plan, WAYS)
+    megabytes = round(engines.size_bytes / 1e6, 1)
+    say(f"{megabytes} MB, {plan.requests} requests at a time")
+    measured = await updates.rounds_of(engines, plan, one_round)
+    figures = {
+        **plan.settings(),
+        "megabytes": megabytes,
+        "tensors": engines.tensors,
+        "not_compared": engines.not_compared,
+        "picture": None,
+        **figures_of(measured, requests=plan.requests, size_bytes=engines.size_bytes),
+    }
+    if find_spec("matplotlib") is None:
+        say("no picture, since there is no matplotlib: pip install 'wavebus[bench]'")
+        return figures
+    from sidecar.bench.picture import draw  # noqa: PLC0415 - it is optional
+
+    shown = {way: typical(done) for way, done in measured.rounds.items()}
+    traces = {way: (each.figures["update_ms"], each.tokens) for way, each in shown.items()}
+    draw(traces, figures, plan.picture)
+    return {**figures, "picture": str(plan.picture)}
+
+
+async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> UpdateRound:
+    """One update of a way's engines while requests decode.
+
+    Adds ``receive_ms``, from when its first chunk left to when its last one was there, and with a
+    bus ``commit_ms``, from the COMMIT to its last ack; ``before_tokens_per_s`` of all requests
+    together, and of what is staged ``receiving_tokens_per_s``, from the update's begin to its
+    COMMIT; ``swap_ms``, how long the swap kept the slowest engine from steps.
+    """
+    seen = await under_load(engines, way, plan)
+    done, answer = seen.round(plan.tokens), seen.answer
+    found, since_s = done.figures, answer["since_s"]
+    found["receive_ms"] = answer["receive_ms"]
+    found["before_tokens_per_s"] = seen.tokens_per_s(seen.decoding_s, since_s)
+    if way != "native":
+        found["commit_ms"] = answer["commit_ms"]
+    if way == "staged":
+        found["swap_ms"] = max([await engine.ask("swap_ms") for engine in engines.engines[way]])
+        commit_s = answer["until_s"] - answer["commit_ms"] / 1000
+        found["receiving_tokens_per_s"] = seen.tokens_per_s(since_s, commit_s)
+        share = found["receiving_tokens_per_s"] / found["before_tokens_per_s"]
+        found["ratio_throughput_receiving"] = share
+    return done
+
+
+def figures_of(measured: Measured, *, requests: int, size_bytes: int) -> dict[str, Any]:
+    """The JSON's fields: of each way medians and all rounds, and what they are to each other."""
+    ways: dict[str, dict[str, Any]] = {
+        way: _of_way(done, size_bytes) for way, done in measured.rounds.items()
+    }
+    native, paused, staged = (ways[way] for way in WAYS)
+    raw_gb_per_s = gb_per_s(size_bytes, statistics.median(measured.raw_ms))
+    copy_ms = median(measured.copy_ms)
+    updates = [done for rounds in measured.rounds.values() for done in rounds]
+    return {
+        **ways,
+        "raw_gb_per_s": raw_gb_per_s,
+        "copy_ms": copy_ms,
+        "ratio_gap_staged_native": round(staged["gap_ms"] / native["gap_ms"], 3),
+        "ratio_gap_paused_native": round(paused["gap_ms"] / native["gap_ms"], 3),
+        "gap_over_p99_ms": round(staged["gap_ms"] - staged["step_p99_ms"], 3),
+        "receiving_throughput": staged["receiving_tokens_per_s"],
+        "ratio_throughput_receiving": median(staged["rounds"]["ratio_throughput_receiving"]),
+        "ratio_receive_raw": round(staged["receive_gb_per_s"] / raw_gb_per_s, 3),
+        "ratio_swap_copy": round(staged["swap_ms"] / copy_ms, 3),
+        "requests_all": len(updates) * requests,
+        "requests_lost": sum(done.lost for done in updates),
+        "weights_arrived": measured.arrived,
+    }
+
+
+def _of_way(rounds: Sequence[UpdateRound], size_bytes: int) -> dict[str, Any]:
+    found, each = updates.of_way(rounds, size_bytes, "receive"), defaultdict(list)
+    for done in rounds:
+        for name, value in done.figures.items():
+            each[name].append(round(value, 3))
+    found.pop("ratio_throughput_receiving", None)  # it stands beside the other ratios
+    return {**found, "rounds": dict(each)}
+
+
+def typical(rounds: Sequence[UpdateRound]) -> UpdateRound:
+    """The one whose gap is the median, or next to it."""
+    middle_ms = statistics.median(done.figures["gap_ms"] for done in rounds)
+    return min(rounds, key=lambda done: abs(done.figures["gap_ms"] - middle_ms))

@@ -1,0 +1,266 @@
+"""What all benches have in common: processes, rounds in turn, and figures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from bus.errors import UsageError, WavebusError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+    from bus.runtime.event_loop import LoopChoice
+
+T = TypeVar("T")
+
+# What servers of a small model need on a CPU.
+VLLM_ON_CPU: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+_LINE_BYTES: Final = 1 << 20
+# Per engine: a connection's two ends, a listening socket and what ZeroMQ needs beside.
+_FILES_PER_ENGINE: Final = 4
+_FILES_SPARE: Final = 256
+
+
+class BenchFailed(WavebusError):
+    """A process of the bench died or is stuck."""
+
+
+class Worker:
+    """A process that runs a program (:mod:`sidecar.bench.programs.__main__`)."""
+
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        log: IO[bytes],
+        answer_s: float,
+        grace_s: float,
+    ) -> None:
+        self._name = name
+        self._process = process
+        self._log = log
+        self._answer_s = answer_s
+        self._grace_s = grace_s
+
+    async def ask(self, method: str, **arguments: Any) -> Any:
+        """What a method of the program's object returns."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # the answer's absence tells more
+            self._process.stdin.write(json.dumps([method, arguments]).encode() + b"\n")
+            await self._process.stdin.drain()
+        return (await self.hello())["answer"]
+
+    async def hello(self) -> dict[str, Any]:
+        """The next line; the first one says what was started.
+
+        Raises:
+            BenchFailed: there is none; with the end of what the process has logged.
+        """
+        assert self._process.stdout is not None
+        line = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._answer_s):
+                line = await self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            tail = self._log.read()[-2000:].decode(errors="replace").strip()
+            raise BenchFailed(f"{self._name} ended or is stuck:\n{tail}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    async def kill(self) -> None:
+        """SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+    async def end(self) -> None:
+        """Its stdin ends, and so does it; if it doesn't, it is killed."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._grace_s):
+                    await self._process.wait()
+        finally:
+            await self.kill()
+
+
+class Bench(contextlib.AsyncExitStack):
+    """The processes of one run, or of a part of it: they end with the block.
+
+    Args:
+        loop: the event loop of all of them.
+        logs: a folder that keeps what they log. Default: the end of a log is told if its process
+            breaks, and that is all.
+    """
+
+    def __init__(self, loop: LoopChoice, logs: Path | None = None) -> None:
+        super().__init__()
+        self.loop: LoopChoice = loop
+        self.logs = logs
+
+    async def part(self) -> Bench:
+        """A part of this run, which may end before the rest."""
+        return await self.enter_async_context(Bench(self.loop, self.logs))
+
+    def folder(self) -> Path:
+        """A temporary folder."""
+        name = self.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-"))
+        return Path(name)
+
+    async def launch(
+        self,
+        program: str,
+        *,
+        name: str = "",
+        env: Mapping[str, str] | None = None,
+        answer_s: float = 120.0,
+        grace_s: float = 5.0,
+        **settings: Any,
+    ) -> Worker:
+        """Start a process; its first answer is still to come.
+
+        Args:
+            program: a module of :mod:`sidecar.bench.programs`; its function of that name is run.
+            name: of its log.
+            env: variables beside those of this process.
+            answer_s: how long each of its answers may take.
+            grace_s: how long it may take to end; then it is killed.
+            settings: the program's arguments.
+        """
+        name = name or program
+        log = self.enter_context(
+            (self.logs / f"{name}.log").open("w+b") if self.logs else tempfile.TemporaryFile()  # noqa: SIM115 - a block would end it
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "sidecar.bench.programs"),
+            *(program, json.dumps(settings), self.loop),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **(env or {})},
+            limit=_LINE_BYTES,
+        )
+        started = Worker(name, process, log, answer_s, grace_s)
+        self.push_async_callback(started.end)
+        return started
+
+    async def start(self, program: str, **how: Any) -> tuple[Worker, dict[str, Any]]:
+        """Start a process; also what it says first."""
+        started = await self.launch(program, **how)
+        return started, await started.hello()
+
+    async def broker(self, **how: Any) -> str:
+        """Start a broker; its address."""
+        return str((await self.start("broker", **how))[1]["address"])
+
+
+async def in_turn(
+    ways: Mapping[str, Callable[[], Awaitable[T]]],
+    rounds: int,
+    *,
+    warm: int = 1,
+    swing: bool = False,
+    on_round: Callable[[int, str, T], None] = lambda *_: None,
+) -> dict[str, list[T]]:
+    """Rounds of all ways alternate, so that whatever else the host does falls on all alike.
+
+    Args:
+        ways: what runs one round of each.
+        warm: so many rounds are not counted; their numbers are negative.
+        swing: every other time in reverse, so that none always follows the same one.
+        on_round: called after each, with its number, way and result.
+    """
+    found: dict[str, list[T]] = {way: [] for way in ways}
+    for number in range(-warm, rounds):
+        for way in list(ways)[:: -1 if swing and number % 2 else 1]:
+            done = await ways[way]()
+            if number >= 0:
+                found[way].append(done)
+            on_round(number, way, done)
+    return found
+
+
+def title(number: int) -> str:
+    """What a round is called."""
+    return "warming up" if number < 0 else f"round {number + 1}"
+
+
+def median(values: Iterable[float]) -> float:
+    """To three digits."""
+    return round(statistics.median(values), 3)
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each figure that all rounds have."""
+    return {name: median(each[name] for each in rounds) for name in rounds[0]}
+
+
+def gb_per_s(size_bytes: int, took_ms: float) -> float:
+    """A speed, to three digits."""
+    return round(size_bytes / took_ms / 1e6, 3)
+
+
+def table(figures: Mapping[str, Any]) -> str:
+    """The JSON's fields for people: a line for each, and a column for each that has fields itself.
+
+    Lists are left out of columns.
+    """
+    columns = {name: _flat(each) for name, each in figures.items() if isinstance(each, dict)}
+    rows: list[tuple[object, ...]] = [
+        (name, each) for name, each in figures.items() if name not in columns
+    ]
+    if columns:
+        names = dict.fromkeys(name for column in columns.values() for name in column)
+        rows += [("",), ("", *columns)]
+        rows += [(name, *(each.get(name, "") for each in columns.values())) for name in names]
+    lines = (f"{name!s:<32}" + "".join(f"{each!s:>14}" for each in cells) for name, *cells in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{inner}": each for inner, each in _flat(value).items()}
+        elif not isinstance(value, list):
+            found[name] = value
+    return found
+
+
+def say(text: str) -> None:
+    """How it goes; stdout is for figures."""
+    click.echo(text, err=True)
+
+
+def raise_file_limit(engines: int) -> None:
+    """Take all open files that the system allows, for this process and those it starts.
+
+    Raises:
+        UsageError: they are too few for so many engines.
+    """
+    need = _FILES_PER_ENGINE * engines + _FILES_SPARE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < need:
+        raise UsageError(
+            f"{engines} engines need {need} open files per process, and the hard limit is {hard}; "
+            f"raise it (ulimit -Hn {need}, or LimitNOFILE of the service), or measure fewer engines"
+        )
+    if soft != resource.RLIM_INFINITY and soft < need:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))

@@ -1,0 +1,260 @@
+"""What each command of ``wavebus bench`` can be asked for. Loads neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import click
+
+from bus.cli.options import option
+from bus.errors import UsageError
+from bus.runtime.event_loop import LoopChoice  # noqa: TC001 - an option's type, read by options_of
+
+Device: TypeAlias = Literal["cuda", "cpu"]
+EngineKind: TypeAlias = Literal["embedded", "vllm"]
+Model: TypeAlias = Literal["8b", "tiny", "moe", "tiny-moe"]
+
+MIXTURES: Final[tuple[Model, ...]] = ("moe", "tiny-moe")
+_FOLDER: Final = click.Path(file_okay=False, path_type=Path)
+_SHAPES: Final = "vllm: the shape of Qwen3-8B, or 26 million parameters"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlPlan:
+    """Of ``bench control``."""
+
+    engines: int = option(64, "Engines in the group.", min=1)
+    rounds: int = option(100, "Pause-and-resume rounds of each kind.", min=1)
+    loop: LoopChoice = option(
+        "auto", "The event loop of all processes; auto is uvloop where it is installed."
+    )
+    plain: bool = option(
+        False, "Also a bus without CURVE keys and journal, in turn with the others."
+    )
+    scale: bool = option(False, "Also the bus's rounds with 8, 64, 256 and 1,024 engines.")
+    idle: bool = option(
+        False, "Also the broker's memory and heartbeat CPU with 1,024 idle engines (10 s)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PausePlan:
+    """Of ``bench pause``."""
+
+    engine: EngineKind = option("embedded", "vllm: real servers; pauses are compared, too.")
+    dp_size: int = option(2, "Ranks of each DP group.", min=2, max=8)
+    rounds: int = option(40, "Rounds of each kind.", min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlan:
+    """Of ``bench rollout``."""
+
+    rounds: int = option(5, "Rounds of each way.", min=1)
+    kills: int = option(30, "Engines that get SIGKILL while the client streams from them.", min=0)
+    live: int = option(
+        1024, "Streams at once, in ten waves, for the client's memory.", min=1, max=4096
+    )
+    vllm: bool = option(
+        False, "Also prefix cache hits of sessions, on two real servers on the CPU."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginesPlan:
+    """Of ``bench transfer`` and ``bench gap``: a trainer, and engines that it updates.
+
+    Attributes:
+        clear_cache: requests compute their keys and values anew after an update; in all ways.
+        dp_size: ranks in lockstep in place of each server, over which experts are spread; 1: none.
+        native_packed: whether vLLM's own engine goes through buffers, if not as vLLM has it.
+        cuda_graphs: a step is one graph of CUDA's, and not one kernel after the other.
+    """
+
+    engine: EngineKind = option(
+        "embedded", "What loads the weights; vllm: real servers, that decode meanwhile."
+    )
+    backend: str = option(
+        "", "How tensors travel. Default: shm; with vllm alone nccl, or gloo on a CPU."
+    )
+    rounds: int = option(5, "Rounds of each way.", min=1)
+    megabytes: int = option(64, "embedded: size of the model.", min=1)
+    requests: int = option(32, "Requests that decode while the weights come.", min=1, max=256)
+    tokens: int = option(
+        300, "Of each request: enough for it to outlast the update.", min=100, max=900
+    )
+    device: Device = option("cuda", "vllm: two GPUs, or one for each rank; or none.")
+    model_size: Model | None = option(
+        None,
+        f"{_SHAPES}, or 7 billion or 21 million as a mixture of experts; bf16 on GPUs. "
+        "Default: 8b; with --dp-size moe.",
+        *("--model-size", "--model"),
+    )
+    native_engine: str | None = option(
+        None,
+        "vllm: the trainer and worker engine of vLLM's, or of a plugin, of the native way. "
+        "Default: nccl; with --dp-size ipc.",
+    )
+    chunk_megabytes: int | None = option(
+        None,
+        "At most so much is in a chunk. Default: 8; with vllm 2048, or 512 over shm.",
+        *("--chunk-megabytes", "--chunk-mb"),
+        min=1,
+    )
+    packed: bool = option(
+        True, "vllm: chunks of wavebus's backend go through buffers.", "--packed/--unpacked"
+    )
+    logs: Path | None = option(None, "A folder that keeps what all processes log.", type=_FOLDER)
+    clear_cache: bool = True
+    dp_size: int = 1
+    native_packed: bool | None = None
+    cuda_graphs: bool = False
+
+    @property
+    def over(self) -> str:
+        """The backend that was asked for, or what fits the engines."""
+        if self.engine == "embedded" or self.dp_size > 1:
+            return self.backend or "shm"
+        return self.backend or ("nccl" if self.device == "cuda" else "gloo")
+
+    @property
+    def model(self) -> Model:
+        """vllm: which it is."""
+        return self.model_size or ("moe" if self.dp_size > 1 else "8b")
+
+    @property
+    def native(self) -> str:
+        """The trainer and worker engine of vLLM's, by its name there."""
+        return self.native_engine or ("ipc" if self.dp_size > 1 else "nccl")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Over shm two chunks are in the host's memory."""
+        usual = 512 if self.over == "shm" else 2048
+        chosen = self.chunk_megabytes or (8 if self.engine == "embedded" else usual)
+        return chosen * 1_000_000
+
+    def settings(self) -> dict[str, Any]:
+        """What the JSON says of it."""
+        names = ["engine", "rounds", "requests", "tokens", "clear_cache", "dp_size", "chunk_bytes"]
+        found = {"backend": self.over}
+        if self.engine == "vllm":
+            names += ["device", "model", "packed", "native_packed", "cuda_graphs"]
+            found["native_engine"] = self.native
+        return {**found, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def mixture(self) -> bool:
+        """Whether the model is one of experts."""
+        return self.model in MIXTURES
+
+    @property
+    def one_gpu(self) -> bool:
+        """Whether trainer and servers share one."""
+        return self.dp_size == 1 and self.native == self.over == "ipc"
+
+    @property
+    def gpus(self) -> list[int]:
+        """Where servers are, rank by rank. The trainer is on the first GPU."""
+        if self.dp_size > 1:
+            return list(range(self.dp_size))
+        return [0 if self.one_gpu else 1]
+
+    def check(self) -> None:
+        """Whether servers of vLLM's can run so here.
+
+        Raises:
+            UsageError: says what is missing.
+        """
+        cuda = self.device == "cuda"
+        if self.dp_size > 1:
+            self._check_ranks(cuda=cuda)
+        if not cuda and self.cuda_graphs:
+            raise UsageError("--cuda-graphs: a CPU has none")
+        if not cuda and self.native in ("nccl", "ipc"):
+            raise UsageError(
+                "vLLM's own trainer engines need CUDA: on a CPU name one of a plugin of yours "
+                "with --native-engine"
+            )
+        import torch  # noqa: PLC0415 - a help text needs none
+
+        need, count = max(0, *self.gpus) + 1, torch.cuda.device_count()
+        if cuda and count < need:
+            needed = "a GPU is" if need == 1 else f"{need} GPUs are"
+            fewer = "on one there are --backend ipc --native-engine ipc"
+            fewer = fewer if count and self.dp_size == 1 else "see --device cpu"
+            raise UsageError(f"{needed} needed, and there are {count}: {fewer}")
+
+    def _check_ranks(self, *, cuda: bool) -> None:
+        if not self.mixture:
+            raise UsageError(
+                f"--dp-size {self.dp_size}: ranks in lockstep are those of a mixture of experts, "
+                f"and {self.model} is none: choose --model {' or '.join(MIXTURES)}"
+            )
+        if self.requests < self.dp_size:
+            raise UsageError(
+                f"--requests {self.requests}: each of the {self.dp_size} ranks needs one at least"
+            )
+        if cuda and self.over in ("nccl", "ipc"):
+            raise UsageError(
+                f"--backend {self.over}: with --dp-size each rank is on another GPU, and the "
+                "trainer beside the first one: take shm or gloo"
+            )
+        if cuda and self.native == "nccl":
+            raise UsageError(
+                "--native-engine nccl: it needs a GPU for the trainer alone, and with --dp-size "
+                "there is a rank on each: take ipc"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferBenchPlan(EnginesPlan):
+    """Of ``bench transfer``."""
+
+    megabytes: int = option(400, "embedded: size of the model of few large tensors.", min=1)
+    requests: int = option(32, "vllm: requests that decode while the weights come.", min=1, max=256)
+    tokens: int = option(200, "vllm: of each request.", min=100, max=900)
+    model_size: Literal["8b", "tiny"] = option("8b", f"{_SHAPES}; bf16 on GPUs.")
+    native_engine: str = option(
+        "nccl", "vllm: the trainer and worker engine of vLLM's, or of a plugin, to compare with."
+    )
+    chunk_megabytes: int = option(
+        2048, "vllm: at most so much is in a chunk of wavebus's backend.", min=1
+    )
+    tensors: int = option(
+        40_000, "embedded: tensors of the model of many small ones.", min=20, max=100_000
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapPlan(EnginesPlan):
+    """Of ``bench gap``."""
+
+    clear_cache: bool = option(
+        False,
+        "Requests compute their keys and values anew after each update, in all ways.",
+        "--clear-cache/--keep-cache",
+    )
+    dp_size: int = option(
+        1,
+        "Ranks in lockstep, over which experts are spread; vllm: each on a GPU of its own.",
+        min=1,
+        max=8,
+    )
+    native_packed: bool | None = option(
+        None,
+        "vllm: what that engine sends goes through buffers. Default: as vLLM has it.",
+        "--native-packed/--native-unpacked",
+    )
+    cuda_graphs: bool = option(
+        False,
+        "vllm, on GPUs: a step is one graph, or one kernel after the other.",
+        "--cuda-graphs/--eager",
+    )
+    picture: Path = option(
+        Path("gap.png"),
+        "Where the picture goes: tokens over the time of an update.",
+        type=click.Path(dir_okay=False, path_type=Path),
+    )

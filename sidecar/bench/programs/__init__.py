@@ -1,0 +1,1 @@
+"""What the benches' processes run, each started by :meth:`sidecar.bench.harness.Bench.launch`."""

@@ -1,0 +1,61 @@
+"""The broker of the benches: the real one, on a free port."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from bus.ids import new_boot
+from bus.journal.writer import DEFAULT_BYTES, JournalWriter
+from bus.keys import read_keyring
+from bus.protocol.broker.config import BrokerConfig
+from bus.runtime.clock import AsyncioScheduler
+from bus.runtime.zmq_transport import ZmqServer
+
+if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+
+
+async def broker(
+    stack: AsyncExitStack, heartbeat_ms: int = BrokerConfig().heartbeat_ms, journal: str = ""
+) -> SimpleNamespace:
+    """Serve, with keys if ``WAVEBUS_CURVE_KEYS`` names a folder of them.
+
+    Args:
+        stack: ends it.
+        heartbeat_ms: how often peers say that they live.
+        journal: the folder of its journal; without it there is none.
+    """
+    from bus.runtime.broker_server import BrokerServer  # noqa: PLC0415 - who measures needs none
+
+    config, scheduler, boot = (
+        BrokerConfig(heartbeat_ms=heartbeat_ms),
+        AsyncioScheduler(),
+        new_boot(),
+    )
+    curve_keys = os.environ.get("WAVEBUS_CURVE_KEYS")
+    keyring = read_keyring(Path(curve_keys)) if curve_keys else None
+    roles = keyring.roles() if keyring else None
+    recorder = None
+    if journal:
+        recorder = JournalWriter(
+            Path(journal),
+            limit_bytes=DEFAULT_BYTES,
+            boot=boot,
+            config=config,
+            keys=roles,
+            scheduler=scheduler,
+            on_failure=_fail,
+        )
+    transport = ZmqServer("tcp://127.0.0.1:*", keyring=keyring)
+    server = BrokerServer(transport, scheduler, config, roles, boot=boot, journal=recorder)
+    server.start()
+    stack.callback(server.close)
+    return SimpleNamespace(hello={"address": transport.address})
+
+
+def _fail(error: OSError) -> None:
+    """A bench of a journal that is not written would measure nothing."""
+    raise SystemExit(f"the journal can't be written: {error}")

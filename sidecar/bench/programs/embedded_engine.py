@@ -1,0 +1,170 @@
+"""An embedded engine that notes its calls, with a sidecar or without.
+
+Without a broker there is no sidecar: the engine's own library is called over a Unix socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+import bus.log
+from bus.errors import WavebusError
+from bus.weight_transfer.checksum import checksums
+from sidecar.bench.programs.broadcast import MemoryCopy
+from sidecar.embedded import EmbeddedEngine
+from sidecar.embedded.parallel.options import DataParallel
+from sidecar.sidecar import Sidecar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from bus.messages import Verify
+    from sidecar.engine import Chunk
+
+_LINE_BYTES: Final = 1 << 24  # a manifest of all tensors is one
+
+
+class TimedEngine(EmbeddedEngine):
+    """An embedded engine that notes when it received, loaded and swapped.
+
+    Args:
+        options: as :class:`sidecar.embedded.EmbeddedEngine` has them.
+
+    Attributes:
+        calls: name, begin and end of each, in seconds on ``time.monotonic()``'s clock.
+    """
+
+    def __init__(self, folder: str | Path, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.calls: list[tuple[str, float, float]] = []
+        self.hello: dict[str, Any] = {}
+        self._copy: MemoryCopy | None = None
+
+    async def receive(self, chunk: Chunk) -> None:
+        with self._noted("receive"):
+            await super().receive(chunk)
+
+    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        with self._noted("load"):
+            await super().load(seq, verify, sums)
+
+    async def swap(self, version: int, *, clear_cache: bool) -> None:
+        with self._noted("swap"):
+            await super().swap(version, clear_cache=clear_cache)
+
+    async def finish(self, version: int) -> None:
+        """Both calls that end an update."""
+        await self.finish_update()
+        await self.commit(version)
+
+    def taken_calls(self) -> list[tuple[str, float, float]]:
+        """Those since this was last asked."""
+        taken, self.calls = self.calls, []
+        return taken
+
+    def swap_ms(self) -> float:
+        """Of the last swap's call; of ranks in lockstep the wait for each other is in it."""
+        times = [
+            until_s - since_s for name, since_s, until_s in self.taken_calls() if name == "swap"
+        ]
+        return times[-1] * 1000
+
+    async def sums(self) -> tuple[int, ...]:
+        """Checksums of all parameters, between two steps."""
+
+        def look() -> tuple[int, ...]:
+            return checksums(torch, list(core.model.parameters.values()), "full")
+
+        core = self._started()
+        return await asyncio.wrap_future(core.call(look))
+
+    def memcpy_ms(self, size_bytes: int) -> float:
+        """How long a copy of so many bytes takes this process."""
+        self._copy = self._copy or MemoryCopy.of_bytes(size_bytes)
+        return self._copy.took_ms()
+
+    @contextlib.contextmanager
+    def _noted(self, name: str) -> Iterator[None]:
+        since_s = time.monotonic()
+        yield
+        self.calls.append((name, since_s, time.monotonic()))
+
+
+async def serve_calls(
+    engine: TimedEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Calls of the engine's library, by a trainer in another process that knows no bus.
+
+    Each line is a call: its name and arguments, pickled, in hexadecimal digits. Each answer is a
+    line: empty, or what went wrong.
+    """
+    while line := await reader.readline():
+        name, arguments, options = pickle.loads(bytes.fromhex(line.decode()))  # noqa: S301 - ours
+        said = ""
+        try:
+            await getattr(engine, name)(*arguments, **options)
+        except WavebusError as error:
+            said = str(error)
+        writer.write(said.encode() + b"\n")
+    writer.close()
+
+
+async def embedded_engine(
+    stack: contextlib.AsyncExitStack,
+    folder: str,
+    group: str,
+    *,
+    broker: str = "",
+    socket: str = "",
+    rank: int = 0,
+    ranks: int = 1,
+    master: str = "",
+    **options: Any,
+) -> TimedEngine:
+    """Serve it; says its ``url``.
+
+    Args:
+        stack: ends it.
+        folder: its checkpoint.
+        group: the one that it is in; on the bus, if there is a broker.
+        broker: the broker's address.
+        socket: without a broker, where calls of its library come.
+        rank: in lockstep with others of its group; alone, a part of its name.
+        ranks: how many these are.
+        master: where they meet.
+        options: of :class:`sidecar.embedded.EmbeddedEngine`.
+    """
+    bus.log.configure(level="warning", json=True)
+    torch.set_num_threads(1)  # as `wavebus sidecar` does by default
+    if ranks > 1:
+        options["dp"] = DataParallel(ranks, rank, master, group, broker=broker, bus_group=group)
+    engine = TimedEngine(folder, **options)
+    if not broker:
+        url = (await engine.start()).endpoint
+        stack.push_async_callback(engine.close)
+        calls = partial(serve_calls, engine)
+        direct = await asyncio.start_unix_server(calls, socket, limit=_LINE_BYTES)
+        stack.callback(direct.close)
+        engine.hello = {"url": url}
+        return engine
+    sidecar = await stack.enter_async_context(
+        Sidecar(
+            engine,
+            broker=broker,
+            group=group,
+            name=f"{group}-{rank}",
+            dp_group=group if ranks > 1 else None,
+        )
+    )
+    await sidecar.joined()
+    assert sidecar.info is not None
+    engine.hello = {"url": sidecar.info.endpoint}
+    return engine

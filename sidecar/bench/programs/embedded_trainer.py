@@ -1,0 +1,246 @@
+"""The trainer of embedded engines: makes a model, and sends it over the bus, or without one.
+
+Without a bus it calls the engines' own library over a connection to each, one call after the other:
+arm, pause, then each chunk is put, received and loaded; finish, resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+import torch
+
+from bus.errors import WavebusError
+from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
+from bus.weight_transfer.registry import make_sender
+from sidecar.bench.programs.broadcast import MemoryCopy
+from sidecar.bench.programs.measured_agent import BOOT_S, MeasuredAgent, TimedSender
+from sidecar.engine import Chunk
+from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
+from trainer_agent.update.plan import UpdatePlan
+from trainer_agent.weights.any_source import as_source
+from trainer_agent.weights.shared_memory import share_memory
+from trainer_agent.weights.source import tensor_metas
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AsyncExitStack
+
+    from trainer_agent.options import How
+
+Shape: TypeAlias = Literal["large", "small", "mixture"]
+End: TypeAlias = "tuple[asyncio.StreamReader, asyncio.StreamWriter]"
+
+_FLOAT_BYTES: Final = 4
+
+
+def few_large(megabytes: int) -> PolicyConfig:
+    """A dense model of about so many megabytes, nearly all of them in two layers."""
+    layers, head_dim = 2, 64
+    floats = megabytes * 1_000_000 / _FLOAT_BYTES / layers
+    # Four matrices of attention and three of twice that size: ten squares of the width.
+    heads = max(1, round((floats / 10) ** 0.5 / head_dim))
+    hidden = heads * head_dim
+    return PolicyConfig(
+        hidden_size=hidden,
+        intermediate_size=max(1, round((floats - 4 * hidden**2) / (3 * hidden))),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+    )
+
+
+def many_small(tensors: int) -> PolicyConfig:
+    """A mixture of experts with about so many tensors, each of some hundred bytes."""
+    layers = max(1, tensors // 1000)
+    # Three are in no layer, nine in each, and three in each expert.
+    experts = ((tensors - 3) / layers - 9) / 3
+    return PolicyConfig(
+        hidden_size=16,
+        num_layers=layers,
+        num_heads=1,
+        head_dim=16,
+        experts=max(2, round(experts)),
+        expert_size=8,
+    )
+
+
+def mixture(megabytes: int) -> PolicyConfig:
+    """A mixture of 16 experts of about so many megabytes, in float32, nearly all of them in the
+    experts: of these a token needs two, so it is quick for its size."""
+    layers, experts, hidden = 4, 16, 256
+    floats = megabytes * 1_000_000 / _FLOAT_BYTES
+    return PolicyConfig(
+        vocab_size=512,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_positions=2048,
+        head_std=0.2,
+        experts=experts,
+        expert_size=max(8, round(floats / (layers * experts * 3 * hidden))),
+    )
+
+
+MODELS: Final = {"large": few_large, "small": many_small, "mixture": mixture}
+
+
+class DirectTrainer:
+    """Engines without a bus: their library's calls, over a connection to each."""
+
+    def __init__(self, ends: Sequence[End], backend: str, *, packed: bool) -> None:
+        self._ends = ends
+        self._backend = backend
+        self._timed = TimedSender(make_sender(backend, packed=packed))
+        self._version = 0
+
+    async def open(self, plan: UpdatePlan) -> None:
+        """Open both ends of the transport."""
+        sender, count = self._timed, len(self._ends)
+        world, places = ALONE, [NO_RANK] * count
+        if sender.is_collective:
+            world = World(1, 1 + count, "127.0.0.1")
+            places = [RankAssignment(1, world.size, 1 + index) for index in range(count)]
+        params = await asyncio.to_thread(sender.open, plan.buffer_bytes(sender.inner), world)
+        opening = [
+            self._ask(end, "open_transfer", self._backend, params, place)
+            for end, place in zip(self._ends, places, strict=True)
+        ]
+        await asyncio.gather(*opening, asyncio.to_thread(sender.meet))
+        sender.on_opened()
+
+    async def update(
+        self, plan: UpdatePlan, tensors: Sequence[torch.Tensor], *, clear_cache: bool
+    ) -> dict[str, Any]:
+        """One."""
+        self._version += 1
+        timed = self._timed
+        timed.begin()
+        since_s = time.monotonic()
+        await self._all("arm", plan.manifest)
+        await self._all("pause", "keep", clear_cache=clear_cache)
+        await self._all("start_update", recover=False)
+        left = iter(tensors)
+        for seq in range(plan.chunks):
+            handle = timed.put(seq, list(itertools.islice(left, plan.tensor_count(seq))))
+            chunk = Chunk(seq, self._backend, plan.manifest.chunk(seq), handle)
+            await asyncio.gather(
+                self._all("receive", chunk), asyncio.to_thread(timed.transfer, seq)
+            )
+            await self._all("load", seq)
+            timed.on_taken(seq)
+        await self._all("finish", self._version)
+        await self._all("resume")
+        return {
+            "since_s": since_s,
+            "until_s": time.monotonic(),
+            "receive_ms": timed.receive_ms(),
+        }
+
+    def close(self) -> None:
+        for _, writer in self._ends:
+            writer.close()
+        self._timed.close()
+
+    async def _all(self, call: str, *arguments: object, **options: object) -> None:
+        """Of all engines at once."""
+        await asyncio.gather(*(self._ask(end, call, *arguments, **options) for end in self._ends))
+
+    async def _ask(self, end: End, call: str, *arguments: object, **options: object) -> None:
+        reader, writer = end
+        writer.write(pickle.dumps((call, arguments, options)).hex().encode() + b"\n")
+        said = (await reader.readline() or b"it is gone\n").decode().strip()
+        if said:
+            raise WavebusError(f"{call}: {said}")
+
+
+class EmbeddedTrainer:
+    """Says the model's size; sends it when it is open."""
+
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        agent: MeasuredAgent,
+        model: Policy,
+        backend: str,
+        *,
+        lent: bool,
+    ) -> None:
+        self._stack = stack
+        self._agent = agent
+        self._model = model
+        self._backend = backend
+        self._packed = not lent
+        self._source = as_source(model)
+        metas = tensor_metas(self._source.metadata())
+        self._plan = UpdatePlan.of_source(metas, chunk_bytes=agent.chunk_bytes)
+        self._copy = MemoryCopy.of_bytes(self._plan.size_bytes)
+        self._direct: DirectTrainer | None = None
+        self.hello = {"size_bytes": self._plan.size_bytes, "tensors": len(metas)}
+
+    async def open(self, engines: int, sockets: Sequence[str] = ()) -> None:
+        """Wait for so many engines on the bus; ``sockets``: of those that have none."""
+        await self._agent.wait_for_engines(engines, timeout_s=BOOT_S)
+        if sockets:
+            ends = [await asyncio.open_unix_connection(path) for path in sockets]
+            self._direct = DirectTrainer(ends, self._backend, packed=self._packed)
+            self._stack.callback(self._direct.close)
+            await self._direct.open(self._plan)
+
+    def memcpy_ms(self) -> float:
+        """How long a copy of as many bytes from one buffer to another takes."""
+        return self._copy.took_ms()
+
+    async def update(self, how: How, *, clear_cache: bool = True) -> dict[str, Any]:
+        """One over the bus."""
+        return await self._agent.measured_update(self._model, how=how, clear_cache=clear_cache)
+
+    async def native(self, *, clear_cache: bool) -> dict[str, Any]:
+        """One without it."""
+        assert self._direct is not None, "open comes first"
+        tensors = [tensor.detach() for _, tensor in self._source]
+        return await self._direct.update(self._plan, tensors, clear_cache=clear_cache)
+
+
+async def embedded_trainer(
+    stack: AsyncExitStack,
+    broker: str,
+    group: str,
+    folder: str,
+    *,
+    shape: Shape,
+    amount: int,
+    backend: str,
+    lent: bool,
+    **options: Any,
+) -> EmbeddedTrainer:
+    """Make the model, and own the group.
+
+    Args:
+        stack: ends it.
+        broker: the broker's address.
+        group: that of the engines on the bus.
+        folder: takes a checkpoint of the same shape, but of other weights.
+        shape: of the model.
+        amount: how many megabytes, or, of many small tensors, how many.
+        backend: how tensors travel.
+        lent: the model lies in shared memory, and is sent from there.
+        options: more of the agent's.
+    """
+    torch.set_num_threads(1)  # a core for the trainer, one for the engine
+    config = MODELS[shape](amount)
+    save_checkpoint(Policy(config, seed=1), Path(folder))
+    model = Policy(config, seed=2)
+    if lent:
+        share_memory(model)
+    agent = MeasuredAgent(broker, group=group, backend=backend, packed=not lent, **options)
+    await stack.enter_async_context(agent)
+    return EmbeddedTrainer(stack, agent, model, backend, lent=lent)

@@ -1,0 +1,112 @@
+"""A trainer's agent of which is known when it put chunks, and when the last one was acked."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from trainer_agent.agent import TrainerAgent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from bus.weight_transfer.base import Sender
+    from trainer_agent.options import How
+    from trainer_agent.weights.source import Weights
+
+BOOT_S: Final = 600.0
+
+
+class TimedSender:
+    """A sender, when each of its puts and transfers was, and when the last chunk was acked."""
+
+    def __init__(self, sender: Sender) -> None:
+        self.inner = sender
+        self.puts: list[tuple[float, float]] = []
+        self.transfers: list[tuple[float, float]] = []
+        self.acked_s = 0.0
+        self._queued_s: dict[int, float] = {}
+
+    def begin(self) -> None:
+        """What comes next is another update."""
+        self.puts.clear()
+        self.transfers.clear()
+
+    def transfer_ms(self) -> float:
+        """From when the first chunk left to when the last one was acked; and what putting took
+        before that, while the engine still served."""
+        left_s = self.transfers[0][0]
+        before_s = sum(min(until, left_s) - since for since, until in self.puts if since < left_s)
+        return self.receive_ms() + before_s * 1000
+
+    def receive_ms(self) -> float:
+        """From when the first chunk left to when the last one was acked."""
+        return (self.acked_s - self.transfers[0][0]) * 1000
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
+        since_s = time.monotonic()
+        handle = self.inner.put(seq, tensors)
+        self.puts.append((since_s, time.monotonic()))
+        return handle
+
+    def queue(self, seq: int) -> None:
+        self._queued_s[seq] = time.monotonic()
+        self.inner.queue(seq)
+
+    def transfer(self, seq: int) -> None:
+        since_s = self._queued_s.pop(seq, None) or time.monotonic()
+        self.inner.transfer(seq)
+        self.transfers.append((since_s, time.monotonic()))
+
+    def on_taken(self, seq: int) -> None:
+        self.acked_s = time.monotonic()
+        self.inner.on_taken(seq)
+
+
+class MeasuredAgent(TrainerAgent):
+    """Notes when it put chunks, and when the last one was acked."""
+
+    def __init__(self, broker: str, *, group: str, backend: str, **options: Any) -> None:
+        super().__init__(broker, group=group, backend=backend, **options)
+        self.timed = TimedSender(self._transport.sender)
+        self._transport.sender = cast("Sender", self.timed)
+
+    async def measured_update(
+        self, weights: Weights, *, how: How, clear_cache: bool = True
+    ) -> dict[str, Any]:
+        """What it took, and when its parts were, in seconds on ``time.monotonic()``'s clock.
+
+        ``receive_ms``: from when the first chunk left to the last one's ack.
+        """
+        timed = self.timed
+        timed.begin()
+        since_s = time.monotonic()
+        await self.update_weights(weights, how=how, clear_cache=clear_cache)
+        until_s = time.monotonic()
+        calls = [("put", *span) for span in timed.puts]
+        calls += [("send", *span) for span in timed.transfers]
+        return {
+            "since_s": since_s,
+            "until_s": until_s,
+            "transfer_ms": timed.transfer_ms(),
+            "receive_ms": timed.receive_ms(),
+            **reported(self),
+            "calls": calls,
+        }
+
+
+def reported(agent: TrainerAgent) -> dict[str, Any]:
+    """What an agent says of its last update."""
+    report = agent.last_update
+    assert report is not None, "an update has just been made"
+    return {
+        "commit_ms": report.commit_ms,
+        "pause_ms": report.pause_ms,
+        "window_ms": report.paused_ms,
+        "calls": [],
+    }

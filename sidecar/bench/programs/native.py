@@ -1,0 +1,145 @@
+"""vLLM's own update, as the benches of vLLM measure it: its trainer engine, its client, and a pause
+around that. No bus at all.
+
+Servers that are ranks of one DP group are called at once, as a driver without a bus must do it:
+each of them waits for the others in its pause.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+from bus.weight_transfer.allocation import World
+from trainer_agent.vllm.init_info import native_info
+from trainer_agent.weights.source_forms import EitherForm, ParamMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+
+# The routes that vLLM's own trainer engine calls, and what wavebus calls that.
+_ROUTES: Final = {
+    "start_weight_update": "start",
+    "update_weights": "update",
+    "finish_weight_update": "finish",
+}
+
+
+class NativeWeights(EitherForm):
+    """Tensors by name, as vLLM's trainer engines take them."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def describe(self) -> list[Any]:
+        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._tensors.items())
+
+
+class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
+    """vLLM's own client, of one server or of all ranks of a DP group at once, which notes when its
+    calls were (name, begin and end), and pauses."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        super().__init__(urls[0])
+        self.calls: list[tuple[str, float, float]] = []
+        self._clients = [HTTPVLLMWeightSyncClient(url) for url in urls]
+        self._threads = ThreadPoolExecutor(len(urls))
+        self._version = 0
+
+    def pause(self, *, clear_cache: bool) -> None:
+        """Requests are kept."""
+        self._post(f"pause?mode=keep&clear_cache={clear_cache}".lower())
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """With a version, as over the bus; vLLM sets it within the same call."""
+        self._version += 1
+        super().finish_weight_update(weight_version or str(self._version))
+
+    def resume(self) -> None:
+        """They go on."""
+        self._post("resume")
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        """Until all have answered."""
+        since_s = time.monotonic()
+        posts = [
+            self._threads.submit(client._post, path, json)  # noqa: SLF001 - as its own routes do
+            for client in self._clients
+        ]
+        for post in posts:
+            post.result()
+        route = path.partition("?")[0]
+        self.calls.append((_ROUTES.get(route, route), since_s, time.monotonic()))
+
+
+class NativeUpdate:
+    """vLLM's own way.
+
+    Args:
+        urls: the server's, or those of all ranks of a DP group, each with one worker.
+        engine: vLLM's trainer engine, by its name there.
+        weights: what is sent.
+        gpus: where the servers are; of a trainer engine that hands out its own memory.
+        packed: whether that goes through buffers. Default: as vLLM has it.
+        clear_cache: requests compute their keys and values anew.
+
+    Raises:
+        UsageError: vLLM has no such trainer engine, or it can't be told so.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        engine: str,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        gpus: Sequence[str],
+        packed: bool | None,
+        clear_cache: bool,
+    ) -> None:
+        self._clear_cache = clear_cache
+        self._client = NativeClient(urls)
+        self._copies: Any = None
+        options = {} if packed is None else {"packed": packed}
+        info = native_info(engine, options, rank=0, world=World(0, 1 + len(urls), "127.0.0.1"))
+        make = WeightTransferTrainerFactory.trainer_init
+        if engine == "ipc":
+            from sidecar.bench.programs.ipc import CopiesTrainer  # noqa: PLC0415 - it is for GPUs
+
+            make = CopiesTrainer.trainer_init
+        self._trainer = make(info, client=self._client, source=NativeWeights(weights))
+        if engine == "ipc":
+            self._copies = self._trainer
+            self._copies.copy_to(gpus)
+
+    def update(self) -> dict[str, Any]:
+        """One, with what its calls took."""
+        client = self._client
+        client.calls.clear()
+        if self._copies:
+            self._copies.prepare()
+        since_s = time.monotonic()
+        client.pause(clear_cache=self._clear_cache)
+        try:
+            self._trainer.send_weights()
+        finally:
+            client.resume()
+        until_s = time.monotonic()
+        # From the first call that has chunks received to the end of the last.
+        updates = [call for call in client.calls if call[0] == "update"]
+        return {
+            "since_s": since_s,
+            "until_s": until_s,
+            "window_ms": (until_s - since_s) * 1000,
+            "receive_ms": (updates[-1][2] - updates[0][1]) * 1000,
+            "calls": client.calls,
+        }

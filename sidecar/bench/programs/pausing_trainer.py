@@ -1,0 +1,60 @@
+"""A trainer that pauses and resumes its group, and sends no weights."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import anyio
+
+from trainer_agent.agent import TrainerAgent
+
+if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+
+# Engines that are real may load for long.
+BOOT_S: Final = 600.0
+_IDLE_LOOK_S: Final = 0.05
+
+
+class PausingTrainer:
+    """Says where its engines take requests."""
+
+    def __init__(self, agent: TrainerAgent, group: str, endpoints: list[str]) -> None:
+        self.hello = {"endpoints": endpoints}
+        self._agent = agent
+        self._group = group
+
+    async def round(self) -> dict[str, float]:
+        """How long a pause and the resume after it took together; of that the pause alone, and of
+        that the slowest engine, as its sidecar saw it."""
+        since_s = time.perf_counter()
+        async with self._agent.paused(mode="keep") as ack:
+            paused_s = time.perf_counter()
+        took_s = time.perf_counter() - since_s
+        pause_ms = (paused_s - since_s) * 1000
+        return {"round_ms": took_s * 1000, "pause_ms": pause_ms, "engines_ms": ack.slowest_ms}
+
+    async def status(self) -> dict[str, float]:
+        """The broker's own figures."""
+        status = await self._agent.status()
+        return {"cpu_s": status.cpu_s, "rss_bytes": status.rss_bytes}
+
+    async def idle(self, since_s: float) -> None:
+        """Return when all cores are idle, and began to be after ``since_s`` on
+        ``time.monotonic()``'s clock: so this is no old news."""
+        while True:
+            [shown] = [s for s in (await self._agent.status()).groups if s.name == self._group]
+            after_ms = (time.monotonic() - since_s) * 1000
+            if all(e.core_phase == "idle" and e.core_since_ms < after_ms for e in shown.engines):
+                return
+            await anyio.sleep(_IDLE_LOOK_S)
+
+
+async def pausing_trainer(
+    stack: AsyncExitStack, broker: str, group: str, engines: int
+) -> PausingTrainer:
+    """Own the group when so many engines have joined."""
+    agent = await stack.enter_async_context(TrainerAgent(broker, group=group))
+    views = await agent.wait_for_engines(engines, timeout_s=BOOT_S)
+    return PausingTrainer(agent, group, [view.endpoint for view in views])

@@ -1,0 +1,125 @@
+"""The limit: what ZeroMQ itself takes for a round, with nothing around it.
+
+A ROUTER here, and N DEALERs on N connections in another process, which answer every
+command at once. The messages are as many as the bus sends, and real frames of it.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import sys
+import time
+from typing import Final, Self
+
+import zmq
+
+from bus.messages import Ack, Message, PauseGlobal, PauseLocal, Resume, Step, codec
+from bus.runtime.json_lines import write_answer
+from bus.runtime.zmq_transport import MAX_PEERS
+
+_PATIENCE_MS: Final = 30_000
+_UPDATE_ID: Final = "u100-abcdef"
+_BOOT: Final = 1 << 47
+_HELLO: Final = b"hello"
+
+
+def _frame(message: Message, *, sender: str, reply_to: int) -> bytes:
+    """As it stands in the middle of a long run."""
+    return codec.encode_frame(
+        message, sender, _BOOT, 1000, reply_to=reply_to, group="bench", epoch=1
+    )
+
+
+def phases() -> list[tuple[bytes, bytes]]:
+    """The frames of a round: each phase's command, and the ack it gets."""
+    commands: list[tuple[Message, Step]] = [
+        (PauseLocal(_UPDATE_ID, "keep", True, 30_000, 300_000, 0, "keep"), Step.PAUSE_LOCAL),
+        (PauseGlobal(_UPDATE_ID), Step.PAUSE_GLOBAL),
+        (Resume(_UPDATE_ID), Step.RESUME),
+    ]
+    return [
+        (
+            _frame(command, sender="broker", reply_to=0),
+            _frame(Ack(step, _UPDATE_ID, 0, 0, 0.123, "", ()), sender="engine-100", reply_to=1000),
+        )
+        for command, step in commands
+    ]
+
+
+class RawRouter:
+    """The ROUTER's side: bind, wait until all are there, run rounds."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_PEERS)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.BACKLOG, 4096)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\x00")
+        self._commands = [command for command, _ in phases()]
+        self._routes: list[bytes] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def welcome(self, engines: int) -> None:
+        """Wait until so many have said hello."""
+        while len(self._routes) < engines:
+            self._routes.append(self._socket.recv())
+            self._socket.recv()
+
+    async def round_ms(self) -> float:
+        """One round: three phases, each asked of all and acked by all. Blocks the event loop."""
+        send, recv, routes = self._socket.send, self._socket.recv, self._routes
+        since_s = time.perf_counter()
+        for command in self._commands:
+            for route in routes:
+                send(route, zmq.SNDMORE)
+                send(command)
+            for _ in routes:
+                recv()
+                recv()
+        return (time.perf_counter() - since_s) * 1000
+
+
+def raw_zmq(address: str, engines: int) -> None:
+    """The DEALERs' side, a program: one plain loop, until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as bus.runtime.json_lines does, and why
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, MAX_PEERS)
+    acks = dict(phases())
+    with selectors.DefaultSelector() as selector:
+        for index in range(engines):
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.ROUTING_ID, f"engine-{index}#{_BOOT:x}".encode())
+            socket.connect(address)
+            socket.send(_HELLO)
+            selector.register(int(socket.getsockopt(zmq.FD)), selectors.EVENT_READ, socket)
+            _answer_all(socket, acks)  # nothing yet; but only a reader that looked is told
+        selector.register(sys.stdin, selectors.EVENT_READ, None)
+        write_answer()
+        while True:
+            for key, _ in selector.select():
+                if key.data is None:
+                    context.destroy(linger=0)
+                    return
+                _answer_all(key.data, acks)
+
+
+def _answer_all(socket: zmq.Socket[bytes], acks: dict[bytes, bytes]) -> None:
+    """Until nothing is left: the descriptor tells of new events only after that."""
+    while True:
+        try:
+            command = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        socket.send(acks[command])

@@ -1,0 +1,155 @@
+"""Who asks in ``bench rollout``: through the rollout client, or aiohttp alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import msgspec
+
+import bus.log
+from bus.event_stream import END, EventStream
+from trainer_agent.rollouts.attempt import DECODER, GENERATE
+from trainer_agent.rollouts.client import RolloutClient
+
+if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+
+_PROMPT_TOKENS: Final = 32
+_NEW_TOKENS: Final = 8
+_IDS: Final = range(4, 16)  # every vocabulary has these
+_PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
+
+
+class Wave(msgspec.Struct):
+    """Streams that begin together.
+
+    Attributes:
+        name: prompts and sessions differ between names.
+        tokens: of each answer.
+        turns: of each stream; a turn's prompt is the one before, its answer, and new tokens.
+        urls: where aiohttp alone asks, in turn.
+        timed: note when tokens come.
+        until_live: hang up when every stream has a token.
+        first_s: when the first token of each stream came.
+        seams: which engine gave no more of an answer, and when another one gave the next token.
+    """
+
+    name: str
+    streams: int
+    tokens: int
+    turns: int = 1
+    urls: tuple[str, ...] = ()
+    timed: bool = False
+    until_live: bool = False
+    first_s: list[float] = []
+    seams: list[tuple[str, float]] = []
+    engines: dict[int, str] = {}
+
+    def note(self, stream: int, engine: str) -> None:
+        """A token has come."""
+        before = self.engines.get(stream)
+        if before is None:
+            self.first_s.append(time.monotonic())
+        elif before != engine:
+            self.seams.append((before, time.monotonic()))
+        self.engines[stream] = engine
+
+
+async def ask(
+    asks: RolloutClient | aiohttp.ClientSession, wave: Wave, stream: int, prompt: list[int]
+) -> list[int]:
+    """One request; its tokens. With aiohttp alone what comes is parsed the same, and believed."""
+    sampling: dict[str, Any] = {"max_tokens": wave.tokens, "ignore_eos": True, "logprobs": 0}
+    session = f"{wave.name}-{stream}"
+    if isinstance(asks, RolloutClient):
+        on_delta = (lambda delta: wave.note(stream, delta.engine)) if wave.timed else None
+        done = await asks.generate(prompt, sampling, session_id=session, on_delta=on_delta)
+        return list(done.choices[0].token_ids)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    body = {"token_ids": prompt, "sampling_params": sampling, "stream": True}
+    async with asks.post(
+        wave.urls[stream % len(wave.urls)] + GENERATE,
+        data=msgspec.json.encode(body),
+        headers={"Content-Type": "application/json", "X-Session-ID": session},
+        raise_for_status=True,
+    ) as response:
+        events = EventStream()
+        async for chunk in response.content.iter_any():
+            for data in events.feed(chunk):
+                for piece in () if data.startswith(END) else DECODER.decode(data).choices or ():
+                    tokens += piece.token_ids or ()
+                    if piece.logprobs:
+                        logprobs += [each.logprob for each in piece.logprobs.content]
+                    if wave.timed:
+                        wave.note(stream, "")
+    return tokens
+
+
+async def run(asks: RolloutClient | aiohttp.ClientSession, wave: Wave) -> dict[str, object]:
+    """One wave, and what it took."""
+
+    async def one(stream: int) -> int:
+        drawn = random.Random(f"{wave.name} {stream}")  # noqa: S311 - no secret
+        prompt = drawn.choices(_IDS, k=_PROMPT_TOKENS)
+        count = 0
+        for _ in range(wave.turns):
+            tokens = await ask(asks, wave, stream, prompt)
+            count += len(tokens)
+            prompt = [*prompt, *tokens, *drawn.choices(_IDS, k=_NEW_TOKENS)]
+        return count
+
+    begun_s, cpu_s = time.monotonic(), time.process_time()
+    streams = [asyncio.create_task(one(stream)) for stream in range(wave.streams)]
+    while wave.until_live and len(wave.first_s) < wave.streams:
+        done, _ = await asyncio.wait(streams, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
+        for each in done:
+            each.result()  # raises what ended it
+    live, rss_mb = sum(not each.done() for each in streams), _rss_mb()
+    for each in streams if wave.until_live else ():
+        each.cancel()
+    counts = await asyncio.gather(*streams, return_exceptions=wave.until_live)
+    if isinstance(asks, RolloutClient):
+        for stream in range(wave.streams):
+            asks.finish_session(f"{wave.name}-{stream}")
+    return {
+        "tokens": sum(each for each in counts if isinstance(each, int)),
+        "wall_s": time.monotonic() - begun_s,
+        "cpu_s": time.process_time() - cpu_s,
+        "ttft_ms": [(each - begun_s) * 1000 for each in wave.first_s],
+        "live": live,
+        "rss_mb": rss_mb,
+        "seams": wave.seams,
+    }
+
+
+def _rss_mb() -> float:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES / 1e6
+
+
+class RolloutAsking:
+    """Asks wave by wave."""
+
+    def __init__(self, asks: RolloutClient | aiohttp.ClientSession) -> None:
+        self._asks = asks
+
+    async def run(self, wave: dict[str, Any]) -> dict[str, object]:
+        """One wave, and what it took."""
+        return await run(self._asks, msgspec.convert(wave, Wave))
+
+
+async def rollout_asking(stack: AsyncExitStack, broker: str, group: str) -> RolloutAsking:
+    """Connect; without a broker, aiohttp alone asks."""
+    bus.log.configure(level="warning", json=True)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    if broker:
+        return RolloutAsking(await stack.enter_async_context(RolloutClient(broker, group=group)))
+    session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+    return RolloutAsking(await stack.enter_async_context(session))

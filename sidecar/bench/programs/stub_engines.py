@@ -1,0 +1,86 @@
+"""The engines' side of the bus: N real sidecars in one process, their engines stubbed out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import bus.log
+from sidecar.engine import EngineInfo, StagingCapacity
+from sidecar.sidecar import Sidecar
+
+if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+
+    from bus.manifest import Manifest
+    from bus.messages import PauseMode, ProbeResult, Staging, Target
+    from bus.weight_transfer.allocation import RankAssignment
+
+
+class StubEngine:
+    """Implements :class:`sidecar.engine.Engine`; every call returns at once."""
+
+    async def _nothing(self, *_: Any, **__: Any) -> Any:
+        return None
+
+    def _none(self, *_: Any) -> Any:
+        return None
+
+    close = join_run = pause = resume = sleep = wake_weights = wake = admit = _nothing
+    clear_cache = start_update = receive = load = restore = finish_update = _nothing
+    commit = swap = call_off = _nothing
+    core_view = write_pause_lease = abandoned_pause = _none
+
+    async def start(self) -> EngineInfo:
+        return EngineInfo("stub", "wavebus bench", "none", 0, 1, 1, ("shm",), "")
+
+    async def died(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def in_flight(self) -> int:
+        return 0
+
+    async def request_ids(self) -> tuple[str, ...]:
+        return ()
+
+    async def version(self) -> int:
+        return 0
+
+    async def abort_requests(self) -> int:
+        return 0
+
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:  # noqa: ARG002
+        return 1
+
+    async def arm(
+        self,
+        manifest: Manifest,  # noqa: ARG002
+        target: Target = "model",  # noqa: ARG002
+        staging: Staging | None = None,  # noqa: ARG002
+    ) -> StagingCapacity:
+        return StagingCapacity(why_not="a stub has no weights")
+
+    async def probe(
+        self,
+        prompts: tuple[tuple[int, ...], ...],  # noqa: ARG002
+        max_tokens: int,  # noqa: ARG002
+        salt: str,  # noqa: ARG002
+        *,
+        mode: PauseMode,  # noqa: ARG002
+        clear_cache: bool,  # noqa: ARG002
+    ) -> tuple[ProbeResult, ...]:
+        return ()
+
+
+async def stub_engines(stack: AsyncExitStack, broker: str, group: str, engines: int) -> None:
+    """Join all of them."""
+    bus.log.configure(level="warning", json=True)
+    sidecars = [
+        Sidecar(StubEngine(), broker=broker, group=group, name=f"engine-{index}")
+        for index in range(engines)
+    ]
+    for sidecar in sidecars:
+        await stack.enter_async_context(sidecar)
+    for sidecar in sidecars:
+        await sidecar.joined()

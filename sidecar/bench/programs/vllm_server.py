@@ -1,0 +1,123 @@
+"""A vLLM server that is started and stopped; with a sidecar, if there is a broker."""
+
+from __future__ import annotations
+
+import os
+import time
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import bus.log
+from bus.vllm_payloads import is_loaded_on_receipt
+from sidecar.sidecar import Sidecar
+from sidecar.supervision.server import SupervisedServer
+from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.plugin import operations, worker_rpc
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AsyncExitStack
+
+_BOOT_S: Final = 300.0
+_PLUGINS: Final = "VLLM_PLUGINS"
+_OURS: Final = "sidecar.vllm.plugin"
+
+
+class TimedVllmEngine(VllmHttpEngine):
+    """An engine that notes each call of an update: ``[name, since, until]``, in seconds on
+    ``time.monotonic()``'s clock, which all processes of a host share."""
+
+    def __init__(self, server: SupervisedServer) -> None:
+        super().__init__(server=server, ready_timeout_s=_BOOT_S)
+        self.hello: dict[str, Any] = {}
+        self._calls: list[tuple[str, float, float]] = []
+
+    async def post(
+        self, path: str, body: Any = None, *, query: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        since_s = time.monotonic()
+        try:
+            return await super().post(path, body, query=query)
+        finally:
+            self._calls.append((called(path, body), since_s, time.monotonic()))
+
+    def taken_calls(self) -> list[tuple[str, float, float]]:
+        """Those since this was last asked."""
+        taken, self._calls = self._calls, []
+        return taken
+
+    async def swap_ms(self) -> float:
+        """How long the last swap kept the slowest worker from steps."""
+        facts = await self._ask_workers(worker_rpc.ASK_LOADING)
+        return max(float(each["swap_ms"]) for each in facts)
+
+
+def called(path: str, body: Any) -> str:
+    """What a post is: an operation by its name, or a route."""
+    if path == "/update_weight_version":
+        return "commit"
+    if path == "/collective_rpc" and body["method"] == worker_rpc.SWAP:
+        return "swap"
+    if path != "/collective_rpc" or body["method"] != operations.PERFORM:
+        return path.removeprefix("/")
+    operation = operations.decode(body["kwargs"]["operation"])
+    # What vLLM's own worker engines receive, they load in the same call.
+    if isinstance(operation, operations.ReceiveChunk) and is_loaded_on_receipt(operation.backend):
+        return "update"
+    return str(operation.__struct_config__.tag)
+
+
+async def vllm_server(
+    stack: AsyncExitStack,
+    argv: Sequence[str],
+    variables: dict[str, str],
+    *,
+    broker: str = "",
+    group: str = "",
+    dp_rank: int | None = None,
+    server: str = "",
+) -> object:
+    """Start it; says its ``url`` when it takes requests.
+
+    Args:
+        stack: ends it.
+        argv: its command.
+        variables: of its environment, beside those of this process.
+        broker: the broker's address; without one it is vLLM, as if there were no wavebus.
+        group: the one that it is alone in, or with the other ranks of its DP group.
+        dp_rank: which one it is of those.
+        server: its name. Default: from the group.
+    """
+    bus.log.configure(level="warning", json=True)
+    own = {} if broker else {_PLUGINS: ",".join(foreign_plugins())}
+    process = SupervisedServer(
+        argv, env={**os.environ, **own, **variables}, ready_timeout_s=_BOOT_S
+    )
+    if not broker:
+        stack.push_async_callback(process.stop)
+        return SimpleNamespace(hello={"url": await process.start()})
+    name = server or f"engine-{group}"
+    engine = TimedVllmEngine(process)
+    sidecar = await stack.enter_async_context(
+        Sidecar(
+            engine,
+            broker=broker,
+            group=group,
+            name=name if dp_rank is None else f"{name}-{dp_rank}",
+            dp_group=None if dp_rank is None else group,
+        )
+    )
+    await sidecar.joined()
+    assert sidecar.info is not None
+    engine.hello = {"url": sidecar.info.endpoint}
+    return engine
+
+
+def foreign_plugins() -> list[str]:
+    """vLLM's plugins here that are not wavebus's, by name."""
+    found = entry_points()
+    groups = [group for group in found.groups if group.startswith("vllm.")]
+    plugins = [point for group in groups for point in found.select(group=group)]
+    ours = {point.name for point in plugins if point.value.startswith(_OURS)}
+    return sorted({point.name for point in plugins} - ours)

@@ -1,0 +1,196 @@
+"""The trainer of vLLM servers: a model on its GPU, which is sent in several ways."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio.to_thread
+import torch
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.plugins import load_general_plugins
+
+from sidecar.bench.programs.measured_agent import BOOT_S, MeasuredAgent, reported
+from sidecar.bench.programs.native import NativeUpdate
+from trainer_agent.agent import TrainerAgent
+from trainer_agent.demo.policy import Policy, PolicyConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AsyncExitStack
+
+    from trainer_agent.options import How
+
+_8B: Final = {"vocab_size": 151_936, "num_heads": 32, "head_dim": 128, "max_positions": 4096}
+_TINY: Final = {"vocab_size": 1024, "head_dim": 64, "max_positions": 4096}
+MODELS: Final = {
+    # The shape of Qwen3-8B: 8.19 billion parameters in 399 tensors.
+    "8b": PolicyConfig(
+        hidden_size=4096, intermediate_size=12_288, num_layers=36, num_kv_heads=8, **_8B
+    ),
+    # 26 million in 91: on a CPU it decodes slowly enough to be followed token by token.
+    "tiny": PolicyConfig(
+        hidden_size=512, intermediate_size=1536, num_layers=8, num_heads=8, num_kv_heads=4, **_TINY
+    ),
+    # A mixture of 64 experts, of which a token takes eight: 7.04 billion in 4,023.
+    "moe": PolicyConfig(
+        hidden_size=2048,
+        num_layers=20,
+        num_kv_heads=4,
+        experts=64,
+        experts_per_token=8,
+        expert_size=768,
+        **_8B,
+    ),
+    # 21 million in 345: the same for CPUs.
+    "tiny-moe": PolicyConfig(
+        hidden_size=256,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=2,
+        experts=16,
+        experts_per_token=2,
+        expert_size=256,
+        **_TINY,
+    ),
+}
+
+
+def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Of a model of that shape, made where they are to lie: norms near one, and the rest drawn so
+    that activations keep their size."""
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Policy(config).named_parameters()}
+    generator = torch.Generator(device).manual_seed(7)
+    return {
+        name: torch.ones(shape, dtype=dtype, device=device)
+        if len(shape) == 1
+        else torch.empty(shape, dtype=dtype, device=device).normal_(
+            0.0, float(shape[1]) ** -0.5, generator=generator
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def write_config(config: PolicyConfig, folder: Path) -> None:
+    """All that a server needs which makes up its weights."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
+
+
+class BusNative:
+    """The bus, with vLLM's trainer engine and worker engine."""
+
+    def __init__(self, agent: TrainerAgent, info: Any, weights: dict[str, torch.Tensor]) -> None:
+        self._agent = agent
+        self._trainer = WeightTransferTrainerFactory.trainer_init(
+            info, client=agent.client(), source=agent.source(weights)
+        )
+
+    def update(self) -> dict[str, Any]:
+        """One, and what it took."""
+        since_s = time.monotonic()
+        self._trainer.send_weights()
+        return {"since_s": since_s, "until_s": time.monotonic(), **reported(self._agent)}
+
+
+class VllmTrainer:
+    """Says the model's size; sends it when it is open."""
+
+    def __init__(self, stack: AsyncExitStack, settings: dict[str, Any]) -> None:
+        self._stack = stack
+        self._settings = settings
+        self._config = MODELS[settings["model"]]
+        device, cpu = settings["device"], settings["device"] == "cpu"
+        if not cpu:
+            torch.cuda.set_device(device)
+        dtype = torch.float32 if cpu else torch.bfloat16
+        self._weights = random_weights(self._config, device, dtype)
+        size_bytes = sum(each.numel() * each.element_size() for each in self._weights.values())
+        self.hello = {"size_bytes": size_bytes, "tensors": len(self._weights)}
+
+    async def open(self, urls: Sequence[str]) -> None:
+        """Open all transports.
+
+        Args:
+            urls: of the servers that have no bus. The others' engines are waited for.
+        """
+        load_general_plugins()  # trainer engines of others come with them
+        given = self._settings
+        bus_device, groups, engine = given["bus_device"], given["groups"], given["native_engine"]
+        self._sent = self._weights
+        if bus_device:
+            self._sent = {name: each.to(bus_device) for name, each in self._weights.items()}
+        self._ours = await self._stack.enter_async_context(
+            MeasuredAgent(
+                given["broker"],
+                group=groups["bus"],
+                name="ours",
+                backend=given["backend"],
+                chunk_bytes=given["chunk_bytes"],
+                packed=given["packed"],
+                device=bus_device,
+            )
+        )
+        await self._ours.wait_for_engines(given["ranks"], timeout_s=BOOT_S)
+        native = functools.partial(
+            NativeUpdate,
+            gpus=given["gpus"],
+            packed=given["native_packed"],
+            clear_cache=given["clear_cache"],
+        )
+        in_thread = anyio.to_thread.run_sync
+        self._others: dict[str, NativeUpdate | BusNative] = {
+            "native": await in_thread(native, urls, engine, self._weights)
+        }
+        if "bus_native" in groups:
+            theirs = TrainerAgent(given["broker"], group=groups["bus_native"], name="theirs")
+            await self._stack.enter_async_context(theirs)
+            await theirs.wait_for_engines(1, timeout_s=BOOT_S)
+            info = await theirs.init_info(engine)
+            self._others["bus_native"] = await in_thread(BusNative, theirs, info, self._weights)
+
+    async def update(self, way: str) -> dict[str, Any]:
+        """One, and when its parts were, in seconds on ``time.monotonic()``'s clock.
+
+        Args:
+            way: ``native``: vLLM's own, over HTTP; ``bus_native``: the bus, with the same trainer
+                engine; ``paused`` or ``staged``: the bus, with a backend of wavebus's.
+        """
+        if way in self._others:
+            return dict(await anyio.to_thread.run_sync(self._others[way].update))
+        how: How = "staged" if way == "staged" else "paused"
+        clear_cache = self._settings["clear_cache"]
+        return await self._ours.measured_update(self._sent, how=how, clear_cache=clear_cache)
+
+    async def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
+        """What the model goes on with, each token computed anew, on a CPU."""
+        return await anyio.to_thread.run_sync(self._greedy, prompt, tokens)
+
+    def _greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
+        with torch.device("meta"):
+            policy = Policy(self._config)
+        policy.load_state_dict(self._weights, assign=True)
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(tokens):
+                ids.append(int(policy(torch.tensor([ids]))[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+
+async def vllm_trainer(stack: AsyncExitStack, **settings: Any) -> VllmTrainer:
+    """Make the model, and write its ``config.json``.
+
+    Args:
+        stack: ends it.
+        settings: as :func:`sidecar.bench.fleet.trainer_settings` has them: ``groups`` are ``bus``
+            and, if it is to be measured, ``bus_native``, that each engine is alone in; ``ranks``
+            are servers of each way, ``gpus`` where those are; ``bus_device`` is where weights lie
+            that a backend of wavebus's sends, if not on ``device``, as all others.
+    """
+    torch.set_num_threads(1)
+    write_config(MODELS[settings["model"]], Path(settings["folder"]))
+    return VllmTrainer(stack, settings)

@@ -1,0 +1,150 @@
+"""``bench transfer`` of an embedded engine: what an update costs, beside plain copies of its bytes.
+
+A broker, a trainer and an embedded engine under its sidecar, each in a process of its own.
+First a model of few large tensors; rounds of three kinds alternate in one run:
+
+- **memcpy**: the trainer's process copies as many bytes between two buffers, with one thread.
+- **two at once**: the trainer's and the engine's process each do so at the same time. That is what
+  a transfer by shared memory does (one writes, the other loads), with nothing around it.
+- **update**: the trainer sends the model over the bus. Of that, *transfer* is the time from the
+  start of the first chunk's put to the last chunk's ack: written, told, read and loaded.
+
+Over ``shm`` all that is done twice: with a model in memory of the trainer's own, which is packed
+into the ring, and with one in shared memory (``trainer_agent.share_memory``), which is lent.
+
+Then a model of many small tensors, where what counts is the control plane: names, shapes and
+checks. Its time is the update's without the moments in which the sender put, or the engine received
+or loaded: time in which both worked is taken off once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from typing import TYPE_CHECKING, Any, Final
+
+from sidecar.bench.harness import gb_per_s, in_turn, median, medians, say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sidecar.bench.harness import Bench, Worker
+    from sidecar.bench.plans import TransferBenchPlan
+
+_GROUP: Final = "bench"
+_WARM_ROUNDS: Final = 2
+# Of the figures with large tensors, what differs where they are lent.
+_COMPARED: Final = (
+    *("memcpy_gb_per_s", "transfer_gb_per_s", "ratio_memcpy"),
+    *("update_ms", "pause_ms", "paused_ms", "control_share"),
+)
+
+
+class TransferRun:
+    """A trainer and its engine, and what they send."""
+
+    def __init__(self, trainer: Worker, engine: Worker, size_bytes: int, tensors: int) -> None:
+        self.trainer = trainer
+        self.engine = engine
+        self.size_bytes = size_bytes
+        self.tensors = tensors
+
+    async def memcpy(self) -> dict[str, float]:
+        """One copy by the trainer."""
+        return {"took_ms": await self.trainer.ask("memcpy_ms")}
+
+    async def two_memcpy(self) -> dict[str, float]:
+        """Until both have copied all of it."""
+        engine = self.engine.ask("memcpy_ms", size_bytes=self.size_bytes)
+        return {"took_ms": max(await asyncio.gather(self.trainer.ask("memcpy_ms"), engine))}
+
+    async def update(self) -> dict[str, float]:
+        """``control_ms``: nobody put, received or loaded."""
+        answer = await self.trainer.ask("update", how="paused")
+        calls = [*answer["calls"], *await self.engine.ask("taken_calls")]
+        update_ms = (answer["until_s"] - answer["since_s"]) * 1000
+        moving_s = covered_s((since, until) for name, since, until in calls if name != "send")
+        control_ms = update_ms - moving_s * 1000
+        return {
+            "update_ms": update_ms,
+            "transfer_ms": answer["transfer_ms"],
+            "pause_ms": answer["pause_ms"],
+            "paused_ms": answer["window_ms"],
+            "control_ms": control_ms,
+            "control_share": control_ms / update_ms,
+        }
+
+
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of ``spans`` was."""
+    total_s = end_s = 0.0
+    for since_s, until_s in sorted(spans):
+        total_s += max(0.0, until_s - max(since_s, end_s))
+        end_s = max(end_s, until_s)
+    return total_s
+
+
+async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
+    """The JSON's fields: medians, and ratios of just these.
+
+    Raises:
+        BenchFailed: a process died.
+    """
+    backend = plan.over
+    say(f"few large tensors: {plan.megabytes} MB")
+    figures = await _large(bench, backend, plan, lent=False)
+    if backend == "shm":
+        say(f"the same, lent: {plan.megabytes} MB")
+        lent = await _large(bench, backend, plan, lent=True)
+        figures |= {f"lent_{name}": lent[name] for name in _COMPARED}
+    say(f"many small tensors: {plan.tensors}")
+    async with await bench.part() as part:
+        run = await started(part, backend, "small", plan.tensors)
+        found = await in_turn({"update": run.update}, plan.rounds, warm=_WARM_ROUNDS)
+    small = medians(found["update"])
+    return {
+        "engine": "embedded",
+        "backend": backend,
+        "rounds": plan.rounds,
+        **figures,
+        "tensors": run.tensors,
+        **{f"small_{name}": small[name] for name in ("update_ms", "control_ms", "control_share")},
+    }
+
+
+async def _large(
+    bench: Bench, backend: str, plan: TransferBenchPlan, *, lent: bool
+) -> dict[str, float]:
+    """Rounds of all three kinds with few large tensors."""
+    async with await bench.part() as part:
+        run = await started(part, backend, "large", plan.megabytes, lent=lent)
+        ways = {"memcpy": run.memcpy, "two_memcpy": run.two_memcpy, "update": run.update}
+        found = await in_turn(ways, plan.rounds, warm=_WARM_ROUNDS)
+    updates = medians(found["update"])
+    speeds = {
+        f"{way}_gb_per_s": gb_per_s(run.size_bytes, median(each["took_ms"] for each in found[way]))
+        for way in ("memcpy", "two_memcpy")
+    }
+    transfer = gb_per_s(run.size_bytes, updates["transfer_ms"])
+    return {
+        "megabytes": round(run.size_bytes / 1e6, 1),
+        **speeds,
+        "transfer_gb_per_s": transfer,
+        "ratio_memcpy": round(transfer / speeds["memcpy_gb_per_s"], 3),
+        **{name: updates[name] for name in ("update_ms", "pause_ms", "paused_ms", "control_share")},
+    }
+
+
+async def started(
+    bench: Bench, backend: str, shape: str, amount: int, *, lent: bool = False
+) -> TransferRun:
+    """Start broker, trainer and engine."""
+    checkpoint = bench.folder() / "checkpoint"
+    group = {"broker": await bench.broker(), "group": _GROUP, "folder": str(checkpoint)}
+    trainer, made = await bench.start(
+        "embedded_trainer", **group, shape=shape, amount=amount, backend=backend, lent=lent
+    )
+    engine, _ = await bench.start("embedded_engine", **group, host=None, max_num_seqs=1)
+    shutil.rmtree(checkpoint)  # the engine has it in memory
+    await trainer.ask("open", engines=1)
+    return TransferRun(trainer, engine, **made)

@@ -1,0 +1,138 @@
+"""``bench transfer --engine vllm``: what an update costs requests that a server decodes.
+
+A trainer and three servers of one model (:mod:`sidecar.bench.fleet`). Rounds alternate:
+
+- **native**: vLLM's own flow, over HTTP, on a server of vLLM's alone: a post that pauses, its own
+  trainer engine with its own client, whose finish sets a version, a post that resumes.
+- **bus_native**: the bus, with the same trainer engine and the worker engine that belongs to it.
+- **bus**: the bus, with a backend of wavebus's.
+- **raw**: one broadcast of as many bytes between both GPUs, with nothing around it; no requests.
+
+In an update **tensors move** while the trainer puts or sends a
+chunk, and while the engine receives, verifies or loads one. All the rest is **control**: either
+other calls are under way (``control_asks_ms``), or none is (``control_idle_ms``: messages are on
+their way, or are looked at). Moments count once, whatever is done in them. ``window_ms`` is what
+the engine stands still for: from the first PAUSE_LOCAL to the last engine resumed, as the broker
+counts it; without a bus from the post of the pause to the answer of the resume.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from sidecar.bench import updates
+from sidecar.bench.fleet import NATIVE
+from sidecar.bench.harness import gb_per_s, median, say
+from sidecar.bench.transfer import covered_s
+from sidecar.bench.updates import BUS, under_load
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sidecar.bench.harness import Bench
+    from sidecar.bench.plans import EnginesPlan, TransferBenchPlan
+    from sidecar.bench.updates import UpdatedEngines, UpdateRound
+
+# What was called, and when it began and ended, in seconds on `time.monotonic()`'s clock.
+Call: TypeAlias = "tuple[str, float, float]"
+
+WAYS: Final = {"native": NATIVE, "bus_native": "bus_native", "bus": BUS}
+# By their names in `programs.vllm_server`; `put` and `send` are the trainer's.
+_MOVES: Final = frozenset({"put", "send", "receive", "verify", "load", "update"})
+
+
+async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
+    """The JSON's fields: medians, and ratios of just these.
+
+    Raises:
+        BenchFailed: a process died, or a request ended without all its tokens.
+    """
+    began_s = time.monotonic()
+    engines = await updates.vllm(bench, plan, WAYS)
+    size_bytes, booted_s = engines.size_bytes, time.monotonic() - began_s
+    say(f"booted in {booted_s:.0f} s: {size_bytes / 1e9:.2f} GB")
+    measured = await updates.rounds_of(engines, plan, one_round, copy=False)
+    return {
+        **plan.settings(),
+        "megabytes": round(size_bytes / 1e6, 1),
+        "tensors": engines.tensors,
+        "boot_s": round(booted_s, 1),
+        "took_s": round(time.monotonic() - began_s, 1),
+        "weights_arrived": measured.arrived,
+        **figures_of(measured.rounds, measured.raw_ms, size_bytes),
+    }
+
+
+async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> UpdateRound:
+    """One update of a server whose requests decode."""
+    [server] = engines.engines[way]
+    if way != NATIVE:
+        await server.ask("taken_calls")  # what was called before is none of its
+    seen = await under_load(engines, way, plan)
+    done, answer = seen.round(plan.tokens), seen.answer
+    calls = [*answer["calls"], *(await server.ask("taken_calls") if way != NATIVE else ())]
+    found, phases_ms = window(calls, answer["since_s"], answer["until_s"])
+    done.phases_ms.update(phases_ms)
+    control_ms = found["control_asks_ms"] + found["control_idle_ms"]
+    done.figures.update(
+        found,
+        window_ms=answer["window_ms"],
+        control_ms=control_ms,
+        control_share=control_ms / done.figures["update_ms"],
+        # Until all is received and loaded; vLLM's own engines do so in one call.
+        transfer_ms=answer.get("transfer_ms", phases_ms.get("update", 0.0)),
+    )
+    return done
+
+
+def window(
+    calls: Sequence[Call], since_s: float, until_s: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """How long no tensor moved in an update, while other calls were under way and while none was;
+    and how long calls took, by name.
+
+    Args:
+        calls: of whoever took part, also before and after it.
+        since_s, until_s: when it began, and ended.
+    """
+    inside = [
+        (name, max(begun_s, since_s), min(ended_s, until_s))
+        for name, begun_s, ended_s in calls
+        if ended_s > since_s and begun_s < until_s
+    ]
+    all_ms = covered_s((begun_s, ended_s) for _, begun_s, ended_s in inside) * 1000
+    moving_ms = covered_s((begun, ended) for name, begun, ended in inside if name in _MOVES) * 1000
+    phases_ms: dict[str, float] = defaultdict(float)
+    for name, begun_s, ended_s in inside:
+        phases_ms[name] += (ended_s - begun_s) * 1000
+    idle_ms = (until_s - since_s) * 1000 - all_ms
+    return {"control_asks_ms": all_ms - moving_ms, "control_idle_ms": idle_ms}, dict(phases_ms)
+
+
+def figures_of(
+    rounds: Mapping[str, Sequence[UpdateRound]], raw_ms: Sequence[float], size_bytes: int
+) -> dict[str, Any]:
+    """Medians of each way, and what they are to each other."""
+    ways = {way: _of_way(done, size_bytes) for way, done in rounds.items()}
+    raw = gb_per_s(size_bytes, median(raw_ms))
+    gaps_ms = {way: each["gap_ms"] for way, each in ways.items()}
+    return {
+        **ways,
+        "raw_ms": median(raw_ms),
+        "raw_gb_per_s": raw,
+        **{f"ratio_gap_{way}": round(gaps_ms[way] / gaps_ms[NATIVE], 3) for way in [*WAYS][1:]},
+        **{f"ratio_raw_{way}": round(ways[way]["transfer_gb_per_s"] / raw, 3) for way in WAYS},
+    }
+
+
+def _of_way(rounds: Sequence[UpdateRound], size_bytes: int) -> dict[str, Any]:
+    phases = dict.fromkeys(name for done in rounds for name in done.phases_ms)
+    return {
+        **updates.of_way(rounds, size_bytes, "transfer"),
+        "gaps_ms": [round(done.figures["gap_ms"], 3) for done in rounds],
+        "phases_ms": {
+            name: median(done.phases_ms.get(name, 0.0) for done in rounds) for name in phases
+        },
+    }
