@@ -39,8 +39,8 @@ _LOAD_BOUND: Final = 1.25
 _UNKNOWN_SLOTS: Final = 256
 _HOLD_S: Final = 0.05
 _LONGEST_HOLD_S: Final = 1.0
-# An engine that was closed or paused for a while is as large as before. One in which requests waited
-# had too many: as many again would be preempted again.
+# An engine that was closed or paused for a while takes as many as before. One in which requests
+# waited had too many: as many again would be preempted again.
 _AFTER_REJECTION: Final = 1.0
 _AFTER_QUEUE: Final = 0.75
 _PEAKS: Final = 3  # figures kept; what an engine counted may be so many of them old
