@@ -49,6 +49,7 @@ from bus.runtime.peer import HOST, PeerClient, default_name, route_of
 from bus.runtime.zmq_transport import ZmqClient
 from bus.settings import DEFAULT_BROKER
 from sidecar.cache_run import CacheRun
+from sidecar.departure import Departure
 from sidecar.dispatch import dispatch
 from sidecar.engine import START_ANSWER_S, answers_within
 from sidecar.pause_lease import PauseLeaseWriter
@@ -140,8 +141,8 @@ class Sidecar:
         self._swap_cancelled: CallSwap | None = None  # which is, until it returns
         self._cache_run = CacheRun(engine)
         self._closing = self._is_frozen = False  # the core is
-        self._ended = asyncio.Event()
-        self._changed = asyncio.Event()
+        self._departure = Departure()
+        self._ended, self._changed = asyncio.Event(), asyncio.Event()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -259,6 +260,7 @@ class Sidecar:
     async def close(self, reason: str = "closed") -> None:
         """Leave the bus and let the engine go, as :meth:`PauseLeaseWriter.release` says."""
         if self._peer is not None:
+            await self._departure.announce(self._peer, self._beat, self.death)
             self._peer.close(self.death or reason)
         with anyio.CancelScope(shield=True):
             refusal = self._peer.link.refusal if self._peer is not None else None
@@ -292,7 +294,8 @@ class Sidecar:
         return codec.clip(Join("engine", HOST, os.getpid(), facts, None))
 
     def _beat(self) -> Heartbeat:
-        return replace(self.session.beat(), closed=self.session.is_closed or self._is_frozen)
+        closed = self.session.is_closed or self._is_frozen or self._departure.begun
+        return replace(self.session.beat(), closed=closed)
 
     def _next_deadline_ms(self) -> float | None:
         return None if self._peer is None else self.session.next_deadline_ms()
@@ -311,6 +314,7 @@ class Sidecar:
             now_ms = link.last_heard_ms  # when this came
             self._perform(self.session.command(envelope.id, envelope.epoch, message, now_ms))
         elif isinstance(message, HeartbeatAck):
+            self._departure.on_ack(message)
             self.session.on_lease_renewed(envelope.epoch, message.held, link.last_heard_ms)
             self._perform(self.session.on_group_version(message.version, self._peer.now_ms()))
         elif isinstance(message, PeerRanks) and self._peer_links is not None:
@@ -333,11 +337,10 @@ class Sidecar:
 
     def _on_state(self, state: LinkState) -> None:
         self._changed.set()
-        if state is LinkState.JOINED and self._peer is not None:
+        peer = self._peer
+        if state is LinkState.JOINED and peer is not None:
             self._wake_caller()  # its run may be another one
-            self._perform(
-                self.session.on_group_version(self._peer.link.version, self._peer.now_ms())
-            )
+            self._perform(self.session.on_group_version(peer.link.version, peer.now_ms()))
         if state is LinkState.REFUSED:
             self._ended.set()
 
@@ -420,8 +423,7 @@ class Sidecar:
             failure = self._failure(type(call).__name__, error)
             self._perform(self.session.on_call_failed(call, failure, self._peer.now_ms()))
         else:
-            now_ms = self._peer.now_ms()
-            self._perform(self.session.on_call_done(call, now_ms, result=result))
+            self._perform(self.session.on_call_done(call, self._peer.now_ms(), result=result))
 
     def _failure(self, name: str, error: Exception) -> Failure:
         """What the machine is told of a call that failed; the log has more."""

@@ -38,6 +38,7 @@ class RouterWorkers:
             raise UsageError(f"--router {url}: a URL is needed, as http://127.0.0.1:30000")
         self._group = group
         self._routed: set[str] | None = None  # not known yet
+        self._revision: int | None = None  # of these routes, by the broker that lives now
         self._present: set[str] = set()
         self._known: set[str] = set()
         self._absent_until_s = 0.0
@@ -50,12 +51,14 @@ class RouterWorkers:
         to remove it."""
         self._absent_until_s = asyncio.get_running_loop().time() + _REJOIN_S
         self._present = set()  # the broker before said who was there
+        self._revision = None
 
     def on_routes(self, group: str, routes: Routes) -> None:
         """Take where requests go."""
         if group == self._group:
             self._routed = {each.endpoint for each in routes.engines if each.endpoint}
             self._known |= self._routed
+            self._revision = routes.revision
             self._changed.set()
 
     def on_status(self, status: Status) -> None:
@@ -66,17 +69,23 @@ class RouterWorkers:
         self._present = {each.endpoint for each in engines if each.endpoint}
         self._known |= self._present
 
-    async def follow(self, ask_status: Callable[[], object]) -> None:
+    async def follow(
+        self, ask_status: Callable[[], object], confirm: Callable[[int], object]
+    ) -> None:
         """Keep the list right until cancelled; then it stays as it is. ``ask_status`` has the
-        broker say who is there, routed or not."""
+        broker say who is there, routed or not; ``confirm`` tells it which revision of the routes
+        the router has taken."""
         is_reachable = True
         try:
             while True:
                 self._changed.clear()
                 ask_status()
+                revision = self._revision
                 try:
                     await self._reconcile()
                     is_reachable = True
+                    if revision is not None and revision == self._revision:
+                        confirm(revision)
                 except (OSError, TimeoutError, TypeError, ValueError, LookupError) as error:
                     if is_reachable:
                         self._log.warning("router_unreachable", detail=repr(error))

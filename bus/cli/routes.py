@@ -25,7 +25,16 @@ from bus.cli.router_workers import RouterWorkers
 from bus.errors import BusTimeout, refusal
 from bus.ids import new_boot
 from bus.keys import security, silence_hint
-from bus.messages import Envelope, Heartbeat, Join, Message, Routes, Status, StatusRequest
+from bus.messages import (
+    Envelope,
+    Heartbeat,
+    Join,
+    Message,
+    Routes,
+    RoutesTaken,
+    Status,
+    StatusRequest,
+)
 from bus.protocol.core.link import LinkState
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.event_loop import run
@@ -81,11 +90,14 @@ def routes(
         return
     configure_log("info" if router else "warning", "auto")
     workers = RouterWorkers(router, group) if router else None
-    run_until_stopped(lambda stop: _follow(broker, how, timeout_s, stop, workers, as_json=as_json))
+    run_until_stopped(
+        lambda stop: _follow(broker, group, how, timeout_s, stop, workers, as_json=as_json)
+    )
 
 
 async def _follow(
     broker: str,
+    group: str,
     how: Security,
     timeout_s: float,
     stop: asyncio.Event,
@@ -138,7 +150,11 @@ async def _follow(
             asyncio.create_task(each.wait()) for each in (stop, ended)
         ]
         if workers is not None:
-            waits.append(asyncio.create_task(workers.follow(lambda: peer.send(StatusRequest()))))
+            follow = workers.follow(
+                lambda: peer.send(StatusRequest()),
+                lambda revision: peer.send(RoutesTaken(group, revision)),
+            )
+            waits.append(asyncio.create_task(follow))
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:
             each.cancel()

@@ -50,6 +50,7 @@ GROUP_VIEW          broker → trainer               the engines of the group
 STATUS_REQUEST      any → broker                   ask for the broker's whole view
 STATUS              broker → any                   that view
 ROUTES              broker → observers, schedulers which engines serve the group's version now
+ROUTES_TAKEN        observer, scheduler → broker   who has left the routes gets no more requests
 ACK, NACK           engine → broker, broker → any  done; or refused, and why
 GROUP_ACK           broker → trainer               every engine has done the step
 =================== ============================== =================================
@@ -103,6 +104,7 @@ from bus.messages.status import (
     OutView,
     Route,
     Routes,
+    RoutesTaken,
     Status,
     StatusRequest,
     WaitEngines,
@@ -228,6 +230,7 @@ __all__ = [
     "OutView",
     "Route",
     "Routes",
+    "RoutesTaken",
     "GroupStatus",
     "Status",
     "Step",
@@ -327,6 +330,7 @@ Message: TypeAlias = (
     | StatusRequest
     | Status
     | Routes
+    | RoutesTaken
     | Ack
     | Nack
     | GroupAck
@@ -374,6 +378,7 @@ WIRE_NAMES: Final[dict[type[Message], str]] = {
     StatusRequest: "STATUS_REQUEST",
     Status: "STATUS",
     Routes: "ROUTES",
+    RoutesTaken: "ROUTES_TAKEN",
     Ack: "ACK",
     Nack: "NACK",
     GroupAck: "GROUP_ACK",

@@ -160,10 +160,12 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
-    """``held``: the pause that the broker sees to at this engine, which renews its lease."""
+    """``held``: the pause that the broker sees to at this engine, which renews its lease.
+    ``closed``: as in the heartbeat that it answers."""
 
     version: Count
     held: UpdateId
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

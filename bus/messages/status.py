@@ -14,6 +14,7 @@ from bus.messages.types import (
     Features,
     KvConnectors,
     LongText,
+    Name,
     PdRole,
     RequestLimits,
     ShortText,
@@ -128,10 +129,24 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Where requests of the envelope's group are to be sent: all of these serve ``version``."""
+    """Where requests of the envelope's group are to be sent: all of these serve ``version``.
+    ``revision`` grows with each change, as long as the broker lives."""
 
     version: Count
     engines: Annotated[tuple[Route, ...], Meta(max_length=16_384)]
+    revision: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutesTaken:
+    """A watcher sends no more requests to engines that had left ``group``'s routes by ``revision``.
+
+    The first one asks the broker to wait for the next: until it comes, an engine that has left the
+    routes is sent nothing, for at most one heartbeat.
+    """
+
+    group: Name
+    revision: Count
 
 
 @dataclass(frozen=True, slots=True)

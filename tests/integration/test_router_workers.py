@@ -29,13 +29,14 @@ FOREIGN = "http://127.0.0.1:9"
 
 
 class RouterStandIn:
-    """The worker list of a vllm-router, by its routes. ``ill``: adding it ends at ``healed``."""
+    """The worker list of a vllm-router, by its routes. ``ill``: adding it ends at ``healed``;
+    ``kept``: so does removing it."""
 
     def __init__(self) -> None:
         self.urls: list[str] = []
         self.events: list[str] = []
         self.polls = 0
-        self.ill = ""
+        self.ill = self.kept = ""
         self.healed = asyncio.Event()
         self._changed = asyncio.Event()
         self._server: test_utils.TestServer | None = None
@@ -93,8 +94,12 @@ class RouterStandIn:
         return web.Response()
 
     async def _remove(self, request: web.Request) -> web.Response:
-        self.events.append(f"-{request.query['url']}")
-        self.urls.remove(request.query["url"])
+        url = request.query["url"]
+        self.events.append(f"-{url}")
+        self._changed.set()
+        if url == self.kept:
+            await self.healed.wait()
+        self.urls.remove(url)
         self._changed.set()
         return web.Response()
 
@@ -215,6 +220,69 @@ def test_a_broker_that_is_started_anew_removes_no_engine_that_it_does_not_know_y
     run(main())
 
 
+def be_patient(bus: Bus) -> None:
+    """Another broker, whose heartbeats are so far apart that nobody is late for one."""
+    bus.broker.kill()
+    more = ("--heartbeat-ms", "30000", "--peer-timeout-ms", "90000")
+    bus.broker = bus.start_broker(bus.address, *more)
+
+
+async def ask(http: aiohttp.ClientSession, url: str, session: str = "s") -> dict[str, Any]:
+    """The one choice of a short answer.
+
+    Raises:
+        AssertionError: it is not whole.
+    """
+    body = {"token_ids": [5, 9], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+    headers = {"X-Session-ID": session}
+    async with http.post(f"{url}/inference/v1/generate", json=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        (choice,) = (await response.json())["choices"]
+        assert len(choice["token_ids"]) == 4, choice
+        return dict(choice)
+
+
+def test_an_engine_that_stops_serves_until_the_router_has_let_it_go(bus: Bus) -> None:
+    be_patient(bus)
+    first = bus.sidecar("e0")
+    bus.sidecar("e1")
+    at = endpoints(bus)
+
+    async def main() -> None:
+        async with a_router() as (router, url), aiohttp.ClientSession() as http:
+            router.kept = at["e0"]
+            follow(bus, url)
+            await router.until(*at.values())
+            await router.polled()
+            first.signal(signal.SIGTERM)
+            await router.asked(f"-{at['e0']}")
+            for _ in range(20):
+                await ask(http, at["e0"])
+            router.healed.set()
+            assert await asyncio.to_thread(first.wait) == 0
+            assert router.urls == [at["e1"]]
+
+    run(main())
+
+
+def test_a_router_that_hangs_delays_a_stop_by_no_more_than_a_heartbeat(bus: Bus) -> None:
+    first = bus.sidecar("e0")
+    at = endpoints(bus, 1)
+
+    async def main() -> None:
+        async with a_router() as (router, url):
+            router.kept = at["e0"]
+            follow(bus, url)
+            await router.until(at["e0"])
+            await router.polled()
+            first.signal(signal.SIGTERM)
+            await asyncio.to_thread(bus.broker.wait_event, "routes_not_taken")
+            assert await asyncio.to_thread(first.wait) == 0
+            assert router.urls == [at["e0"]]
+
+    run(main())
+
+
 def test_a_url_is_needed() -> None:
     shown = run_wavebus("routes", "--router", "127.0.0.1:30000")
     assert (shown.returncode, "--router" in shown.stderr) == (2, True)
@@ -238,10 +306,55 @@ def free_port() -> int:
     return test_utils.unused_port()
 
 
-@pytest.mark.skipif(
+needs_vllm_router = pytest.mark.skipif(
     find_spec("vllm_router") is None and "WAVEBUS_REQUIRE_VLLM" not in os.environ,
     reason="needs vllm-router, which comes with vLLM here",
 )
+
+
+async def listed(http: aiohttp.ClientSession, router: str, *urls: str) -> None:
+    """Return when these are the workers."""
+    while True:
+        with contextlib.suppress(aiohttp.ClientError):
+            async with http.get(f"{router}/list_workers") as response:
+                if sorted((await response.json())["urls"]) == sorted(urls):
+                    return
+
+
+@needs_vllm_router
+def test_vllm_router_loses_no_request_to_an_engine_that_stops(bus: Bus) -> None:
+    """It sends requests to that engine for as long as it is in the list, and not afterwards."""
+    be_patient(bus)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    first = bus.sidecar("e0")
+    bus.sidecar("e1")
+    at = endpoints(bus)
+    bus.add(Proc(sys.executable, "-c", START, str(port), str(free_port())))
+
+    async def main() -> None:
+        async with aiohttp.ClientSession() as http:
+            await listed(http, url)
+            watch = follow(bus, url)
+            await listed(http, url, *at.values())
+            for _ in at:
+                await asyncio.to_thread(watch.wait_event, "router_worker_added")
+            watch.signal(signal.SIGSTOP)
+            first.signal(signal.SIGTERM)
+            await asyncio.to_thread(bus.broker.wait_event, "routes", engines=["e1"])
+            for number in range(32):
+                await ask(http, url, f"s{number}")
+            assert first.process.poll() is None
+            watch.signal(signal.SIGCONT)
+            assert await asyncio.to_thread(first.wait) == 0
+            await listed(http, url, at["e1"])
+            for number in range(32):
+                await ask(http, url, f"s{number}")
+
+    run(main())
+
+
+@needs_vllm_router
 def test_vllm_router_asks_no_engine_that_is_behind_its_group(bus: Bus) -> None:
     """All answers are whole, and of the group's version, while one comes back and catches up."""
     port = free_port()
@@ -251,40 +364,27 @@ def test_vllm_router_asks_no_engine_that_is_behind_its_group(bus: Bus) -> None:
     at = endpoints(bus)
     weights = load_file(f"{bus.checkpoint.folder}/model.safetensors")
     bus.add(Proc(sys.executable, "-c", START, str(port), str(free_port())))
-    body = {"token_ids": [5, 9], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
 
     async def main() -> None:
         versions: list[str] = []
         async with aiohttp.ClientSession() as http, TrainerAgent(bus.address) as agent:
 
-            async def until(*urls: str) -> None:
-                while True:
-                    with contextlib.suppress(aiohttp.ClientError):
-                        async with http.get(f"{url}/list_workers") as response:
-                            if sorted((await response.json())["urls"]) == sorted(urls):
-                                return
-
-            async def ask(number: int, enough: asyncio.Event) -> None:
+            async def go_on_asking(number: int, enough: asyncio.Event) -> None:
                 while not enough.is_set():
-                    headers = {"X-Session-ID": f"s{number}"}
-                    generate = f"{url}/inference/v1/generate"
-                    async with http.post(generate, json=body, headers=headers) as response:
-                        assert response.status == 200, await response.text()
-                        (choice,) = (await response.json())["choices"]
-                        assert len(choice["token_ids"]) == 4, choice
-                        versions.append(choice["weight_versions"][-1]["version"])
+                    choice = await ask(http, url, f"s{number}")
+                    versions.append(choice["weight_versions"][-1]["version"])
 
-            await until()
+            await listed(http, url)
             follow(bus, url)
-            await until(*at.values())
+            await listed(http, url, *at.values())
             await agent.update_weights(weights)
             await asyncio.to_thread(first.stop)
-            await until(at["e1"])
+            await listed(http, url, at["e1"])
             enough = asyncio.Event()
-            asking = [asyncio.create_task(ask(number, enough)) for number in range(8)]
+            asking = [asyncio.create_task(go_on_asking(number, enough)) for number in range(8)]
             await asyncio.to_thread(bus.sidecar, "e0", "--port", at["e0"].rpartition(":")[2])
             await agent.update_weights(weights)
-            await until(*at.values())
+            await listed(http, url, *at.values())
             enough.set()
             await asyncio.gather(*asking)
         assert set(versions) == {"1", "2"}

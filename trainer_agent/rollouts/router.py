@@ -13,8 +13,9 @@ A prefill engine is none of these while any other engine is routed. It computes 
 requests that decode engines have (:meth:`Router.pick_prefill`).
 
 Invariants: at most ``window`` sequences are in flight on an engine, unless one request alone has
-more; a window is at least one and at most the engine's slots; it shrinks by rejections and while
-requests wait in the engine, and grows by completions; a session moves only when its engine leaves
+more; a window is at least one and at most the engine's slots; it halves by rejections and while
+requests wait in the engine, and grows by completions: by one each up to its goal, and by one in all
+for a window's worth of them beyond; a session moves only when its engine leaves
 the routes, or its request must avoid it.
 """
 
@@ -38,6 +39,10 @@ _LOAD_BOUND: Final = 1.25
 _UNKNOWN_SLOTS: Final = 256
 _HOLD_S: Final = 0.05
 _LONGEST_HOLD_S: Final = 1.0
+# An engine that was closed or paused for a while takes as many as before. One in which requests
+# waited had too many: as many again would be preempted again.
+_AFTER_REJECTION: Final = 1.0
+_AFTER_QUEUE: Final = 0.75
 _PEAKS: Final = 3  # figures kept; what an engine counted may be so many of them old
 
 
@@ -48,7 +53,7 @@ class EngineLoad:
     ``window``: how many of ours may be. No request is sent to it before ``held_until_s``;
     ``hold_s``: how long the next hold is. ``peaks``: the most of ours that were in flight since the
     last figures, and before each of those; ``queued``: how many requests it had by the last
-    figures, if some of them waited; 0 if none did.
+    figures, if some of them waited; 0 if none did. ``goal``: up to which the window grows fast.
     """
 
     route: Route
@@ -59,6 +64,7 @@ class EngineLoad:
     others: int = 0
     peaks: tuple[int, ...] = (0,)
     queued: int = 0
+    goal: float = 0.0
 
     @property
     def slots(self) -> int:
@@ -73,6 +79,11 @@ class EngineLoad:
         """Whether so many more may be sent to it now."""
         fits = not self.in_flight or self.in_flight + sequences <= self.window
         return fits and now_s >= self.held_until_s
+
+    def halve_window(self, regained: float) -> None:
+        """Send half as many; completions soon bring back the ``regained`` part of what it was."""
+        self.goal = regained * max(self.window, self.goal)
+        self.window = max(1.0, self.window / 2)
 
 
 class Router:
@@ -132,7 +143,7 @@ class Router:
             load.peaks = (load.in_flight, *load.peaks[:_PEAKS])
             queued, load.queued = load.queued, total if waiting else 0
             if 0 < load.queued <= queued:
-                load.window = max(1.0, load.window / 2)
+                load.halve_window(_AFTER_QUEUE)
 
     def pick(
         self, session: str | None, sequences: int, now_s: float, avoid: Collection[str] = ()
@@ -170,13 +181,14 @@ class Router:
 
     def succeeded(self, load: EngineLoad) -> None:
         """A sequence has ended there by itself."""
-        load.window = min(load.slots, load.window + 1 / load.window)
+        grown = load.window + (1 if load.window < load.goal else 1 / load.window)
+        load.window = min(load.slots, grown)
         load.hold_s = _HOLD_S
 
     def rejected(self, load: EngineLoad, now_s: float) -> None:
         """It takes no requests now, or can't be reached: leave it alone for a while."""
         if now_s >= load.held_until_s:  # once for all that were under way
-            load.window = max(1.0, load.window / 2)
+            load.halve_window(_AFTER_REJECTION)
             load.held_until_s = now_s + load.hold_s
             load.hold_s = min(2 * load.hold_s, _LONGEST_HOLD_S)
 

@@ -109,8 +109,7 @@ class Broker:
         # A frame costs the same however many groups there are: it changes its sender's, which may
         # have been another one before a JOIN.
         touched = {envelope.group, known.group} if known else {envelope.group}
-        rerouted = self.groups.review(touched)
-        return effects + rerouted if rerouted else effects
+        return self.groups.review(touched, effects, now_ms)
 
     def _on_message(
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float, user: str
@@ -229,6 +228,7 @@ class Broker:
                     m.HeartbeatAck(
                         group.version if group else 0,
                         group.pause_held_at(peer.name) if group else "",
+                        message.closed,
                     ),
                     (peer.route,),
                     envelope.id,
@@ -253,6 +253,9 @@ class Broker:
             return self._remove_peer(peer, "peer_left", message.reason or "left", now_ms)
         if isinstance(message, m.StatusRequest):
             return [Send(self.status(now_ms), (peer.route,), envelope.id, peer.group)]
+        if isinstance(message, m.RoutesTaken):
+            watched = self.groups.get(message.group)
+            return watched.routing.on_taken(peer.route, message.revision) if watched else []
         if isinstance(message, m.Nack):
             if peer.role == "engine" and group is not None and message.step:
                 return group.on_nack(peer.name, message, now_ms)
@@ -409,7 +412,7 @@ class Broker:
             key = keys.get(peer.user)
             if key is None or peer.role not in JOINS_AS[key]:
                 effects += self._remove_peer(peer, "peer_lost", "its key was taken away", now_ms)
-        return effects + self.groups.review(self.groups)
+        return self.groups.review(self.groups, effects, now_ms)
 
     # -- time -----------------------------------------------------------------
 
@@ -430,7 +433,7 @@ class Broker:
         for group in self.groups.values():
             effects += group.tick(now_ms)
         self.groups.due_ms = self._sweep_ms
-        return effects + self.groups.review(self.groups)
+        return self.groups.review(self.groups, effects, now_ms)
 
     def next_deadline_ms(self) -> float:
         """When :meth:`tick` is due, at the latest."""
@@ -450,6 +453,8 @@ class Broker:
             {"peer": peer.name, "group": peer.group, "role": peer.role, "reason": reason},
         )
         effects: list[Effect] = [note]
+        if peer.role in WATCHERS:
+            effects += self.groups.remove_watcher(peer.route)
         group = self.groups.get(peer.group)
         if group is None:
             return effects

@@ -52,6 +52,7 @@ class GroupTable(dict[str, Group]):
                 retry_ms=config.retry_ms,
                 step_timeout_ms=config.step_timeout_ms,
                 min_lease_ms=config.peer_timeout_ms * LEASE_PER_PEER_TIMEOUT,
+                hold_ms=config.heartbeat_ms,
             )
             if name in self._forgotten:
                 group.session.epoch, group.served = self._forgotten.pop(name)
@@ -78,16 +79,20 @@ class GroupTable(dict[str, Group]):
         while len(self._forgotten) > MAX_GROUPS:
             del self._forgotten[next(iter(self._forgotten))]
 
-    def review(self, names: Iterable[str]) -> list[Effect]:
-        """Of these groups: whoever watches hears of routable engines that have changed, and the
-        next tick may be due earlier."""
-        effects: list[Effect] = []
+    def review(self, names: Iterable[str], effects: list[Effect], now_ms: float) -> list[Effect]:
+        """Of these groups: whoever watches hears of routable engines that have changed; what is for
+        engines that have left the routes may be held; the next tick may be due earlier."""
         for group in (self[name] for name in names if name in self):
-            effects += group.reroute(self._watchers)
+            rerouted = group.reroute(self._watchers, now_ms)
+            effects = group.routing.hold(effects) + rerouted
             due_ms = group.next_deadline_ms()
             if due_ms is not None and due_ms < self.due_ms:
                 self.due_ms = due_ms
         return effects
+
+    def remove_watcher(self, watcher: bytes) -> list[Effect]:
+        """It has left: no group waits for it."""
+        return [e for each in self.values() for e in each.routing.remove_watchers((watcher,))]
 
     def _watchers(self) -> tuple[bytes, ...]:
         return tuple(peer.route for peer in self._peers if peer.role in WATCHERS)

@@ -15,8 +15,8 @@ key       may join as          its verbs
 trainer   trainer, follower    all commands of a trainer, and what its other ranks ask
 engine    engine, booting,     acks and status of an engine; nothing more; the waves of its
           coordinator          DP group
-observer  observer             STATUS_REQUEST
-scheduler scheduler            STATUS_REQUEST
+observer  observer             STATUS_REQUEST, ROUTES_TAKEN
+scheduler scheduler            STATUS_REQUEST, ROUTES_TAKEN
 ========= ==================== ==========================================================
 
 Every role may also send JOIN, HEARTBEAT, LEAVE, STATUS_REQUEST and NACK. SLEEP and WAKE are steps
@@ -55,6 +55,7 @@ from bus.messages import (
     Probed,
     Resume,
     Role,
+    RoutesTaken,
     Sleep,
     StatusRequest,
     TrainerStep,
@@ -202,8 +203,8 @@ VERBS: Final[dict[Role, Verbs]] = {
     "engine": _EVERYBODY | {Ack, Armed, CoreStatus, Probed},
     "booting": _EVERYBODY,
     "coordinator": _EVERYBODY | {FirstReq, WaveStarted, WaveComplete},
-    "observer": _EVERYBODY,
-    "scheduler": _EVERYBODY,
+    "observer": _EVERYBODY | {RoutesTaken},
+    "scheduler": _EVERYBODY | {RoutesTaken},
 }
 JOINS_AS: Final[dict[KeyRole, frozenset[Role]]] = {
     "trainer": frozenset({"trainer", "follower"}),

@@ -73,12 +73,8 @@ _MOVES: Final = frozenset({Step.SLEEP, Step.RESUME, Step.COMMIT, Step.ABORT})
 class Group(GroupState):
     """The state of a group, and what carries its machines' instructions out."""
 
-    def __init__(
-        self, name: str, *, retry_ms: float, step_timeout_ms: float, min_lease_ms: float
-    ) -> None:
-        super().__init__(
-            name, retry_ms=retry_ms, step_timeout_ms=step_timeout_ms, min_lease_ms=min_lease_ms
-        )
+    def __init__(self, name: str, **times_ms: float) -> None:
+        super().__init__(name, **times_ms)
         self._commands = Commands(self)
         self._reconciliation = Reconciliation(self)
 
@@ -272,6 +268,7 @@ class Group(GroupState):
         if failure := timeouts.overdue_trainer(self, now_ms):
             effects += self._recover(failure, now_ms)
         effects += self.dp_groups.tick(now_ms)
+        effects += timeouts.end_holds(self, now_ms)
         return effects + timeouts.end_waits(self, now_ms)
 
     def next_deadline_ms(self) -> float | None:
@@ -393,9 +390,9 @@ class Group(GroupState):
 
     # -- what others see ---------------------------------------------------------
 
-    def reroute(self, watchers: Callable[[], tuple[bytes, ...]]) -> list[Effect]:
+    def reroute(self, watchers: Callable[[], tuple[bytes, ...]], now_ms: float) -> list[Effect]:
         """Tell which engines are routable, if those are others now."""
-        routes = self.routing.changed(self.version)
+        routes = self.routing.changed(self.version, now_ms)
         if routes is None:
             return []
         engines = [route.engine for route in routes.engines]

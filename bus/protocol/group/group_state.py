@@ -42,6 +42,7 @@ class GroupState:
         retry_ms: how often engines that have not answered are asked again, in milliseconds.
         step_timeout_ms: how long a live engine may take for one step, in milliseconds.
         min_lease_ms: the shortest lease that a pause may ask for, in milliseconds.
+        hold_ms: how long watchers of routes are waited for, in milliseconds.
 
     Attributes:
         served: the version that the group serves, and whether a commit has set it.
@@ -53,7 +54,13 @@ class GroupState:
     """
 
     def __init__(
-        self, name: str, *, retry_ms: float, step_timeout_ms: float, min_lease_ms: float
+        self,
+        name: str,
+        *,
+        retry_ms: float,
+        step_timeout_ms: float,
+        min_lease_ms: float,
+        hold_ms: float,
     ) -> None:
         self.name = name
         self.retry_ms = retry_ms
@@ -68,7 +75,7 @@ class GroupState:
         self.pause = PauseMachine(self.registry.kept_paused, lambda: self.version)
         self.sleep = SleepMachine()
         self.update = UpdateMachine()
-        self.routing = Routing(self.registry, self.update)
+        self.routing = Routing(self.registry, self.update, self.sleep, hold_ms)
         self.departed = DepartedEngines()
         self.last_resumed = ""
         self.orphaned = False

@@ -7,18 +7,44 @@ as an engine that was behind, of which a new broker knows no more than that. Nor
 with a step, before it has answered. While a commit is under
 way nothing changes, so that routers see it as one: who has committed, and nobody else. While one is
 given up, nobody comes back.
+
+An engine closes its admission, sleeps or ends when the broker says so. A watcher that sends
+requests on may ask to be first, by its first ROUTES_TAKEN. Then messages to an engine that leaves
+the routes are held::
+
+    state   event                            next    effect
+    PASSED  it leaves the routes, and some   HELD    ROUTES; messages to it are kept
+            watcher confirms them
+    HELD    it leaves them again             HELD    ROUTES; the later revision counts
+    HELD    every watcher that confirms has  PASSED  what was kept is sent, in order
+            confirmed it, or has left
+    HELD    ``hold_ms`` are over             PASSED  the same; late watchers are waited for no more,
+                                                     until they confirm again
+
+Invariants: while no watcher confirms, nothing is held; nothing is held for longer than ``hold_ms``;
+an engine gets all its messages, in the order in which they were made; only engines that have left
+the routes are held, so the steps of others go on.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from bus.messages import Route, Routes
+from bus.protocol.core.effects import Send
+from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.update import UpdateState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from bus.messages import Phase
+    from bus.protocol.core.effects import Effect
     from bus.protocol.group.engine_registry import EngineRegistry
+    from bus.protocol.group.sleep import SleepMachine
     from bus.protocol.group.update import UpdateMachine
 
 _OUT: Final[frozenset[Phase]] = frozenset(
@@ -26,18 +52,33 @@ _OUT: Final[frozenset[Phase]] = frozenset(
 )
 
 
-class Routing:
-    """One group's. ``now`` is what was told last."""
+@dataclass(slots=True)
+class _Held:
+    """What an engine is to be sent when ``revision`` is confirmed, or at ``until_ms``."""
 
-    def __init__(self, registry: EngineRegistry, update: UpdateMachine) -> None:
+    revision: int
+    until_ms: float
+    sends: list[Effect] = field(default_factory=list)
+
+
+class Routing:
+    """One group's. ``now`` is what was told last; ``hold_ms``: how long watchers are waited for."""
+
+    def __init__(
+        self, registry: EngineRegistry, update: UpdateMachine, sleep: SleepMachine, hold_ms: float
+    ) -> None:
         self.now = Routes(0, ())
         self._registry = registry
         self._update = update
-        self._seen = (-1, -1)
+        self._sleep = sleep
+        self._hold_ms = hold_ms
+        self._seen: tuple[object, ...] = ()
+        self._confirmed: dict[bytes, int] = {}  # watchers' last revisions, by their routes
+        self._held: dict[bytes, _Held] = {}  # by the engines' routes
 
-    def changed(self, version: int) -> Routes | None:
+    def changed(self, version: int, now_ms: float) -> Routes | None:
         """The routable engines, if they are others than before; ``version``: the group's."""
-        seen = (self._registry.changes, version)
+        seen = (self._registry.changes, version, self._sleep.state)
         if seen == self._seen or self._update.state is UpdateState.COMMITTING:
             return None
         self._seen = seen
@@ -45,11 +86,61 @@ class Routing:
         if self._update.state is UpdateState.ABORTING:  # what some have loaded, is to be heard yet
             before = {route.engine for route in self.now.engines}
             routable = tuple(route for route in routable if route.engine in before)
-        routes = Routes(version, routable)
+        routes = Routes(version, routable, self.now.revision)
         if routes == self.now:
             return None
-        self.now = routes
-        return routes
+        left = {route.engine for route in self.now.engines} - {each.engine for each in routable}
+        self.now = Routes(version, routable, routes.revision + 1)
+        for name in left & self._registry.engines.keys() if self._confirmed else ():
+            held = _Held(self.now.revision, now_ms + self._hold_ms)
+            held = self._held.setdefault(self._registry.engines[name].route, held)
+            held.revision = self.now.revision
+        return self.now
+
+    # -- what is held ------------------------------------------------------------
+
+    @property
+    def due_ms(self) -> float | None:
+        """When :meth:`expire` is due."""
+        return min((each.until_ms for each in self._held.values()), default=None)
+
+    def hold(self, effects: list[Effect]) -> list[Effect]:
+        """Keep what is for engines that are held; returns the rest."""
+        if not self._held:
+            return effects
+        passed: list[Effect] = []
+        for effect in effects:
+            if not isinstance(effect, Send) or self._held.keys().isdisjoint(effect.routes):
+                passed.append(effect)
+                continue
+            for route in effect.routes:
+                if route in self._held:
+                    self._held[route].sends.append(replace(effect, routes=(route,)))
+            rest = tuple(route for route in effect.routes if route not in self._held)
+            passed += [replace(effect, routes=rest)] if rest else []
+        return passed
+
+    def on_taken(self, watcher: bytes, revision: int) -> list[Effect]:
+        """A watcher has confirmed a revision; that of an earlier broker counts for nothing."""
+        self._confirmed[watcher] = revision if revision <= self.now.revision else -1
+        return self._release()
+
+    def remove_watchers(self, watchers: Iterable[bytes]) -> list[Effect]:
+        """These are not waited for."""
+        for watcher in watchers:
+            self._confirmed.pop(watcher, None)
+        return self._release()
+
+    def expire(self, now_ms: float) -> tuple[list[bytes], list[Effect]]:
+        """Release engines whose time is over; returns the late watchers, and what is sent now."""
+        over = [each.revision for each in self._held.values() if now_ms >= each.until_ms]
+        late = [w for w, taken in self._confirmed.items() if taken < max(over, default=-1)]
+        return late, self.remove_watchers(late)
+
+    def _release(self) -> list[Effect]:
+        taken = min(self._confirmed.values(), default=self.now.revision)
+        released = [route for route, held in self._held.items() if held.revision <= taken]
+        return [each for route in released for each in self._held.pop(route).sends]
 
     def _routable(self, version: int) -> tuple[Route, ...]:
         registry = self._registry
@@ -61,6 +152,7 @@ class Routing:
             or name in registry.quarantined
             or peer.overdue
             or registry.is_not_admitting(name)
+            or (self._sleep.state is SleepState.FALLING and name in self._sleep.members)
             for rank_peer in registry.dp_peers(name)
         }
         return tuple(

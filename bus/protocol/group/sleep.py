@@ -78,7 +78,7 @@ class SleepMachine:
         self.state = _S.AWAKE
         self.barrier: AckBarrier | None = None
         self.discarded: set[str] = set()  # engines whose weights are gone, until a commit
-        self._members: dict[str, str] = {}  # engine -> its DP group
+        self.members: dict[str, str] = {}  # engine -> its DP group
         self._pause_id = ""
         self._failure: Failure | None = None
 
@@ -114,10 +114,10 @@ class SleepMachine:
 
     def on_lost(self, name: str, failure: Failure) -> list[Instruction]:
         """An engine is gone, and with it all ranks of its DP group."""
-        dp_group = self._members.get(name)
-        gone = [each for each, group in self._members.items() if group == dp_group]
+        dp_group = self.members.get(name)
+        gone = [each for each, group in self.members.items() if group == dp_group]
         for each in gone:
-            del self._members[each]
+            del self.members[each]
         self.discarded.discard(name)
         current = self.barrier
         if current is None or not gone:
@@ -143,7 +143,7 @@ class SleepMachine:
     def _ask(
         self, step: Step, message: Sleep | Wake, members: dict[str, str], now_ms: float
     ) -> list[Instruction]:
-        self._members = dict(members)
+        self.members = dict(members)
         self._pause_id = message.update_id
         self._failure = None
         self.barrier = AckBarrier(step, message, members, now_ms)

@@ -109,12 +109,22 @@ def end_waits(state: GroupState, now_ms: float) -> list[Effect]:
     return effects
 
 
+def end_holds(state: GroupState, now_ms: float) -> list[Effect]:
+    """What was kept for engines that have left the routes, and for which watchers are late."""
+    late, effects = state.routing.expire(now_ms)
+    if late:
+        fields = {"watchers": [each.decode(errors="replace") for each in late]}
+        effects.append(state.note("routes_not_taken", "", "warning", fields))
+    return effects
+
+
 def next_deadline_ms(state: GroupState) -> float | None:
     """When the next tick is due; None if nothing is waited for."""
-    waiters = state.session.requests.waiters
+    waiters, held_ms = state.session.requests.waiters, state.routing.due_ms
     if not (state.is_busy() or waiters):
-        return None  # as between updates, with every heartbeat
-    times = [each.resent_ms + state.retry_ms for each in state.barriers() if each.waiting]
+        return held_ms  # None between updates, with every heartbeat
+    times = [] if held_ms is None else [held_ms]
+    times += [each.resent_ms + state.retry_ms for each in state.barriers() if each.waiting]
     times += [deadline for _, deadline in waiters.values()]
     if state.pause.deadline_ms is not None:
         times.append(state.pause.deadline_ms)

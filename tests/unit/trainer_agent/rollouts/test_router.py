@@ -101,6 +101,38 @@ def test_rejections_shrink_a_window_once_for_all_under_way_and_completions_grow_
     assert load.window == 8
 
 
+def test_a_window_is_back_after_as_many_completions_as_it_had_slots() -> None:
+    """However often it was halved while the engine was closed; beyond it grows slowly."""
+    router = router_of("a", slots=256)
+    load = router.engines["a"]
+    load.window = 128.0
+    for now_s in (0.0, 1.0, 3.0, 6.0, 9.0):
+        router.rejected(load, now_s)
+    assert load.window == 4
+    for _ in range(128):
+        router.succeeded(load)
+    assert 128 <= load.window < 129
+    for _ in range(128):
+        router.succeeded(load)
+    assert 128 < load.window < 130
+
+
+def test_a_window_in_which_requests_waited_is_not_soon_as_large_again() -> None:
+    """Or the engine would run out of memory again."""
+    router = router_of("a", slots=128)
+    load = router.engines["a"]
+    for _ in range(2):
+        router.take_figures([figures("a", in_flight=128, waiting=30)])
+    assert load.window == 64
+    for _ in range(64):
+        router.succeeded(load)
+    assert 96 <= load.window < 97
+    router.rejected(load, 0.0)
+    for _ in range(64):
+        router.succeeded(load)
+    assert 96 <= load.window < 98
+
+
 def figures(name: str, in_flight: int, waiting: int = 0) -> EngineView:
     """What the broker has heard of an engine."""
     return EngineView(

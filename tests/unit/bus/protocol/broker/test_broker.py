@@ -37,6 +37,7 @@ from bus.messages import (
     ProbeReport,
     Resume,
     Routes,
+    RoutesTaken,
     StartDpWave,
     Status,
     StatusRequest,
@@ -518,6 +519,7 @@ ALL: dict[str, Message] = {
     "HEARTBEAT_ACK": HeartbeatAck(0, ""),
     "PEER_RANKS": PeerRanks(()),
     "ROUTES": Routes(1, ()),
+    "ROUTES_TAKEN": RoutesTaken("policy", 1),
     "LEASE_VOTE": LeaseVote("dp0", 0, "clean", "u1", 1, False),
     "PAUSE_LOCAL": PAUSE,
     "PAUSE_GLOBAL": PauseGlobal("u1"),
@@ -550,7 +552,7 @@ ALL: dict[str, Message] = {
 MAY = {
     "engine": {"ACK", "CORE_STATUS", "PROBED"},
     "coordinator": {"FIRST_REQ", "WAVE_STARTED", "WAVE_COMPLETE"},
-    "observer": set[str](),
+    "observer": {"ROUTES_TAKEN"},
     "trainer": {
         "PAUSE_LOCAL",
         "RESUME",

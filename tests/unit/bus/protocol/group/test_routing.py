@@ -6,7 +6,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.messages import Heartbeat, Join, Leave, PauseLocal, Routes, Staging, Welcome
+from bus.messages import (
+    Heartbeat,
+    Join,
+    Leave,
+    NackCode,
+    PauseLocal,
+    Routes,
+    RoutesTaken,
+    Staging,
+    Step,
+    UpdateFinish,
+    Welcome,
+)
+from bus.protocol.core.effects import Note, Send
 from bus.protocol.engine.calls import (
     CallAdmit,
     CallCommit,
@@ -17,11 +30,15 @@ from bus.protocol.engine.calls import (
 )
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
+from bus.runtime.peer import PeerClient, route_of
+from tests.sim.makers import make_nack
 from tests.unit.bus._builders import engine_join, messages
 from tests.unit.bus._scene import Scene
 from tests.unit.bus.protocol.broker.test_broker import Bench
 
 if TYPE_CHECKING:
+    from bus.messages import Envelope, Message
+    from bus.protocol.core.effects import Effect
     from tests.sim.world import SimWorld
 
 
@@ -286,3 +303,191 @@ def test_a_watcher_hears_of_them_when_it_joins_and_when_they_change() -> None:
     assert [[route.engine for route in each.engines] for each in said] == [["e0"]]
     later = messages(bench.say("later", watcher, group=""))
     assert [type(each) for each in later] == [Welcome, Routes]
+
+
+# -- messages to engines that leave, while watchers take them out ---------------------
+
+
+class Watched(Bench):
+    """Two engines in the routes, and a watcher ``w`` that confirms them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine("e0")
+        self.engine("e1")
+        self.say("w", WATCHER, group="")
+        self.confirm("w")
+
+    def confirm(self, watcher: str) -> list[Effect]:
+        """It has taken the routes that were told last."""
+        revision = self.broker.groups["policy"].routing.now.revision
+        return self.say(watcher, RoutesTaken("policy", revision), group="")
+
+
+WATCHER = Join("observer", "h", 1, None, None)
+OPEN = Heartbeat("running", 0, 0, "")
+CLOSES = Heartbeat("running", 0, 0, "", closed=True)
+
+
+def sent(effects: list[Effect]) -> list[tuple[str, str]]:
+    """Which messages go to whom, in order."""
+    sends = [each for each in effects if isinstance(each, Send)]
+    return [
+        (type(each.message).__name__, route.decode().removesuffix("#1"))
+        for each in sends
+        for route in each.routes
+    ]
+
+
+def test_an_engine_that_leaves_hears_nothing_before_every_watcher_has_taken_it_out() -> None:
+    """The answer to its heartbeat comes after that; others are answered at once."""
+    bench = Watched()
+    bench.say("v", WATCHER, group="")
+    bench.confirm("v")
+    assert sent(bench.say("e0", CLOSES)) == [("Routes", "w"), ("Routes", "v")]
+    assert sent(bench.say("e1", OPEN)) == [("HeartbeatAck", "e1")]
+    assert sent(bench.confirm("w")) == []
+    assert sent(bench.say("e0", CLOSES)) == []
+    assert sent(bench.confirm("v")) == [("HeartbeatAck", "e0"), ("HeartbeatAck", "e0")]
+    assert sent(bench.say("e0", CLOSES)) == [("HeartbeatAck", "e0")]
+
+
+def test_nothing_is_held_while_no_watcher_confirms() -> None:
+    """An observer that only listens costs nothing."""
+    bench = Bench()
+    bench.engine("e0")
+    bench.say("w", WATCHER, group="")
+    assert sent(bench.say("e0", CLOSES)) == [("HeartbeatAck", "e0"), ("Routes", "w")]
+
+
+def test_a_watcher_that_hangs_is_waited_for_once_and_no_longer_than_a_heartbeat() -> None:
+    """When it confirms again, it is waited for again."""
+    bench = Watched()
+    bench.say("e0", CLOSES)
+    assert bench.broker.next_deadline_ms() <= 1000.0
+    assert sent(bench.broker.tick(999.0)) == []
+    bench.now_ms = 1000.0
+    late = bench.broker.tick(bench.now_ms)
+    assert sent(late) == [("HeartbeatAck", "e0")]
+    [note] = [each for each in late if isinstance(each, Note)]
+    assert (note.event, note.fields["watchers"]) == ("routes_not_taken", ["w#1"])
+    assert sent(bench.say("e1", CLOSES)) == [("HeartbeatAck", "e1"), ("Routes", "w")]
+    bench.say("e1", OPEN)
+    assert sent(bench.confirm("w")) == []
+    assert sent(bench.say("e1", CLOSES)) == [("Routes", "w")]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_watcher_that_leaves_or_dies_is_not_waited_for(*, leaves: bool) -> None:
+    """What it held goes out with it."""
+    bench = Watched()
+    bench.now_ms = 4900.0
+    for name in ("e0", "e1"):
+        bench.say(name, OPEN)
+    assert sent(bench.say("e0", CLOSES)) == [("Routes", "w")]
+    bench.now_ms = 5100.0
+    effects = bench.say("w", Leave(""), group="") if leaves else bench.broker.tick(bench.now_ms)
+    assert sent(effects) == [("HeartbeatAck", "e0")]
+
+
+def test_a_revision_of_an_earlier_broker_confirms_nothing() -> None:
+    """It is the number of other routes."""
+    bench = Watched()
+    bench.say("w", RoutesTaken("policy", 99), group="")
+    assert sent(bench.say("e0", CLOSES)) == [("Routes", "w")]
+    assert sent(bench.say("w", RoutesTaken("policy", 99), group="")) == []
+    assert bench.say("w", RoutesTaken("nobody", 1), group="") == []
+    assert sent(bench.confirm("w")) == [("HeartbeatAck", "e0")]
+
+
+def test_an_engine_that_leaves_twice_is_held_for_the_later_routes() -> None:
+    """Until the time that began when it left first."""
+    bench = Watched()
+    bench.say("e0", CLOSES)
+    first = bench.broker.groups["policy"].routing.now.revision
+    bench.now_ms = 400.0
+    assert sent(bench.say("e0", OPEN)) == [("Routes", "w")]
+    assert sent(bench.say("e0", CLOSES)) == [("Routes", "w")]
+    assert sent(bench.say("w", RoutesTaken("policy", first), group="")) == []
+    assert sent(bench.broker.tick(1000.0)) == [("HeartbeatAck", "e0")] * 3
+
+
+def test_an_update_goes_on_while_the_one_that_fell_out_is_held() -> None:
+    """What closes it, its ABORT, comes first of all that it is sent, once it is taken out."""
+    bench = Watched()
+    bench.loading()
+    bench.begin(0)
+    bench.confirm("w")
+    wrong = make_nack(NackCode.ENGINE_FAILED, step="chunk", update_id="u1")
+    assert sent(bench.say("e0", wrong)) == [("Routes", "w")]
+    bench.ack("e1", Step.CHUNK)
+    bench.begin(1)
+    bench.ack("e1", Step.CHUNK, chunk=1)
+    assert ("UpdateFinish", "e1") in sent(bench.say("t", UpdateFinish("u1")))
+    assert sent(bench.confirm("w")) == [("Abort", "e0")]
+
+
+class SimRouter:
+    """A watcher of a simulated world, whose list takes ``slow_ms`` to follow the routes."""
+
+    def __init__(self, world: SimWorld, slow_ms: float) -> None:
+        self.engines: set[str] = set()
+        self._world = world
+        self._slow_ms = slow_ms
+        self._peer = PeerClient(
+            name="w",
+            group="",
+            boot=99,
+            transport=world.network.client(route_of("w", 99)),
+            scheduler=world.scheduler,
+            join=lambda: WATCHER,
+            beat=lambda: OPEN,
+            on_message=self._on_message,
+            link_config=world.link_config,
+        )
+        world.checks.append(self._check)
+        self._peer.start()
+
+    def _on_message(self, envelope: Envelope, message: Message) -> None:
+        if isinstance(message, Routes):
+            names = {route.engine for route in message.engines}
+            taken = RoutesTaken(envelope.group, message.revision)
+
+            def take() -> None:
+                self.engines = names
+                self._peer.send(taken)
+
+            self._world.scheduler.call_at(self._world.now_ms + self._slow_ms, take)
+
+    def _check(self) -> None:
+        for name in self.engines:
+            truth = self._world.engines[name].truth
+            assert not truth.closed, f"{name} is closed, and still gets requests"
+            assert not truth.asleep, f"{name} sleeps, and still gets requests"
+
+
+def test_a_router_loses_an_engine_before_it_closes_or_sleeps() -> None:
+    """One that fell out half-loaded; one that stays behind a commit; all that sleep."""
+    scene = Scene(1, 1)
+    router = SimRouter(scene.world, slow_ms=200.0)
+    e0 = scene.engine("e0")
+    assert scene.world.run_until(lambda: router.engines == {"e0", "e1"})
+    e0.behaviour.fail_next.add(CallLoad)
+    scene.update()
+    assert scene.settled().excluded == ("e0",)
+    assert e0.truth.closed
+    scene.update(9)
+    scene.settled()
+    assert scene.world.run_until(lambda: router.engines == {"e0", "e1"})
+    scene.trainer.staging = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
+    e0.behaviour.fail_next.add(CallLoad)
+    scene.update(10)
+    assert scene.settled().excluded == ("e0",)
+    assert scene.world.run_until(lambda: e0.truth.closed)
+    scene.update(11)
+    scene.settled()
+    assert scene.world.run_until(lambda: router.engines == {"e0", "e1"})
+    scene.trainer.run(scene.trainer.sleep(1, hold_ms=900.0))
+    assert scene.world.run_until(lambda: bool(e0.truth.asleep))
+    scene.settled()
+    assert scene.world.run_until(lambda: router.engines == {"e0", "e1"})
