@@ -216,7 +216,7 @@ def test_each_token_is_of_its_version_under_load(
     how: str,
     clear_cache: bool,
     updates: int,
-    record_property: Callable[[str, object], None],
+    request: pytest.FixtureRequest,
 ) -> None:
     """Five clients; no engine is excluded, and nobody turned away. Much was found in the store."""
     served = store.served
@@ -228,8 +228,7 @@ def test_each_token_is_of_its_version_under_load(
                 agent, http, updates, seed=10 + updates, clear_cache=clear_cache, how=how
             )
             found["hits"] = int(await served.metric(http, HITS, store.name) - before)
-            for name, count in found.items():
-                record_property(name, count)
+            request.node.user_properties += found.items()  # in a report, `--junitxml`
             assert found["tokens"]
             assert found["hits"]
             assert bool(found["over_a_commit"]) is clear_cache
