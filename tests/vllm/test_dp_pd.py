@@ -58,20 +58,3 @@ def test_what_one_rank_holds_stands_in_no_ranks_way(
             assert await ranks.metric(http, HITS) > before or clear_cache
 
     run(main())
-
-
-def test_each_token_is_of_its_version_under_load(
-    ranks: Served, request: pytest.FixtureRequest
-) -> None:
-    """Five clients; no rank is excluded, and nobody turned away."""
-
-    async def main() -> None:
-        async with ranks.clients() as (agent, http):
-            before = await ranks.metric(http, HITS)
-            found = await ranks.update_under_load(agent, http, 5, seed=10, how="staged")
-            found["hits"] = int(await ranks.metric(http, HITS) - before)
-            request.node.user_properties += found.items()  # in a report, `--junitxml`
-            assert found["over_a_commit"]
-            assert found["hits"]
-
-    run(main())
