@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from typing import TYPE_CHECKING
+
 import pytest
 
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.vllm.inprocess_engine import VllmEngine
 from sidecar.vllm.plugin import kv_connectors as kv
-from tests.vllm._vllm import require_vllm
+from tests.support.checkpoints import make_checkpoint, perturbed
+from tests.support.push import plan
+from tests.vllm._vllm import (
+    MAX_POSITIONS,
+    async_llm,
+    boot_environment,
+    engine_args,
+    generate,
+    require_vllm,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -54,3 +73,38 @@ def test_each_connector_of_vllm_is_known_or_refused() -> None:
         "MooncakeConnector",
         "NixlPushConnector",
     }
+
+
+def test_an_engine_with_a_connector_keyed_by_tokens_refuses_to_arm(tmp_path: Path) -> None:
+    """By the connector's name, also of one inside a ``MultiConnector``. The engine serves on."""
+    checkpoint = make_checkpoint(tmp_path / "model", seed=1, max_positions=MAX_POSITIONS)
+
+    async def scenario() -> None:
+        from vllm.config import KVTransferConfig  # noqa: PLC0415 - after require_vllm
+
+        stored = {"shared_storage_path": str(tmp_path / "stored")}
+        inside = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": stored,
+        }
+        connector = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"connectors": [inside]},
+        )
+        args = engine_args(
+            checkpoint.folder, kv_transfer_config=connector, disable_hybrid_kv_cache_manager=True
+        )
+        async with async_llm(boot_environment(tmp_path / "plugin"), args) as llm:
+            engine = VllmEngine(llm)
+            info = await engine.start()
+            assert info.kv_connectors == {"ExampleConnector": kv.BY_TOKENS}
+            with pytest.raises(EngineError, match="ExampleConnector: keyed by tokens") as refused:
+                await engine.arm(plan(perturbed(checkpoint.weights, 1)))
+            assert refused.value.code is NackCode.KV_CONNECTOR_REFUSED
+            assert len((await generate(llm, "r1", 4)).token_ids) == 4
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 200))
+    gc.collect()
