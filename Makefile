@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 NEXT := .venv-next
 SOURCES := bus sidecar trainer_agent tests examples
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes import the same modules: each is compiled once, whatever is set outside.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-next test-fast check lint types layers slow mutants chaos soak bench clean \
 	ci-next ci-slow
@@ -35,10 +37,14 @@ ci-next: $(NEXT)/.vllm-next
 		tests/unit/sidecar/vllm/plugin/test_patches.py tests/unit/trainer_agent/vllm/test_registry.py
 	$(NEXT)/bin/python -m pytest -q -m 'not slow' tests/vllm/test_dp_staged.py
 
-# Without vLLM: some minutes. Half of these wait for timers, so there is one more than processors.
-test-fast: $(VENV)/.test check
-	$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal --ignore=tests/vllm \
-		--ignore=tests/mutants --ignore=tests/slow
+# Without vLLM: some minutes. Half of these wait for timers, so there is one more than processors,
+# and mypy runs beside them. Models play as many schedules as mutants are caught by; `make ci-slow`
+# plays all.
+test-fast: $(VENV)/.test lint layers
+	$(BIN)/mypy & types=$$!; \
+	WAVEBUS_MODEL_SHARE=0.4 $(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal \
+		--ignore=tests/vllm --ignore=tests/mutants --ignore=tests/slow; tests=$$?; \
+	wait $$types && exit $$tests
 
 # What takes minutes and tells little more than the others do when all is well; on both vLLMs.
 slow: ci-slow $(NEXT)/.vllm-next
@@ -52,6 +58,8 @@ slow: ci-slow $(NEXT)/.vllm-next
 # The part of it that CI has time for: what needs no vLLM. The demo runs alone: how many of its updates
 # find a request in flight depends on what else the processors do.
 ci-slow: $(VENV)/.test
+	WAVEBUS_CHAOS_FRAMES=20000 WAVEBUS_CHAOS_CONNECTIONS=300 \
+		$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal tests/model tests/chaos
 	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm -k 'not demo' tests
 	$(BIN)/python -m pytest -q -m slow --ignore=tests/vllm -k demo tests
 
