@@ -20,6 +20,6 @@ def test_asynchronous_grpo_learns_from_answers_of_several_versions() -> None:
 
 
 def test_trl_learns_and_its_engines_have_its_weights() -> None:
-    printed = run_example("trl_grpo.py", "--steps", "60")
+    printed = run_example("trl_grpo.py", "--steps", "15")
     assert "mean reward" in printed
     assert "greedy answers of the engines that are the trainer's: 8 of 8" in printed
