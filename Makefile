@@ -8,7 +8,10 @@ BIN := $(VENV)/bin
 NEXT := .venv-next
 DOCS := .venv-docs
 SOURCES := bus sidecar trainer_agent tests examples
+TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes import the same modules: each is compiled once, whatever is set outside.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-next test-fast check lint types layers slow mutants chaos soak bench docs clean \
 	ci-next ci-slow
@@ -16,43 +19,50 @@ export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/.demo
 	$(BIN)/wavebus demo
 
-# Engines alone two at a time; data-parallel ones take all processors by themselves. The contract of
-# engines is run over HTTP; in process, `make ci-next` runs it on the newest vLLM.
+# Two files at a time, long ones first (tests/vllm/conftest.py); data-parallel engines take all
+# processors by themselves. The contract of engines is run over HTTP; in process, `make ci-next` runs
+# it on the newest vLLM.
 test: $(VENV)/.vllm test-fast
-	$(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --ignore-glob='*/test_dp_*' \
+	$(BIN)/python -m pytest -q -m 'not slow' $(TWO_FILES) --ignore-glob='*/test_dp_*' \
 		--ignore=tests/vllm/test_engine_inprocess.py tests/vllm
 	$(BIN)/python -m pytest -q -m 'not slow' tests/vllm/test_dp_*.py
 
 # The tests of real vLLM under the newest release (.ci/setup says how it runs without a GPU).
 test-next: $(NEXT)/.vllm-next
-	$(NEXT)/bin/python -m pytest -q -m 'not slow' -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
+	$(NEXT)/bin/python -m pytest -q -m 'not slow' $(TWO_FILES) --ignore-glob='*/test_dp_*' tests/vllm
 	$(NEXT)/bin/python -m pytest -q -m 'not slow or own_coordinator' tests/vllm/test_dp_*.py
 
 # What CI has time for of that: staged, also in lockstep, in process, and vLLM's trainer engines. The
 # rest is in `make slow`.
 ci-next: $(NEXT)/.vllm-next
-	$(NEXT)/bin/python -m pytest -q -m 'not slow' -n 2 --dist loadfile tests/vllm/test_engine_inprocess.py \
+	$(NEXT)/bin/python -m pytest -q -m 'not slow' $(TWO_FILES) tests/vllm/test_engine_inprocess.py \
 		tests/vllm/test_vllm_sources.py tests/vllm/test_trainer_engine.py \
 		tests/unit/sidecar/vllm/plugin/test_patches.py tests/unit/trainer_agent/vllm/test_registry.py
 	$(NEXT)/bin/python -m pytest -q -m 'not slow' tests/vllm/test_dp_staged.py
 
-# Without vLLM: some minutes. Half of these wait for timers, so there is one more than processors.
-test-fast: $(VENV)/.test check
-	$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal --ignore=tests/vllm \
-		--ignore=tests/mutants --ignore=tests/slow
+# Without vLLM: some minutes. Half of these wait for timers, so there is one more than processors,
+# and mypy runs beside them. Models play as many schedules as mutants are caught by; `make ci-slow`
+# plays all.
+test-fast: $(VENV)/.test lint layers
+	$(BIN)/mypy & types=$$!; \
+	WAVEBUS_MODEL_SHARE=0.4 $(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal \
+		--ignore=tests/vllm --ignore=tests/mutants --ignore=tests/slow; tests=$$?; \
+	wait $$types && exit $$tests
 
 # What takes minutes and tells little more than the others do when all is well; on both vLLMs.
 slow: ci-slow $(NEXT)/.vllm-next
 	$(BIN)/python -m pytest -q -m 'not slow' tests/vllm/test_engine_inprocess.py
-	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
+	$(BIN)/python -m pytest -q -m slow $(TWO_FILES) --ignore-glob='*/test_dp_*' tests/vllm
 	$(BIN)/python -m pytest -q -m slow tests/vllm/test_dp_*.py
 	$(MAKE) test-next
-	$(NEXT)/bin/python -m pytest -q -m slow -n 2 --dist loadfile --ignore-glob='*/test_dp_*' tests/vllm
+	$(NEXT)/bin/python -m pytest -q -m slow $(TWO_FILES) --ignore-glob='*/test_dp_*' tests/vllm
 	$(NEXT)/bin/python -m pytest -q -m 'slow and not own_coordinator' tests/vllm/test_dp_*.py
 
 # The part of it that CI has time for: what needs no vLLM. The demo runs alone: how many of its updates
 # find a request in flight depends on what else the processors do.
 ci-slow: $(VENV)/.test
+	WAVEBUS_CHAOS_FRAMES=20000 WAVEBUS_CHAOS_CONNECTIONS=300 \
+		$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal tests/model tests/chaos
 	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm -k 'not demo' tests
 	$(BIN)/python -m pytest -q -m slow --ignore=tests/vllm -k demo tests
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from bus.keys import Security
 
-FRAMES: Final = int(os.environ.get("WAVEBUS_CHAOS_FRAMES", "20000"))
-CONNECTIONS: Final = int(os.environ.get("WAVEBUS_CHAOS_CONNECTIONS", "300"))
+FRAMES: Final = int(os.environ.get("WAVEBUS_CHAOS_FRAMES", "5000"))
+CONNECTIONS: Final = int(os.environ.get("WAVEBUS_CHAOS_CONNECTIONS", "150"))
 AT_ONCE: Final = 150
 FLOOD: Final = 400
 BATCH: Final = 200

@@ -12,16 +12,16 @@ from trainer_agent.demo import twin
 
 
 @pytest.mark.parametrize(
-    ("sessions", "kill_every", "seconds", "kills"),
-    [(32, 4, 9, 1), pytest.param(64, 10, 180, 10, marks=pytest.mark.slow)],
+    ("sessions", "engines", "kill_every", "seconds", "kills"),
+    [(16, 2, 4, 9, 1), pytest.param(64, 4, 10, 180, 10, marks=pytest.mark.slow)],
     ids=["share", "whole"],
 )
 def test_sessions_of_the_demo_equal_their_undisturbed_twins(
-    sessions: int, kill_every: int, seconds: int, kills: int
+    sessions: int, engines: int, kill_every: int, seconds: int, kills: int
 ) -> None:
     """Engines are killed and updated meanwhile, in the middle of answers."""
     answer = run_wavebus(
-        *("demo", "--json", "--sessions", str(sessions)),
+        *("demo", "--json", "--sessions", str(sessions), "--engines", str(engines)),
         *("--kill-every", str(kill_every), "--seconds", str(seconds)),
         timeout_s=seconds + 240,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.support.examples import run_example
 
 
@@ -19,7 +21,8 @@ def test_asynchronous_grpo_learns_from_answers_of_several_versions() -> None:
     assert int(mixed[1]) > 0
 
 
-def test_trl_learns_and_its_engines_have_its_weights() -> None:
-    printed = run_example("trl_grpo.py", "--steps", "60")
+@pytest.mark.parametrize("steps", [15, pytest.param(60, marks=pytest.mark.slow)])
+def test_trl_learns_and_its_engines_have_its_weights(steps: int) -> None:
+    printed = run_example("trl_grpo.py", "--steps", str(steps))
     assert "mean reward" in printed
     assert "greedy answers of the engines that are the trainer's: 8 of 8" in printed

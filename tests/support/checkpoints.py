@@ -61,6 +61,7 @@ class Checkpoint:
         logits, kept = self.logits(weights, tokens, past)
         return logits[-1], kept
 
+    @torch.inference_mode()
     def logits(
         self, weights: Mapping[str, Tensor], tokens: Sequence[int], past: Past | None = None
     ) -> tuple[Tensor, Past]:

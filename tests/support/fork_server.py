@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 # All but what runs as ``__main__``.
-_IMPORTED: Final = (
+IMPORTED: Final = (
     *("aiohttp.web", "anyio.abc", "anyio.to_thread", "structlog", "safetensors.torch"),
     *("bus.cli.broker", "bus.cli.doctor", "bus.cli.journal", "bus.cli.replay", "bus.cli.trace"),
     *(
@@ -148,7 +148,7 @@ def _server(_pid: int) -> socket.socket:
 
 def _main(control: socket.socket) -> None:
     """The server; and, once it has returned from :func:`_serve`, each of its children."""
-    for name in _IMPORTED:
+    for name in IMPORTED:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"  # noqa: PTH208
     gc.collect()

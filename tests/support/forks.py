@@ -1,7 +1,8 @@
-"""Commands of wavebus as processes that start in no time: forked from one that has imported
-torch, each with its own pid, its own sockets, and a log that is read as it is written.
+"""Commands of wavebus as processes that start in no time: forked from one that has imported what
+they need, each with its own pid, its own sockets, and a log that is read as it is written.
 
-Nothing of wavebus itself is imported before the fork: a process finds out by itself who it is.
+The fork server of :mod:`multiprocessing` serves here, since its processes run functions. What it
+imports, and what that means, is as in :mod:`tests.support.fork_server`.
 """
 
 from __future__ import annotations
@@ -18,20 +19,17 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from sidecar.supervision.reaper import die_with_parent
+from tests.support.fork_server import IMPORTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _KEPT_LINES: Final = 400
-_IMPORTED: Final = [
-    *("aiohttp.web", "anyio", "click", "msgspec", "numpy", "structlog", "torch"),
-    *("safetensors.torch", "zmq"),
-]
 _ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "WAVEBUS_LOG_FORMAT": "json"}
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch looks when it is imported
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(_IMPORTED)
+_forks.set_forkserver_preload([*IMPORTED])
 
 
 def run_command(arguments: list[str], environment: Mapping[str, str]) -> None:

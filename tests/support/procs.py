@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import TYPE_CHECKING, Any, Self
@@ -164,12 +165,20 @@ def run_wavebus(
     *arguments: str, env: dict[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """A command of wavebus, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "bus.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        timeout=timeout_s,
-        check=False,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **(env or {})},
-    )
+    argv = [sys.executable, "-m", "bus.cli.main", *arguments]
+    own = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **(env or {})}
+    whole = {**os.environ, **own}
+    if not can_fork(argv, env or {}):
+        return subprocess.run(
+            argv, capture_output=True, text=True, cwd=cwd, timeout=timeout_s, check=False, env=whole
+        )
+    process = ForkedProcess(argv, env=whole, cwd=cwd)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr, ThreadPoolExecutor(2) as readers:
+        said = [readers.submit(stream.read) for stream in (process.stdout, process.stderr)]
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(argv, code, *(each.result() for each in said))

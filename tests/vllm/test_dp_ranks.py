@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 DP_GROUP = "moe"
 LONG = 200
 ROUNDS = 100
-FEW_ROUNDS = 25
+FEW_ROUNDS = 10
 AN_HOUR_MS = 3_600_000.0
 # vLLM's own coordinator knows no broker.
 BUS_ONLY = pytest.mark.parametrize("tested", ["bus"], indirect=True)

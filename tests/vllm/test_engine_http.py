@@ -360,6 +360,7 @@ def test_death_is_reported_and_nothing_is_left(under_test: Served) -> None:
     under_test.run(asyncio.wait_for(scenario(), under_test.wait_s))
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_boot_says_why(environment: dict[str, str], tmp_path: Path) -> None:
     """Its exit code and last lines are in the error."""
 

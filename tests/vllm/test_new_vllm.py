@@ -117,6 +117,7 @@ def test_a_change_in_lockstep_code_costs_a_dense_engine_nothing(boot: Boot) -> N
     assert " is off: " not in running.status()
 
 
+@pytest.mark.slow
 def test_a_vllm_that_takes_no_staged_updates_says_so_wherever_one_looks(boot: Boot) -> None:
     """It is updated in pauses. Trainer, status and log name what is different, the trainer once."""
     changes = {

@@ -95,7 +95,7 @@ class Store:
     params=[
         "memory",
         "disk",
-        pytest.param("pair", marks=needs_nixl),
+        pytest.param("pair", marks=[needs_nixl, pytest.mark.slow]),
         pytest.param("pipeline", marks=pytest.mark.slow),
     ],
 )

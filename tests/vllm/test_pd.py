@@ -63,7 +63,7 @@ def test_what_is_held_for_a_decode_engine_stands_in_no_updates_way(pair: Served,
     run(main())
 
 
-@pytest.mark.parametrize("how", ["staged", "paused"])
+@pytest.mark.parametrize("how", ["staged", pytest.param("paused", marks=pytest.mark.slow)])
 def test_kept_keys_and_values_are_found_by_no_later_request(pair: Served, how: str) -> None:
     """What is fetched knowingly old is not found by who asks for the same at the new version."""
 
@@ -100,8 +100,15 @@ def test_keys_and_values_that_name_no_version_are_counted_and_not_fetched(pair: 
     run(main())
 
 
-@pytest.mark.parametrize("updates", [3, pytest.param(20, marks=pytest.mark.slow)], ids=["3", "20"])
-@pytest.mark.parametrize("how", ["staged", "paused"])
+@pytest.mark.parametrize(
+    ("how", "updates"),
+    [
+        ("staged", 3),
+        pytest.param("paused", 3, marks=pytest.mark.slow),
+        pytest.param("staged", 20, marks=pytest.mark.slow),
+        pytest.param("paused", 20, marks=pytest.mark.slow),
+    ],
+)
 def test_each_token_is_of_its_version_under_load(pair: Served, how: str, updates: int) -> None:
     """Five clients; no engine is excluded, and nobody turned away."""
 

@@ -199,6 +199,12 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _parsed() -> None:
+    """Changed trees take the files of the intact one that they leave alone, once these are read."""
+    REGISTRY.check(INTACT)
+
+
 def changed(how: str, target: str) -> SourceTree:
     kind, _, text = how.partition(" ")
     if kind == "without":
