@@ -16,6 +16,8 @@ from typing import Final
 from bus.errors import UsageError
 from bus.protocol.core.state_table import state_diagram
 from bus.protocol.dp import coordinator, wave
+from bus.protocol.engine import lease, memory, update_states
+from bus.protocol.engine import pause as engine_pause
 from bus.protocol.group import pause, sleep, update
 
 _MARKED: Final = re.compile(
@@ -32,6 +34,14 @@ def diagrams() -> dict[str, str]:
         "sleep": state_diagram(sleep.TRANSITIONS, sleep.SleepState.AWAKE),
         "coordinator": state_diagram(coordinator.TRANSITIONS, coordinator.CoordinatorState.IDLE),
         "update": state_diagram(update.TRANSITIONS, update.UpdateState.IDLE),
+        "engine-pause": state_diagram(
+            engine_pause.TRANSITIONS, engine_pause.EnginePauseState.RUNNING
+        ),
+        "engine-lease": state_diagram(lease.TRANSITIONS, lease.LeaseState.FREE),
+        "engine-memory": state_diagram(memory.TRANSITIONS, memory.MemoryState.AWAKE),
+        "engine-update": state_diagram(
+            update_states.TRANSITIONS, update_states.EngineUpdateState.NONE
+        ),
     }
 
 
