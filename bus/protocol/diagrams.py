@@ -16,6 +16,8 @@ from typing import Final
 from bus.errors import UsageError
 from bus.protocol.core.state_table import state_diagram
 from bus.protocol.dp import coordinator, wave
+from bus.protocol.engine import lease, memory, update_states
+from bus.protocol.engine import pause as engine_pause
 from bus.protocol.group import pause, sleep, update
 from bus.protocol.trainer import chunk_window, pause_window
 from bus.protocol.trainer import update as trainer_update
@@ -40,6 +42,14 @@ def diagrams() -> dict[str, str]:
         "trainer-chunk": state_diagram(chunk_window.TRANSITIONS, chunk_window.ChunkState.WAITING),
         "trainer-pause": state_diagram(
             pause_window.TRANSITIONS, pause_window.PauseWindowState.NONE
+        ),
+        "engine-pause": state_diagram(
+            engine_pause.TRANSITIONS, engine_pause.EnginePauseState.RUNNING
+        ),
+        "engine-lease": state_diagram(lease.TRANSITIONS, lease.LeaseState.FREE),
+        "engine-memory": state_diagram(memory.TRANSITIONS, memory.MemoryState.AWAKE),
+        "engine-update": state_diagram(
+            update_states.TRANSITIONS, update_states.EngineUpdateState.NONE
         ),
     }
 

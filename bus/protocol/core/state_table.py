@@ -1,35 +1,59 @@
-"""Transition tables of machines: the next state, the error of an event, and the diagram."""
+"""Transition tables of machines: their execution, the error of an event, and the diagram."""
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from bus.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 
 S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E", bound=StrEnum)
 
+# So many of a machine's last events stand in the error of an illegal one.
+STORY_EVENTS: Final = 16
 
-def next_state(machine: str, transitions: Mapping[tuple[S, E], S], state: S, event: E) -> S:
-    """The state that an event leads to.
+
+class StateMachine(Generic[S, E]):
+    """Base of machines whose state changes by their transition table and by nothing else.
 
     Args:
-        machine: the machine's name, for the error.
-        transitions: its table.
-
-    Raises:
-        IllegalTransition: the table has no such event in this state.
+        name: the machine's name, for errors.
+        transitions: its table: which state an event leads to.
+        initial: the state in which it begins.
     """
-    following = transitions.get((state, event))
-    if following is None:
-        raise IllegalTransition(machine, state.value, event.value)
-    return following
+
+    def __init__(self, name: str, transitions: Mapping[tuple[S, E], S], initial: S) -> None:
+        self._name = name
+        self._transitions = transitions
+        self._state = initial
+        self._story: deque[tuple[S, E]] = deque(maxlen=STORY_EVENTS)
+
+    @property
+    def state(self) -> S:
+        """The state that the events so far have led to."""
+        return self._state
+
+    def _go(self, event: E) -> None:
+        """Take the table's transition.
+
+        Raises:
+            IllegalTransition: the table has no such event in this state; nothing has changed.
+        """
+        following = self._transitions.get((self._state, event))
+        if following is None:
+            raise self._illegal(event.value)
+        self._story.append((self._state, event))
+        self._state = following
+
+    def _illegal(self, event: str) -> IllegalTransition:
+        return IllegalTransition(self._name, self._state, event, self._story)
 
 
 def state_diagram(transitions: Mapping[tuple[S, E], S], initial: S) -> str:
@@ -56,7 +80,13 @@ def _id(state: StrEnum) -> str:
 
 
 class IllegalTransition(ProtocolError):
-    """A machine was told something that cannot happen in its state: a defect here."""
+    """A machine got an event that cannot happen in its state: a defect here, and no peer's."""
 
-    def __init__(self, machine: str, state: str, event: str) -> None:
-        super().__init__(f"{machine}: {event} in state {state} is not in its table")
+    def __init__(
+        self, machine: str, state: StrEnum, event: str, story: Iterable[tuple[StrEnum, StrEnum]]
+    ) -> None:
+        events = ", ".join(f"{event.value} in {state.value}" for state, event in story)
+        super().__init__(
+            f"{machine}: {event} in state {state.value} is not in its table; "
+            f"the last events before it: {events or 'none'}"
+        )

@@ -55,7 +55,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from bus.protocol.core.state_table import next_state
+from bus.protocol.core.state_table import StateMachine
 
 
 class WaveState(StrEnum):
@@ -113,11 +113,11 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
 }
 
 
-class WaveMachine:
+class WaveMachine(StateMachine[WaveState, WaveEvent]):
     """One DP group's. Methods that take a FIRST_REQ or a resume say whether to START."""
 
     def __init__(self, wave: int = 0, *, running: bool = False) -> None:
-        self.state = _S.RUNNING if running else _S.IDLE
+        super().__init__("wave", TRANSITIONS, _S.RUNNING if running else _S.IDLE)
         self.wave = wave
         self.kept = False  # a FIRST_REQ that waits for the resume
         self.under_way = running  # a coordinator, or a status page, has said so
@@ -197,6 +197,3 @@ class WaveMachine:
         if self.state is _S.DOWN:
             self._go(_E.WHOLE)
             self.wave = 0
-
-    def _go(self, event: WaveEvent) -> None:
-        self.state = next_state("wave", TRANSITIONS, self.state, event)

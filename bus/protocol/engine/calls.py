@@ -276,9 +276,10 @@ class CallQueue:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def add(self, call: Call, reply_to: int) -> None:
-        """Run it when those before it have ended."""
+    def add(self, call: Call, reply_to: int) -> Call:
+        """Run it when those before it have ended; the call."""
         self._jobs.append(Job(call, reply_to))
+        return call
 
     def add_first(self, call: Call, reply_to: int) -> None:
         """Run it next, before what waits. Only while nothing runs."""
@@ -303,6 +304,13 @@ class CallQueue:
         self._jobs = deque(
             job for job in self._jobs if job.issued or isinstance(job.call, _NOT_THE_UPDATES)
         )
+
+    def drop_strengthening(self) -> bool:
+        """A pause that waits to be strengthened will not be; whether one did."""
+        jobs = [job for job in self._jobs if not isinstance(job.call, CallStrengthenPause)]
+        dropped = len(jobs) < len(self._jobs)
+        self._jobs = deque(jobs)
+        return dropped
 
     def issue(self, now_ms: float) -> list[Call]:
         """The call that is to be made now, if any."""

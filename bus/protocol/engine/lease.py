@@ -5,22 +5,6 @@ broker does so as long as the trainer that holds the group is heard, or as long 
 about to end what a lost trainer has left behind. So whatever is lost on the way, trainer, broker or
 link, is missed here.
 
-::
-
-    state    event                     next     what is done
-    FREE     PAUSE_LOCAL               HELD
-    HELD     PAUSE_LOCAL, renewed      HELD     the lease runs anew
-    HELD     the lease is over         OVER     the update is given up: restored, or partial
-    HELD     it has resumed            FREE
-    OVER     told to resume            FREE     resume
-    OVER     (alone) clean             FREE     resume
-    OVER     (alone) partial           SETTLED  it stays paused, and its requests are ended
-    OVER     (a rank)                  OVER     LEASE_VOTE to every peer rank, once a second
-    OVER     all peers clean, or run   FREE     resume
-    OVER     one of them is partial    SETTLED  it stays paused, and its requests are ended
-    OVER     (a rank) PAUSE_LOCAL      OVER     remembered: it follows the resume
-    SETTLED  PAUSE_LOCAL               HELD
-
 What a rank says of itself, its *position*:
 
 ========= ==================================================================================
@@ -46,6 +30,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from bus.protocol.core.state_table import StateMachine
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -62,11 +48,36 @@ class LeaseState(StrEnum):
     SETTLED = "settled"
 
 
-class EngineLease:
+class LeaseEvent(StrEnum):
+    PAUSE_TAKEN = "pause_taken"
+    RAN_OUT = "ran_out"
+    PARTIAL = "partial"
+    RESUMED = "resumed"
+
+
+_S, _E = LeaseState, LeaseEvent
+
+# Beside each row: what is done. In HELD each renewal begins the lease's time anew. In OVER a rank
+# sends LEASE_VOTE to every peer rank once a second.
+TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
+    (_S.FREE, _E.PAUSE_TAKEN): _S.HELD,
+    (_S.HELD, _E.PAUSE_TAKEN): _S.HELD,  # its time begins anew
+    (_S.OVER, _E.PAUSE_TAKEN): _S.HELD,  # after a promise the pause waits for the resume instead
+    (_S.SETTLED, _E.PAUSE_TAKEN): _S.HELD,
+    (_S.HELD, _E.RAN_OUT): _S.OVER,  # the update is given up: restored, or partial
+    # This rank or a peer rank lacks weights: it stays paused, and its requests are ended.
+    (_S.OVER, _E.PARTIAL): _S.SETTLED,
+    (_S.HELD, _E.RESUMED): _S.FREE,
+    (_S.OVER, _E.RESUMED): _S.FREE,  # asked for; or it is clean, and all peer ranks are, or run
+    (_S.SETTLED, _E.RESUMED): _S.FREE,
+}
+
+
+class EngineLease(StateMachine[LeaseState, LeaseEvent]):
     """See the module. ``peers`` are the other ranks of its DP group."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.state = LeaseState.FREE
+        super().__init__("engine lease", TRANSITIONS, _S.FREE)
         self.rank = rank
         self.peers: Final = tuple(each for each in range(size) if each != rank)
         self.clean_said = False
@@ -77,7 +88,7 @@ class EngineLease:
 
     def begin(self, lease_ms: float, now_ms: float) -> None:
         """PAUSE_LOCAL was taken."""
-        self.state = LeaseState.HELD
+        self._go(_E.PAUSE_TAKEN)
         self._lease_ms = lease_ms
         self._renewed_ms = now_ms
 
@@ -89,24 +100,24 @@ class EngineLease:
 
     def end(self) -> None:
         """It has resumed."""
-        self.state = LeaseState.FREE
+        self._go(_E.RESUMED)
         self.clean_said = False
 
     def run_out(self) -> None:
         """The lease is over; what peer ranks have said before counts for nothing."""
-        self.state = LeaseState.OVER
+        self._go(_E.RAN_OUT)
         self.clean_said = False
         self._votes.clear()
 
     def stay_paused(self) -> None:
         """It stays paused until an update brings whole weights."""
-        self.state = LeaseState.SETTLED
+        self._go(_E.PARTIAL)
         self.clean_said = False
 
     @property
     def over_ms(self) -> float | None:
         """When the lease is over; None while there is none that could be."""
-        return self.ran_out_ms if self.state is LeaseState.HELD else None
+        return self.ran_out_ms if self.state is _S.HELD else None
 
     @property
     def ran_out_ms(self) -> float:
@@ -116,7 +127,7 @@ class EngineLease:
     @property
     def again_ms(self) -> float | None:
         """When to try to end what is over once more."""
-        return self._tried_ms + LEASE_RETRY_MS if self.state is LeaseState.OVER else None
+        return self._tried_ms + LEASE_RETRY_MS if self.state is _S.OVER else None
 
     def record_attempt(self, now_ms: float) -> None:
         self._tried_ms = now_ms
@@ -124,7 +135,7 @@ class EngineLease:
     @property
     def has_promised(self) -> bool:
         """Peer ranks count on its weights not being touched, and on no other pause."""
-        return self.state is LeaseState.OVER and self.clean_said
+        return self.state is _S.OVER and self.clean_said
 
     def on_vote(self, vote: LeaseVote) -> None:
         """A peer rank has said how it stands."""

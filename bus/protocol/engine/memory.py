@@ -1,23 +1,5 @@
 """One engine's memory in a pause, sidecar's side.
 
-::
-
-    state          event             next           engine call, ack
-    AWAKE          SLEEP             FALLING        sleep(level)
-    WEIGHTS_AWAKE  SLEEP, in another pause than the last
-                                     FALLING        sleep(level): that pause was left behind
-    ASLEEP         SLEEP             ASLEEP         ack sleep; of another pause, at any level
-    FALLING        sleep returned    ASLEEP         ack sleep
-    FALLING        sleep failed      ASLEEP         nack sleep: nobody knows what sleeps now
-    ASLEEP         WAKE              WAKING         wake_weights()
-    WAKING         wake returned     WEIGHTS_AWAKE  ack wake
-    WAKING         wake failed       ASLEEP         nack wake
-    AWAKE, WEIGHTS_AWAKE
-                   WAKE              (same)         ack wake
-    all but AWAKE  resume called     (same)         wake() in place of resume()
-    all but AWAKE  resume returned   AWAKE
-    all but AWAKE  resume failed     ASLEEP
-
 Invariants: an engine sleeps only in a pause that dropped its KV cache, with no update
 under way; nothing is armed while the weights sleep; whatever of it sleeps, one wake ends
 both the sleep and the pause, and no resume is called beside it. From the call of a sleep
@@ -28,10 +10,11 @@ of level 2 the old weights are gone: until a whole update is committed there is 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bus.messages import NackCode, Step
 from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus.protocol.core.state_table import StateMachine
 from bus.protocol.engine.calls import (
     CALL_STEPS,
     CallQueue,
@@ -55,15 +38,44 @@ class MemoryState(StrEnum):
     WEIGHTS_AWAKE = "weights_awake"
 
 
-_S = MemoryState
+class MemoryEvent(StrEnum):
+    SLEEP_ASKED = "sleep_asked"
+    SLEEP_RETURNED = "sleep_returned"
+    WAKE_ASKED = "wake_asked"
+    WAKE_RETURNED = "wake_returned"
+    CALL_FAILED = "call_failed"
+    RESUMED = "resumed"
+    RESUME_FAILED = "resume_failed"
+    FOUND_ASLEEP = "found_asleep"
 
 
-class EngineMemory:
+_S, _E = MemoryState, MemoryEvent
+
+# Beside each row: the engine call, or the answer. A doubled command is acked again.
+TRANSITIONS: Final[dict[tuple[MemoryState, MemoryEvent], MemoryState]] = {
+    (_S.AWAKE, _E.SLEEP_ASKED): _S.FALLING,  # sleep(level)
+    (_S.WEIGHTS_AWAKE, _E.SLEEP_ASKED): _S.FALLING,  # the same, in another pause than the last
+    (_S.FALLING, _E.SLEEP_RETURNED): _S.ASLEEP,  # ack sleep
+    (_S.FALLING, _E.CALL_FAILED): _S.ASLEEP,  # nack sleep: what sleeps now is unknown
+    (_S.ASLEEP, _E.WAKE_ASKED): _S.WAKING,  # wake_weights()
+    (_S.WAKING, _E.WAKE_RETURNED): _S.WEIGHTS_AWAKE,  # ack wake
+    (_S.WAKING, _E.CALL_FAILED): _S.ASLEEP,  # nack wake
+    # The pause's resume; of an engine that is not AWAKE it was wake().
+    **{(each, _E.RESUMED): _S.AWAKE for each in (_S.AWAKE, _S.ASLEEP, _S.WEIGHTS_AWAKE)},
+    (_S.AWAKE, _E.RESUME_FAILED): _S.AWAKE,
+    (_S.ASLEEP, _E.RESUME_FAILED): _S.ASLEEP,
+    (_S.WEIGHTS_AWAKE, _E.RESUME_FAILED): _S.ASLEEP,  # what sleeps now is unknown
+    # A sidecar finds the engine paused; what of its memory sleeps is unknown.
+    **{(each, _E.FOUND_ASLEEP): _S.ASLEEP for each in (_S.AWAKE, _S.ASLEEP, _S.WEIGHTS_AWAKE)},
+}
+
+
+class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
     """See the module. Calls go into ``queue``; that the engine is paused, by the pause that
     is named, and no update is under way, the session has checked."""
 
     def __init__(self, queue: CallQueue) -> None:
-        self.state = _S.AWAKE
+        super().__init__("engine memory", TRANSITIONS, _S.AWAKE)
         self._level = 0
         self._queue = queue
         self._pause_id = ""
@@ -82,7 +94,7 @@ class EngineMemory:
         """SLEEP."""
         another = message.update_id != self._pause_id  # else it is late
         if self.state is _S.AWAKE or (self.state is _S.WEIGHTS_AWAKE and another):
-            self.state = _S.FALLING
+            self._go(_E.SLEEP_ASKED)
             self._level = message.level
             self._pause_id = message.update_id
             self._queue.add(CallSleep(message.level), msg_id)
@@ -102,7 +114,7 @@ class EngineMemory:
         if self.state is _S.FALLING:
             raise wrong_state("the engine is falling asleep")
         if self.state is _S.ASLEEP:
-            self.state = _S.WAKING
+            self._go(_E.WAKE_ASKED)
             self._pause_id = message.update_id
             self._queue.add(CallWakeWeights(), msg_id)
         return []
@@ -125,24 +137,23 @@ class EngineMemory:
     def on_call_done(self, job: Job, took_ms: float) -> list[SessionEffect]:
         """A sleep or a wake has returned."""
         asleep = isinstance(job.call, CallSleep)
-        self.state = _S.ASLEEP if asleep else _S.WEIGHTS_AWAKE
+        self._go(_E.SLEEP_RETURNED if asleep else _E.WAKE_RETURNED)
         step = CALL_STEPS[type(job.call)]
         return [ack(job.reply_to, step, self._pause_id, took_ms=took_ms)]
 
     def on_call_failed(self, job: Job, failure: Failure) -> list[SessionEffect]:
         """One has raised."""
-        self.state = _S.ASLEEP
+        self._go(_E.CALL_FAILED)
         return [nack(job.reply_to, CALL_STEPS[type(job.call)], failure, self._pause_id)]
 
     def on_resumed(self) -> None:
         """All of it is back."""
-        self.state = _S.AWAKE
+        self._go(_E.RESUMED)
 
     def found_asleep(self) -> None:
         """Some of it is not there; nobody knows what."""
-        self.state = _S.ASLEEP
+        self._go(_E.FOUND_ASLEEP)
 
     def on_resume_failed(self) -> None:
         """Of what slept, nobody knows what sleeps now."""
-        if not self.awake:
-            self.state = _S.ASLEEP
+        self._go(_E.RESUME_FAILED)

@@ -1,30 +1,5 @@
 """One engine's pause, sidecar's side.
 
-::
-
-    state     event            next      engine call, ack
-    RUNNING   PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
-    PAUSING   wait_ms is over  PAUSING   pause(escalate) too, beside the `wait` that drains
-    PAUSING   pause returned   PAUSED    ack pause_global, if it was asked; of two pauses
-                                         the later return counts
-    PAUSING   pause failed     UNKNOWN   nack pause_global; of two, if both failed
-    UNKNOWN   PAUSE_LOCAL      PAUSING   pause(mode, clear_cache); ack pause_local when issued
-    PAUSED    PAUSE_LOCAL of another pause, which wants more dropped than this one did
-                               PAUSING   strengthen(aborts, clears); ack pause_local at once. While
-                                         PAUSING, it follows the pause's return
-    PAUSING   strengthened     PAUSED    ack pause_global, if it was asked
-    PAUSING   strengthen fails UNKNOWN   nack pause_global
-    PAUSED    a probe failed   UNKNOWN   (the update's nack)
-    PAUSED    RESUME           RESUMING  resume()
-    PAUSING   RESUME           PAUSING   remembered: resume() follows the pause's return
-    RESUMING  resume returned  RUNNING   ack resume
-    RESUMING  resume failed    PAUSED    nack resume
-    RESUMING  PAUSE_LOCAL      RESUMING  remembered: pause() follows the resume's return
-    PAUSED    PAUSE_LOCAL, while peer ranks count on this pause (:mod:`bus.protocol.engine.lease`)
-                               PAUSED    remembered: pause() follows the resume's return
-    RUNNING, UNKNOWN
-              a peer's pause   PAUSING   pause(keep), so that the peer's can return
-
 Invariants: an engine gets a resume only after its pause has returned, and one resume
 per pause; paused is acked by that return and by nothing else; an engine that is paused has dropped
 what its pause asks for, whoever made it; doubled commands are
@@ -42,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from bus.messages import Escalation, PauseGlobal, PauseLocal, PauseMode, Resume, Step
 from bus.protocol.core.ack_barrier import ESCALATED, STILL_CLOSED
 from bus.protocol.core.failures import wrong_state
+from bus.protocol.core.state_table import StateMachine
 from bus.protocol.engine.calls import (
     CallAbortRequests,
     CallEscalate,
@@ -74,16 +50,53 @@ class EnginePauseState(StrEnum):
     UNKNOWN = "pause_unknown"
 
 
-_S = EnginePauseState
+class EnginePauseEvent(StrEnum):
+    PAUSE_ASKED = "pause_asked"
+    STRENGTHEN_ASKED = "strengthen_asked"
+    PAUSE_RETURNED = "pause_returned"
+    PAUSE_FAILED = "pause_failed"
+    PROBE_FAILED = "probe_failed"
+    RESUME_ASKED = "resume_asked"
+    RESUME_RETURNED = "resume_returned"
+    RESUME_FAILED = "resume_failed"
+    FOUND_PAUSED = "found_paused"
+    FOUND_RUNNING = "found_running"
 
 
-class EnginePause:
+_S, _E = EnginePauseState, EnginePauseEvent
+
+# Beside each row: the engine call, or the answer. A command that has to wait is remembered:
+# RESUME in PAUSING; PAUSE_LOCAL in RESUMING, or while peer ranks count on this pause
+# (:mod:`bus.protocol.engine.lease`). So is what a PAUSE_LOCAL in PAUSING wants dropped beyond the
+# pause under way. When the time of a `wait` is over, pause(escalate) is called beside it.
+TRANSITIONS: Final[dict[tuple[EnginePauseState, EnginePauseEvent], EnginePauseState]] = {
+    # pause(mode, clear_cache); ack pause_local when it is issued. For a peer rank's pause, which
+    # can't return without it, pause(keep).
+    (_S.RUNNING, _E.PAUSE_ASKED): _S.PAUSING,
+    (_S.UNKNOWN, _E.PAUSE_ASKED): _S.PAUSING,
+    # strengthen(aborts, clears): another PAUSE_LOCAL wants more dropped; ack pause_local at once
+    (_S.PAUSED, _E.STRENGTHEN_ASKED): _S.PAUSING,
+    # ack pause_global, if it was asked; of two calls the later return counts
+    (_S.PAUSING, _E.PAUSE_RETURNED): _S.PAUSED,
+    (_S.PAUSING, _E.PAUSE_FAILED): _S.UNKNOWN,  # nack pause_global; of two calls, if both failed
+    (_S.PAUSED, _E.PROBE_FAILED): _S.UNKNOWN,  # (the update's nack)
+    (_S.PAUSING, _E.PROBE_FAILED): _S.UNKNOWN,  # pause() in place of strengthen() follows
+    (_S.PAUSED, _E.RESUME_ASKED): _S.RESUMING,  # resume(), or wake()
+    (_S.RESUMING, _E.RESUME_RETURNED): _S.RUNNING,  # ack resume
+    (_S.RESUMING, _E.RESUME_FAILED): _S.PAUSED,  # nack resume
+    # A sidecar finds what an earlier one, or the engine itself, has done.
+    **{(each, _E.FOUND_PAUSED): _S.PAUSED for each in (_S.RUNNING, _S.PAUSED, _S.UNKNOWN)},
+    **{(each, _E.FOUND_RUNNING): _S.RUNNING for each in (_S.PAUSED, _S.UNKNOWN)},
+}
+
+
+class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
     """See the module. Calls go into ``queue``."""
 
     def __init__(
         self, queue: CallQueue, memory: EngineMemory, lease: EngineLease, admission: Admission
     ) -> None:
-        self.state = _S.RUNNING
+        super().__init__("engine pause", TRANSITIONS, _S.RUNNING)
         self.update_id = ""
         self.in_flight = 0
         self._queue = queue
@@ -94,11 +107,9 @@ class EnginePause:
         self._call = CallPause("keep", clear_cache=False)  # the last one made
         self._escalation: Escalation = "keep"
         self._escalate_ms: float | None = None  # when a `wait` that still drains becomes that
-        self._pending = 0  # pause calls that have not returned: two after an escalation
+        self.pending = 0  # pause calls that have not returned: two after an escalation
         self._returned = False  # one of them has
-        self._lacks: CallStrengthenPause | None = (
-            None  # what the pause does not do, and the next one asks
-        )
+        self._lacks: CallStrengthenPause | None = None  # what the next one asks beyond this pause
         self._outcome = ""
         self._waited_for: tuple[str, ...] = ()
         self._global_asked = 0  # id of the PAUSE_GLOBAL that waits for the pause's return
@@ -139,7 +150,7 @@ class EnginePause:
             aborts, clears = aborts or self._lacks.aborts, clears or self._lacks.clears
         self._lacks = CallStrengthenPause(aborts, clears)
         if self.state is _S.PAUSED:
-            self.state = _S.PAUSING
+            self._go(_E.STRENGTHEN_ASKED)
             self._add_what_lacks(msg_id)
 
     def _add_what_lacks(self, reply_to: int) -> None:
@@ -148,9 +159,9 @@ class EnginePause:
         self._queue.add(lacks, reply_to)
 
     def _begin(self, msg_id: int, message: PauseLocal, now_ms: float) -> None:
-        self.state = _S.PAUSING
+        self._go(_E.PAUSE_ASKED)
         self._call = CallPause(message.mode, message.clear_cache)
-        self._pending = 1
+        self.pending = 1
         self._returned = False
         self._lacks = None
         self._waited_for = ()
@@ -184,9 +195,11 @@ class EnginePause:
             return CallPause(self._escalation, self._call.clear_cache)
         return self._call
 
-    def on_state_unknown(self) -> None:
+    def on_probe_failed(self, now_ms: float) -> None:
         """What resumes the engine and pauses it again has failed in between, or did not begin."""
-        self.state = _S.UNKNOWN
+        self._go(_E.PROBE_FAILED)
+        if self._queue.drop_strengthening():  # a pause that is made anew drops as much
+            self.pause_again(now_ms)
 
     @property
     def clears_cache(self) -> bool:
@@ -201,7 +214,7 @@ class EnginePause:
     def escalate(self) -> list[SessionEffect]:
         """A `wait` has come to its deadline: pause again, in the mode the caller chose."""
         self._escalate_ms = None
-        self._pending += 1
+        self.pending += 1
         return [CallEscalate(self._escalation, self._call.clear_cache)]
 
     def on_escalated(self, waited_for: tuple[str, ...]) -> None:
@@ -240,7 +253,7 @@ class EnginePause:
 
     def begin_resume(self, msg_id: int) -> None:
         """The pause is complete: resume."""
-        self.state = _S.RESUMING
+        self._go(_E.RESUME_ASKED)
         admission = self._admission
         if admission.is_stale and not admission.closed:
             self._queue.add(CallAbortRequests(), 0)
@@ -249,17 +262,17 @@ class EnginePause:
 
     def on_paused(self, took_ms: float) -> list[SessionEffect]:
         """A pause call is back; with no other one pending, the engine is idle on its device."""
-        self._pending -= 1
+        self.pending -= 1
         self._returned = True
         self._escalate_ms = None
-        return [] if self._pending else self.on_strengthened(took_ms)
+        return [] if self.pending else self.on_strengthened(took_ms)
 
     def on_strengthened(self, took_ms: float) -> list[SessionEffect]:
         """The pause is made: it counts as soon as it does all that is asked of it."""
         if self._lacks is not None:
             self._add_what_lacks(self._global_asked)
             return []
-        self.state = _S.PAUSED
+        self._go(_E.PAUSE_RETURNED)
         effects: list[SessionEffect] = []
         if self._global_asked:
             effects.append(self._paused_ack(self._global_asked, took_ms))
@@ -271,19 +284,19 @@ class EnginePause:
 
     def on_strengthen_failed(self, reply_to: int, failure: Failure) -> list[SessionEffect]:
         """What it was to drop may be there."""
-        self._pending, self._returned = 1, False
+        self.pending, self._returned = 1, False
         return self.on_pause_failed(reply_to, failure)
 
     def on_pause_failed(self, reply_to: int, failure: Failure) -> list[SessionEffect]:
         """A pause call raised: the engine runs, or does not. Of two, the other one decides."""
-        self._pending -= 1
+        self.pending -= 1
         self._escalate_ms = None
-        if self._pending:
+        if self.pending:
             return []
         if self._returned:
-            self._pending += 1
+            self.pending += 1
             return self.on_paused(0.0)
-        self.state = _S.UNKNOWN
+        self._go(_E.PAUSE_FAILED)
         reply_to = self._global_asked or reply_to
         self._global_asked = 0
         self._resume_asked = None
@@ -291,7 +304,7 @@ class EnginePause:
 
     def on_resumed(self, job: Job, took_ms: float, now_ms: float) -> list[SessionEffect]:
         """The engine schedules again; a pause that came meanwhile follows."""
-        self.state = _S.RUNNING
+        self._go(_E.RESUME_RETURNED)
         self._lease.end()
         if isinstance(job.call, CallResume) and job.call.opens:
             self._admission.closed = self._admission.unconfirmed = False
@@ -308,7 +321,7 @@ class EnginePause:
 
     def on_resume_failed(self, job: Job, failure: Failure, now_ms: float) -> list[SessionEffect]:
         """The engine is still paused."""
-        self.state = _S.PAUSED
+        self._go(_E.RESUME_FAILED)
         self._memory.on_resume_failed()
         failed = nack(job.reply_to, Step.RESUME, failure, self.update_id)
         return [failed, *self.run_queued(now_ms)]
@@ -316,7 +329,7 @@ class EnginePause:
     def on_found_paused(self, update_id: str, lease_ms: float, now_ms: float) -> None:
         """The engine was found in this pause, which an earlier sidecar has made: nobody knows what
         it has dropped."""
-        self.state = _S.PAUSED
+        self._go(_E.FOUND_PAUSED)
         self._call, self._outcome = CallPause("keep", clear_cache=False), ""
         self.update_id = update_id
         self._next = None  # whoever asked for it asks again
@@ -324,7 +337,7 @@ class EnginePause:
 
     def found_running(self) -> None:
         """The engine has ended the pause by itself."""
-        self.state = _S.RUNNING
+        self._go(_E.FOUND_RUNNING)
         self._last_resume = self.update_id
         self._next = None  # whoever asked for it asks again
         self._lease.end()

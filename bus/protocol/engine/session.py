@@ -261,7 +261,7 @@ class EngineSession:
         else:
             effects = self.update.on_call_failed(job, failure)
             if isinstance(call, c.CallProbe):
-                self.pause.on_state_unknown()
+                self.pause.on_probe_failed(now_ms)
             elif isinstance(call, c.CallRestore):
                 effects += self._update_admission()
         return self._with_calls(effects, now_ms)
@@ -285,7 +285,7 @@ class EngineSession:
     @property
     def at_rest(self) -> bool:
         """Whether no engine call is under way, or waits."""
-        return not len(self._queue)
+        return not (len(self._queue) or self.pause.pending)
 
     def on_found_paused(
         self,

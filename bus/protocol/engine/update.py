@@ -55,13 +55,20 @@ from typing import TYPE_CHECKING, Final
 from bus import messages as m
 from bus.lora import adapter_of
 from bus.protocol.core.effects import Note, Send
-from bus.protocol.core.failures import Declined, Failure, swap_cancelled, wrong_state
+from bus.protocol.core.failures import Failure, swap_cancelled, wrong_state
+from bus.protocol.core.state_table import StateMachine
 from bus.protocol.core.validation import manifest_of
 from bus.protocol.engine import calls as c
 from bus.protocol.engine.chunks import EngineChunks
 from bus.protocol.engine.transfer import EngineTransfer
 from bus.protocol.engine.update_spec import UpdateSpec
-from bus.protocol.engine.update_states import MIXED, NOTHING_LOADED, EngineUpdateState
+from bus.protocol.engine.update_states import (
+    MIXED,
+    NOTHING_LOADED,
+    TRANSITIONS,
+    EngineUpdateEvent,
+    EngineUpdateState,
+)
 from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity
 
@@ -71,17 +78,17 @@ if TYPE_CHECKING:
     from bus.protocol.engine.admission import Admission
 
 
-_S = EngineUpdateState
+_S, _E = EngineUpdateState, EngineUpdateEvent
 
 
-class EngineUpdate:
+class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     """See the module. Calls go into ``queue``."""
 
     def __init__(
         self, queue: c.CallQueue, version: int, name: str, admission: Admission, *, draft: bool
     ) -> None:
+        super().__init__("engine update", TRANSITIONS, _S.NONE)
         self._draft = draft
-        self.state = _S.NONE
         self._order = UpdateSpec()  # of this update, or the last
         admission.version = version
         self.partial: set[str] = set()  # of what it has not all the weights
@@ -95,6 +102,7 @@ class EngineUpdate:
         self._last_commit = ""
         self.staged = False  # this update, or the last, is
         self._probed: tuple[c.CallProbe, m.Probed] | None = None  # the last, of this update
+        self._undoing: c.Call | None = None  # ends requests for the sake of this update's end
         self._abort_asked: int | None = None  # id of the ABORT that waits for a call to end
 
     @property
@@ -157,7 +165,7 @@ class EngineUpdate:
     def on_found(self, partial: Iterable[str]) -> None:
         """The engine was found like this: no update is under way, of these parts not all
         weights are there."""
-        self.state = _S.NONE
+        self._go(_E.FOUND)
         self.partial = set(partial)
         self._admission.closed |= bool(self.partial)
 
@@ -176,7 +184,7 @@ class EngineUpdate:
         known = message.update_id == self.update_id
         if known and self.state not in (_S.NONE, _S.ABORTING):
             return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
-        if self.staged and self.state is _S.ABORTING:
+        if self._abort_asked is not None or (self.staged and self.state is _S.ABORTING):
             return []
         if self.staged and self.state in MIXED and message.version > self._order.version:
             return self.give_way("the bus arms a later one")
@@ -186,27 +194,19 @@ class EngineUpdate:
             raise wrong_state(
                 f"version {message.version}, the engine is at {self.version}", "version"
             )
-        if message.target == "draft" and not self._draft:
-            raise Declined(
-                Failure(
-                    m.NackCode.DRAFT_MISSING,
-                    "this engine has no draft model whose weights can be updated",
-                    field="target",
-                    hint="start vLLM with a speculative_config that has a model",
-                )
-            )
-        manifest = manifest_of(message)
         order = UpdateSpec.of(message)
+        order.require_target(draft=self._draft)
+        manifest = manifest_of(message)
         order.require_base(self.version, self.partial)
         self._transfer.require(message)
-        self.state = _S.ARMING
+        call = c.CallArm(manifest, order.target, message.staging)
+        effects = self._begin(_E.ARM_ASKED, call, msg_id)
         self._order = order
         self._chunks.begin(message.update_id, message.backend, manifest)
         self._loaded = False
         self._probed = None
         self.staged = False
-        self._queue.add(c.CallArm(manifest, self.target, message.staging), msg_id)
-        return []
+        return effects
 
     def give_way(self, why: str) -> list[c.SessionEffect]:
         """Give up an update that the bus has given up already; what came is asked again."""
@@ -226,10 +226,10 @@ class EngineUpdate:
         elif not paused:
             raise wrong_state("the engine runs; an update starts in a pause, or is staged")
         self._order.require_base(self.version, self.partial)
-        self.state = _S.STARTING
+        call = c.CallStart(bool(self.partial), self.target, message.staged)
+        effects = self._begin(_E.START_ASKED, call, msg_id)
         self.staged = message.staged
-        self._queue.add(c.CallStart(bool(self.partial), self.target, message.staged), msg_id)
-        return []
+        return effects
 
     def chunk(self, msg_id: int, message: m.WeightChunkMeta | m.ChunkSent) -> list[c.SessionEffect]:
         """WEIGHT_CHUNK_META, or CHUNK_SENT."""
@@ -237,8 +237,7 @@ class EngineUpdate:
         if self._chunks.is_new(message):
             if self.state not in (_S.STARTING, _S.LOADING):
                 raise wrong_state(f"the update is {self.state.value}, not loading")
-            if self._abort_asked is not None:
-                raise wrong_state("the update is given up, when the call under way has ended")
+            self._require_kept()
         return self._chunks.take(msg_id, message)
 
     def finish(self, msg_id: int, message: m.UpdateFinish) -> list[c.SessionEffect]:
@@ -252,9 +251,7 @@ class EngineUpdate:
             raise wrong_state(f"the update is {self.state.value}, not loading")
         if not self._chunks.has_sent_all:  # one was lost on its way: both are asked again
             return []
-        self.state = _S.FINISHING
-        self._queue.add(c.CallFinish(), msg_id)
-        return []
+        return self._begin(_E.FINISH_ASKED, c.CallFinish(), msg_id)
 
     def probe(self, msg_id: int, message: m.Probe, pause: c.CallPause) -> list[c.SessionEffect]:
         """PROBE; the session has checked that the engine is paused, as ``pause`` says."""
@@ -269,9 +266,7 @@ class EngineUpdate:
         )
         if self._probed is not None and self._probed[0] == call:
             return [Send(self._probed[1], reply_to=msg_id)]
-        self.state = _S.PROBING
-        self._queue.add(call, msg_id)
-        return []
+        return self._begin(_E.PROBE_ASKED, call, msg_id)
 
     def commit(
         self, msg_id: int, message: m.Commit, *, swaps: bool = True
@@ -287,13 +282,11 @@ class EngineUpdate:
         if message.version != self._order.version:
             raise wrong_state(f"armed for version {self._order.version}", "version")
         if not self.staged:
-            self._queue.add(c.CallCommit(message.version), msg_id)
-        elif (staging := self._order.staging) is not None and swaps:
-            self._queue.add(c.CallSwap(message.version, staging.clear_cache), msg_id)
-        else:
+            return self._begin(_E.COMMIT_ASKED, c.CallCommit(message.version), msg_id)
+        if (staging := self._order.staging) is None or not swaps:
             raise swap_cancelled("ranks in lockstep swap at a step, and a pause makes none")
-        self.state = _S.COMMITTING
-        return []
+        call = c.CallSwap(message.version, staging.clear_cache)
+        return self._begin(_E.COMMIT_ASKED, call, msg_id)
 
     def abort(self, msg_id: int, message: m.Abort) -> list[c.SessionEffect]:
         """ABORT."""
@@ -329,24 +322,24 @@ class EngineUpdate:
             outcome = self._or_partial("untouched" if self.staged else "restored")
             return self._ack_abort(job.reply_to, outcome, took_ms)
         if isinstance(call, c.CallArm):
-            self.state = _S.ARMED
+            self._go(_E.ARM_RETURNED)
             if isinstance(result, StagingCapacity):
                 self._order.has_room(result, self.partial, took_ms)
             return self._run_waiting_abort([self._order.ack(job.reply_to, took_ms)])
         if isinstance(call, c.CallStart):
-            self.state = _S.LOADING
+            self._go(_E.START_RETURNED)
         elif isinstance(call, c.CallLoad):
             self._chunks.on_loaded()
             self._lost_the_old()
         elif isinstance(call, c.CallFinish):
-            self.state = _S.FINISHED
+            self._go(_E.FINISH_RETURNED)
         elif isinstance(call, c.CallProbe):
-            self.state = _S.FINISHED
+            self._go(_E.PROBE_ENDED)
             results = result if isinstance(result, tuple) else ()
             self._probed = (call, m.Probed(self.update_id, results, round(took_ms, 3)))
             return self._run_waiting_abort([Send(self._probed[1], reply_to=job.reply_to)])
         elif isinstance(call, c.CallCommit | c.CallSwap):
-            self.state = _S.NONE
+            self._go(_E.COMMIT_RETURNED)
             self._admission.version = call.version
             self.partial.discard(self._order.part)
             self._last_commit = self.update_id
@@ -358,8 +351,8 @@ class EngineUpdate:
         )
 
     def _is_for_peer(self, job: c.Job) -> bool:
-        """Whether requests are ended for a peer's sake: the update, if one is armed, stays so."""
-        return isinstance(job.call, c.CallAbortRequests) and self.state is not _S.ABORTING
+        """Whether requests are ended for a peer's sake: the update, if there is one, stays."""
+        return isinstance(job.call, c.CallAbortRequests) and job.call is not self._undoing
 
     def on_call_failed(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:
         """One of the update's calls has raised. What was to follow it makes no sense any more."""
@@ -381,11 +374,11 @@ class EngineUpdate:
                 return [note, *self._ack_abort(job.reply_to, self._or_partial("untouched"), 0.0)]
             if isinstance(call, c.CallRestore):
                 self.partial.add(self._order.part)
-                self._queue.add(c.CallAbortRequests(), job.reply_to)
+                self._undoing = self._queue.add(c.CallAbortRequests(), job.reply_to)
                 return [note]
             return [note, *self._ack_abort(job.reply_to, "partial", 0.0)]
         if isinstance(call, c.CallArm):
-            self.state = _S.NONE
+            self._go(_E.ARM_FAILED)
         elif isinstance(call, c.CallStart):
             self._lost_the_old()  # half started: not to be trusted
         elif isinstance(call, c.CallLoad) and failure.code not in NOTHING_LOADED:
@@ -393,17 +386,17 @@ class EngineUpdate:
         elif isinstance(call, c.CallSwap) and failure.code is not m.NackCode.CALLED_OFF:
             return self._on_half_swapped(job, failure)
         elif isinstance(call, c.CallProbe | c.CallCommit | c.CallSwap):
-            self.state = _S.FINISHED
+            self._go(_E.PROBE_ENDED if isinstance(call, c.CallProbe) else _E.COMMIT_FAILED)
         if self.state is _S.FINISHING:
-            self.state = _S.LOADING
+            self._go(_E.FINISH_FAILED)
         return self._run_waiting_abort([c.nack(job.reply_to, step, failure, self.update_id, chunk)])
 
     def _on_half_swapped(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:
         """The engine serves, and some of its weights may be the new ones."""
+        self._go(_E.HALF_SWAPPED)
         self.partial.add(self._order.part)
-        self.state = _S.ABORTING
         reply_to, self._abort_asked = self._abort_asked or 0, None
-        self._queue.add(c.CallAbortRequests(), reply_to)
+        self._undoing = self._queue.add(c.CallAbortRequests(), reply_to)
         return [c.nack(job.reply_to, m.Step.COMMIT, failure, self.update_id)]
 
     def on_issued(self, call: object) -> None:
@@ -421,10 +414,21 @@ class EngineUpdate:
 
     def abandon_discarded_weights(self) -> None:
         """Nobody is there to bring the weights that a sleep has discarded."""
-        self.state = _S.ABORTING
-        self._queue.add(c.CallAbortRequests(), 0)
+        self._go(_E.WEIGHTS_ABANDONED)
+        self._undoing = self._queue.add(c.CallAbortRequests(), 0)
 
     # -- inside ---------------------------------------------------------------
+
+    def _begin(self, event: EngineUpdateEvent, call: c.Call, msg_id: int) -> list[c.SessionEffect]:
+        """Take the next step, which is acked when its call has returned."""
+        self._require_kept()
+        self._go(event)
+        self._queue.add(call, msg_id)
+        return []
+
+    def _require_kept(self) -> None:
+        if self._abort_asked is not None:
+            raise wrong_state("the update is given up, when the call under way has ended")
 
     def _lost_the_old(self) -> None:
         """Something was loaded, or may have been; of an adapter, an engine keeps the one before,
@@ -444,10 +448,10 @@ class EngineUpdate:
 
     def _begin_abort(self, msg_id: int) -> list[c.SessionEffect]:
         began = self.state in MIXED
-        self.state = _S.ABORTING
+        self._go(_E.GIVEN_UP)
         if self._loaded:
             self.partial.add(self._order.part)
-            self._queue.add(c.CallAbortRequests(), msg_id)
+            self._undoing = self._queue.add(c.CallAbortRequests(), msg_id)
             return []
         if began and self._order.part not in self.partial:
             self._queue.add(c.CallRestore(self.target), msg_id)
@@ -455,7 +459,7 @@ class EngineUpdate:
         return self._ack_abort(msg_id, self._or_partial("untouched"), 0.0)
 
     def _ack_abort(self, msg_id: int, outcome: str, took_ms: float) -> list[c.SessionEffect]:
-        self.state = _S.NONE
+        self._go(_E.UNDONE)
         return [c.ack(msg_id, m.Step.ABORT, self.update_id, outcome=outcome, took_ms=took_ms)]
 
     def _or_partial(self, outcome: str) -> str:

@@ -68,6 +68,22 @@ class UpdateSpec:
         """What it brings: its target, or an adapter."""
         return self.backend if adapter_of(self.backend) else self.target
 
+    def require_target(self, *, draft: bool) -> None:
+        """The engine has the model that the update is for.
+
+        Raises:
+            Declined: code ``draft_missing``.
+        """
+        if self.target == "draft" and not draft:
+            raise Declined(
+                Failure(
+                    NackCode.DRAFT_MISSING,
+                    "this engine has no draft model whose weights can be updated",
+                    field="target",
+                    hint="start vLLM with a speculative_config that has a model",
+                )
+            )
+
     def require_base(self, version: int, partial: Collection[str]) -> None:
         """A patch is a difference from what is served here.
 

@@ -1,42 +1,4 @@
-"""The states of one engine's weight update, and its transition table.
-
-::
-
-    state      event          next        engine call, ack
-    NONE       ARM            ARMING      arm(manifest); a patch only onto its base
-    ARMING     done           ARMED       ack arm
-    ARMING     failed         NONE        nack arm
-    ARMED      UPDATE_START   STARTING    start_update(recover); the engine is paused
-    STARTING   done           LOADING     ack start
-    STARTING, LOADING
-               CHUNK_META k,  (same)      receive(k), load(k, verify), as their turns come
-               CHUNK_SENT k               (:mod:`bus.protocol.engine.chunks`); ack chunk k
-    LOADING    UPDATE_FINISH  FINISHING   finish_update(), behind the last load
-    FINISHING  done           FINISHED    ack finish
-    FINISHING  failed         LOADING     nack finish, or the chunk; finish may be tried again
-    FINISHED   PROBE          PROBING     probe(), unless it is the one that was run last
-    PROBING    done           FINISHED    PROBED; what it gave is kept
-    PROBING    failed         FINISHED    nack probe; nobody knows whether the engine is paused
-    FINISHED   COMMIT         COMMITTING  commit(version)
-    COMMITTING done           NONE        ack commit; the version is served
-    staged, see :mod:`bus.protocol.engine.update`:
-    ARMED      UPDATE_START   STARTING    start_update(staged); the engine serves
-    FINISHED   COMMIT         COMMITTING  swap(version, clear_cache)
-    COMMITTING called off     FINISHED    nack commit, or what the ABORT asked for
-    COMMITTING failed         ABORTING    partial, admission is closed
-    COMMITTING ABORT, a pause COMMITTING  call off; the swap's return tells whether it was made
-    any other  ABORT          ABORTING    what the call under way leaves behind decides:
-                                          nothing loaded since the start, or nothing but an
-                                          adapter (:mod:`bus.lora`): restore()
-                                          something loaded: partial, admission is closed
-    ABORTING   done           NONE        ack abort: untouched, restored or partial
-    staged, and begun:
-    any        a later ARM,   as by ABORT no answer, until that is undone: it is asked again. Who
-               TRANSFER_INIT              was deaf has not heard that the bus has given this one up
-               of another one
-    in a pause:
-    any        SLEEP          as by ABORT the same: the bus asks for it when no update is under way
-"""
+"""The states of one engine's weight update, and its transition table."""
 
 from __future__ import annotations
 
@@ -59,12 +21,64 @@ class EngineUpdateState(StrEnum):
     ABORTING = "aborting"
 
 
-# In these, the model may hold weights of two versions.
-MIXED: Final = frozenset(EngineUpdateState) - {
-    EngineUpdateState.NONE,
-    EngineUpdateState.ARMING,
-    EngineUpdateState.ARMED,
+class EngineUpdateEvent(StrEnum):
+    ARM_ASKED = "arm_asked"
+    ARM_RETURNED = "arm_returned"
+    ARM_FAILED = "arm_failed"
+    START_ASKED = "start_asked"
+    START_RETURNED = "start_returned"
+    FINISH_ASKED = "finish_asked"
+    FINISH_RETURNED = "finish_returned"
+    FINISH_FAILED = "finish_failed"
+    PROBE_ASKED = "probe_asked"
+    PROBE_ENDED = "probe_ended"
+    COMMIT_ASKED = "commit_asked"
+    COMMIT_RETURNED = "commit_returned"
+    COMMIT_FAILED = "commit_failed"
+    HALF_SWAPPED = "half_swapped"
+    GIVEN_UP = "given_up"
+    WEIGHTS_ABANDONED = "weights_abandoned"
+    UNDONE = "undone"
+    FOUND = "found"
+
+
+_S, _E = EngineUpdateState, EngineUpdateEvent
+_IDLE: Final = (_S.NONE, _S.ABORTING)  # there is nothing to give up
+
+# Beside each row: the engine call, or the answer. A doubled command is acked again. In STARTING and
+# LOADING chunks are received and loaded as their turns come (:mod:`bus.protocol.engine.chunks`); a
+# start or a chunk that fails is refused, and the state stays.
+TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdateState]] = {
+    (_S.NONE, _E.ARM_ASKED): _S.ARMING,  # arm(manifest); a patch only onto its base
+    (_S.ARMED, _E.ARM_ASKED): _S.ARMING,  # the same: the update before has touched nothing
+    (_S.ARMING, _E.ARM_RETURNED): _S.ARMED,  # ack arm
+    (_S.ARMING, _E.ARM_FAILED): _S.NONE,  # nack arm
+    (_S.ARMED, _E.START_ASKED): _S.STARTING,  # start_update(recover) in a pause, or (staged)
+    (_S.STARTING, _E.START_RETURNED): _S.LOADING,  # ack start
+    (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,  # finish_update(), behind the last load
+    (_S.FINISHING, _E.FINISH_RETURNED): _S.FINISHED,  # ack finish
+    (_S.FINISHING, _E.FINISH_FAILED): _S.LOADING,  # nack finish or chunk; may be tried again
+    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,  # probe(), unless it was the last one
+    (_S.PROBING, _E.PROBE_ENDED): _S.FINISHED,  # PROBED, kept; nack: the pause is unknown
+    (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,  # commit(version); staged: swap(version)
+    (_S.COMMITTING, _E.COMMIT_RETURNED): _S.NONE,  # ack commit: the version is served
+    (_S.COMMITTING, _E.COMMIT_FAILED): _S.FINISHED,  # nack commit; a cancelled swap, too
+    (_S.COMMITTING, _E.HALF_SWAPPED): _S.ABORTING,  # nack commit; partial: admission is closed
+    # By an ABORT, the lease, or, of a staged update, what shows that the broker has given it up;
+    # once the call under way has ended. Something was loaded: partial, admission is closed. Nothing
+    # was, or only an adapter (:mod:`bus.lora`): restore(). A swap under way is cancelled before.
+    **{(each, _E.GIVEN_UP): _S.ABORTING for each in _S if each not in _IDLE},
+    (_S.NONE, _E.WEIGHTS_ABANDONED): _S.ABORTING,  # nobody brings what a sleep has discarded
+    (_S.ABORTING, _E.UNDONE): _S.NONE,  # ack abort: untouched, restored, partial
+    # A sidecar finds the pause of an earlier one, or that the engine has ended it by itself.
+    **{
+        (each, _E.FOUND): _S.NONE
+        for each in (_S.NONE, _S.ARMED, _S.STARTING, _S.LOADING, _S.FINISHED)
+    },
 }
+
+# In these, the model may hold weights of two versions.
+MIXED: Final = frozenset(_S) - {_S.NONE, _S.ARMING, _S.ARMED}
 
 # With these, a load has failed before anything of its chunk was loaded: it did not come, or is
 # not what was sent.

@@ -41,7 +41,7 @@ from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
 from bus.protocol.core.ack_barrier import AckBarrier
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
-from bus.protocol.core.state_table import next_state
+from bus.protocol.core.state_table import StateMachine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,7 @@ TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
 }
 
 
-class PauseMachine:
+class PauseMachine(StateMachine[PauseState, PauseEvent]):
     """One group's pause. Methods take what happened and return instructions.
 
     ``kept_paused`` says who is quarantined when a pause is resumed; they remain paused.
@@ -94,9 +94,9 @@ class PauseMachine:
         kept_paused: Callable[[], frozenset[str]] = frozenset,
         version: Callable[[], int] = lambda: 0,
     ) -> None:
+        super().__init__("pause", TRANSITIONS, PauseState.RUNNING)
         self._kept_paused = kept_paused
         self._version = version
-        self.state = PauseState.RUNNING
         self.update_id = ""
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this pause
         self.barrier: AckBarrier | None = None
@@ -274,6 +274,3 @@ class PauseMachine:
     ) -> list[Instruction]:
         self.barrier = AckBarrier(step, message, self.members, now_ms)
         return [Ask(message, tuple(self.members))]
-
-    def _go(self, event: PauseEvent) -> None:
-        self.state = next_state("pause", TRANSITIONS, self.state, event)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from bus.messages import Sleep, Step, Wake
 from bus.protocol.core.ack_barrier import AckBarrier
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
-from bus.protocol.core.state_table import next_state
+from bus.protocol.core.state_table import StateMachine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,11 +71,11 @@ TRANSITIONS: Final[dict[tuple[SleepState, SleepEvent], SleepState]] = {
 }
 
 
-class SleepMachine:
+class SleepMachine(StateMachine[SleepState, SleepEvent]):
     """One group's sleep. Methods take what happened and return instructions."""
 
     def __init__(self) -> None:
-        self.state = _S.AWAKE
+        super().__init__("sleep", TRANSITIONS, _S.AWAKE)
         self.barrier: AckBarrier | None = None
         self.discarded: set[str] = set()  # engines whose weights are gone, until a commit
         self.members: dict[str, str] = {}  # engine -> its DP group
@@ -159,6 +159,3 @@ class SleepMachine:
         if self._failure is not None:
             return [StepFailed(done.step, self._failure)]
         return [StepDone(done.step, done)]
-
-    def _go(self, event: SleepEvent) -> None:
-        self.state = next_state("sleep", TRANSITIONS, self.state, event)

@@ -79,7 +79,7 @@ from bus.messages import (
 from bus.protocol.core.ack_barrier import AckBarrier
 from bus.protocol.core.failures import Declined, Failure, wrong_state
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
-from bus.protocol.core.state_table import IllegalTransition, next_state
+from bus.protocol.core.state_table import StateMachine
 from bus.protocol.group.staging import StagingDecision
 
 if TYPE_CHECKING:
@@ -164,11 +164,11 @@ UNSAFE: Final = frozenset(
 TAKES_CHUNKS: Final = (_S.STARTING, _S.LOADING)
 
 
-class UpdateMachine:
+class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     """One group's update. Methods take what happened and return instructions."""
 
     def __init__(self) -> None:
-        self.state = UpdateState.IDLE
+        super().__init__("update", TRANSITIONS, _S.IDLE)
         self.update_id = ""
         self.version = 0
         self.label = ""
@@ -242,7 +242,7 @@ class UpdateMachine:
     def chunk(self, message: WeightChunkMeta, now_ms: float) -> list[Instruction]:
         """The next chunk; the group has checked that it is the next one."""
         if self.state not in TAKES_CHUNKS or message.chunk != self.chunks_asked:
-            raise IllegalTransition("update", self.state.value, f"chunk {message.chunk}")
+            raise self._illegal(f"chunk {message.chunk}")
         self.chunks_asked += 1
         chunk = AckBarrier(Step.CHUNK, message, self.members, now_ms)
         chunk.waiting_for_trainer = True
@@ -259,7 +259,7 @@ class UpdateMachine:
 
     def finish(self, message: UpdateFinish, now_ms: float) -> list[Instruction]:
         if not self.has_sent_all:
-            raise IllegalTransition("update", self.state.value, "finish before the last chunk")
+            raise self._illegal("finish before the last chunk")
         self._go(_E.FINISH_ASKED)
         return self._ask(Step.FINISH, message, now_ms)
 
@@ -453,6 +453,3 @@ class UpdateMachine:
         self._go(event)
         self.barrier = None
         self.chunks.clear()
-
-    def _go(self, event: UpdateEvent) -> None:
-        self.state = next_state("update", TRANSITIONS, self.state, event)

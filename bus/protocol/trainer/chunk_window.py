@@ -21,7 +21,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from bus.protocol.core.state_table import IllegalTransition, next_state
+from bus.protocol.core.state_table import IllegalTransition, StateMachine
 
 
 class ChunkState(StrEnum):
@@ -51,6 +51,19 @@ TRANSITIONS: Final[dict[tuple[ChunkState, ChunkEvent], ChunkState]] = {
 _UNSENT: Final = frozenset({_S.WAITING, _S.ANNOUNCED, _S.LEFT})
 
 
+class _Chunk(StateMachine[ChunkState, ChunkEvent]):
+    """One chunk's way."""
+
+    def __init__(self, seq: int) -> None:
+        super().__init__(f"chunk {seq}", TRANSITIONS, _S.WAITING)
+
+    def go(self, event: ChunkEvent) -> None:
+        self._go(event)
+
+    def refuse(self, why: str) -> IllegalTransition:
+        return self._illegal(why)
+
+
 class ChunkWindow:
     """All chunks of one update.
 
@@ -61,43 +74,40 @@ class ChunkWindow:
     """
 
     def __init__(self, chunks: int, depth: int, *, frees_early: bool) -> None:
-        self._states = [ChunkState.WAITING] * chunks
+        self._chunks = [_Chunk(seq) for seq in range(chunks)]
         self._depth = depth
         self._freed = {_S.LEFT, _S.SENT, _S.APPLIED} if frees_early else {_S.APPLIED}
 
     @property
     def has_sent_all(self) -> bool:
         """Whether CHUNK_SENT was asked for of every chunk, so that engines may finish."""
-        return _UNSENT.isdisjoint(self._states)
+        return _UNSENT.isdisjoint(chunk.state for chunk in self._chunks)
 
     def has_room(self, seq: int) -> bool:
         """Whether a buffer is free for a chunk, once all before it have theirs."""
-        return seq < self._depth or self._states[seq - self._depth] in self._freed
+        return seq < self._depth or self._chunks[seq - self._depth].state in self._freed
 
     def is_next_sent(self, seq: int) -> bool:
         """Whether a chunk has left, and CHUNK_SENT of the chunk before it was asked for."""
-        before = self._states[:seq]
-        return self._states[seq] is _S.LEFT and _UNSENT.isdisjoint(before[-1:])
+        before = self._chunks[seq - 1].state if seq else None
+        return self._chunks[seq].state is _S.LEFT and before not in _UNSENT
 
     def on_announced(self, seq: int) -> None:
         """WEIGHT_CHUNK_META is asked for."""
         if not self.has_room(seq):
-            raise IllegalTransition("chunk", self._states[seq].value, f"no buffer for {seq}")
-        self._go(seq, _E.ANNOUNCED)
+            raise self._chunks[seq].refuse("no buffer is free")
+        self._chunks[seq].go(_E.ANNOUNCED)
 
     def on_left(self, seq: int) -> None:
         """The chunk's bytes have left the sender."""
-        self._go(seq, _E.LEFT)
+        self._chunks[seq].go(_E.LEFT)
 
     def on_sent(self, seq: int) -> None:
         """CHUNK_SENT is asked for."""
         if not self.is_next_sent(seq):
-            raise IllegalTransition("chunk", self._states[seq].value, f"{seq} sent out of turn")
-        self._go(seq, _E.SENT)
+            raise self._chunks[seq].refuse("sent out of turn")
+        self._chunks[seq].go(_E.SENT)
 
     def on_applied(self, seq: int) -> None:
         """Every engine that is left has applied the chunk."""
-        self._go(seq, _E.APPLIED)
-
-    def _go(self, seq: int, event: ChunkEvent) -> None:
-        self._states[seq] = next_state("chunk", TRANSITIONS, self._states[seq], event)
+        self._chunks[seq].go(_E.APPLIED)

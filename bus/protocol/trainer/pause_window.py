@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from bus.errors import Refused, UpdateFailed
 from bus.messages import Nack, NackCode, PauseLocal, Resume, Sleep, Wake
-from bus.protocol.core.state_table import next_state
+from bus.protocol.core.state_table import StateMachine
 
 if TYPE_CHECKING:
     from bus.messages import Message
@@ -56,7 +56,7 @@ TRANSITIONS: Final[dict[tuple[PauseWindowState, PauseWindowEvent], PauseWindowSt
 }
 
 
-class PauseWindow:
+class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
     """The pause of one trainer.
 
     Attributes:
@@ -64,7 +64,7 @@ class PauseWindow:
     """
 
     def __init__(self) -> None:
-        self.state = PauseWindowState.NONE
+        super().__init__("pause window", TRANSITIONS, _S.NONE)
         self.pause: PauseLocal | None = None
         self._epoch = 0  # in which the pause was made
 
@@ -110,9 +110,6 @@ class PauseWindow:
     def _end(self, event: PauseWindowEvent) -> None:
         self._go(event)
         self.pause = None
-
-    def _go(self, event: PauseWindowEvent) -> None:
-        self.state = next_state("pause window", TRANSITIONS, self.state, event)
 
 
 def _fenced(update_id: str) -> Nack:

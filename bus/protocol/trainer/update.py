@@ -63,7 +63,7 @@ from bus.messages import (
     UpdateStart,
     Wake,
 )
-from bus.protocol.core.state_table import IllegalTransition, next_state
+from bus.protocol.core.state_table import StateMachine
 from bus.protocol.trainer.pause_window import PauseWindowState
 
 if TYPE_CHECKING:
@@ -127,7 +127,6 @@ TRANSITIONS: Final[dict[tuple[TrainerUpdateState, TrainerUpdateEvent], TrainerUp
     **{(state, _E.UNDO_ASKED): _S.UNDONE for state in TrainerUpdateState if state is not _S.UNDONE},
 }
 
-_NAME: Final = "trainer's update"
 # In the others, the broker holds nothing of the update that an ABORT would end.
 _KNOWN_TO_BUS: Final = frozenset(_S) - {_S.IDLE, _S.WAKING, _S.COMMITTED, _S.UNDONE}
 # With one of these codes a COMMIT ends for the trainer, while engines may carry it out; unless the
@@ -158,7 +157,7 @@ class UpdateRequest:
     catch_up: StaleEngines | None = None
 
 
-class TrainerUpdate:
+class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
     """One update. Methods take what happened, and return the messages to ask for.
 
     Attributes:
@@ -167,7 +166,7 @@ class TrainerUpdate:
     """
 
     def __init__(self, window: PauseWindow, request: UpdateRequest) -> None:
-        self.state = TrainerUpdateState.IDLE
+        super().__init__("trainer's update", TRANSITIONS, _S.IDLE)
         self.request = request
         self.armed: GroupAck | None = None
         self.paused: GroupAck | None = None
@@ -277,7 +276,7 @@ class TrainerUpdate:
     def commit(self, label: str, differing: tuple[Differing, ...]) -> list[Message]:
         """Every engine but the ``differing`` serves the weights; a pause of the update's ends."""
         if self.request.has_canary and not self._has_probed:
-            raise IllegalTransition(_NAME, self.state.value, "commit before the probes")
+            raise self._illegal("commit before the probes")
         self._go(_E.COMMIT_ASKED)
         assert self.armed is not None
         commit = Commit(self.id, self.armed.version, label, differing)
@@ -379,9 +378,6 @@ class TrainerUpdate:
             return []
         self._owns_pause = True
         return [self.request.pause]
-
-    def _go(self, event: TrainerUpdateEvent) -> None:
-        self.state = next_state(_NAME, TRANSITIONS, self.state, event)
 
 
 def _shows_no_commit(error: WavebusError) -> bool:

@@ -13,6 +13,8 @@ from bus.errors import UsageError
 from bus.protocol.core.state_table import state_diagram
 from bus.protocol.diagrams import diagrams, fill_page
 from bus.protocol.dp import coordinator, wave
+from bus.protocol.engine import lease, memory, update_states
+from bus.protocol.engine import pause as engine_pause
 from bus.protocol.group import pause, sleep, update
 from bus.protocol.trainer import chunk_window, pause_window
 from bus.protocol.trainer import update as trainer_update
@@ -70,6 +72,10 @@ def test_every_transition_of_every_machine_is_drawn() -> None:
         "trainer-update": arrows_of(trainer_update.TRANSITIONS),
         "trainer-chunk": arrows_of(chunk_window.TRANSITIONS),
         "trainer-pause": arrows_of(pause_window.TRANSITIONS),
+        "engine-pause": arrows_of(engine_pause.TRANSITIONS),
+        "engine-lease": arrows_of(lease.TRANSITIONS),
+        "engine-memory": arrows_of(memory.TRANSITIONS),
+        "engine-update": arrows_of(update_states.TRANSITIONS),
     }
     assert {name: arrows_in(text) for name, text in diagrams().items()} == tables
 
@@ -108,7 +114,7 @@ def test_a_page_is_filled_between_its_markers() -> None:
     [
         (
             "<!-- diagram: lamp -->\n<!-- end of diagram -->\n",
-            "wave, pause, sleep, coordinator, update",
+            "wave, pause, sleep, coordinator, update, engine-pause",
         ),
         ("no marker\n", "end of diagram"),
         ("<!-- diagram: pause -->\nwithout an end\n", "end of diagram"),

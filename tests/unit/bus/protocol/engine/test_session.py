@@ -315,3 +315,55 @@ def test_after_probes_that_failed_the_engine_is_paused_anew() -> None:
     driver.returned()
     driver.command(PauseLocal("u2", "keep", True, 5_000, 60_000, 0, "keep"))
     assert driver.calls[-1] == CallPause("keep", clear_cache=True)
+
+
+def test_a_pause_that_waits_behind_a_probe_is_made_anew_when_that_fails() -> None:
+    """It was to be strengthened, and nobody knows whether it is there: its return alone acks."""
+    driver = finished()
+    driver.command(PROBE)
+    driver.command(PauseLocal("u2", "abort", True, 5_000, 60_000, 0, "keep"))
+    driver.command(PauseGlobal("u2"))
+    driver.failed()
+    assert driver.calls[-1] == CallPause("abort", clear_cache=True)
+    acked = only(driver.returned(), Ack)
+    assert (acked.step, acked.update_id) == (Step.PAUSE_GLOBAL, "u2")
+    assert driver.running is None
+
+
+def test_an_engine_is_not_at_rest_while_an_escalation_runs() -> None:
+    """It stands in no queue, and may still pause the engine."""
+    driver = Driver()
+    driver.command(PauseLocal("u1", "wait", True, 5_000, 60_000, 100, "abort"))
+    driver.tick(100.0)
+    driver.returned()
+    assert not driver.session.at_rest
+    driver.session.on_escalation_done(None, 110.0)
+    assert driver.session.at_rest
+    assert driver.session.pause.state is EnginePauseState.PAUSED
+
+
+def test_a_step_that_comes_while_an_abort_waits_is_refused() -> None:
+    """Else it would be begun, and undone halfway; another ARM is asked again."""
+    driver = Driver().armed().paused()
+    driver.command(TransferInit("t2", "sim", b"", 0, 0, {}))
+    assert driver.command(Abort("u1", "")) == []
+    assert nack_in(driver.command(UpdateStart("u1"))).code is NackCode.WRONG_STATE
+    assert driver.command(make_arm("u2", MANIFEST, version=5)) == []
+    acks = [each.message for each in driver.returned() if isinstance(each, Send)]
+    assert [(each.step, each.update_id) for each in acks if isinstance(each, Ack)] == [
+        (Step.TRANSFER_INIT, "t2"),
+        (Step.ABORT, "u1"),
+    ]
+    assert driver.running is None
+
+
+def test_requests_of_a_stale_engine_that_end_are_no_abort() -> None:
+    """The ABORT of its staged update is acked by the restore's return."""
+    driver = Driver().may_stage()
+    driver.command(UpdateStart("u1", staged=True))
+    driver.returned()
+    driver.take(driver.session.on_group_version(9, 0.0))
+    assert driver.running == CallAbortRequests()
+    driver.command(Abort("u1", ""))
+    assert driver.returned() == [CallRestore("model")]
+    assert only(driver.returned(), Ack).step is Step.ABORT
