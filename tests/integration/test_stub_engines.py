@@ -418,7 +418,8 @@ def test_a_sidecar_that_is_closed_leaves_what_sleeps_to_its_trainer() -> None:
             await sidecar.start()
             async with TrainerAgent(address, name="trainer") as agent:
                 await agent.wait_for_engines(1)
-                await agent.asleep().__aenter__()
+                asleep = agent.asleep()  # kept: what nobody refers to would end
+                await asleep.__aenter__()
                 assert engine.asleep
                 await sidecar.close()
                 assert engine.asleep

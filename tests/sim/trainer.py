@@ -328,7 +328,9 @@ class SimTrainer(TrainerScripts):
         del self._waiting[envelope.reply_to]
         request.answer = message
         request.answered_ms = self._scheduler.now_ms()
-        if isinstance(message, GroupAck) and message.step is Step.PAUSE_GLOBAL:
+        # A RESUME that was asked for ahead of this answer may be under way already.
+        resumes = any(isinstance(each.message, Resume) for each in self._batch)
+        if isinstance(message, GroupAck) and message.step is Step.PAUSE_GLOBAL and not resumes:
             self.pause_window = (message.update_id, self.peer.link.epoch)
         self.on_answer(message)
         hearer = self._hearer

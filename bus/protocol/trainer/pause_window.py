@@ -67,6 +67,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
         super().__init__("pause window", TRANSITIONS, _S.NONE)
         self.pause: PauseLocal | None = None
         self._epoch = 0  # in which the pause was made
+        self._over_id = ""  # of the pause that was resumed last
 
     @property
     def is_open(self) -> bool:
@@ -88,6 +89,8 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
     def on_acked(self, message: Message, epoch: int) -> None:
         """The broker has acknowledged a step."""
         if isinstance(message, PauseLocal):
+            if message.update_id == self._over_id:
+                return  # its answer was lost, and came again after that of RESUME
             self._go(_E.PAUSED)
             self.pause, self._epoch = message, epoch
         elif isinstance(message, Wake) and self.is_open:
@@ -95,8 +98,10 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
 
     def on_over(self, message: Message) -> None:
         """Nobody waits for the answer to a step any more."""
-        if isinstance(message, Resume) and self.is_open:
-            self._end(_E.ENDED)
+        if isinstance(message, Resume):
+            self._over_id = message.update_id
+            if self.is_open:
+                self._end(_E.ENDED)
 
     @staticmethod
     def undo(update_id: str, error: BaseException) -> list[Resume]:

@@ -114,7 +114,7 @@ def test_a_page_is_filled_between_its_markers() -> None:
     [
         (
             "<!-- diagram: lamp -->\n<!-- end of diagram -->\n",
-            "wave, pause, sleep, coordinator, update, engine-pause",
+            "wave, pause, sleep, coordinator, update, trainer-update",
         ),
         ("no marker\n", "end of diagram"),
         ("<!-- diagram: pause -->\nwithout an end\n", "end of diagram"),

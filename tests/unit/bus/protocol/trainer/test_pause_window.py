@@ -61,3 +61,17 @@ def test_a_wake_that_comes_late_wakes_nobody() -> None:
     window.on_over(Resume("p1"))
     window.on_acked(Wake("p1"), 1)
     assert window.state is PauseWindowState.NONE
+
+
+def test_an_answer_that_comes_after_the_resumes_opens_no_window() -> None:
+    """It was lost at first, and the pause that it tells of is over."""
+    window = PauseWindow()
+    window.on_asked(PAUSE, 1)
+    window.on_asked(Resume("p1"), 1)
+    window.on_over(Resume("p1"))
+    window.on_acked(PAUSE, 1)
+    assert not window.is_open
+    again = PauseLocal("p2", "keep", True, 6000, 60_000, 0, "keep")
+    window.on_asked(again, 1)
+    window.on_acked(again, 1)
+    assert window.is_open
