@@ -84,6 +84,7 @@ def test_keys_and_values_that_name_no_version_are_counted_and_not_fetched(pair: 
 
     async def main() -> None:
         async with pair.clients() as (agent, http):
+            await pair.update(agent)  # which clears caches: the last one may have kept them
             before = {view.name: view.untagged for view in await agent.wait_for_engines(2)}
             prompt = next(prompts(4))
             params = await pair.prefill(http, prompt)
