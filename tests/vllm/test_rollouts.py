@@ -145,6 +145,14 @@ async def generate(client: RolloutClient, count: int) -> list[Completion]:
     return [done async for _, done in client.generate_many(prompts, GREEDY)]
 
 
+async def generate_until(client: RolloutClient, enough: asyncio.Event) -> list[Completion]:
+    """Ten at a time, so that requests are under way whatever an update takes."""
+    answers: list[Completion] = []
+    while not enough.is_set():
+        answers += await generate(client, 10)
+    return answers
+
+
 @pytest.mark.parametrize(("pauses", "every_s"), PARAMS)
 def test_pauses_that_abort_cost_no_request_a_token(
     fleet: Fleet, pauses: int, every_s: float
@@ -180,20 +188,24 @@ def test_updates_and_killed_engines_cost_no_request_a_token(fleet: Fleet) -> Non
             TrainerAgent(fleet.address) as agent,
             RolloutClient(fleet.address) as client,
         ):
-            under_way = asyncio.create_task(generate(client, 10))
+            enough = asyncio.Event()
+            under_way = asyncio.create_task(generate_until(client, enough))
             await until_tokens(client, "e0", 3)
             await fleet.update(agent)
             await until_tokens(client, "e0", 3)
             fleet.kill("e0", "core")
             await fleet.update(agent)
+            enough.set()
             answers = await under_way
             assert "died" in ended_by(answers)
             await fleet.rejoined("e0")
-            under_way = asyncio.create_task(generate(client, 10))
+            enough.clear()
+            under_way = asyncio.create_task(generate_until(client, enough))
             await until_tokens(client, "e1", 3)
             await fleet.update(agent)
             await until_tokens(client, "e1", 3)
             fleet.kill("e1", "server")
+            enough.set()
             later = await under_way
             assert "died" in ended_by(later)
         for done in (*answers, *later):
