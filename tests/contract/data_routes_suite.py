@@ -71,7 +71,7 @@ def routes_contract(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
             async with aiohttp.ClientSession(routes.url, headers=KEYED) as http:
                 await test(self, routes, http)
 
-        routes.run(asyncio.wait_for(with_client(), 60.0))
+        routes.run(asyncio.wait_for(with_client(), 180.0))
 
     del run.__wrapped__  # pytest knows of no `http`
     return run
