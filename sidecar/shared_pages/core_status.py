@@ -88,15 +88,14 @@ class CoreStatusPage:
     """The core's end. ``path`` is made, readable for its owner alone; None keeps the page in
     this process's memory (see :meth:`view`).
 
-    Numbers set by :meth:`count`, and ``untagged`` (see :class:`bus.messages.CoreStatus`), are
-    written with the next :meth:`enter`.
+    Numbers set by :meth:`count` are written with the next :meth:`enter`.
     """
 
     def __init__(self, path: Path | None, *, rank: int = 0) -> None:
         self.path = path
         self._rank = rank
         self._flags = self._step = self._wave = self._waiting = self._running = 0
-        self.untagged = 0
+        self._untagged = 0
         self._memory = make_page(path, _KIND, _LAYOUT, PAGE_BYTES)
         self._record = _record(self._memory)
         self.enter("idle")
@@ -108,11 +107,18 @@ class CoreStatusPage:
         self.close()
 
     def count(
-        self, *, step: int, wave: int, flags: int = 0, waiting: int = 0, running: int = 0
+        self,
+        *,
+        step: int,
+        wave: int,
+        flags: int = 0,
+        waiting: int = 0,
+        running: int = 0,
+        untagged: int = 0,
     ) -> None:
-        """New numbers."""
+        """New numbers; ``untagged``: see :class:`bus.messages.CoreStatus`."""
         self._step, self._wave, self._flags = step, wave, flags
-        self._waiting, self._running = waiting, running
+        self._waiting, self._running, self._untagged = waiting, running, untagged
 
     def enter(self, phase: CorePhase) -> None:
         """The core begins to do this, now."""
@@ -123,7 +129,7 @@ class CoreStatusPage:
             time.monotonic_ns(),
             self._waiting,
             self._running,
-            self.untagged,
+            self._untagged,
             self._rank,
             _NUMBER[phase],
             self._flags,

@@ -26,7 +26,7 @@ _SLOT_HEAD: Final = struct.Struct("<IIQ")
 _SUM: Final = struct.Struct("<I")
 _LENGTH_AND_NUMBER: Final = struct.Struct("<IQ")
 _NUMBER: Final = struct.Struct("<Q")
-_NUMBER_AT: Final = 8
+_NUMBER_AT: Final = _SLOT_HEAD.size - _NUMBER.size
 _READS: Final = 1000
 RECORDS_AT: Final = _PAGE_HEAD.size
 

@@ -89,13 +89,13 @@ class CoreStatusWriter:
         agreed = getattr(core, "ignore_start_dp_wave", paused)
         stepping = getattr(core, "engines_running", False)
         running, waiting = core.scheduler.get_request_counts()
-        self.page.untagged = getattr(core, "wavebus_untagged", 0)
         self.page.count(
             step=self.steps,
             wave=getattr(core, "current_wave", 0),
             flags=LOCALLY_PAUSED * paused | GLOBALLY_PAUSED * agreed | STEPPING * stepping,
             waiting=waiting,
             running=running,
+            untagged=getattr(core, "wavebus_untagged", 0),
         )
 
     def enter(self, phase: CorePhase) -> None:

@@ -34,12 +34,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     with CoreStatusPage(tmp_path / "page", rank=3) as page:
         for number, phase in enumerate(PHASES):
             flags = LOCALLY_PAUSED | GLOBALLY_PAUSED
-            page.count(step=number, wave=7, flags=flags, waiting=2, running=1)
+            page.count(step=number, wave=7, flags=flags, waiting=2, running=1, untagged=number)
             page.enter(phase)
             view = CoreStatusReader(tmp_path / "page").read()
             assert view == page.view()
             assert (view.rank, view.phase, view.step, view.wave) == (3, phase, number, 7)
             assert (view.flags, view.waiting, view.running) == (flags, 2, 1)
+            assert view.untagged == view.message().untagged == number
             assert 0 <= view.age_ms() < 1000
     assert not (tmp_path / "page").exists()
 
