@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
+import anyio
 from anyio.from_thread import start_blocking_portal
 
 from bus.errors import BusClosed
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
 T = TypeVar("T")
+_ExcInfo: TypeAlias = (
+    "tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]"
+)
 Client = TypeVar("Client", bound=contextlib.AbstractAsyncContextManager[Any])
 
 
@@ -65,23 +71,33 @@ class BusThread(Generic[Client]):
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run it in the thread. An interrupted caller waits until it has been undone."""
         ended = threading.Event()
+        scopes: list[anyio.CancelScope] = []  # of the work, from when it begins
 
         async def run() -> T:
             try:
-                return await work()
+                with anyio.CancelScope() as scope:
+                    scopes.append(scope)
+                    return await work()
+                raise BusClosed("interrupted")  # to nobody: the caller has been
             finally:
                 ended.set()
 
+        def cancel() -> bool:
+            for scope in scopes:
+                scope.cancel()
+            return bool(scopes)
+
         portal = self._connected()[0]
         try:
-            future = portal.start_task_soon(run)
-        except RuntimeError as error:  # closed meanwhile
-            raise BusClosed(str(error)) from None
-        try:
+            try:
+                future = portal.start_task_soon(run)
+            except RuntimeError as error:  # closed meanwhile
+                raise BusClosed(str(error)) from None
             return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            ended.wait(2 * CLEANUP_S)
+        except KeyboardInterrupt:  # it may have come before we had the future, and the task runs
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                if portal.call(cancel):
+                    ended.wait(2 * CLEANUP_S)
             raise
 
     def _iterate(self, items: AsyncGenerator[T]) -> Generator[T]:
@@ -95,20 +111,62 @@ class BusThread(Generic[Client]):
                 self._call(items.aclose)
 
     @contextlib.contextmanager
-    def _block(self, entered: contextlib.AbstractAsyncContextManager[T]) -> Iterator[T]:
+    def _block(self, context: contextlib.AbstractAsyncContextManager[T]) -> Iterator[T]:
         """An async context of the client. An interrupt while it is entered leaves it, too."""
-        block = self._connected()[0].wrap_async_context_manager(entered)
+        block = _Block(context)
         try:
-            value = block.__enter__()
-        except KeyboardInterrupt:
-            with contextlib.suppress(Exception, KeyboardInterrupt):
-                block.__exit__(*sys.exc_info())
-            raise
-        with contextlib.ExitStack() as entered_block:
-            entered_block.push(block)
-            yield value
+            yield self._call(block.enter)
+        except BaseException:
+            if not self._call(functools.partial(block.leave, sys.exc_info())):
+                raise
+        else:
+            self._call(functools.partial(block.leave, sys.exc_info()))
 
     def _connected(self) -> tuple[BlockingPortal, Client]:
         if self._portal is None or self._client is None:
             raise BusClosed("connect() first, or use `with`")
         return self._portal, self._client
+
+
+class _Block(Generic[T]):
+    """An async context that one call enters and another leaves. A task of its own does both, since
+    the context may have cancel scopes."""
+
+    def __init__(self, context: contextlib.AbstractAsyncContextManager[T]) -> None:
+        self._context = context
+        self._task: asyncio.Task[bool | None] | None = None
+
+    async def enter(self) -> T:
+        """The context's value. Cancelled, it is left before this raises."""
+        loop = asyncio.get_running_loop()
+        entered: asyncio.Future[T] = loop.create_future()
+        self._body: asyncio.Future[_ExcInfo] = loop.create_future()
+        self._task = asyncio.create_task(self._stay(entered))
+        try:
+            either: list[asyncio.Future[Any]] = [self._task, entered]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._task.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([self._task])
+            raise
+        if not entered.done():
+            self._task.result()
+        return entered.result()
+
+    async def leave(self, body: _ExcInfo) -> bool | None:
+        """Whether the context has dealt with the error of its body. An interrupt waits for it."""
+        if self._task is None or self._task.done():
+            return False
+        self._body.set_result(body)
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([self._task])
+        return self._task.result()
+
+    async def _stay(self, entered: asyncio.Future[T]) -> bool | None:
+        entered.set_result(await self._context.__aenter__())
+        try:
+            body = await self._body
+        except asyncio.CancelledError:
+            return await self._context.__aexit__(*sys.exc_info())
+        return await self._context.__aexit__(*body)

@@ -1,0 +1,126 @@
+"""Interrupts of a caller without an event loop: what it began is undone before it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+import pytest
+from anyio.from_thread import BlockingPortal
+
+from trainer_agent.bus_thread import BusThread
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+LONG_S = 5.0  # nobody waits for it, unless an interrupt is not heard
+
+
+class Client:
+    """Tells in ``seen`` what of it ran, how it ended, and what its block was left with."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to leave."""
+
+    async def work(self) -> None:
+        with self._told("work"):
+            await anyio.sleep(LONG_S)
+
+    @contextlib.asynccontextmanager
+    async def block(self, *, endless: bool = True) -> AsyncIterator[str]:
+        with self._told("enter"):
+            await (anyio.sleep(LONG_S) if endless else anyio.lowlevel.checkpoint())
+        with self._told("body"):
+            yield "value"
+        with self._told("leave"):
+            await anyio.lowlevel.checkpoint()
+
+    @contextlib.contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        self.seen.append(what)
+        try:
+            yield
+        except BaseException as error:
+            self.seen.append(type(error).__name__)
+            raise
+
+
+class Thread(BusThread[Client]):
+    def __init__(self, client: Client) -> None:
+        super().__init__(lambda: client)
+        self.client = client
+
+    def work(self) -> None:
+        self._call(self.client.work)
+
+    @contextlib.contextmanager
+    def block(self, *, endless: bool = True) -> Iterator[str]:
+        with self._block(self.client.block(endless=endless)) as value:
+            yield value
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, *, before: bool) -> None:
+    """The next task that is started interrupts its caller, before or after it is: the caller has
+    no handle of it yet."""
+    start: Callable[..., Any] = BlockingPortal.start_task_soon
+
+    @functools.wraps(start)
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        if not before:
+            start(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BlockingPortal, "start_task_soon", interrupted)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_call_that_is_interrupted_while_it_is_started_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+    before: bool,
+) -> None:
+    with Thread(Client()) as thread:
+        interrupt(monkeypatch, before=before)
+        with pytest.raises(KeyboardInterrupt):
+            thread.work()
+        assert thread.client.seen == ([] if before else ["work", "CancelledError"])
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_block_that_is_interrupted_while_it_is_entered_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+    before: bool,
+) -> None:
+    with Thread(Client()) as thread:
+        interrupt(monkeypatch, before=before)
+        with pytest.raises(KeyboardInterrupt), thread.block():
+            pytest.fail("it was entered")
+        assert thread.client.seen == ([] if before else ["enter", "CancelledError"])
+
+
+def test_a_block_that_is_interrupted_while_it_is_left_is_left_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Thread(Client()) as thread:
+        with pytest.raises(KeyboardInterrupt), thread.block(endless=False):
+            interrupt(monkeypatch, before=False)
+        assert thread.client.seen == ["enter", "body", "leave"]
+
+
+def test_a_block_hears_the_error_of_its_body() -> None:
+    with Thread(Client()) as thread:
+        with pytest.raises(KeyboardInterrupt), thread.block(endless=False):
+            raise KeyboardInterrupt
+        assert thread.client.seen == ["enter", "body", "KeyboardInterrupt"]
+        thread.client.seen.clear()
+        with thread.block(endless=False) as value:
+            assert value == "value"
+        assert thread.client.seen == ["enter", "body", "leave"]
