@@ -136,7 +136,7 @@ def main() -> None:
             processes = stack.enter_context(Processes(folder))
             address = processes.broker()
             for index in range(2):
-                pace = ("--step-ms", "15") if options.engine == "embedded" else ()
+                pace = ("--step-ms", "30") if options.engine == "embedded" else ()
                 name = f"engine-{index}"
                 processes.sidecar(name, options.engine, address, folder, options=pace)
         asyncio.run(train(address, options.group, options.steps, policy))

@@ -423,8 +423,8 @@ def test_an_engine_that_aborts_without_a_token_is_left_alone_for_a_while() -> No
 
     async def main() -> None:
         async with clients_of(aborting) as client:
-            (load,) = client._pool.router.engines.values()
             (choice,) = (await client.generate(PROMPT, {"max_tokens": 3})).choices
+            (load,) = client._pool.router.engines.values()
             assert choice.token_ids == (78, 79)
             assert asked == [3, 4, 4]
             assert load.held_until_s > 0
