@@ -1,6 +1,6 @@
 """Logs: readable on a terminal, one JSON object per line otherwise. Always on stderr.
 
-One event vocabulary (docs/operations.md lists it): the first word of a line is what
+One event vocabulary (docs/operations.md explains it): the first word of a line is what
 happened, fields follow; durations end in ``_ms``.
 """
 
