@@ -271,5 +271,5 @@ def prompts(seed: int) -> Iterator[tuple[int, ...]]:
         yield tuple((draw.choice(heads) if draw.random() < 0.75 else own[:BLOCK] * 2) + own)
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, LIMIT_S))
+def run(work: Coroutine[Any, Any, None], limit_s: float = LIMIT_S) -> None:
+    asyncio.run(asyncio.wait_for(work, limit_s))

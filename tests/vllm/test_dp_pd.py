@@ -19,6 +19,7 @@ pytest.importorskip("nixl", reason="the wheels nixl and nixl-cu12 are not instal
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 LEASE_S = 24
+LOAD_LIMIT_S = 900.0
 RANKS = ("m-0", "m-1")
 
 
@@ -58,3 +59,21 @@ def test_what_one_rank_holds_stands_in_no_ranks_way(
             assert await ranks.metric(http, HITS) > before or clear_cache
 
     run(main())
+
+
+def test_each_token_is_of_its_version_under_load(
+    ranks: Served, request: pytest.FixtureRequest
+) -> None:
+    """Five clients; no rank is excluded, and nobody turned away. Ranks in lockstep take each step
+    together: two processors have hardly time for them."""
+
+    async def main() -> None:
+        async with ranks.clients() as (agent, http):
+            before = await ranks.metric(http, HITS)
+            found = await ranks.update_under_load(agent, http, 5, seed=10, how="staged")
+            found["hits"] = int(await ranks.metric(http, HITS) - before)
+            request.node.user_properties += found.items()  # in a report, `--junitxml`
+            assert found["over_a_commit"]
+            assert found["hits"]
+
+    run(main(), LOAD_LIMIT_S)
