@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 BOOT_S = 300.0
 LIMIT_S = 300.0
+IDLE_S = 2.0  # vLLM closes a connection that is idle for 5 s; one that closes is no answer
 TOKENS = 40
 CLIENTS = 5
 HITS = "vllm:external_prefix_cache_hits_total"
@@ -110,7 +111,11 @@ class Served:
     @contextlib.asynccontextmanager
     async def clients(self) -> AsyncIterator[tuple[TrainerAgent, aiohttp.ClientSession]]:
         """Who sends weights, and who asks: the engines are there, and it is known where."""
-        async with TrainerAgent(self.address) as agent, aiohttp.ClientSession() as http:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+        async with (
+            TrainerAgent(self.address) as agent,
+            aiohttp.ClientSession(connector=connector) as http,
+        ):
             for view in await agent.wait_for_engines(len(self.asked), timeout_s=BOOT_S):
                 self.urls[view.name] = view.endpoint
             yield agent, http
