@@ -1,29 +1,19 @@
-"""What a peer may send to the broker: by its role, by its key, and how much.
+"""Says what a peer may send to the broker: by its rate, its role, and its key.
 
-**How much.** Each route has a bucket of tokens that fills at a steady rate; it is small until its
-peer has joined. A frame costs one token, and one more per 4 KiB. A frame that is refused costs
-:data:`REFUSED_COST` more, since it is answered and logged. While the bucket is empty frames are
-dropped unread, and their sender is told once a second. A role bounds the size of its frames: only a
+**Rate.** Each route has a token bucket that fills at a steady rate. The bucket is small until its
+peer has joined. A frame costs one token, and one more per 4 KiB. A refused frame costs
+:data:`REFUSED_COST` more, because it is answered and logged. While the bucket is empty, frames are
+dropped unread, and their sender is notified once a second. Each role has a largest frame: only a
 trainer sends manifests.
 
-**What.** A peer says its role when it joins. Where the broker has keys, the peer's key decides
-which roles those can be, whatever the peer says:
+**Role.** A peer names its role when it joins. :data:`bus.messages.VERBS` has the messages of each
+role.
 
-========= ==================== ==========================================================
-key       may join as          its verbs
-========= ==================== ==========================================================
-trainer   trainer, follower    all commands of a trainer, and what its other ranks ask
-engine    engine, booting,     acks and status of an engine; nothing more; the waves of its
-          coordinator          DP group
-observer  observer             STATUS_REQUEST, ROUTES_TAKEN
-scheduler scheduler            STATUS_REQUEST, ROUTES_TAKEN
-========= ==================== ==========================================================
+**Key.** If the broker has keys, :data:`JOINS_AS` says as which roles the owner of a key may join.
+The key may send whatever these roles may, whatever the peer says of itself.
 
-Every role may also send JOIN, HEARTBEAT, LEAVE, STATUS_REQUEST and NACK. SLEEP and WAKE are steps
-of a pause, so only its trainer sends them; a scheduler may watch.
-
-Invariants: what is refused here has changed nothing; a frame counts for the peer that it names
-only under the key with which that peer has joined.
+Invariants: a refused frame has changed nothing; a frame counts for the peer that it names only
+under the key with which that peer has joined.
 """
 
 from __future__ import annotations
@@ -31,43 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from bus.messages import (
-    MAX_FRAME_BYTES,
-    WIRE_NAMES,
-    Abort,
-    Ack,
-    Arm,
-    Armed,
-    AwaitStep,
-    ChunkSent,
-    Commit,
-    CoreStatus,
-    FirstReq,
-    Heartbeat,
-    Join,
-    Leave,
-    Message,
-    Nack,
-    NackCode,
-    PauseLocal,
-    PlanTransfer,
-    Probe,
-    Probed,
-    Resume,
-    Role,
-    RoutesTaken,
-    Sleep,
-    StatusRequest,
-    TrainerStep,
-    TransferInit,
-    UpdateFinish,
-    UpdateStart,
-    WaitEngines,
-    Wake,
-    WaveComplete,
-    WaveStarted,
-    WeightChunkMeta,
-)
+from bus.messages import MAX_FRAME_BYTES, VERBS, WIRE_NAMES, Join, Message, NackCode, Role
 from bus.protocol.core.failures import Failure
 
 if TYPE_CHECKING:
@@ -178,34 +132,6 @@ def outside_bounds(field: str, reported: int, known: int) -> Failure | None:
 KeyRole: TypeAlias = Literal["trainer", "engine", "observer", "scheduler"]
 Verbs: TypeAlias = frozenset[type[Message]]
 
-_EVERYBODY: Final[Verbs] = frozenset({Join, Heartbeat, Leave, StatusRequest, Nack})
-VERBS: Final[dict[Role, Verbs]] = {
-    "trainer": _EVERYBODY
-    | {
-        PauseLocal,
-        Sleep,
-        Wake,
-        Resume,
-        PlanTransfer,
-        TransferInit,
-        Arm,
-        UpdateStart,
-        WeightChunkMeta,
-        ChunkSent,
-        UpdateFinish,
-        Probe,
-        Commit,
-        Abort,
-        TrainerStep,
-        WaitEngines,
-    },
-    "follower": _EVERYBODY | {AwaitStep},
-    "engine": _EVERYBODY | {Ack, Armed, CoreStatus, Probed},
-    "booting": _EVERYBODY,
-    "coordinator": _EVERYBODY | {FirstReq, WaveStarted, WaveComplete},
-    "observer": _EVERYBODY | {RoutesTaken},
-    "scheduler": _EVERYBODY | {RoutesTaken},
-}
 JOINS_AS: Final[dict[KeyRole, frozenset[Role]]] = {
     "trainer": frozenset({"trainer", "follower"}),
     "engine": frozenset({"engine", "booting", "coordinator"}),

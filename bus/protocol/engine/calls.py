@@ -7,31 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.messages import (
-    Abort,
+    STEPS,
     Ack,
-    Arm,
-    ChunkSent,
-    Commit,
     LeaseVote,
-    Message,
     Nack,
-    PauseGlobal,
-    PauseLocal,
     PauseMode,
-    Probe,
     ProbeResult,
-    Resume,
-    Sleep,
     SleepLevel,
     Staging,
     Step,
     Target,
-    TransferInit,
-    UpdateFinish,
-    UpdateStart,
     Verify,
-    Wake,
-    WeightChunkMeta,
 )
 from bus.protocol.core.effects import Effect, Send
 from bus.weight_transfer.allocation import StagingCapacity
@@ -212,23 +198,7 @@ SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancelSwap | SendT
 # chunks may be received ahead, an arming whether the update can be staged, a probe what it gave.
 CallResult: TypeAlias = int | StagingCapacity | tuple[ProbeResult, ...] | None
 
-COMMAND_STEPS: Final[dict[type[Message], Step]] = {
-    PauseLocal: Step.PAUSE_LOCAL,
-    PauseGlobal: Step.PAUSE_GLOBAL,
-    Sleep: Step.SLEEP,
-    Wake: Step.WAKE,
-    Resume: Step.RESUME,
-    TransferInit: Step.TRANSFER_INIT,
-    Arm: Step.ARM,
-    UpdateStart: Step.START,
-    WeightChunkMeta: Step.CHUNK,
-    ChunkSent: Step.CHUNK,
-    UpdateFinish: Step.FINISH,
-    Probe: Step.PROBE,
-    Commit: Step.COMMIT,
-    Abort: Step.ABORT,
-}
-COMMANDS: Final = frozenset(COMMAND_STEPS)
+COMMANDS: Final = frozenset(STEPS)
 CALL_STEPS: Final[dict[type[Call], Step]] = {
     CallPause: Step.PAUSE_GLOBAL,
     CallStrengthenPause: Step.PAUSE_GLOBAL,

@@ -129,7 +129,7 @@ class EngineSession:
             self.epoch = epoch
             return self._with_calls(self._command(msg_id, message, now_ms), now_ms)
         except Declined as declined:
-            step = c.COMMAND_STEPS.get(type(message), "")
+            step = m.STEPS.get(type(message), "")
             update_id = getattr(message, "update_id", "")
             chunk = getattr(message, "chunk", 0)
             return [c.nack(msg_id, step, declined.failure, update_id, chunk)]

@@ -7,23 +7,9 @@ from typing import TYPE_CHECKING, Final
 from bus.messages import (
     MAX_REQUEST_IDS,
     REFUSED,
-    Abort,
-    Arm,
-    ChunkSent,
-    Commit,
     GroupAck,
-    Message,
     Nack,
-    PauseLocal,
-    Probe,
-    Resume,
-    Sleep,
     Step,
-    TransferInit,
-    UpdateFinish,
-    UpdateStart,
-    Wake,
-    WeightChunkMeta,
 )
 
 if TYPE_CHECKING:
@@ -53,22 +39,6 @@ DONE_EVENTS: Final = {
     Step.FINISH: "update_finished",
     Step.PROBE: "probed",
     Step.COMMIT: "committed",
-}
-# The step that each of a trainer's commands asks for.
-ASKS_FOR: Final[dict[type[Message], Step]] = {
-    PauseLocal: Step.PAUSE_GLOBAL,
-    Sleep: Step.SLEEP,
-    Wake: Step.WAKE,
-    Resume: Step.RESUME,
-    TransferInit: Step.TRANSFER_INIT,
-    Arm: Step.ARM,
-    UpdateStart: Step.START,
-    WeightChunkMeta: Step.CHUNK,
-    ChunkSent: Step.CHUNK,
-    UpdateFinish: Step.FINISH,
-    Probe: Step.PROBE,
-    Commit: Step.COMMIT,
-    Abort: Step.ABORT,
 }
 
 

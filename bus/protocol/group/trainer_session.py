@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.messages import (
+    GROUP_STEPS,
     AwaitStep,
     Message,
     Nack,
@@ -37,7 +38,7 @@ from bus.messages import (
 from bus.protocol.core.access import OPEN_REQUESTS
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Declined, Failure
-from bus.protocol.group.replies import ASKS_FOR, nack_of
+from bus.protocol.group.replies import nack_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -172,7 +173,7 @@ class TrainerSession:
         self, trainer: Peer, msg_id: int, message: Message, failure: Failure
     ) -> list[Effect]:
         """Refuse a command, with the reason."""
-        step = ASKS_FOR.get(type(message), "")
+        step = GROUP_STEPS.get(type(message), "")
         nack = nack_of(failure, step, getattr(message, "update_id", ""))
         if trainer is self.owner:
             self.requests.answer_ids([msg_id], nack)
