@@ -6,19 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from bus.messages import (
-    STEPS,
-    Ack,
-    LeaseVote,
-    Nack,
-    PauseMode,
-    ProbeResult,
-    SleepLevel,
-    Staging,
-    Step,
-    Target,
-    Verify,
-)
+from bus import messages as m
 from bus.protocol.core.effects import Effect, Send
 from bus.weight_transfer.allocation import StagingCapacity
 
@@ -30,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallPause:
-    mode: PauseMode
+    mode: m.PauseMode
     clear_cache: bool
 
 
@@ -39,13 +27,13 @@ class CallEscalate:
     """A second pause, beside the `wait` that still drains: both are awaited. The only call
     that does not stand in the queue. Before it, ask which requests are waited for."""
 
-    mode: PauseMode
+    mode: m.PauseMode
     clear_cache: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CallSleep:
-    level: SleepLevel
+    level: m.SleepLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +71,8 @@ class CallArm:
     """``staging``: as ARM has it."""
 
     manifest: Manifest
-    target: Target
-    staging: Staging | None = None
+    target: m.Target
+    staging: m.Staging | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +81,7 @@ class CallStart:
     is not loaded, but staged beside the weights."""
 
     recover: bool
-    target: Target
+    target: m.Target
     staged: bool = False
 
 
@@ -110,13 +98,13 @@ class CallLoad:
     """Verified first, if there are ``sums``; nothing is loaded of what is not what was sent."""
 
     chunk: int
-    verify: Verify
+    verify: m.Verify
     sums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CallRestore:
-    target: Target
+    target: m.Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +119,7 @@ class CallProbe:
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
     salt: str
-    mode: PauseMode
+    mode: m.PauseMode
     clear_cache: bool
 
 
@@ -189,33 +177,33 @@ Call: TypeAlias = (
 class SendToPeers:
     """Tell these ranks of the DP group, over the direct link."""
 
-    vote: LeaseVote
+    vote: m.LeaseVote
     ranks: tuple[int, ...]
 
 
 SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancelSwap | SendToPeers
 # What a call has told: a pause or a swap how many requests the engine has, an opening how many
 # chunks may be received ahead, an arming whether the update can be staged, a probe what it gave.
-CallResult: TypeAlias = int | StagingCapacity | tuple[ProbeResult, ...] | None
+CallResult: TypeAlias = int | StagingCapacity | tuple[m.ProbeResult, ...] | None
 
-COMMANDS: Final = frozenset(STEPS)
-CALL_STEPS: Final[dict[type[Call], Step]] = {
-    CallPause: Step.PAUSE_GLOBAL,
-    CallStrengthenPause: Step.PAUSE_GLOBAL,
-    CallSleep: Step.SLEEP,
-    CallWakeWeights: Step.WAKE,
-    CallResume: Step.RESUME,
-    CallOpenTransfer: Step.TRANSFER_INIT,
-    CallArm: Step.ARM,
-    CallStart: Step.START,
-    CallReceive: Step.CHUNK,
-    CallLoad: Step.CHUNK,
-    CallRestore: Step.ABORT,
-    CallFinish: Step.FINISH,
-    CallProbe: Step.PROBE,
-    CallCommit: Step.COMMIT,
-    CallSwap: Step.COMMIT,
-    CallAbortRequests: Step.ABORT,
+COMMANDS: Final = frozenset(m.STEPS)
+CALL_STEPS: Final[dict[type[Call], m.Step]] = {
+    CallPause: m.Step.PAUSE_GLOBAL,
+    CallStrengthenPause: m.Step.PAUSE_GLOBAL,
+    CallSleep: m.Step.SLEEP,
+    CallWakeWeights: m.Step.WAKE,
+    CallResume: m.Step.RESUME,
+    CallOpenTransfer: m.Step.TRANSFER_INIT,
+    CallArm: m.Step.ARM,
+    CallStart: m.Step.START,
+    CallReceive: m.Step.CHUNK,
+    CallLoad: m.Step.CHUNK,
+    CallRestore: m.Step.ABORT,
+    CallFinish: m.Step.FINISH,
+    CallProbe: m.Step.PROBE,
+    CallCommit: m.Step.COMMIT,
+    CallSwap: m.Step.COMMIT,
+    CallAbortRequests: m.Step.ABORT,
 }
 _NOT_THE_UPDATES: Final = (
     CallPause,
@@ -294,7 +282,7 @@ class CallQueue:
 
 def ack(
     reply_to: int,
-    step: Step,
+    step: m.Step,
     update_id: str,
     *,
     chunk: int = 0,
@@ -306,14 +294,14 @@ def ack(
     """An engine's ACK."""
     took_ms = round(took_ms, 3)
     return Send(
-        Ack(step, update_id, chunk, in_flight, took_ms, outcome, waited_for), reply_to=reply_to
+        m.Ack(step, update_id, chunk, in_flight, took_ms, outcome, waited_for), reply_to=reply_to
     )
 
 
 def nack(reply_to: int, step: str, failure: Failure, update_id: str, chunk: int = 0) -> Send:
     """An engine's NACK."""
     return Send(
-        Nack(
+        m.Nack(
             code=failure.code,
             step=step,
             update_id=update_id,

@@ -22,18 +22,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import (
-    Ack,
-    Armed,
-    Heartbeat,
-    Message,
-    Nack,
-    NackCode,
-    Probed,
-    StaleEngines,
-    Step,
-    step_name,
-)
+from bus import messages as m
 from bus.protocol.core.ack_barrier import STILL_CLOSED
 from bus.protocol.core.effects import Effect, Send
 from bus.protocol.core.failures import Declined, Failure
@@ -61,13 +50,12 @@ from bus.protocol.group.update import UpdateState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.messages import GroupStatus
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.membership import Peer
     from bus.protocol.group.group_state import Action
 
 # What these do to engines' phases and versions may change where requests go.
-_MOVES: Final = frozenset({Step.SLEEP, Step.RESUME, Step.COMMIT, Step.ABORT})
+_MOVES: Final = frozenset({m.Step.SLEEP, m.Step.RESUME, m.Step.COMMIT, m.Step.ABORT})
 
 
 class Group(GroupState):
@@ -83,7 +71,7 @@ class Group(GroupState):
     def on_owner_gone(self, reason: str, now_ms: float) -> list[Effect]:
         """The owner is gone: recover forward, so that engines generate again."""
         self.session.release()
-        return self._recover(Failure(NackCode.CANCELLED, reason), now_ms)
+        return self._recover(Failure(m.NackCode.CANCELLED, reason), now_ms)
 
     def _recover(self, failure: Failure, now_ms: float) -> list[Effect]:
         self.orphaned = True
@@ -101,7 +89,7 @@ class Group(GroupState):
         return effects + self.run_follow_ups(now_ms)
 
     def command(
-        self, trainer: Peer, msg_id: int, epoch: int, message: Message, now_ms: float
+        self, trainer: Peer, msg_id: int, epoch: int, message: m.Message, now_ms: float
     ) -> list[Effect]:
         """A command of a trainer. Asked again under the same id, it is answered again."""
         again = self.session.answer_again(trainer, msg_id)
@@ -149,7 +137,7 @@ class Group(GroupState):
         effects += self.apply(self.pause.on_lost(peer.name, failure, now_ms), now_ms)
         return effects + self.run_follow_ups(now_ms)
 
-    def on_engine_heartbeat(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
+    def on_engine_heartbeat(self, peer: Peer, beat: m.Heartbeat) -> list[Effect]:
         """A heartbeat; an engine left behind by a pause or update that is over comes back."""
         self.registry.changes += (peer.phase, peer.version) != (beat.phase, beat.version)
         is_new = peer.version != beat.version
@@ -161,7 +149,7 @@ class Group(GroupState):
         effects += self.answer_waiters(peer.last_heard_ms)
         return effects + self._reconcile(peer, beat)
 
-    def on_owner_heartbeat(self, beat: Heartbeat, now_ms: float) -> list[Effect]:
+    def on_owner_heartbeat(self, beat: m.Heartbeat, now_ms: float) -> list[Effect]:
         """A heartbeat of the trainer: if it keeps the weights that the group serves, it hears who
         is behind."""
         if self.owner is not None and self.owner.in_flight != beat.in_flight:
@@ -170,7 +158,7 @@ class Group(GroupState):
         if self.is_busy() or not self.version or beat.version != self.version:
             return []
         names = stale_dp_groups(self.registry, self.version)
-        return self.session.notify(StaleEngines(self.version, names)) if names else []
+        return self.session.notify(m.StaleEngines(self.version, names)) if names else []
 
     def pause_held_at(self, name: str) -> str:
         """The pause that its trainer holds at this engine, as long as that is heard: what renews
@@ -178,7 +166,7 @@ class Group(GroupState):
         held = self.pause.state is not PauseState.RUNNING and not self.orphaned
         return self.pause.update_id if held and name in self.pause.members else ""
 
-    def _reconcile(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
+    def _reconcile(self, peer: Peer, beat: m.Heartbeat) -> list[Effect]:
         found = self._reconciliation.find(peer, beat)
         if found is None:
             return []
@@ -186,10 +174,10 @@ class Group(GroupState):
         fields = {"peer": peer.name, "phase": beat.phase}
         return [self.note("reconcile", beat.update_id, "warning", fields), self.send(undo, names)]
 
-    def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Effect]:
+    def on_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Effect]:
         """An engine's ack: the hot path; until the last one it changes a set and no more."""
         if ack.step in PAUSE_STEPS:
-            if ack.step is Step.RESUME and ack.outcome != STILL_CLOSED:
+            if ack.step is m.Step.RESUME and ack.outcome != STILL_CLOSED:
                 self.registry.on_resumed(name)
             instructions = self.pause.on_ack(name, ack, now_ms)
             if name in self.dp_groups:
@@ -198,22 +186,22 @@ class Group(GroupState):
         elif ack.step in SLEEP_STEPS:
             instructions = self.sleep.on_ack(name, ack, now_ms)
         else:
-            if ack.step is Step.ABORT and self.registry.on_abort_ack(name, ack.outcome):
+            if ack.step is m.Step.ABORT and self.registry.on_abort_ack(name, ack.outcome):
                 fields = {"peer": name, "reason": self.registry.quarantined[name]}
                 note = self.note("quarantined", ack.update_id, "error", fields)
                 return [note, *self.apply(self.update.on_ack(name, ack, now_ms), now_ms)]
             instructions = self.update.on_ack(name, ack, now_ms)
         return self.apply(instructions, now_ms) if instructions else []
 
-    def on_nack(self, name: str, nack: Nack, now_ms: float) -> list[Effect]:
+    def on_nack(self, name: str, nack: m.Nack, now_ms: float) -> list[Effect]:
         """An engine's refusal of a step."""
-        what = step_name(nack.step, nack.chunk)
-        in_chunk = nack.step == Step.CHUNK and what not in nack.detail
+        what = m.step_name(nack.step, nack.chunk)
+        in_chunk = nack.step == m.Step.CHUNK and what not in nack.detail
         detail = f"{what}: {nack.detail}" if in_chunk else nack.detail
         failure = Failure(nack.code, detail, name, nack.tensor, nack.field, nack.hint)
         fields = failure_fields(nack.step, failure, nack.chunk)
         effects: list[Effect] = [self.note("engine_refused", nack.update_id, "warning", fields)]
-        if nack.code is NackCode.FENCED:  # somebody else's command; ours is asked again
+        if nack.code is m.NackCode.FENCED:  # somebody else's command; ours is asked again
             return effects
         if nack.step in PAUSE_STEPS:
             if nack.update_id == self.pause.update_id:
@@ -223,7 +211,7 @@ class Group(GroupState):
                 effects += self.apply(self.sleep.on_refused(name, nack.step, failure), now_ms)
         elif nack.update_id == self.update.update_id and (
             # While all undo what they can, only an ABORT that is refused is news.
-            self.update.state is not UpdateState.ABORTING or nack.step == Step.ABORT
+            self.update.state is not UpdateState.ABORTING or nack.step == m.Step.ABORT
         ):
             effects += self._exclude(name, failure, now_ms)
         return effects + self.run_follow_ups(now_ms)
@@ -239,11 +227,11 @@ class Group(GroupState):
                 self.registry.quarantine(each, failure.detail)  # before a resume that follows
         return self.apply(instructions, now_ms)
 
-    def on_armed(self, name: str, armed: Armed, now_ms: float) -> list[Effect]:
+    def on_armed(self, name: str, armed: m.Armed, now_ms: float) -> list[Effect]:
         """An engine's answer to an ARM of what may be staged."""
         return self.apply(self.update.on_armed(name, armed, now_ms), now_ms)
 
-    def on_probed(self, name: str, probed: Probed, now_ms: float) -> list[Effect]:
+    def on_probed(self, name: str, probed: m.Probed, now_ms: float) -> list[Effect]:
         """An engine's answer to the canary's probes."""
         return self.apply(self.update.on_probed(name, probed, now_ms), now_ms)
 
@@ -337,9 +325,9 @@ class Group(GroupState):
         self.moved_ms = now_ms
         if done.step in _MOVES:
             self.registry.changes += 1
-        if done.step is Step.COMMIT:
+        if done.step is m.Step.COMMIT:
             return [*self._on_committed(), *self._answer(done, now_ms)]
-        if done.step is Step.RESUME:
+        if done.step is m.Step.RESUME:
             self.last_resumed = self.pause.update_id
         return self._answer(done, now_ms)
 
@@ -363,7 +351,7 @@ class Group(GroupState):
         answer = done_ack(done, self.pause, self.update, self.version, left_out, now_ms)
         fields = done_fields(done, answer, self.update)
         note = self.note(DONE_EVENTS[done.step], answer.update_id, "info", fields)
-        reply = probe_report(self.update, answer) if done.step is Step.PROBE else answer
+        reply = probe_report(self.update, answer) if done.step is m.Step.PROBE else answer
         return [note, *self.session.answer((done.step, done.chunk), reply)]
 
     def _on_step_failed(self, failed: StepFailed) -> list[Effect]:
@@ -372,16 +360,16 @@ class Group(GroupState):
         event = "sleep_failed" if step in SLEEP_STEPS else "update_failed"
         if step in PAUSE_STEPS:
             event = "pause_failed"
-        elif failure.code is NackCode.TRANSFER_CLOSED:  # an engine came or went: it opens another
+        elif failure.code is m.NackCode.TRANSFER_CLOSED:  # an engine came or went: it opens another
             event = "transfer_closed"
         level = "info" if event == "transfer_closed" else "warning"
         fields = failure_fields(step.value, failure, failed.chunk)
         effects: list[Effect] = [self.note(event, update_id, level, fields)]
         keys = [(step, failed.chunk)]
-        if step is Step.ABORT:
+        if step is m.Step.ABORT:
             self.registry.on_update_aborted(self.update.partial, self.update.update_id)
-            aborted = self.empty_ack(Step.ABORT, update_id)
-            effects += self.session.answer((Step.ABORT, 0), aborted)
+            aborted = self.empty_ack(m.Step.ABORT, update_id)
+            effects += self.session.answer((m.Step.ABORT, 0), aborted)
             keys = [key for key in self.session.requests.steps() if key[0] not in WINDOW_STEPS]
         for key in keys:
             nack = nack_of(failure, key[0].value, update_id, key[1])
@@ -403,6 +391,6 @@ class Group(GroupState):
         """What was told last."""
         return [Send(self.routing.now, watchers, 0, self.name, self.epoch)] if watchers else []
 
-    def status(self, now_ms: float, booting: Iterable[Peer] = ()) -> GroupStatus:
+    def status(self, now_ms: float, booting: Iterable[Peer] = ()) -> m.GroupStatus:
         """What `wavebus status` shows of the group. ``booting``: of all groups."""
         return status_of(self, now_ms, booting)

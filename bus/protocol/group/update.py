@@ -56,26 +56,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from bus.messages import (
-    Abort,
-    Ack,
-    Arm,
-    Armed,
-    CanaryMode,
-    ChunkSent,
-    Commit,
-    Message,
-    NackCode,
-    Probe,
-    Probed,
-    ProbeResult,
-    Step,
-    Target,
-    TransferInit,
-    UpdateFinish,
-    UpdateStart,
-    WeightChunkMeta,
-)
+from bus import messages as m
 from bus.protocol.core.ack_barrier import AckBarrier
 from bus.protocol.core.failures import Declined, Failure, wrong_state
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
@@ -172,12 +153,12 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self.update_id = ""
         self.version = 0
         self.label = ""
-        self.target: Target = "model"
-        self.canary: CanaryMode = ""
+        self.target: m.Target = "model"
+        self.canary: m.CanaryMode = ""
         self.staging = StagingDecision()
         self.staged = False  # engines serve until they swap, and beyond
         self.quorum = 1  # DP groups
-        self.probed: dict[str, tuple[ProbeResult, ...]] = {}  # by engine
+        self.probed: dict[str, tuple[m.ProbeResult, ...]] = {}  # by engine
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this update
         self.excluded: dict[str, Failure] = {}
         self.partial: set[str] = set()  # who say that they hold a part, of this target or another
@@ -208,16 +189,16 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     # -- what the trainer asks ------------------------------------------------
 
     def open(
-        self, message: TransferInit, members: dict[str, str], now_ms: float
+        self, message: m.TransferInit, members: dict[str, str], now_ms: float
     ) -> list[Instruction]:
         """Every engine opens its end of the transport."""
         self._begin(_E.INIT_ASKED, message.update_id, members)
         self._communicator = message.communicator
-        return self._ask(Step.TRANSFER_INIT, message, now_ms)
+        return self._ask(m.Step.TRANSFER_INIT, message, now_ms)
 
     def arm(
         self,
-        message: Arm,
+        message: m.Arm,
         members: dict[str, str],
         now_ms: float,
         staging: StagingDecision | None = None,
@@ -232,24 +213,24 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self.canary = message.canary
         self.quorum = message.quorum or len(set(members.values()))
         self.chunks_planned = len(message.chunk_ends)
-        return self._ask(Step.ARM, message, now_ms)
+        return self._ask(m.Step.ARM, message, now_ms)
 
-    def start(self, message: UpdateStart, now_ms: float) -> list[Instruction]:
+    def start(self, message: m.UpdateStart, now_ms: float) -> list[Instruction]:
         self._go(_E.START_ASKED)
         self.staged = message.staged
-        return self._ask(Step.START, message, now_ms)
+        return self._ask(m.Step.START, message, now_ms)
 
-    def chunk(self, message: WeightChunkMeta, now_ms: float) -> list[Instruction]:
+    def chunk(self, message: m.WeightChunkMeta, now_ms: float) -> list[Instruction]:
         """The next chunk; the group has checked that it is the next one."""
         if self.state not in TAKES_CHUNKS or message.chunk != self.chunks_asked:
             raise self._illegal(f"chunk {message.chunk}")
         self.chunks_asked += 1
-        chunk = AckBarrier(Step.CHUNK, message, self.members, now_ms)
+        chunk = AckBarrier(m.Step.CHUNK, message, self.members, now_ms)
         chunk.waiting_for_trainer = True
         self.chunks[message.chunk] = chunk
         return [Ask(message, tuple(self.members))]
 
-    def on_chunk_sent(self, message: ChunkSent, now_ms: float) -> list[Instruction]:
+    def on_chunk_sent(self, message: m.ChunkSent, now_ms: float) -> list[Instruction]:
         """A chunk under way has left the trainer: now it is for the engines."""
         chunk = self.chunks[message.chunk]
         chunk.messages.append(message)
@@ -257,16 +238,16 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         chunk.asked_ms = chunk.resent_ms = now_ms
         return [Ask(message, tuple(sorted(chunk.waiting)))]
 
-    def finish(self, message: UpdateFinish, now_ms: float) -> list[Instruction]:
+    def finish(self, message: m.UpdateFinish, now_ms: float) -> list[Instruction]:
         if not self.has_sent_all:
             raise self._illegal("finish before the last chunk")
         self._go(_E.FINISH_ASKED)
-        return self._ask(Step.FINISH, message, now_ms)
+        return self._ask(m.Step.FINISH, message, now_ms)
 
-    def probe(self, message: Probe, now_ms: float) -> list[Instruction]:
+    def probe(self, message: m.Probe, now_ms: float) -> list[Instruction]:
         self._go(_E.PROBE_ASKED)
         self.probed = {}
-        return self._ask(Step.PROBE, message, now_ms)
+        return self._ask(m.Step.PROBE, message, now_ms)
 
     def expel(self, failures: dict[str, Failure], now_ms: float) -> list[Instruction]:
         """These are not to be committed."""
@@ -276,29 +257,29 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
                 expelled += self.on_refused(name, why, now_ms)
         return expelled
 
-    def commit(self, message: Commit, now_ms: float) -> list[Instruction]:
+    def commit(self, message: m.Commit, now_ms: float) -> list[Instruction]:
         self._go(_E.COMMIT_ASKED)
-        return self._ask(Step.COMMIT, message, now_ms)
+        return self._ask(m.Step.COMMIT, message, now_ms)
 
     def abort(self, failure: Failure, now_ms: float) -> list[Instruction]:
         """Abort on every engine; the failure is told when all have undone what they can."""
         if self.state is _S.OPENING:
             self._end(_E.FAILED)
-            return [StepFailed(Step.TRANSFER_INIT, failure)]
+            return [StepFailed(m.Step.TRANSFER_INIT, failure)]
         self._go(_E.GIVEN_UP)
         self.failure = failure
         self.chunks.clear()
-        return self._ask(Step.ABORT, Abort(self.update_id, failure.detail[:4096]), now_ms)
+        return self._ask(m.Step.ABORT, m.Abort(self.update_id, failure.detail[:4096]), now_ms)
 
     # -- what the engines answer ----------------------------------------------
 
-    def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
+    def on_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Instruction]:
         """An engine has done a step; duplicates and old ones change nothing."""
         if ack.update_id != self.update_id:
             return []
-        if ack.step in (Step.ABORT, Step.COMMIT) and ack.outcome == "partial":
+        if ack.step in (m.Step.ABORT, m.Step.COMMIT) and ack.outcome == "partial":
             self.partial.add(name)
-        if ack.step is Step.CHUNK:
+        if ack.step is m.Step.CHUNK:
             return self._on_chunk_ack(name, ack, now_ms)
         current = self.barrier
         if current is None or ack.step is not current.step:
@@ -306,18 +287,18 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         current.on_ack(name, ack, now_ms)
         return self._check_barrier()
 
-    def on_armed(self, name: str, armed: Armed, now_ms: float) -> list[Instruction]:
+    def on_armed(self, name: str, armed: m.Armed, now_ms: float) -> list[Instruction]:
         """An engine has armed an update that may be staged."""
         if self.state is _S.ARMING and armed.update_id == self.update_id:
             self.staging.on_armed(name, armed)
-        done = Ack(Step.ARM, armed.update_id, 0, 0, armed.duration_ms, "", ())
+        done = m.Ack(m.Step.ARM, armed.update_id, 0, 0, armed.duration_ms, "", ())
         return self.on_ack(name, done, now_ms)
 
-    def on_probed(self, name: str, probed: Probed, now_ms: float) -> list[Instruction]:
+    def on_probed(self, name: str, probed: m.Probed, now_ms: float) -> list[Instruction]:
         """An engine has run the probes."""
         if self.state is _S.PROBING and probed.update_id == self.update_id:
             self.probed[name] = probed.results
-        done = Ack(Step.PROBE, probed.update_id, 0, 0, probed.duration_ms, "", ())
+        done = m.Ack(m.Step.PROBE, probed.update_id, 0, 0, probed.duration_ms, "", ())
         return self.on_ack(name, done, now_ms)
 
     def on_refused(
@@ -326,13 +307,13 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         """An engine can't do what it was asked, or has not done it in time (``overdue``)."""
         if name not in self.members or self.state is _S.IDLE:
             return []
-        if failure.code is NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
+        if failure.code is m.NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
             self.barrier.lacks_manifest.add(name)  # it is sent again
             return []
         if not overdue and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
             return self.abort(failure, now_ms)
         gone = [name] if self.state is _S.ABORTING else self._dp_group_of(name)
-        abort = Ask(Abort(self.update_id, failure.detail[:4096]), tuple(gone))
+        abort = Ask(m.Abort(self.update_id, failure.detail[:4096]), tuple(gone))
         asked = [] if self.state in (_S.OPENING, _S.ABORTING) else [abort]
         return [*asked, *self._exclude(gone, failure, now_ms)]
 
@@ -381,11 +362,11 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self.chunks_asked = 0
         self.chunks_planned = 0
 
-    def _ask(self, step: Step, message: Message, now_ms: float) -> list[Instruction]:
+    def _ask(self, step: m.Step, message: m.Message, now_ms: float) -> list[Instruction]:
         self.barrier = AckBarrier(step, message, self.members, now_ms)
         return [Ask(message, tuple(self.members))]
 
-    def _on_chunk_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
+    def _on_chunk_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Instruction]:
         current = self.chunks.get(ack.chunk)
         if current is None or current.waiting_for_trainer:
             return []
@@ -394,7 +375,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         del self.chunks[ack.chunk]
         if self.barrier is not None:
             self.barrier.asked_ms = now_ms  # what it waits for goes on
-        return [StepDone(Step.CHUNK, current, ack.chunk), *self._check_barrier()]
+        return [StepDone(m.Step.CHUNK, current, ack.chunk), *self._check_barrier()]
 
     def _exclude(self, names: Iterable[str], failure: Failure, now_ms: float) -> list[Instruction]:
         gone = list(names)
@@ -408,14 +389,14 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             current.remove(gone)
             if current.is_done:
                 del self.chunks[number]
-                done.append(StepDone(Step.CHUNK, current, number))
+                done.append(StepDone(m.Step.CHUNK, current, number))
         left = len(set(self.members.values()))
         if left < self.quorum and (self.state, _E.GIVEN_UP) in TRANSITIONS:
             detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
-            too_few = replace(failure, code=NackCode.QUORUM_MISSING, detail=detail)
+            too_few = replace(failure, code=m.NackCode.QUORUM_MISSING, detail=detail)
             return [*done, *self.abort(too_few, now_ms)]
         if self._communicator and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
-            closed = replace(failure, code=NackCode.TRANSFER_CLOSED)
+            closed = replace(failure, code=m.NackCode.TRANSFER_CLOSED)
             return self.abort(failure if self.state is _S.STARTING else closed, now_ms)
         if self.barrier is not None:
             self.barrier.remove(gone)
@@ -423,7 +404,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
 
     def _on_no_engines(self, failure: Failure) -> list[Instruction]:
         failed: list[Instruction] = [
-            StepFailed(Step.CHUNK, failure, number) for number in self.chunks
+            StepFailed(m.Step.CHUNK, failure, number) for number in self.chunks
         ]
         if self.barrier is not None:
             failed.append(StepFailed(self.barrier.step, self.failure or failure))
@@ -441,7 +422,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             failure = self.failure
             assert failure is not None
             self._end(_E.ALL_DONE)
-            return [StepFailed(Step.ABORT, failure)]
+            return [StepFailed(m.Step.ABORT, failure)]
         if self.state in (_S.OPENING, _S.COMMITTING):
             self._end(_E.ALL_DONE)
         else:
