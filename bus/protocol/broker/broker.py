@@ -43,25 +43,6 @@ if TYPE_CHECKING:
 WAVE_MESSAGES: Final = (m.FirstReq, m.WaveStarted, m.WaveComplete)
 
 
-_PHASE_AFTER: Final[dict[m.Step, m.Phase]] = {
-    m.Step.PAUSE_LOCAL: "pausing",
-    m.Step.PAUSE_GLOBAL: "paused",
-    m.Step.SLEEP: "asleep",
-    m.Step.RESUME: "running",
-    m.Step.START: "updating",
-    m.Step.COMMIT: "paused",
-}
-
-_PHASE_AFTER_STAGED: Final[dict[m.Step, m.Phase]] = {
-    **_PHASE_AFTER,
-    m.Step.START: "staging",
-    m.Step.COMMIT: "running",
-}
-
-# What an ABORT found; an engine that was untouched is where it was.
-_PHASE_FOUND: Final[dict[str, m.Phase]] = {"partial": "quarantined", "restored": "paused"}
-
-
 class Broker:
     """All groups and peers. One method takes frames, one the time.
 
@@ -149,12 +130,8 @@ class Broker:
         group = self.groups.get(peer.group)
         back = group.take_back(peer, message, now_ms) if group and peer.overdue else []
         if type(message) is m.Ack:
-            # Between heartbeats, acks tell where an engine stands.
             assert group is not None, "an engine's"
-            after = _PHASE_AFTER_STAGED if group.update.staged else _PHASE_AFTER
-            peer.phase = after.get(message.step, peer.phase)
-            if message.outcome in _PHASE_FOUND:
-                peer.phase = _PHASE_FOUND[message.outcome]
+            group.registry.on_ack(peer, message, staged=group.update.staged)
             return back + group.on_ack(peer.name, message, now_ms)
         return back + self._from_peer(peer, envelope, message, now_ms)
 

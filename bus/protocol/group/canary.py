@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 def require_probes(
     way: m.CanaryMode, names: Iterable[str], registry: EngineRegistry, *, asleep: bool
 ) -> None:
-    """Before anything is touched: whether all of them can run probes while requests are treated
-    that way. Without a canary, all can.
+    """Checks that these engines can run probes while requests are treated in this ``way``.
 
     Raises:
-        Declined: names those that can't.
+        Declined: names the engines that can't.
     """
     if not way:
         return
@@ -35,10 +34,12 @@ def require_probes(
         raise wrong_state(
             "no engine runs probes while its KV cache sleeps", "canary", hint="update when awake"
         )
-    unable = registry.unable_to_probe(names, way)
+    able = ("keep",) if way == "keep" else ("keep", "abort")
+    facts = registry.facts(names)
+    unable = [name for name, engine in facts.items() if engine.canary not in able]
     if not unable:
         return
-    can_abort = way == "keep" and not registry.unable_to_probe(unable, "abort")
+    can_abort = way == "keep" and all(facts[name].canary for name in unable)
     detail = (
         "would serve the requests that the pause keeps with weights that are not proven"
         if can_abort

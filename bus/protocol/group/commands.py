@@ -15,6 +15,7 @@ from bus.protocol.core.failures import Declined, Failure, wrong_state
 from bus.protocol.core.validation import check_chunk, check_sums, manifest_of
 from bus.protocol.group import catch_up
 from bus.protocol.group.canary import failures, require_probes
+from bus.protocol.group.engine_registry import Communicator, communicator
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.reconciliation import EarlierCommits
 from bus.protocol.group.replies import nack_of
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.manifest import Manifest
-    from bus.protocol.group.engine_registry import Communicator
     from bus.protocol.group.group_state import Action, GroupState, Instruction
 
 
@@ -91,7 +91,7 @@ class Commands:
                 forwarded = self._state.followers.on_trainer_step(message)
                 return [*forwarded, *self._state.session.answer_ids([msg_id], message)]
             case m.PlanTransfer():
-                made = self._state.registry.communicator(self._members(message.scope))
+                made = self._communicator(self._members(message.scope))
                 plan = m.TransferPlan(made.number, made.world_size)
                 return [*self._state.session.answer_ids([msg_id], plan)]
             case m.TransferInit():
@@ -270,7 +270,8 @@ class Commands:
                 "clear_cache",
                 hint="pause with clear_cache",
             )
-        cannot = self._state.registry.unable_to_sleep(members)
+        facts = self._state.registry.facts(members)
+        cannot = [name for name, engine in facts.items() if not engine.can_sleep]
         if cannot:
             raise wrong_state(
                 f"{', '.join(cannot[:8])} can't sleep",
@@ -323,9 +324,12 @@ class Commands:
         """
         return catch_up.members(self._state.registry, scope, self._state.version)
 
+    def _communicator(self, members: Iterable[str]) -> Communicator:
+        return communicator(self._state.registry.engines[name] for name in members)
+
     def _require_communicator(self, number: int, members: Iterable[str]) -> Communicator:
         """A collective is for those who are there now, all of them, and nobody else."""
-        made = self._state.registry.communicator(members)
+        made = self._communicator(members)
         if made.number != number:
             raise Declined(
                 Failure(

@@ -123,7 +123,11 @@ class Group(GroupState):
         peers = self.registry.dp_peers(peer.name)
         if len(peers) == 1 or self.registry.is_incomplete(peer.name):
             return []
-        return [self.send(self.registry.introduction(peers), peers)]
+        ranks = [
+            m.PeerRank(name, facts.dp_rank, facts.peer_address, self.registry.engines[name].user)
+            for name, facts in self.registry.facts(peers).items()
+        ]
+        return [self.send(m.PeerRanks(tuple(ranks)), peers)]
 
     def on_engine_lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
         """An engine is gone: left, silent, or dead."""
@@ -139,12 +143,8 @@ class Group(GroupState):
 
     def on_engine_heartbeat(self, peer: Peer, beat: m.Heartbeat) -> list[Effect]:
         """A heartbeat; an engine left behind by a pause or update that is over comes back."""
-        self.registry.changes += (peer.phase, peer.version) != (beat.phase, beat.version)
-        is_new = peer.version != beat.version
-        peer.phase, peer.version, peer.in_flight = beat.phase, beat.version, beat.in_flight
-        if is_new:
+        if self.registry.on_heartbeat(peer, beat):
             self.served.on_report(self.registry, peer.name)
-        self.registry.on_phase(peer.name, beat.phase, closed=beat.closed)
         effects = self.dp_groups.on_phase_changed(peer.name, self.pause.members)
         effects += self.answer_waiters(peer.last_heard_ms)
         return effects + self._reconcile(peer, beat)
@@ -367,7 +367,8 @@ class Group(GroupState):
         effects: list[Effect] = [self.note(event, update_id, level, fields)]
         keys = [(step, failed.chunk)]
         if step is m.Step.ABORT:
-            self.registry.on_update_aborted(self.update.partial, self.update.update_id)
+            for name in self.update.partial:
+                self.registry.quarantine(name, f"update {update_id} was given up half-loaded")
             aborted = self.empty_ack(m.Step.ABORT, update_id)
             effects += self.session.answer((m.Step.ABORT, 0), aborted)
             keys = [key for key in self.session.requests.steps() if key[0] not in WINDOW_STEPS]

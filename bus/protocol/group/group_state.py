@@ -124,7 +124,7 @@ class GroupState:
 
     def quarantine(self, name: str, reason: str, update_id: str) -> list[Effect]:
         """Quarantine an engine and log it, unless it is quarantined already."""
-        if name in self.registry.quarantined:
+        if self.registry.is_quarantined(name):
             return []
         self.registry.quarantine(name, reason)
         return [self.note("quarantined", update_id, "error", {"peer": name, "reason": reason})]
@@ -134,8 +134,7 @@ class GroupState:
         if not peer.answers(message):
             return []
         fields = {"peer": peer.name, "step": peer.overdue}
-        peer.overdue = ""
-        self.registry.changes += 1
+        self.registry.on_answered(peer)
         note = self.note("engine_answered", "", "info", fields)
         return [note, *self.answer_waiters(now_ms)]
 

@@ -149,7 +149,7 @@ class Routing:
             for name, peer in registry.engines.items()
             if peer.version != version
             or peer.phase in _OUT
-            or name in registry.quarantined
+            or registry.is_quarantined(name)
             or peer.overdue
             or registry.is_not_admitting(name)
             or (self._sleep.state is SleepState.FALLING and name in self._sleep.members)

@@ -51,9 +51,7 @@ def overdue_engines(
     for name in sorted(barrier.waiting):
         peer = state.registry.engines.get(name)
         wedged, restart = _check_wedged(state, peer, now_ms)
-        if peer is not None:
-            peer.overdue = barrier.step.value
-            state.registry.changes += 1
+        state.registry.on_overdue(name, barrier.step)
         failure = Failure(
             NackCode.TIMEOUT,
             f"{state.registry.last_heard(name, now_ms)} lives but has not acked "
