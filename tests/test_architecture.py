@@ -40,7 +40,7 @@ LONG_CLASSES = {
     "EngineRegistry": 339,
     "EngineSession": 453,
     "EngineUpdate": 397,
-    "Group": 337,
+    "Group": 341,
     "Sidecar": 425,
     "TrainerAgent": 376,
     "TrainerEngineSession": 373,

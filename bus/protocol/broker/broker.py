@@ -126,7 +126,7 @@ class Broker:
                 self._nack((route,), envelope.id, failure),
             ]
         peer.last_seq = envelope.seq
-        peer.on_frame(message, now_ms)
+        peer.on_frame(now_ms, is_heartbeat=type(message) is m.Heartbeat)
         group = self.groups.get(peer.group)
         back = group.take_back(peer, message, now_ms) if group and peer.overdue else []
         if type(message) is m.Ack:

@@ -84,7 +84,9 @@ class GroupTable(dict[str, Group]):
         engines that have left the routes may be held; the next tick may be due earlier."""
         for group in (self[name] for name in names if name in self):
             rerouted = group.reroute(self._watchers, now_ms)
-            effects = group.routing.hold(effects) + rerouted
+            if group.routing.is_holding:
+                effects = group.routing.hold(effects)
+            effects = effects + rerouted
             due_ms = group.next_deadline_ms()
             if due_ms is not None and due_ms < self.due_ms:
                 self.due_ms = due_ms

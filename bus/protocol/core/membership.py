@@ -99,10 +99,13 @@ class Peer:
         join = Join(self.role, self.host, self.pid, self.facts, self.coordinator)
         return place_of(self.group, join)
 
-    def on_frame(self, message: Message, now_ms: float) -> None:
-        """A frame of it has come. A link that is cut one way carries those of a peer that can be
-        told nothing: it is not to hold anything up by them."""
-        if type(message) is Heartbeat:
+    def on_frame(self, now_ms: float, *, is_heartbeat: bool) -> None:
+        """A frame of the peer has arrived.
+
+        A link that is cut one way still carries frames of a peer that receives none. Such frames do
+        not count as signs of life.
+        """
+        if is_heartbeat:
             self.is_unreachable = False
         if not self.is_unreachable:
             self.last_heard_ms = now_ms

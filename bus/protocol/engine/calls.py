@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus import messages as m
+from bus.manifest import Chunk
 from bus.protocol.core.effects import Effect, Send
 from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
-    from bus.manifest import Manifest, TensorMeta
+    from bus.manifest import Manifest
     from bus.protocol.core.failures import Failure
     from bus.weight_transfer.allocation import RankAssignment
 
@@ -86,18 +87,15 @@ class CallStart:
 
 
 @dataclass(frozen=True, slots=True)
-class CallReceive:
-    chunk: int
-    backend: str
-    tensors: tuple[TensorMeta, ...]
-    handle: bytes
+class CallReceive(Chunk):
+    """Receive this chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallLoad:
     """Verified first, if there are ``sums``; nothing is loaded of what is not what was sent."""
 
-    chunk: int
+    seq: int
     verify: m.Verify
     sums: tuple[int, ...]
 

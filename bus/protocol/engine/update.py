@@ -345,7 +345,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             self._last_commit = self.update_id
             count = result if isinstance(result, int) else 0
             return self._run_waiting_abort([self._commit_ack(job.reply_to, took_ms, count)])
-        step, chunk = c.CALL_STEPS[type(call)], getattr(call, "chunk", 0)
+        step, chunk = c.CALL_STEPS[type(call)], getattr(call, "seq", 0)
         return self._run_waiting_abort(
             [c.ack(job.reply_to, step, self.update_id, chunk=chunk, took_ms=took_ms)]
         )
@@ -366,7 +366,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return [Note("abort_failed", "error", {"detail": failure.detail})]
         self._queue.drop_waiting()
         self._chunks.discard()
-        chunk = call.chunk if isinstance(call, c.CallReceive | c.CallLoad) else 0
+        chunk = call.seq if isinstance(call, c.CallReceive | c.CallLoad) else 0
         if isinstance(call, (c.CallRestore, c.CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
             note = Note("abort_failed", "error", {"detail": failure.detail})

@@ -321,6 +321,10 @@ class Group(GroupState):
                 effects.append(action)
         return effects
 
+    def send(self, message: m.Message, names: Iterable[str]) -> Send:
+        """Returns the effect that sends a message to engines, under the group's epoch."""
+        return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
+
     def _on_step_done(self, done: StepDone, now_ms: float) -> list[Effect]:
         self.moved_ms = now_ms
         if done.step in _MOVES:

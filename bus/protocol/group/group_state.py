@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from bus.messages import GroupAck, GroupView, Message, NackCode, Step
-from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.core.effects import Effect, Note
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.dp.groups import DpGroups
@@ -24,7 +24,7 @@ from bus.protocol.group.trainer_session import Followers, TrainerSession
 from bus.protocol.group.update import UpdateMachine, UpdateState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.membership import Peer
@@ -161,10 +161,6 @@ class GroupState:
         return sum(peer.phase == "running" and peer.version >= self.version for peer in peers)
 
     # -- what effects are made of ------------------------------------------------
-
-    def send(self, message: Message, names: Iterable[str]) -> Send:
-        """A message to engines, under the group's epoch."""
-        return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
 
     def note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
         """A log event, with the fields that every event of a group has."""
