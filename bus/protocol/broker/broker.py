@@ -30,7 +30,7 @@ from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.link import WORTH_A_WAIT
 from bus.protocol.core.membership import WATCHERS, Membership, Peer, place_of
-from bus.protocol.group.replies import engine_fields, lacking, nack_of
+from bus.protocol.group.replies import engine_fields, lacking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -465,5 +465,5 @@ class Broker:
     def _nack(
         self, routes: tuple[bytes, ...], reply_to: int, failure: Failure, retry_ms: int = 0
     ) -> Send:
-        nack = replace(nack_of(failure, "", ""), retry_after_ms=retry_ms)
+        nack = replace(failure.nack(), retry_after_ms=retry_ms)
         return Send(nack, routes, reply_to)

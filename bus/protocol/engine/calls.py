@@ -289,7 +289,7 @@ def ack(
     outcome: str = "",
     waited_for: tuple[str, ...] = (),
 ) -> Send:
-    """An engine's ACK."""
+    """Returns the effect that sends an engine's ACK."""
     took_ms = round(took_ms, 3)
     return Send(
         m.Ack(step, update_id, chunk, in_flight, took_ms, outcome, waited_for), reply_to=reply_to
@@ -297,19 +297,5 @@ def ack(
 
 
 def nack(reply_to: int, step: str, failure: Failure, update_id: str, chunk: int = 0) -> Send:
-    """An engine's NACK."""
-    return Send(
-        m.Nack(
-            code=failure.code,
-            step=step,
-            update_id=update_id,
-            chunk=chunk,
-            detail=failure.detail[:4096],
-            field=failure.field,
-            peer="",
-            tensor=failure.tensor[:512],
-            hint=failure.hint,
-            retry_after_ms=0,
-        ),
-        reply_to=reply_to,
-    )
+    """Returns the effect that sends an engine's NACK."""
+    return Send(failure.nack(step, update_id, chunk), reply_to=reply_to)

@@ -18,7 +18,6 @@ from bus.protocol.group.canary import failures, require_probes
 from bus.protocol.group.engine_registry import Communicator, communicator
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.reconciliation import EarlierCommits
-from bus.protocol.group.replies import nack_of
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.staging import StagingDecision, before_engines
 from bus.protocol.group.update import TAKES_CHUNKS, UpdateState
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.manifest import Manifest
-    from bus.protocol.group.group_state import Action, GroupState, Instruction
+    from bus.protocol.core.instructions import Instruction
+    from bus.protocol.group.group_state import Action, GroupState
 
 
 # In these, a chunk may come, or come again.
@@ -168,7 +168,7 @@ class Commands:
             if update.state in _OVER or message.update_id != update.update_id:
                 del self._queued[step]
                 ended = Failure(m.NackCode.WRONG_STATE, "the update ended before this was its turn")
-                nack = nack_of(update.failure or ended, step.value, message.update_id)
+                nack = (update.failure or ended).nack(step.value, message.update_id)
                 refused += self._state.session.answer((step, 0), nack)
                 continue
             asked: list[Instruction] = []

@@ -42,7 +42,6 @@ from bus.protocol.group.replies import (
     done_ack,
     done_fields,
     failure_fields,
-    nack_of,
 )
 from bus.protocol.group.status import status_of
 from bus.protocol.group.update import UpdateState
@@ -79,7 +78,7 @@ class Group(GroupState):
         effects = self.abandon_discarded_weights(
             "its weights went in a sleep, and its trainer has gone"
         )
-        effects += self.followers.on_leader_gone(nack_of(failure, "update", ""))
+        effects += self.followers.on_leader_gone(failure.nack("update", ""))
         if self.update.state not in (
             UpdateState.IDLE,
             UpdateState.COMMITTING,
@@ -377,7 +376,7 @@ class Group(GroupState):
             effects += self.session.answer((m.Step.ABORT, 0), aborted)
             keys = [key for key in self.session.requests.steps() if key[0] not in WINDOW_STEPS]
         for key in keys:
-            nack = nack_of(failure, key[0].value, update_id, key[1])
+            nack = failure.nack(key[0].value, update_id, key[1])
             effects += self.session.answer(key, nack)
         return effects
 

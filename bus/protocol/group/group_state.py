@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, TypeAlias
 from bus.messages import GroupAck, GroupView, Message, NackCode, Step
 from bus.protocol.core.effects import Effect, Note
 from bus.protocol.core.failures import Failure
-from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.core.instructions import Instruction
 from bus.protocol.dp.groups import DpGroups
 from bus.protocol.group.catch_up import GroupVersion
 from bus.protocol.group.engine_registry import DepartedEngines, EngineRegistry
 from bus.protocol.group.pause import PauseMachine, PauseState
-from bus.protocol.group.replies import nack_of
 from bus.protocol.group.routing import Routing
 from bus.protocol.group.sleep import SleepMachine
 from bus.protocol.group.trainer_session import Followers, TrainerSession
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.membership import Peer
 
-Instruction: TypeAlias = Ask | StepDone | StepFailed
 # What a rule wants done. The group carries instructions out, and passes effects on as they are.
 Action: TypeAlias = Instruction | Effect
 
@@ -142,7 +140,7 @@ class GroupState:
         """Rank 0, which may wait for this rank in a collective, is told by a NACK of no request."""
         self.followers.on_gone(peer)
         failure = Failure(NackCode.PEER_LOST, f"a rank of the trainer is gone: {reason}", peer.name)
-        return self.session.notify(nack_of(failure, "update", ""))
+        return self.session.notify(failure.nack("update", ""))
 
     def answer_waiters(self, now_ms: float) -> list[Effect]:
         """Answer every WAIT_ENGINES for which enough engines are ready."""

@@ -106,22 +106,6 @@ def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]
     return {**fields, "chunk": chunk} if step == m.Step.CHUNK else fields
 
 
-def nack_of(failure: Failure, step: str, update_id: str, chunk: int = 0) -> m.Nack:
-    """The trainer's answer when a step can't be had."""
-    return m.Nack(
-        code=failure.code,
-        step=step,
-        update_id=update_id,
-        chunk=chunk,
-        detail=failure.detail[:4096],
-        field=failure.field[:256],
-        peer=failure.peer[:256],
-        tensor=failure.tensor[:512],
-        hint=failure.hint[:4096],
-        retry_after_ms=0,
-    )
-
-
 def engine_fields(facts: m.EngineFacts | None, run: str) -> dict[str, object]:
     """What the join line says of an engine, which has joined this ``run``."""
     if facts is None:

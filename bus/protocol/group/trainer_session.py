@@ -28,7 +28,6 @@ from bus import messages as m
 from bus.protocol.core.access import OPEN_REQUESTS
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Declined, Failure
-from bus.protocol.group.replies import nack_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -164,7 +163,7 @@ class TrainerSession:
     ) -> list[Effect]:
         """Refuse a command, with the reason."""
         step = m.GROUP_STEPS.get(type(message), "")
-        nack = nack_of(failure, step, getattr(message, "update_id", ""))
+        nack = failure.nack(step, getattr(message, "update_id", ""))
         if trainer is self.owner:
             self.requests.answer_ids([msg_id], nack)
         fields = {

@@ -1,72 +1,46 @@
-"""A weight update of a group, broker's side: init, arm, start, chunks, finish, commit.
+"""Updates a group's weights: the broker's side.
 
-::
+Several chunks travel at a time from STARTING on; they are numbered and taken in order. Each is one
+barrier with two messages: WEIGHT_CHUNK_META, with which engines begin to receive, and CHUNK_SENT,
+with which they verify and load. Until the second the trainer is waited for, and no engine's time
+runs. Engines execute messages in their order. So the first chunks are announced while engines
+start, and UPDATE_FINISH is sent while they load the last one.
 
-    state       event         next        what is asked
-    IDLE        INIT_ASKED    OPENING     TRANSFER_INIT of every engine
-    OPENING     ALL_DONE      IDLE        (the trainer hears: open)
-    OPENING     FAILED        IDLE        (the trainer hears why)
-    IDLE        ARM_ASKED     ARMING      ARM with the manifest and the version
-    ARMING      ALL_DONE      ARMED       (the trainer hears: armed)
-    ARMED       START_ASKED   STARTING    UPDATE_START
-    STARTING    ALL_DONE      LOADING
-    LOADING     FINISH_ASKED  FINISHING   UPDATE_FINISH
-    FINISHING   ALL_DONE      FINISHED
-    FINISHED    PROBE_ASKED   PROBING     PROBE: engines run the canary's probes
-    PROBING     ALL_DONE      FINISHED    (the trainer hears what they gave)
-    FINISHED    COMMIT_ASKED  COMMITTING  COMMIT: engines serve the version
-    COMMITTING  ALL_DONE      IDLE        (the trainer hears: committed)
-    ARMING, ARMED, STARTING, LOADING, FINISHING, FINISHED, PROBING
-                GIVEN_UP      ABORTING    ABORT: each engine undoes what it can
-    ABORTING    ALL_DONE      IDLE        (the trainer hears why)
-    any but IDLE
-                NO_ENGINES    IDLE        nothing: no engine is left
-
-    OPENING, ARMING, STARTING, an engine refuses: the update is given up (an opening fails)
-    the same, it is overdue or lost: it falls out; with a communicator, in which the others would
-                wait for it, the update is given up, and the trainer opens another one
-
-Chunks travel from STARTING on, several at a time; they are numbered and taken in order. Each is
-one round with two messages: WEIGHT_CHUNK_META, with which engines begin to receive, and
-CHUNK_SENT, with which they verify and load. Until the second the trainer is waited for, and no
-engine's time runs. Engines do what they are told in the order in which they were told: so the
-first chunks are told while they start, and UPDATE_FINISH while they load the last one.
+In OPENING, ARMING and STARTING an engine that refuses aborts the update (an opening fails). An
+engine that is overdue or lost drops out. With a communicator the others would wait for that engine,
+so the update is aborted, and the trainer opens another transport.
 
 Invariants:
 
-- Nothing is loaded anywhere before every engine has armed: one refusal gives the
-  update up, with no engine touched.
-- FINISH is asked only when every chunk of the manifest has been sent, and is done when every
-  chunk is applied on every engine that is left; COMMIT is asked only then.
-- From the first chunk on, an engine that fails or is lost falls out of the update
-  with all ranks of its DP group (they are told to ABORT, and quarantine themselves
-  if they loaded anything) and the others go on: giving up would leave them all
-  half-loaded. The trainer reads the names in ``excluded``.
-- No COMMIT is asked with fewer DP groups left than the quorum: the update is given up as soon as
-  they are fewer. Once it is asked, whoever commits serves.
-- Who differs by the canary falls out in the same way, before the COMMIT is asked of anybody.
+- Nothing is loaded before every engine has armed. One refusal aborts the update, with no engine
+  touched.
+- FINISH is sent only when every chunk of the manifest has been sent. It is done when every engine
+  that is left has applied every chunk. COMMIT follows only then.
+- From the first chunk on, an engine that fails or is lost drops out with all ranks of its DP group.
+  They get ABORT, and quarantine themselves if they loaded anything. The others continue, because
+  an abort would leave all of them half-loaded. The trainer finds the names in ``excluded``.
+- No COMMIT is sent with fewer DP groups left than the quorum: the update is aborted as soon as they
+  are fewer. Once COMMIT is sent, an engine that commits serves.
+- An engine that differs by the canary drops out in the same way, before any COMMIT.
 
-An update that is staged loads nothing anywhere before it is committed: see
-:mod:`bus.protocol.group.staging`.
+A staged update loads nothing before it is committed: see :mod:`bus.protocol.group.staging`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from bus import messages as m
 from bus.protocol.core.ack_barrier import AckBarrier
 from bus.protocol.core.failures import Declined, Failure, wrong_state
-from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.core.instructions import Ask, Instruction, StepDone, StepFailed
 from bus.protocol.core.state_table import StateMachine
 from bus.protocol.group.staging import StagingDecision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-Instruction: TypeAlias = Ask | StepDone | StepFailed
 
 
 class UpdateState(StrEnum):
@@ -99,21 +73,21 @@ class UpdateEvent(StrEnum):
 _S, _E = UpdateState, UpdateEvent
 
 TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
-    (_S.IDLE, _E.INIT_ASKED): _S.OPENING,
-    (_S.OPENING, _E.ALL_DONE): _S.IDLE,
-    (_S.OPENING, _E.FAILED): _S.IDLE,
-    (_S.IDLE, _E.ARM_ASKED): _S.ARMING,
-    (_S.ARMING, _E.ALL_DONE): _S.ARMED,
-    (_S.ARMED, _E.START_ASKED): _S.STARTING,
+    (_S.IDLE, _E.INIT_ASKED): _S.OPENING,  # TRANSFER_INIT to every engine
+    (_S.OPENING, _E.ALL_DONE): _S.IDLE,  # the trainer gets: open
+    (_S.OPENING, _E.FAILED): _S.IDLE,  # the trainer gets why
+    (_S.IDLE, _E.ARM_ASKED): _S.ARMING,  # ARM with the manifest and the version
+    (_S.ARMING, _E.ALL_DONE): _S.ARMED,  # the trainer gets: armed
+    (_S.ARMED, _E.START_ASKED): _S.STARTING,  # UPDATE_START
     (_S.STARTING, _E.ALL_DONE): _S.LOADING,
-    (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,
+    (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,  # UPDATE_FINISH
     (_S.FINISHING, _E.ALL_DONE): _S.FINISHED,
-    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,
-    (_S.PROBING, _E.ALL_DONE): _S.FINISHED,
-    (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,
-    (_S.COMMITTING, _E.ALL_DONE): _S.IDLE,
-    (_S.ABORTING, _E.ALL_DONE): _S.IDLE,
-    **{
+    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,  # PROBE: engines run the canary's probes
+    (_S.PROBING, _E.ALL_DONE): _S.FINISHED,  # the trainer gets the results
+    (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,  # COMMIT: engines serve the version
+    (_S.COMMITTING, _E.ALL_DONE): _S.IDLE,  # the trainer gets: committed
+    (_S.ABORTING, _E.ALL_DONE): _S.IDLE,  # the trainer gets why
+    **{  # ABORT: each engine undoes what it can
         (state, _E.GIVEN_UP): _S.ABORTING
         for state in (
             _S.ARMING,

@@ -1,31 +1,4 @@
-"""A weight update, trainer's side: what is asked for next, and what undoes it.
-
-::
-
-    state       event         next        what is asked for
-    IDLE        ARM_ASKED     ARMING      ARM
-    IDLE        WAKE_ASKED    WAKING      WAKE: weights sleep in the pause that is held
-    ARMING      WAKE_ASKED    WAKING      an engine is asleep, from an earlier trainer: PAUSE_LOCAL,
-                                          WAKE
-    WAKING      ARM_ASKED     ARMING      ARM
-    ARMING      REFUSED       IDLE        (it may be armed again, with the transport opened anew)
-    ARMING      ARMED         ARMED
-    ARMED       START_ASKED   STARTING    UPDATE_START; before it PAUSE_LOCAL, unless the update is
-                                          staged or a pause is held
-    STARTING    STARTED       LOADING     chunks
-    STARTING, LOADING
-                FINISH_ASKED  FINISHING   UPDATE_FINISH, behind the last chunk
-    FINISHING   STARTED       FINISHING
-    FINISHING   FINISHED      FINISHED
-    FINISHED    PROBE_ASKED   PROBING     PROBE, of an update with a canary
-    PROBING     PROBED        FINISHED
-    FINISHING, FINISHED
-                COMMIT_ASKED  COMMITTING  COMMIT; behind it RESUME, if the update made the pause
-    COMMITTING  FINISHED      COMMITTING
-    COMMITTING  COMMITTED     COMMITTED
-    any but UNDONE
-                UNDO_ASKED    UNDONE      ABORT, if the bus may have it and has not committed it;
-                                          RESUME, if the update asked for a pause
+"""Decides the next message of a weight update, and what undoes the update: the trainer's side.
 
 No step waits for the answer to the one before if the broker can wait instead: the messages that one
 method returns may be asked for all at once, in their order.
@@ -89,24 +62,29 @@ class TrainerUpdateEvent(StrEnum):
 _S, _E = TrainerUpdateState, TrainerUpdateEvent
 
 TRANSITIONS: Final[dict[tuple[TrainerUpdateState, TrainerUpdateEvent], TrainerUpdateState]] = {
-    (_S.IDLE, _E.ARM_ASKED): _S.ARMING,
-    (_S.IDLE, _E.WAKE_ASKED): _S.WAKING,
+    (_S.IDLE, _E.ARM_ASKED): _S.ARMING,  # ARM
+    (_S.IDLE, _E.WAKE_ASKED): _S.WAKING,  # WAKE: weights sleep in the pause that is held
+    # An engine sleeps since an earlier trainer: PAUSE_LOCAL, WAKE.
     (_S.ARMING, _E.WAKE_ASKED): _S.WAKING,
-    (_S.WAKING, _E.ARM_ASKED): _S.ARMING,
+    (_S.WAKING, _E.ARM_ASKED): _S.ARMING,  # ARM
+    # It may be armed again, with the transport opened anew.
     (_S.ARMING, _E.REFUSED): _S.IDLE,
     (_S.ARMING, _E.ARMED): _S.ARMED,
+    # UPDATE_START; before it PAUSE_LOCAL, unless the update is staged or a pause is held.
     (_S.ARMED, _E.START_ASKED): _S.STARTING,
-    (_S.STARTING, _E.STARTED): _S.LOADING,
-    (_S.STARTING, _E.FINISH_ASKED): _S.FINISHING,
+    (_S.STARTING, _E.STARTED): _S.LOADING,  # chunks
+    (_S.STARTING, _E.FINISH_ASKED): _S.FINISHING,  # UPDATE_FINISH, behind the last chunk
     (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,
     (_S.FINISHING, _E.STARTED): _S.FINISHING,
     (_S.FINISHING, _E.FINISHED): _S.FINISHED,
-    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,
+    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,  # PROBE, of an update with a canary
     (_S.PROBING, _E.PROBED): _S.FINISHED,
+    # COMMIT; behind it RESUME, if the update made the pause.
     (_S.FINISHING, _E.COMMIT_ASKED): _S.COMMITTING,
     (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,
     (_S.COMMITTING, _E.FINISHED): _S.COMMITTING,
     (_S.COMMITTING, _E.COMMITTED): _S.COMMITTED,
+    # ABORT, if the bus may have it and has not committed it; RESUME, if it asked for a pause.
     **{(state, _E.UNDO_ASKED): _S.UNDONE for state in TrainerUpdateState if state is not _S.UNDONE},
 }
 
