@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bus import messages
 from bus.messages import GROUP_STEPS, MESSAGES, STEPS, VERBS, WIRE_NAMES, Message, Step
 
 if TYPE_CHECKING:
@@ -25,6 +27,14 @@ def test_no_message_is_missing() -> None:
     declared = {cls.__qualname__ for cls in message_classes()}
     assert declared == {each.cls.__qualname__ for each in MESSAGES}
     assert len(declared) > 40
+
+
+def test_every_class_has_slots() -> None:
+    """Of one without, msgspec encodes no field that was left out: the codec would not see that."""
+    classes = [each for each in vars(messages).values() if isinstance(each, type)]
+    declared = [each for each in classes if is_dataclass(each)]
+    assert {each.__name__ for each in declared if "__slots__" not in vars(each)} == set()
+    assert len(declared) > 50
 
 
 def test_each_message_stands_once() -> None:
