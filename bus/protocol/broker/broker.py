@@ -64,8 +64,12 @@ class Broker:
     # -- frames ---------------------------------------------------------------
 
     def admit(self, route: bytes, size_bytes: int, now_ms: float) -> list[Effect] | None:
-        """Whether a frame is to be read: None. Or else what its sender is told instead; where that
-        is nothing, nothing has changed, and the frame might as well not have come."""
+        """Decides from its size, before it is read, whether a frame is read.
+
+        Returns:
+            None: the frame is read. Otherwise the answer to its sender; without one, nothing has
+                changed.
+        """
         peer = self.peers.by_route.get(route)
         bound = FRAME_BYTES[peer.role] if peer else STRANGERS_FRAME_BYTES
         bucket = self._bucket(peer, route, now_ms)

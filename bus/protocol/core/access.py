@@ -54,7 +54,7 @@ FRAME_BYTES: Final[dict[Role, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """``per_s``: tokens that come in a second. ``burst``: as many are there at most."""
+    """A rate: ``per_s`` tokens come in a second, and at most ``burst`` are there."""
 
     per_s: float
     burst: float
@@ -62,8 +62,13 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``peer``: of each that has joined. ``stranger``: of each route that has not.
-    ``status``: requests for the whole view, of all strangers together."""
+    """The rates of messages.
+
+    Attributes:
+        peer: of each peer that has joined.
+        stranger: of each route that has not.
+        status: requests for the whole view, of all strangers together.
+    """
 
     peer: Rate = field(default_factory=lambda: Rate(5_000, 20_000))
     stranger: Rate = field(default_factory=lambda: Rate(50, 200))
@@ -71,7 +76,7 @@ class Limits:
 
 
 class Bucket:
-    """Tokens of one peer; full at first."""
+    """The tokens of one peer; full at first."""
 
     __slots__ = ("_at_ms", "_reported_ms", "_tokens", "rate")
 
@@ -82,7 +87,7 @@ class Bucket:
         self._reported_ms = -float(REPORT_EVERY_MS)
 
     def take(self, cost: float, now_ms: float) -> bool:
-        """Take so many tokens; False, and nothing at all is changed, if none is left."""
+        """Takes tokens; False, without any change, if none is left."""
         rate = self.rate
         tokens = self._tokens + (now_ms - self._at_ms) * rate.per_s / 1000
         tokens = min(tokens, rate.burst)
@@ -93,28 +98,28 @@ class Bucket:
         return True
 
     def charge(self, cost: float) -> None:
-        """Take tokens afterwards; there may be less than none then."""
+        """Takes tokens afterwards, also if fewer are there."""
         self._tokens -= cost
 
     def should_report(self, now_ms: float) -> bool:
-        """Whether the sender is to be told that it is limited."""
+        """Whether the sender is due to be notified that it is limited."""
         if now_ms < self._reported_ms + REPORT_EVERY_MS:
             return False
         self._reported_ms = now_ms
         return True
 
     def full(self, now_ms: float) -> bool:
-        """Whether forgetting it would change nothing."""
+        """Whether dropping the bucket would change nothing."""
         return self._tokens + (now_ms - self._at_ms) * self.rate.per_s / 1000 >= self.rate.burst
 
 
 def cost_of(size_bytes: int) -> int:
-    """What a frame costs."""
+    """Returns the tokens that a frame costs."""
     return 1 + size_bytes // BYTES_PER_TOKEN
 
 
 def outside_bounds(field: str, reported: int, known: int) -> Failure | None:
-    """Why an epoch or version is not believed; None: it may be true.
+    """Returns why an epoch or version is not believed; None: it may be true.
 
     Args:
         field: which of the two, as the message names it.
@@ -145,18 +150,19 @@ KEY_VERBS: Final[dict[KeyRole, Verbs]] = {
 
 
 def outside_role(role: Role, message: Message) -> Failure | None:
-    """Why a peer that has joined in this role does not send that; None: it may."""
+    """Returns why a peer of this role must not send a message; None: it may."""
     if type(message) in VERBS[role]:
         return None
     return _forbidden(f"a peer of role {role} does not send {WIRE_NAMES[type(message)]}")
 
 
 def outside_key(keys: Mapping[str, KeyRole], user: str, message: Message) -> Failure | None:
-    """Why a key does not let that in; None: it does.
+    """Returns why a key forbids a message; None: it does not.
 
     Args:
-        keys: the authorised ones, with their roles.
+        keys: the authorised keys, with their roles.
         user: the key that the sender has proven to have.
+        message: the message.
     """
     role = keys.get(user)
     if role is None:

@@ -41,6 +41,8 @@ _NOT_OF_THE_JOIN: Final = frozenset(
 
 
 class LinkState(StrEnum):
+    """Where a peer's membership stands."""
+
     JOINING = "joining"
     JOINED = "joined"
     REFUSED = "refused"
@@ -49,8 +51,11 @@ class LinkState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkConfig:
-    """``patience_ms``: how long a name or group that is held is tried for at least (its owner
-    may be dead and not yet missed, for which the broker's NACK may give more time)."""
+    """Times of a link, in ms.
+
+    ``patience_ms``: how long at least a name or group that another peer holds is tried for. That
+    peer may be dead and not missed yet; the broker's NACK may give more time.
+    """
 
     retry_ms: int = 500
     patience_ms: int = 8_000

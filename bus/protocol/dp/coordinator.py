@@ -78,6 +78,8 @@ CoordinatorEffect: TypeAlias = StartCores | Publish | Ready | Send | Note
 
 
 class CoordinatorState(StrEnum):
+    """What the coordinator waits for."""
+
     IDLE = "idle"
     ASKED = "asked"
     PENDING = "pending"
@@ -86,6 +88,8 @@ class CoordinatorState(StrEnum):
 
 
 class CoordinatorEvent(StrEnum):
+    """What a coordinator learns."""
+
     FIRST_REQ = "first_req"
     ALONE = "alone"
     ALLOWED = "allowed"

@@ -51,8 +51,11 @@ class DpGroup:
         )
 
     def add(self, facts: m.EngineFacts, peer: Peer) -> None:
-        """A rank is there (again). A supervised one with another boot was started anew, and all
-        others with it: a rank of the life before that is still here is dead, and not missed yet."""
+        """A rank is there (again).
+
+        A supervised rank with another boot was restarted with all others. A rank of the life before
+        that is still listed is dead, and not missed yet.
+        """
         boot, life = self._lives.get(facts.dp_rank, (peer.boot, self._life))
         if boot != peer.boot:
             if facts.supervised and life == self._life:
@@ -73,6 +76,7 @@ class DpGroup:
         )
 
     def view(self) -> m.DpGroupView:
+        """Returns the DP group as a status shows it."""
         return m.DpGroupView(
             name=self.name,
             state=self.wave.state.value,
@@ -248,7 +252,7 @@ class DpGroups:
         return effects + self._diagnose(group, now_ms)
 
     def _read_page(self, group: DpGroup, status: m.CoreStatus) -> list[Effect]:
-        """vLLM's own coordinator tells nobody of waves; what its cores do shows them.
+        """VLLM's own coordinator tells nobody of waves; what its cores do shows them.
 
         A page is a sample: of waves that began and ended between two of them, the number of the
         last is told. It does not say which rank began a wave.
@@ -295,8 +299,7 @@ class DpGroups:
     # -- time, status -----------------------------------------------------------------
 
     def on_stuck(self, peer: Peer, text: str, now_ms: float) -> tuple[str, list[Effect]]:
-        """An engine's call has not returned, and its core stands still. Returns what is to be said
-        of it, and done."""
+        """An engine stands still in a call; returns the reason in words, and the effects."""
         group = self._of.get(peer.name)
         ranks = [peer] if group is None else [each for _, each in sorted(group.ranks.items())]
         name = peer.name if group is None else group.name

@@ -28,6 +28,8 @@ from bus.protocol.core.state_table import StateMachine
 
 
 class WaveState(StrEnum):
+    """Whether a wave runs, and whether the DP group may step."""
+
     IDLE = "idle"
     RUNNING = "running"
     LOCAL = "locally paused"
@@ -36,6 +38,8 @@ class WaveState(StrEnum):
 
 
 class WaveEvent(StrEnum):
+    """What changes a wave."""
+
     FIRST_REQ = "first_req"
     STARTED = "started"
     COMPLETE = "complete"
@@ -102,8 +106,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return self.rank if self.under_way else None
 
     def on_started(self, wave: int, rank: int | None = None) -> bool:
-        """A coordinator says that ``rank`` began this wave; False: the notice is old, and
-        changes nothing."""
+        """Rank ``rank`` began this wave; False, without any change, if the notice is old."""
         if wave < self.wave:
             return False
         self._go(_E.STARTED)
@@ -112,8 +115,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return True
 
     def complete(self, wave: int) -> bool:
-        """A coordinator says that all ranks are idle; False: the notice is old, and changes
-        nothing."""
+        """All ranks are idle; False, without any change, if the notice is old."""
         if wave < self.wave:
             return False
         self._go(_E.COMPLETE)

@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallPause:
+    """Pause the engine; with ``clear_cache``, drop its KV caches."""
+
     mode: m.PauseMode
     clear_cache: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CallEscalate:
-    """A second pause, beside the `wait` that still drains: both are awaited. The only call
-    that does not stand in the queue. Before it, ask which requests are waited for."""
+    """Pause a second time, beside the `wait` pause that still drains; both are awaited.
+
+    It never waits in the queue. The requests that are waited for are read before it.
+    """
 
     mode: m.PauseMode
     clear_cache: bool
@@ -34,18 +38,22 @@ class CallEscalate:
 
 @dataclass(frozen=True, slots=True)
 class CallSleep:
+    """Give memory back."""
+
     level: m.SleepLevel
 
 
 @dataclass(frozen=True, slots=True)
 class CallWakeWeights:
-    pass
+    """Allocate the weights' memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallStrengthenPause:
-    """Of a pause that is made, do what another one asks for beyond it: end its requests with the
-    tokens they have (``aborts``), drop keys, values and prefix caches (``clears``)."""
+    """Do what another pause asks for beyond the present one.
+
+    ``aborts``: end requests with their tokens so far. ``clears``: drop KV and prefix caches.
+    """
 
     aborts: bool
     clears: bool
@@ -61,6 +69,8 @@ class CallResume:
 
 @dataclass(frozen=True, slots=True)
 class CallOpenTransfer:
+    """Open the engine's end of a transport."""
+
     update_id: str
     backend: str
     params: bytes
@@ -78,8 +88,11 @@ class CallArm:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """``recover``: an update, of this target or the other, broke off after a load. ``staged``: it
-    is not loaded, but staged beside the weights."""
+    """Begin an update.
+
+    ``recover``: an update, of this target or the other, broke off after a load. ``staged``: the
+    update is staged in spare memory.
+    """
 
     recover: bool
     target: m.Target
@@ -102,12 +115,14 @@ class CallLoad:
 
 @dataclass(frozen=True, slots=True)
 class CallRestore:
+    """Keep the weights of before the update, of which nothing was loaded."""
+
     target: m.Target
 
 
 @dataclass(frozen=True, slots=True)
 class CallFinish:
-    pass
+    """Finish the model: every chunk is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +138,8 @@ class CallProbe:
 
 @dataclass(frozen=True, slots=True)
 class CallCommit:
+    """Serve this version."""
+
     version: int
 
 
@@ -136,8 +153,10 @@ class CallSwap:
 
 @dataclass(frozen=True, slots=True)
 class CallCancelSwap:
-    """Don't make the swap that is under way, if it is not made. It does not stand in the queue:
-    the swap's own return tells which it was."""
+    """Cancel the swap under way, if it is not made yet.
+
+    It never waits in the queue. The swap's own return says which it was.
+    """
 
 
 @dataclass(frozen=True, slots=True)

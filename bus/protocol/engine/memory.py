@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 
 class MemoryState(StrEnum):
+    """How much of the engine's memory sleeps."""
+
     AWAKE = "awake"
     FALLING = "falling"
     ASLEEP = "asleep"
@@ -39,6 +41,8 @@ class MemoryState(StrEnum):
 
 
 class MemoryEvent(StrEnum):
+    """What changes the memory's state."""
+
     SLEEP_ASKED = "sleep_asked"
     SLEEP_RETURNED = "sleep_returned"
     WAKE_ASKED = "wake_asked"
@@ -71,8 +75,10 @@ TRANSITIONS: Final[dict[tuple[MemoryState, MemoryEvent], MemoryState]] = {
 
 
 class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
-    """See the module. Calls go into ``queue``; that the engine is paused, by the pause that
-    is named, and no update is under way, the session has checked."""
+    """The memory of one engine. Calls go into ``queue``.
+
+    The session has checked that the engine is in the pause that a command names, without an update.
+    """
 
     def __init__(self, queue: CallQueue) -> None:
         super().__init__("engine memory", TRANSITIONS, _S.AWAKE)

@@ -43,6 +43,8 @@ DRAINED: Final = "drained"
 
 
 class EnginePauseState(StrEnum):
+    """Where an engine's pause stands."""
+
     RUNNING = "running"
     PAUSING = "pausing"
     PAUSED = "paused"
@@ -51,6 +53,8 @@ class EnginePauseState(StrEnum):
 
 
 class EnginePauseEvent(StrEnum):
+    """What changes an engine's pause."""
+
     PAUSE_ASKED = "pause_asked"
     STRENGTHEN_ASKED = "strengthen_asked"
     PAUSE_RETURNED = "pause_returned"
@@ -137,8 +141,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         return [ack(msg_id, Step.PAUSE_LOCAL, self.update_id, in_flight=self.in_flight)]
 
     def _strengthen(self, msg_id: int, message: PauseLocal) -> None:
-        """The pause that is there may have kept what this one does not want kept: it was another's,
-        or nobody knew more of this one than that it was half made."""
+        """Adds what this pause must drop and the present one, of another owner, may have kept."""
         made = self.effective_call
         aborts = message.mode == "abort" and made.mode != "abort"
         clears = message.clear_cache and not made.clear_cache
@@ -175,8 +178,10 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._queue.add(self._call, msg_id)
 
     def beside(self, pause_id: str, now_ms: float) -> None:
-        """A peer's pause can't return without this one: nobody else asks for it, and its lease is
-        over as soon as it is made."""
+        """Pauses beside a peer rank, whose pause can't return without this one.
+
+        Nobody else asks for this pause, and its lease is over as soon as it is made.
+        """
         if pause_id != self._last_resume:
             self.local(0, _unrequested_pause(pause_id), now_ms)
 
@@ -327,8 +332,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         return [failed, *self.run_queued(now_ms)]
 
     def on_found_paused(self, update_id: str, lease_ms: float, now_ms: float) -> None:
-        """The engine was found in this pause, which an earlier sidecar has made: nobody knows what
-        it has dropped."""
+        """The engine was found in a pause of an earlier sidecar, which may have dropped nothing."""
         self._go(_E.FOUND_PAUSED)
         self._call, self._outcome = CallPause("keep", clear_cache=False), ""
         self.update_id = update_id

@@ -389,8 +389,10 @@ class Commands:
         return self._ask(msg_id, m.Step.ARM, arming)
 
     def _require_current(self, members: Iterable[str]) -> None:
-        """An update of a draft gives a version, too, and that must mean the same model weights
-        everywhere: not on one that came late, or was left behind, and has others."""
+        """Checks that all engines serve the group's version, before an update of their drafts.
+
+        A draft's update gives a version, too, which must mean the same model weights everywhere.
+        """
         stale = self._state.registry.stale(members, self._state.version)
         if stale:
             raise Declined(

@@ -149,8 +149,7 @@ class Group(GroupState):
         return effects + self._reconcile(peer, beat)
 
     def on_owner_heartbeat(self, beat: m.Heartbeat, now_ms: float) -> list[Effect]:
-        """A heartbeat of the trainer: if it keeps the weights that the group serves, it hears who
-        is behind."""
+        """A heartbeat of the trainer; with the group's weights, it gets the stale DP groups."""
         if self.owner is not None and self.owner.in_flight != beat.in_flight:
             self.owner.in_flight, self.moved_ms = beat.in_flight, now_ms
         self.served.on_owner(beat.version, self.registry)
@@ -160,8 +159,7 @@ class Group(GroupState):
         return self.session.notify(m.StaleEngines(self.version, names)) if names else []
 
     def pause_held_at(self, name: str) -> str:
-        """The pause that its trainer holds at this engine, as long as that is heard: what renews
-        the engine's lease."""
+        """Returns the pause that a living trainer holds here, which renews the engine's lease."""
         held = self.pause.state is not PauseState.RUNNING and not self.orphaned
         return self.pause.update_id if held and name in self.pause.members else ""
 
@@ -290,8 +288,11 @@ class Group(GroupState):
         return effects
 
     def _next_follow_up(self, now_ms: float) -> list[Action]:
-        """What the state calls for next: the end of a sleep whose pause is over, a queued command
-        whose turn has come, the end of an abandoned pause, engines that joined late."""
+        """Returns what the state calls for next.
+
+        That is the end of a sleep whose pause is over, a queued command whose turn has come, the
+        end of an abandoned pause, or engines that joined late.
+        """
         if self.pause.state is PauseState.RUNNING:
             over = self.sleep.over()
             if over:

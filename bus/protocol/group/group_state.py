@@ -152,8 +152,10 @@ class GroupState:
         return effects
 
     def _opening_count(self) -> int:
-        """How many ready engines are about to open their admission, with which they have booted
-        closed: they serve the group's version."""
+        """Returns how many ready engines booted with closed admission and will open it.
+
+        They serve the group's version.
+        """
         engines, closed = self.registry.engines, self.registry.is_not_admitting
         peers = (engines[name] for name in self.registry.ready() if closed(name))
         return sum(peer.phase == "running" and peer.version >= self.version for peer in peers)

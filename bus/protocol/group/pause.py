@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 
 class PauseState(StrEnum):
+    """Where a group's pause stands."""
+
     RUNNING = "running"
     LOCAL = "local"
     GLOBAL = "global"
@@ -41,6 +43,8 @@ class PauseState(StrEnum):
 
 
 class PauseEvent(StrEnum):
+    """What changes a group's pause."""
+
     ASKED = "asked"
     ALL_LOCAL = "all_local"
     ALL_GLOBAL = "all_global"
@@ -134,8 +138,10 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return self._check_barrier(now_ms)
 
     def on_refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
-        """An engine can't: the pause fails (or the resume goes on). One that steps alone
-        falls out; a rank with peer ranks is asked again, see :meth:`retry`."""
+        """An engine can't: the pause fails (or the resume goes on).
+
+        An engine alone drops out; a rank with peer ranks is asked again, see :meth:`retry`.
+        """
         self.fail(failure)
         if name not in self.members:
             return []
@@ -182,8 +188,10 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return []
 
     def expire(self, now_ms: float, describe: Callable[[str], str] = str) -> list[Instruction]:
-        """The caller's time is over: it hears why now; the pause itself goes on. ``told``: what is
-        said of an engine that is waited for."""
+        """The caller's time is over: it gets the reason now, and the pause itself goes on.
+
+        ``describe`` returns the text for an engine that is waited for.
+        """
         if self.deadline_ms is None or now_ms < self.deadline_ms:
             return []
         self.deadline_ms = None

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 
 class SleepState(StrEnum):
+    """How much of a group's memory sleeps."""
+
     AWAKE = "awake"
     FALLING = "falling"
     ASLEEP = "asleep"
@@ -35,6 +37,8 @@ class SleepState(StrEnum):
 
 
 class SleepEvent(StrEnum):
+    """What changes a group's sleep."""
+
     SLEEP_ASKED = "sleep_asked"
     ALL_ASLEEP = "all_asleep"
     WAKE_ASKED = "wake_asked"

@@ -90,8 +90,11 @@ class OpenRequests:
 
 
 class TrainerSession:
-    """One group's. ``epoch`` is the group's; engines of an earlier broker may have raised
-    it since the owner was given its own."""
+    """The trainer of one group, and its requests.
+
+    ``epoch`` is the group's. Engines of an earlier broker may have raised it above the one that the
+    owner was given.
+    """
 
     def __init__(self, group: str) -> None:
         self.epoch = 0

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 
 class UpdateState(StrEnum):
+    """How far a group's update has come."""
+
     IDLE = "idle"
     OPENING = "opening"
     ARMING = "arming"
@@ -58,6 +60,8 @@ class UpdateState(StrEnum):
 
 
 class UpdateEvent(StrEnum):
+    """What changes a group's update."""
+
     INIT_ASKED = "init_asked"
     ARM_ASKED = "arm_asked"
     START_ASKED = "start_asked"
@@ -190,6 +194,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return self._ask(m.Step.ARM, message, now_ms)
 
     def start(self, message: m.UpdateStart, now_ms: float) -> list[Instruction]:
+        """Every engine gets ready to load."""
         self._go(_E.START_ASKED)
         self.staged = message.staged
         return self._ask(m.Step.START, message, now_ms)
@@ -213,12 +218,14 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return [Ask(message, tuple(sorted(chunk.waiting)))]
 
     def finish(self, message: m.UpdateFinish, now_ms: float) -> list[Instruction]:
+        """Every engine finishes, behind the last chunk."""
         if not self.has_sent_all:
             raise self._illegal("finish before the last chunk")
         self._go(_E.FINISH_ASKED)
         return self._ask(m.Step.FINISH, message, now_ms)
 
     def probe(self, message: m.Probe, now_ms: float) -> list[Instruction]:
+        """Every engine runs the canary's probes."""
         self._go(_E.PROBE_ASKED)
         self.probed = {}
         return self._ask(m.Step.PROBE, message, now_ms)
@@ -232,6 +239,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return expelled
 
     def commit(self, message: m.Commit, now_ms: float) -> list[Instruction]:
+        """Every engine serves the version."""
         self._go(_E.COMMIT_ASKED)
         return self._ask(m.Step.COMMIT, message, now_ms)
 
@@ -278,7 +286,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     def on_refused(
         self, name: str, failure: Failure, now_ms: float, *, overdue: bool = False
     ) -> list[Instruction]:
-        """An engine can't do what it was asked, or has not done it in time (``overdue``)."""
+        """An engine refuses a step, or is ``overdue`` with it."""
         if name not in self.members or self.state is _S.IDLE:
             return []
         if failure.code is m.NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
@@ -387,8 +395,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return failed
 
     def _check_barrier(self) -> list[Instruction]:
-        """What follows if it is. Who has finished, has applied every chunk: an ack of one that was
-        lost on its way comes yet."""
+        """Returns what follows if the barrier is done, and every chunk is applied."""
         done = self.barrier
         if done is None or not done.is_done or (self.state is _S.FINISHING and self.chunks):
             return []

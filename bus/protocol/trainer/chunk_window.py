@@ -17,6 +17,8 @@ from bus.protocol.core.state_table import IllegalTransition, StateMachine
 
 
 class ChunkState(StrEnum):
+    """How far a chunk has come."""
+
     WAITING = "waiting"
     ANNOUNCED = "announced"
     LEFT = "left"
@@ -25,6 +27,8 @@ class ChunkState(StrEnum):
 
 
 class ChunkEvent(StrEnum):
+    """What changes a chunk's state."""
+
     ANNOUNCED = "announced"
     LEFT = "left"
     SENT = "sent"

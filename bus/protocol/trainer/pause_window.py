@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 
 class PauseWindowState(StrEnum):
+    """Whether the trainer holds a pause."""
+
     NONE = "none"
     HELD = "held"
     ASLEEP = "asleep"
 
 
 class PauseWindowEvent(StrEnum):
+    """What changes the trainer's pause."""
+
     PAUSED = "paused"
     SLEEP_ASKED = "sleep_asked"
     AWAKE = "awake"

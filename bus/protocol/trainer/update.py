@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 class TrainerUpdateState(StrEnum):
+    """How far the trainer's update has come."""
+
     IDLE = "idle"
     WAKING = "waking"
     ARMING = "arming"
@@ -44,6 +46,8 @@ class TrainerUpdateState(StrEnum):
 
 
 class TrainerUpdateEvent(StrEnum):
+    """What changes the trainer's update."""
+
     WAKE_ASKED = "wake_asked"
     ARM_ASKED = "arm_asked"
     REFUSED = "refused"
