@@ -42,11 +42,18 @@ class Declined(Exception):
         self.failure = failure
 
 
+def decline(
+    code: NackCode, detail: str, peer: str = "", *, field: str = "", hint: str = ""
+) -> Declined:
+    """Returns the error of a command that does not fit; the fields are those of a failure."""
+    return Declined(Failure(code, detail, peer, field=field, hint=hint))
+
+
 def swap_cancelled(detail: str) -> Declined:
     """Returns the error of a staged update that is not swapped in: the engine serves as before."""
-    return Declined(Failure(NackCode.CALLED_OFF, detail))
+    return decline(NackCode.CALLED_OFF, detail)
 
 
 def wrong_state(detail: str, field: str = "", hint: str = "") -> Declined:
     """Returns the error of a command that does not fit the present state."""
-    return Declined(Failure(NackCode.WRONG_STATE, detail, field=field, hint=hint))
+    return decline(NackCode.WRONG_STATE, detail, field=field, hint=hint)

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import NackCode, Step
-from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus.protocol.core.failures import Failure, decline, wrong_state
 from bus.protocol.core.state_table import StateMachine
 from bus.protocol.engine.calls import (
     CALL_STEPS,
@@ -132,12 +132,10 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
             Declined: the weights sleep.
         """
         if self.state not in (_S.AWAKE, _S.WEIGHTS_AWAKE):
-            raise Declined(
-                Failure(
-                    NackCode.ENGINE_ASLEEP,
-                    f"the engine is {self.state.value}, at level {self._level}",
-                    hint="pause, and send WAKE first",
-                )
+            raise decline(
+                NackCode.ENGINE_ASLEEP,
+                f"the engine is {self.state.value}, at level {self._level}",
+                hint="pause, and send WAKE first",
             )
 
     def on_call_done(self, job: Job, took_ms: float) -> list[SessionEffect]:

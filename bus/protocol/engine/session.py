@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from bus import messages as m
 from bus.protocol.core.effects import Note, Send
-from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus.protocol.core.failures import Declined, Failure, decline, wrong_state
 from bus.protocol.engine import calls as c
 from bus.protocol.engine.admission import Admission
 from bus.protocol.engine.lease import LEASE_RETRY_MS, EngineLease, LeaseState
@@ -121,12 +121,10 @@ class EngineSession:
         """One command of the broker."""
         try:
             if epoch < self.epoch:
-                raise Declined(
-                    Failure(
-                        m.NackCode.FENCED,
-                        f"epoch {epoch}, this engine has seen {self.epoch}",
-                        field="epoch",
-                    )
+                raise decline(
+                    m.NackCode.FENCED,
+                    f"epoch {epoch}, this engine has seen {self.epoch}",
+                    field="epoch",
                 )
             self.epoch = epoch
             return self._with_calls(self._command(msg_id, message, now_ms), now_ms)
@@ -182,9 +180,7 @@ class EngineSession:
             case m.Abort():
                 return self.update.abort(msg_id, message)
             case _:
-                raise Declined(
-                    Failure(m.NackCode.FORBIDDEN, "an engine does not take this", field="kind")
-                )
+                raise decline(m.NackCode.FORBIDDEN, "an engine does not take this", field="kind")
 
     def _pause_first(self) -> list[c.SessionEffect]:
         """A swap that waits for peer ranks would hold up the pause that was asked for."""

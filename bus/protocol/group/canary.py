@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus import messages as m
-from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus.protocol.core.failures import Failure, decline, wrong_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,14 +46,12 @@ def require_probes(
         else "can't run probes"
     )
     hint = 'pause with mode="abort", or update without a canary' if can_abort else ""
-    raise Declined(
-        Failure(
-            m.NackCode.WRONG_STATE,
-            f"{', '.join(unable[:8])}: {detail}",
-            unable[0],
-            field="canary",
-            hint=hint or "update without a canary",
-        )
+    raise decline(
+        m.NackCode.WRONG_STATE,
+        f"{', '.join(unable[:8])}: {detail}",
+        unable[0],
+        field="canary",
+        hint=hint or "update without a canary",
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from bus import messages as m
-from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus.protocol.core.failures import Declined, Failure, decline, wrong_state
 from bus.protocol.core.validation import check_chunk, check_sums, manifest_of
 from bus.protocol.group import catch_up
 from bus.protocol.group.canary import failures, require_probes
@@ -221,13 +221,11 @@ class Commands:
                 hint="one pause at a time: RESUME it, or wait until it is recovered",
             )
         if message.lease_ms < self._state.min_lease_ms:
-            raise Declined(
-                Failure(
-                    m.NackCode.MALFORMED,
-                    f"{message.lease_ms} ms is shorter than the bus takes to miss a peer",
-                    field="lease_ms",
-                    hint=f"at least {self._state.min_lease_ms:.0f}",
-                )
+            raise decline(
+                m.NackCode.MALFORMED,
+                f"{message.lease_ms} ms is shorter than the bus takes to miss a peer",
+                field="lease_ms",
+                hint=f"at least {self._state.min_lease_ms:.0f}",
             )
         members = self._members(message.scope)
         self._state.orphaned = False
@@ -331,13 +329,11 @@ class Commands:
         """A collective is for those who are there now, all of them, and nobody else."""
         made = self._communicator(members)
         if made.number != number:
-            raise Declined(
-                Failure(
-                    m.NackCode.TRANSFER_CLOSED,
-                    "engines came, went or restarted since the transfer was planned",
-                    field="communicator",
-                    hint="ask for a new plan, and open the transport anew",
-                )
+            raise decline(
+                m.NackCode.TRANSFER_CLOSED,
+                "engines came, went or restarted since the transfer was planned",
+                field="communicator",
+                hint="ask for a new plan, and open the transport anew",
             )
         return made
 
@@ -345,12 +341,8 @@ class Commands:
         self._state.update.require(UpdateState.IDLE)
         sleep = self._state.sleep.state
         if sleep not in (SleepState.AWAKE, SleepState.WEIGHTS_AWAKE):
-            raise Declined(
-                Failure(
-                    m.NackCode.ENGINE_ASLEEP,
-                    f"the group is {sleep.value}",
-                    hint="send WAKE first",
-                )
+            raise decline(
+                m.NackCode.ENGINE_ASLEEP, f"the group is {sleep.value}", hint="send WAKE first"
             )
         members = self._members(message.scope)
         if message.communicator:
@@ -364,13 +356,11 @@ class Commands:
             message = replace(message, quorum=0)
         groups = len(set(members.values()))
         if message.quorum > groups:
-            raise Declined(
-                Failure(
-                    m.NackCode.QUORUM_MISSING,
-                    f"a commit needs {message.quorum} DP groups, and {groups} are there",
-                    field="quorum",
-                    hint="start more, or ask for fewer",
-                )
+            raise decline(
+                m.NackCode.QUORUM_MISSING,
+                f"a commit needs {message.quorum} DP groups, and {groups} are there",
+                field="quorum",
+                hint="start more, or ask for fewer",
             )
         asleep = sleep is not SleepState.AWAKE
         require_probes(message.canary, members, self._state.registry, asleep=asleep)
@@ -395,14 +385,12 @@ class Commands:
         """
         stale = self._state.registry.stale(members, self._state.version)
         if stale:
-            raise Declined(
-                Failure(
-                    m.NackCode.WRONG_STATE,
-                    f"{', '.join(stale[:8])}: not at the group's version {self._state.version}",
-                    stale[0],
-                    field="target",
-                    hint="update the model first, then its draft",
-                )
+            raise decline(
+                m.NackCode.WRONG_STATE,
+                f"{', '.join(stale[:8])}: not at the group's version {self._state.version}",
+                stale[0],
+                field="target",
+                hint="update the model first, then its draft",
             )
 
     def _chunk(self, msg_id: int, message: m.WeightChunkMeta, now_ms: float) -> list[Action]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bus.messages import EngineView, NackCode, OutView, Step
-from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus.protocol.core.failures import decline, wrong_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -392,7 +392,7 @@ class EngineRegistry:
         else:
             code, detail = NackCode.UNKNOWN_GROUP, f"no engine has joined group {self._group!r}"
             hint = "check --group of the sidecars, and wait_for_engines"
-        raise Declined(Failure(code, detail, field="group", hint=hint))
+        raise decline(code, detail, field="group", hint=hint)
 
     def kept_paused(self) -> frozenset[str]:
         """Returns ranks of DP groups of which one is quarantined, or overdue with a step."""

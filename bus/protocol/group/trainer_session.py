@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from bus import messages as m
 from bus.protocol.core.access import OPEN_REQUESTS
 from bus.protocol.core.effects import Effect, Note, Send
-from bus.protocol.core.failures import Declined, Failure
+from bus.protocol.core.failures import Failure, decline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -135,21 +135,17 @@ class TrainerSession:
                 open.
         """
         if trainer is not self.owner:
-            raise Declined(
-                Failure(m.NackCode.FORBIDDEN, f"{trainer.name} does not hold group {self._group}")
-            )
+            raise decline(m.NackCode.FORBIDDEN, f"{trainer.name} does not hold group {self._group}")
         if not self.granted_epoch <= epoch <= self.epoch:
-            raise Declined(
-                Failure(
-                    m.NackCode.FENCED,
-                    f"epoch {epoch}, the group is at {self.epoch}",
-                    field="epoch",
-                    hint="this trainer was replaced; join again to take the group",
-                )
+            raise decline(
+                m.NackCode.FENCED,
+                f"epoch {epoch}, the group is at {self.epoch}",
+                field="epoch",
+                hint="this trainer was replaced; join again to take the group",
             )
         if self.requests.open >= OPEN_REQUESTS:
-            raise Declined(
-                Failure(m.NackCode.RATE_LIMITED, f"{OPEN_REQUESTS} requests wait for their answers")
+            raise decline(
+                m.NackCode.RATE_LIMITED, f"{OPEN_REQUESTS} requests wait for their answers"
             )
 
     def answer_again(self, trainer: Peer, msg_id: int) -> list[Effect] | None:

@@ -75,6 +75,9 @@ class UpdateEvent(StrEnum):
 
 
 _S, _E = UpdateState, UpdateEvent
+_GIVES_UP: Final = [
+    each for each in _S if each not in (_S.IDLE, _S.OPENING, _S.COMMITTING, _S.ABORTING)
+]
 
 TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
     (_S.IDLE, _E.INIT_ASKED): _S.OPENING,  # TRANSFER_INIT to every engine
@@ -91,33 +94,12 @@ TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
     (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,  # COMMIT: engines serve the version
     (_S.COMMITTING, _E.ALL_DONE): _S.IDLE,  # the trainer gets: committed
     (_S.ABORTING, _E.ALL_DONE): _S.IDLE,  # the trainer gets why
-    **{  # ABORT: each engine undoes what it can
-        (state, _E.GIVEN_UP): _S.ABORTING
-        for state in (
-            _S.ARMING,
-            _S.ARMED,
-            _S.STARTING,
-            _S.LOADING,
-            _S.FINISHING,
-            _S.FINISHED,
-            _S.PROBING,
-        )
-    },
+    **{(state, _E.GIVEN_UP): _S.ABORTING for state in _GIVES_UP},  # ABORT: each undoes what it can
     **{(state, _E.NO_ENGINES): _S.IDLE for state in UpdateState if state is not _S.IDLE},
 }
 
 # In these, weights may differ between engines, or within one, unless the update is staged.
-UNSAFE: Final = frozenset(
-    {
-        _S.STARTING,
-        _S.LOADING,
-        _S.FINISHING,
-        _S.FINISHED,
-        _S.PROBING,
-        _S.COMMITTING,
-        _S.ABORTING,
-    }
-)
+UNSAFE: Final = frozenset(_S) - {_S.IDLE, _S.OPENING, _S.ARMING, _S.ARMED}
 
 # In these, chunks are told.
 TAKES_CHUNKS: Final = (_S.STARTING, _S.LOADING)
