@@ -47,6 +47,23 @@ class TensorMeta:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk of an update, to be received out of band.
+
+    Attributes:
+        seq: its number in the update, from 0.
+        backend: the transport's backend.
+        tensors: its tensors, in order.
+        handle: the backend's own blob (see :mod:`bus.weight_transfer.formats`).
+    """
+
+    seq: int
+    backend: str
+    tensors: tuple[TensorMeta, ...]
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Names, dtypes, shapes and chunk plan of an update.
 

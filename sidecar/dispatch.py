@@ -27,12 +27,12 @@ from bus.protocol.engine.calls import (
     CallSwap,
     CallWakeWeights,
 )
-from sidecar.engine import Chunk, Engine
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from bus.messages import PauseMode
+    from sidecar.engine import Engine
 
 
 async def dispatch(engine: Engine, call: Call) -> CallResult:
@@ -58,10 +58,10 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
             await engine.sleep(level)
         case CallWakeWeights():
             await engine.wake_weights()
-        case CallReceive(chunk, backend, tensors, handle):
-            await engine.receive(Chunk(chunk, backend, tensors, handle))
-        case CallLoad(chunk, verify, sums):
-            await engine.load(chunk, verify, sums)
+        case CallReceive():
+            await engine.receive(call)
+        case CallLoad(seq, verify, sums):
+            await engine.load(seq, verify, sums)
         case CallArm(manifest, target, staging):
             return await engine.arm(manifest, target, staging)
         case CallStart(recover, target, staged):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import anyio
 
 from bus.errors import EngineError
-from bus.manifest import Manifest, TensorMeta
+from bus.manifest import Chunk, Manifest, TensorMeta
 from bus.messages import (
     NO_LIMITS,
     CanaryMode,
@@ -121,19 +121,6 @@ class EngineInfo:
             each.name: getattr(self, each.name) for each in fields(self) if each.name in names
         }
         return EngineFacts(**found, **placed)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One chunk of an update, to be received out of band.
-
-    ``handle`` is the backend's own blob (see :mod:`bus.weight_transfer.formats`).
-    """
-
-    seq: int
-    backend: str
-    tensors: tuple[TensorMeta, ...]
-    handle: bytes
 
 
 @runtime_checkable

@@ -9,9 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.errors import BusTimeout, Refused
-from bus.messages import WIRE_NAMES, ChunkSent, Nack, NackCode, WeightChunkMeta, step_name
+from bus.messages import (
+    GROUP_STEPS,
+    WIRE_NAMES,
+    ChunkSent,
+    Nack,
+    NackCode,
+    WeightChunkMeta,
+    step_name,
+)
 from bus.protocol.broker.config import BROKER_NAME
-from bus.protocol.group.replies import ASKS_FOR
 
 if TYPE_CHECKING:
     from bus.messages import GroupStatus, Message, WaitView
@@ -108,7 +115,7 @@ def _request(asked: Message) -> str:
 
 def _step(asked: Message) -> str:
     """As NACKs call it; of a message that asks for none, its own name."""
-    step = ASKS_FOR.get(type(asked))
+    step = GROUP_STEPS.get(type(asked))
     return WIRE_NAMES[type(asked)] if step is None else step.value
 
 

@@ -14,19 +14,18 @@ from bus.journal.reader import Gap
 from bus.journal.records import FileBegan, FrameReceived, FrameSent
 from bus.journal.render import decode_frame
 from bus.messages import (
+    GROUP_STEPS,
+    STEPS,
     Ack,
     Armed,
     Message,
     Nack,
-    PauseGlobal,
-    PauseLocal,
     PlanTransfer,
     Probed,
     Step,
     WaitEngines,
     Welcome,
 )
-from bus.protocol.group.replies import ASKS_FOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,14 +33,8 @@ if TYPE_CHECKING:
     from bus.journal.reader import Item
     from bus.journal.render import DecodedFrame
 
-# What each command asks of an engine. A trainer asks for a whole pause by its first phase.
-_OF_ENGINES: Final[dict[type[Message], str]] = {
-    **ASKS_FOR,
-    PauseLocal: Step.PAUSE_LOCAL,
-    PauseGlobal: Step.PAUSE_GLOBAL,
-}
 _OF_THE_BUS: Final[dict[type[Message], str]] = {
-    **ASKS_FOR,
+    **GROUP_STEPS,
     PlanTransfer: "plan_transfer",
     WaitEngines: "wait_engines",
 }
@@ -165,7 +158,7 @@ class _Life:
             self._requests[peer, envelope.reply_to] = None
             result = message.code.value if isinstance(message, Nack) else "done"
             return self._on_answered(peer, request, result)
-        step = _OF_ENGINES.get(type(message))
+        step = STEPS.get(type(message))
         if step is not None:
             key = (step, decoded.update_id, getattr(message, "chunk", 0))
             for peer in decoded.peers:

@@ -1,4 +1,4 @@
-"""The canary: fixed greedy probes of an update that is finished, before it is committed."""
+"""The canary: fixed greedy probes of a finished update, before its commit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bus.messages.types import (
     MAX_PROBES,
     Count,
     MaxTokens,
+    Message,
     Prompts,
     Serial,
     ShortText,
@@ -21,9 +22,15 @@ from bus.messages.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """``prompts`` are token ids; each gets ``max_tokens``, past any end of sequence. ``salt`` keeps
-    them apart from what prefix caches hold: it is of this update alone."""
+class Probe(Message):
+    """Trainer to broker to engines: run these probes, before the COMMIT.
+
+    Attributes:
+        update_id: the update.
+        prompts: token ids of each prompt.
+        max_tokens: how many tokens each prompt gets, past any end of sequence.
+        salt: separates the probes from what prefix caches hold; another one for each update.
+    """
 
     update_id: UpdateId
     prompts: Prompts
@@ -33,7 +40,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What one prompt gave: greedy tokens, and the log-probability of each."""
+    """The result of one prompt: greedy tokens, and the log-probability of each."""
 
     tokens: Annotated[tuple[Count, ...], Meta(max_length=MAX_PROBE_TOKENS)]
     logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_PROBE_TOKENS)]
@@ -43,8 +50,8 @@ ProbeResults = Annotated[tuple[ProbeResult, ...], Meta(max_length=MAX_PROBES)]
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
-    """An engine's answer, one result per prompt."""
+class Probed(Message):
+    """Engine to broker: one result per prompt."""
 
     update_id: UpdateId
     results: ProbeResults
@@ -53,13 +60,15 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class EngineProbes:
+    """The results of one engine."""
+
     engine: ShortText
     results: ProbeResults
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeReport:
-    """What every engine that is left in the update has answered. ``excluded`` fell out."""
+class ProbeReport(Message):
+    """Broker to trainer: the results of every engine in the update; ``excluded`` dropped out."""
 
     update_id: UpdateId
     version: Serial
@@ -70,8 +79,7 @@ class ProbeReport:
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """An engine that is not to be committed: on which probe (from 0) it gave something else, what
-    was expected, and what was found."""
+    """An engine that must not commit: its first differing probe (from 0), and what differs."""
 
     engine: ShortText
     probe: Count

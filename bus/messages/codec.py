@@ -1,17 +1,15 @@
 """Frames to messages and back: typed, strict and bounded.
 
-Decoding goes straight into the dataclasses of :mod:`bus.messages` and checks
-types and bounds on the way. What msgspec lets pass for a dataclass, a field
-nobody declared, is caught by counting: every declared field is required, so a
-map with more entries than the class has fields holds one too many. Where a field has
-a default, another one may stand in its place: there names are compared as well. Only then is
-the body read a second time, with msgpack's own bounded reader, to name it.
+msgspec decodes straight into the dataclasses of :mod:`bus.messages`, and checks types and bounds.
+It accepts an undeclared field of a dataclass, a field that stands twice, and the lack of one that
+has a default. So a message is encoded again: if that gives other bytes, msgpack's own bounded
+reader reads the body, and each field is looked for by name.
 
-Wire versions are major.minor. Frames of the same major version, and of a minor one that is at
-most one apart, are read; others are refused by name. The envelope never changes within a major
-version. A minor one may add messages, and fields with defaults: whoever is newer takes the default
-where an older peer says nothing, and whoever is older reads over what it doesn't know. Between
-equal versions every field is needed, and no other is taken.
+Wire versions are major.minor. Frames of the same major version are read if the minor ones are at
+most one apart; others are refused by name. The envelope never changes within a major version. A
+minor version may add messages, and fields with defaults: the newer side takes the default of a
+field that an older peer omits, and the older side ignores fields that it does not know. Between
+equal versions every field is required, and no other is accepted.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ from bus.messages import (
     NackCode,
 )
 
-_KINDS: Final[dict[str, type[Message]]] = {name: cls for cls, name in WIRE_NAMES.items()}
 M = TypeVar("M", bound=Message)
 _encode = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
@@ -47,31 +44,14 @@ _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
-def _field_count(cls: type) -> int:
-    return len(_inner_classes(cls))
-
-
-def _nested(cls: type) -> tuple[str, ...]:
-    """The fields that hold a dataclass, whose own map has to be counted too."""
-    return tuple(name for name, inner in _inner_classes(cls).items() if inner is not None)
-
-
-def _with_defaults(cls: type) -> bool:
-    """Whether a field may be missing without msgspec saying so."""
-    return any(
-        field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        for field in (dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ())
-    )
-
-
 @functools.cache
 def _inner_classes(cls: type) -> dict[str, type | None]:
-    """Every field, and the dataclass in it if there is one."""
+    """Returns every field of a dataclass, and the dataclass in the field, if there is one."""
     return {name: _dataclass_in(hint) for name, hint in get_type_hints(cls).items()}
 
 
 def _dataclass_in(hint: Any) -> type | None:
-    """The dataclass in ``X``, ``X | None`` or ``tuple[X, ...]``, if there is one."""
+    """Returns the dataclass in ``X``, ``X | None`` or ``tuple[X, ...]``, if there is one."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return hint
     if get_origin(hint) in (Union, types.UnionType, tuple):
@@ -82,48 +62,24 @@ def _dataclass_in(hint: Any) -> type | None:
     return None
 
 
-_FIXMAP: Final = 0x80  # how MessagePack's maps begin
-_MAP16: Final = 0xDE
-_ENVELOPE_FIELDS: Final = _field_count(Envelope)
-_decode_fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Body:
-    """How one kind of message is read."""
-
-    cls: type
-    decode: Any
-    fields: int
-    nested: tuple[str, ...]
-    by_name: bool  # its fields are to be compared, one by one
-
-    @classmethod
-    def of(cls, message: type) -> _Body:
-        """Of this class of messages."""
-        nested = _nested(message)
-        return cls(
-            message,
-            msgspec.msgpack.Decoder(message).decode,
-            _field_count(message),
-            nested,
-            bool(nested) or _with_defaults(message),
-        )
-
-
-_BODIES: Final = {name: _Body.of(message) for name, message in _KINDS.items()}
+# How an envelope begins: MessagePack's fixmap of as many fields as it has. All are required.
+_ENVELOPE_HEAD: Final = 0x80 | len(Envelope.__struct_fields__)
+# Of each wire name: the message's class, and its decoder.
+_KINDS: Final = {
+    name: (cls, msgspec.msgpack.Decoder(cls).decode) for cls, name in WIRE_NAMES.items()
+}
 
 
 def encode_body(message: Message) -> msgspec.Raw:
-    """The body of a frame. Encode it once, and put it into as many frames as needed."""
+    """Encodes the body of a frame, for any number of frames."""
     return msgspec.Raw(_encode(message))
 
 
 def clip(message: M) -> M:
-    """The message with its texts, lists and maps cut to their bounds, so that it is not refused.
+    """Returns the message with its texts, lists and maps cut to their bounds.
 
-    Meant for what an engine says of itself, where the beginning is worth more than nothing. An ack
-    has nothing of that but request ids.
+    For what an engine says of itself: the beginning of a text is better than a refused message. The
+    only such field of an ACK are its request ids.
     """
     if isinstance(message, Ack) and not message.waited_for:
         return message
@@ -158,7 +114,7 @@ def _clip(value: Any, hint: Any) -> Any:
 
 
 def encode(envelope: Envelope) -> bytes:
-    """The whole frame."""
+    """Encodes a whole frame."""
     return _encode(envelope)
 
 
@@ -173,16 +129,16 @@ def encode_frame(
     group: str = "",
     epoch: int = 0,
 ) -> bytes:
-    """Returns the frame of a message, in this side's wire version. ``msg_id``: default ``seq``."""
+    """Encodes the frame of a message in this side's wire version. ``msg_id``: default ``seq``."""
     head = (WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES[type(message)], msg_id or seq, reply_to)
     return _encode(Envelope(*head, sender, boot, group, epoch, seq, encode_body(message)))
 
 
 def decode(frame: bytes) -> tuple[Envelope, Message]:
-    """Read one frame.
+    """Reads one frame.
 
     Raises:
-        DecodeError: with the NACK code, the field at fault and what is wrong with it.
+        DecodeError: the frame is refused; with the NACK code, the field at fault and the reason.
     """
     envelope = decode_envelope(frame)
     try:
@@ -193,7 +149,7 @@ def decode(frame: bytes) -> tuple[Envelope, Message]:
 
 
 def decode_envelope(frame: bytes) -> Envelope:
-    """Read what every frame carries; the body stays unread."""
+    """Reads the envelope of a frame, and not its body. Raises as :func:`decode`."""
     if len(frame) > MAX_FRAME_BYTES:
         raise DecodeError(
             NackCode.OVERSIZED, "", f"frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES}"
@@ -202,8 +158,8 @@ def decode_envelope(frame: bytes) -> Envelope:
         envelope = _decode_envelope(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _explain(error, "") from error
-    if _map_entries(frame) != _ENVELOPE_FIELDS:
-        raise _extra_field(_read(frame), Envelope, "the envelope")
+    if frame[0] != _ENVELOPE_HEAD:
+        _check_fields(_read(frame), Envelope, "the envelope", WIRE_MINOR)
     major, minor = envelope.wire_major, envelope.wire_minor
     if major != WIRE_MAJOR or abs(minor - WIRE_MINOR) > 1:
         raise DecodeError(
@@ -216,61 +172,27 @@ def decode_envelope(frame: bytes) -> Envelope:
 
 
 def decode_body(envelope: Envelope) -> Message:
-    """Read the body of a frame whose envelope has been read."""
-    kind = _BODIES.get(envelope.kind)
-    if kind is None:
+    """Reads the body of a frame whose envelope has been read. Raises as :func:`decode`."""
+    if envelope.kind not in _KINDS:
         raise DecodeError(
             NackCode.UNKNOWN_KIND, "kind", f"no message {envelope.kind!r} in this wire version"
         )
+    cls, decode_into = _KINDS[envelope.kind]
     body = bytes(envelope.body)
     try:
-        message: Message = kind.decode(body)
+        message: Message = decode_into(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _explain(error, envelope.kind) from error
-    if envelope.wire_minor != WIRE_MINOR:
-        newer = envelope.wire_minor > WIRE_MINOR
-        _check_other(_read(body), kind.cls, envelope.kind, newer=newer)
-        return message
-    if _map_entries(body) != kind.fields:
-        raise _extra_field(_read(body), kind.cls, envelope.kind)
-    if kind.by_name and (kind.nested or _encode(message) != body):
-        _check_names(body, kind, envelope.kind)
+    if envelope.wire_minor != WIRE_MINOR or _encode(message) != body:
+        _check_fields(_read(body), cls, envelope.kind, envelope.wire_minor)
     return message
 
 
-def _check_names(body: bytes, kind: _Body, path: str) -> None:
-    """Each field is there, once, and so it is in the dataclasses inside; what else there is, such
-    as a manifest, is not read again."""
-    inner_classes = _inner_classes(kind.cls)
-    try:
-        found = _decode_fields(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # of a key that is none of ours
-        raise _extra_field(_read(body), kind.cls, path) from None
-    if found.keys() != inner_classes.keys():
-        raise _extra_field(_read(body), kind.cls, path)
-    for name in kind.nested:
-        inner_cls = inner_classes[name]
-        assert inner_cls is not None
-        value = _read(bytes(found[name]))
-        for item in value if type(value) is list else [value]:
-            _check_nested(item, inner_cls, f"{path}.{name}")
-
-
-def _map_entries(data: bytes) -> int:
-    """The number of entries that a MessagePack map announces in its first bytes."""
-    head = data[0]
-    if head & 0xF0 == _FIXMAP:
-        return head & 0x0F
-    if head == _MAP16:
-        return int.from_bytes(data[1:3], "big")
-    return int.from_bytes(data[1:5], "big")  # map 32; anything else failed to decode
-
-
 def _read(data: bytes) -> Any:
-    """Untyped reading, bounded by the data's own size; lenient, since it only names a fault.
+    """Reads data untyped, bounded by its own size.
 
     Raises:
-        DecodeError: a field that nobody declared holds what can't be read at all.
+        DecodeError: an undeclared field holds what can't be read.
     """
     unpacker = msgpack.Unpacker(
         max_buffer_size=len(data),
@@ -288,11 +210,11 @@ def _read(data: bytes) -> Any:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A map as its pairs, so that a key that stands twice is seen twice."""
+    """The pairs of a map, so that a key that stands twice is found."""
 
 
 def _extra_field(pairs: _Pairs, cls: type, where: str) -> DecodeError:
-    """Name the field that is one too many."""
+    """Returns the error that names an undeclared, doubled or missing field."""
     known = _inner_classes(cls)
     seen: set[str] = set()
     for key, _ in pairs:
@@ -305,50 +227,36 @@ def _extra_field(pairs: _Pairs, cls: type, where: str) -> DecodeError:
     return DecodeError(NackCode.MALFORMED, missing, f"{where} lacks it")
 
 
-def _check_other(value: Any, cls: type, path: str, *, newer: bool) -> None:
-    """As between equal versions, but: who is newer may say more, who is older less."""
+def _check_fields(value: Any, cls: type, path: str, minor: int) -> None:
+    """Checks the fields of a map, and of the maps in it, that a peer of this minor version sent.
+
+    Raises:
+        DecodeError: a field is undeclared, and the peer is not newer; or missing, and the peer is
+            not older; or it stands twice.
+    """
     if not isinstance(value, _Pairs):
         return
     fields = _inner_classes(cls)
     known = _Pairs(pair for pair in value if pair[0] in fields)
-    twice = len(known) != len({key for key, _ in known})
-    if twice or (newer and len(known) < len(fields)):
-        raise _extra_field(known, cls, path)
-    if not newer and len(known) != len(value):
+    if minor <= WIRE_MINOR and len(known) != len(value):
         raise _extra_field(value, cls, path)
+    names = {key for key, _ in known}
+    if len(names) != len(known) or (minor >= WIRE_MINOR and len(names) < len(fields)):
+        raise _extra_field(known, cls, path)
     for key, inner in known:
         inner_cls = fields[key]
-        for item in inner if type(inner) is list else [inner]:
-            if inner_cls is not None:
-                _check_other(item, inner_cls, f"{path}.{key}", newer=newer)
-
-
-def _check_nested(value: Any, cls: type, path: str) -> None:
-    """Every map inside has exactly the fields of its dataclass."""
-    if not isinstance(value, _Pairs):
-        return
-    fields = _inner_classes(cls)
-    if len(value) != len(fields) or {key for key, _ in value} != fields.keys():
-        raise _extra_field(value, cls, path)
-    for key, inner in value:
-        inner_cls = fields[key]
-        if inner_cls is None:
-            continue
-        for item in inner if type(inner) is list else [inner]:
-            _check_nested(item, inner_cls, f"{path}.{key}")
+        if inner_cls is not None:
+            for item in inner if type(inner) is list else [inner]:
+                _check_fields(item, inner_cls, f"{path}.{key}", minor)
 
 
 def _explain(error: Exception, where: str) -> DecodeError:
     text = str(error)
     found = _PATH.search(text)
-    if found is None:
-        missing = re.search(r"missing required field `([^`]*)`", text)
-        field = missing.group(1) if missing else ""
-        return DecodeError(NackCode.MALFORMED, field, f"{where or 'frame'}: {text[:400]}")
-    field = found.group(1)
     detail = _PATH.sub("", text)
-    missing = re.search(r"missing required field `([^`]*)`", detail)
-    if missing:
-        field = f"{field}.{missing.group(1)}" if field else missing.group(1)
+    path = [found.group(1)] if found and found.group(1) else []
+    if missing := re.search(r"missing required field `([^`]*)`", detail):
+        path.append(missing.group(1))
     code = NackCode.OVERSIZED if "length <=" in detail else NackCode.MALFORMED
-    return DecodeError(code, field[:64], f"{where or 'envelope'}: {detail[:400]}")
+    where = where or ("envelope" if found else "frame")
+    return DecodeError(code, ".".join(path)[:64], f"{where}: {detail[:400]}")

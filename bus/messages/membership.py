@@ -1,4 +1,4 @@
-"""Who is there: joining, being heard, leaving."""
+"""Membership: joins, heartbeats, departures, and the direct links of a DP group's ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bus.messages.types import (
     KvConnectors,
     LeasePosition,
     LongText,
+    Message,
     Name,
     PdRole,
     Phase,
@@ -30,27 +31,27 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine is, and where it stands when it joins (or joins again).
+    """What an engine is, and its state when it joins (or joins again).
 
-    ``workers`` counts its TP x PP worker processes; ``endpoint`` is the URL at
-    which it takes requests, empty if it takes none over the network;
-    ``can_sleep``: it was started so that it can give its memory back;
-    ``peer_address``: where other ranks of its DP group reach its sidecar, empty if it has none;
-    ``supervised``: whoever started it starts it anew, with all ranks of its DP group, when it
-    ends;
-    ``draft``: it has a draft model whose weights can be updated; ``canary``: what must become of
-    its requests while it runs a canary's probes, empty if it can't;
-    ``kind`` is the adapter (``embedded``, ``vllm``, ``vllm-http``) and
-    ``software`` what runs behind it, with its version;
-    ``closed``: as in :class:`Heartbeat`;
-    ``features``: what its vLLM supports, and why not; empty for an engine that lacks nothing;
-    ``untested``: says that wavebus was not run on its version of vLLM; empty if it was;
-    ``dtype``: its model's, by torch's name (``bfloat16``); empty if the engine does not report it;
-    ``limits``: what requests it takes;
-    ``run``: the run whose caches its own are (:class:`Welcome`); one of its own before it has
-    joined any group;
-    ``pd_role``: whether it only prefills, or only decodes what others have prefilled;
-    ``kv_connectors``: how updates treat its KV connectors.
+    Attributes:
+        kind: the adapter: ``embedded``, ``vllm`` or ``vllm-http``.
+        software: what runs behind the adapter, with its version.
+        workers: how many worker processes (TP x PP) the engine has.
+        endpoint: the URL that takes requests; empty: none over the network.
+        can_sleep: the engine was started so that it can give its memory back.
+        draft: the engine has a draft model whose weights can be updated.
+        supervised: if the engine ends, it is restarted with all ranks of its DP group.
+        canary: what must become of requests while probes run; empty: it can't run probes.
+        peer_address: where other ranks of its DP group reach its sidecar; empty: nowhere.
+        closed: as in :class:`Heartbeat`.
+        features: what its vLLM supports, and why not; empty: everything.
+        untested: says that wavebus was not tested on its vLLM version; empty: it was.
+        dtype: the model's, by torch's name (``bfloat16``); empty: unknown.
+        limits: which requests it takes.
+        run: the run whose cache entries the engine has (:class:`Welcome`); one of its own before it
+            has joined any group.
+        pd_role: whether it only prefills, or only decodes.
+        kv_connectors: how updates treat its KV connectors.
     """
 
     kind: ShortText
@@ -82,9 +83,9 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorFacts:
-    """The coordinator of one DP group, and where its waves stand when it joins.
+    """The coordinator of one DP group, and its waves when it joins.
 
-    ``rank``: the rank that began the wave that runs; None if no wave runs, or nobody knows.
+    ``rank``: the rank that began the running wave; None: no wave runs, or it is unknown.
     """
 
     dp_group: Name
@@ -95,8 +96,11 @@ class CoordinatorFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """``engine`` or ``coordinator`` is set for just that role."""
+class Join(Message):
+    """Peer to broker: let me in.
+
+    ``engine`` is set for the role ``engine`` alone, ``coordinator`` for the role ``coordinator``.
+    """
 
     role: Role
     host: ShortText
@@ -106,11 +110,13 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
-    """``version`` is the group's; the envelope carries the epoch given.
+class Welcome(Message):
+    """Broker to peer: the JOIN is accepted. The envelope carries the epoch that is granted.
 
-    ``run`` names the group's run: engines put it into the salts of their caches, so that engines
-    of one run find each other's keys and values, and never those of another run.
+    Attributes:
+        version: the version that the group serves.
+        run: the group's run. Engines put it into the salts of their caches, so that only engines of
+            one run share cache entries.
     """
 
     heartbeat_ms: Count
@@ -120,10 +126,14 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """``version``: what an engine serves; of a trainer, of which it keeps the weights (0: none).
-    ``closed``: requests that reach the engine are ended, or wait in a core that does not run.
-    ``in_flight``: an engine's requests; a trainer's tensors, of those taken from its source."""
+class Heartbeat(Message):
+    """Peer to broker: the peer lives.
+
+    Attributes:
+        version: what an engine serves; the version whose weights a trainer keeps (0: none).
+        in_flight: an engine's requests; how many tensors a trainer has taken from its source.
+        closed: requests that reach the engine are ended, or wait in a core that does not run.
+    """
 
     phase: Phase
     version: Serial
@@ -133,12 +143,15 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class CoreStatus:
-    """An engine core's status page, as its sidecar has just read it.
+class CoreStatus(Message):
+    """Engine to broker: what an engine core's status page says.
 
-    What the core does and since when, its steps so far, its wave, and how many requests it has.
-    ``waiting`` of them wait for a slot or for memory. ``untagged`` requests came, since the core's
-    start, with KV that names no version (docs/pd.md).
+    Attributes:
+        phase: what the core does, for ``since_ms``.
+        step: how many steps it has made.
+        requests: how many requests it has. ``waiting`` of them wait for a slot or for memory.
+        untagged: how many requests came since the core's start with a KV cache that names no
+            version (docs/pd.md).
     """
 
     phase: CorePhase
@@ -151,17 +164,24 @@ class CoreStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
-    """The engine, or the DP group that it is a rank of, does not go on by itself: end it, and the
-    sidecar too, so that its supervisor starts it anew. ``reason`` is the diagnosis."""
+class Restart(Message):
+    """Broker to engines: the engine, or its DP group, is stuck for good.
+
+    The sidecar ends the engine and itself, so that the supervisor restarts both. ``reason`` is the
+    diagnosis.
+    """
 
     reason: LongText
 
 
 @dataclass(frozen=True, slots=True)
-class HeartbeatAck:
-    """``held``: the pause that the broker sees to at this engine, which renews its lease.
-    ``closed``: as in the heartbeat that it answers."""
+class HeartbeatAck(Message):
+    """Broker to peer: the broker lives.
+
+    Attributes:
+        held: the pause that the broker keeps at this engine, which renews the engine's lease.
+        closed: as in the heartbeat.
+    """
 
     version: Count
     held: UpdateId
@@ -170,7 +190,7 @@ class HeartbeatAck:
 
 @dataclass(frozen=True, slots=True)
 class PeerRank:
-    """A rank of a DP group; ``key`` is its public key, if the broker has keys."""
+    """A rank of a DP group. ``key`` is its public key, if the broker has keys."""
 
     name: Name
     dp_rank: Count
@@ -179,17 +199,21 @@ class PeerRank:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerRanks:
-    """All ranks of the DP group, which is whole."""
+class PeerRanks(Message):
+    """Broker to engine: all ranks of its DP group, which is complete."""
 
     peers: Annotated[tuple[PeerRank, ...], Meta(max_length=4096)]
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseVote:
-    """How a rank stands, told to its peer ranks and to nobody else; ``asks``: tell me, too.
+class LeaseVote(Message):
+    """Engine to its peer ranks: its position when a pause lease is over.
 
-    ``pause_id`` is the pause that it is in, or was in last; ``version`` what it serves."""
+    Attributes:
+        pause_id: the pause that the rank is in, or was in last.
+        version: what the rank serves.
+        asks: answer with your own vote.
+    """
 
     dp_group: Name
     dp_rank: Count
@@ -200,5 +224,7 @@ class LeaseVote:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Message):
+    """Peer to broker: the peer leaves in order."""
+
     reason: LongText

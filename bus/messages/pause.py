@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.messages.types import Count, Escalation, PauseMode, Scope, Serial, SleepLevel, UpdateId
+from bus.messages.types import (
+    Count,
+    Escalation,
+    Message,
+    PauseMode,
+    Scope,
+    Serial,
+    SleepLevel,
+    UpdateId,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class PauseLocal:
-    """``lease_ms``: how long an engine stays paused once nobody renews the pause.
+class PauseLocal(Message):
+    """Trainer to broker to engines: pause, phase 1. Engines schedule nothing new.
 
-    ``timeout_ms``: how long the caller waits for the whole pause; the pause goes
-    on and is recovered forward when it passes. ``wait_ms`` (mode ``wait`` only, 0: no
-    end): when requests still run after it, the pause becomes ``escalate``. ``scope``: of these DP
-    groups alone, which are behind and catch up.
+    Attributes:
+        update_id: the pause's id; that of the update that needs the pause, if one does.
+        mode: what becomes of requests.
+        clear_cache: drop KV caches.
+        lease_ms: how long an engine stays paused if nobody renews the pause, in ms.
+        timeout_ms: how long the caller waits for the whole pause, in ms. After that, the pause is
+            completed and then resumed.
+        wait_ms: mode ``wait`` only: after this many ms, if requests still run, the pause becomes
+            ``escalate``. 0: no limit.
+        scope: pause only these DP groups, which are stale and catch up. Empty: all.
     """
 
     update_id: UpdateId
@@ -28,30 +43,37 @@ class PauseLocal:
 
 
 @dataclass(frozen=True, slots=True)
-class PauseGlobal:
+class PauseGlobal(Message):
+    """Broker to engines: pause, phase 2. Acknowledged when the engine's device is idle."""
+
     update_id: UpdateId
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep:
-    """``update_id`` is the pause's. Level 1 keeps the weights in the host's memory, level 2
-    discards them; both drop the KV cache."""
+class Sleep(Message):
+    """Trainer to broker to engines: give memory back, in the pause ``update_id``.
+
+    Level 1 keeps the weights in the host's memory, level 2 discards them. Both drop KV caches.
+    """
 
     update_id: UpdateId
     level: SleepLevel
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
-    """The weights' memory comes back; the KV cache's with RESUME."""
+class Wake(Message):
+    """Trainer to broker to engines: allocate the weights' memory; KV caches wait for RESUME."""
 
     update_id: UpdateId
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
-    """Engines that sleep wake by it. ``version``: what the group serves, in the broker's own word:
-    who is behind it is resumed with admission closed."""
+class Resume(Message):
+    """Trainer to broker to engines: schedule again. Engines that sleep wake up.
+
+    ``version`` is set by the broker: the version that the group serves. A stale engine resumes with
+    closed admission.
+    """
 
     update_id: UpdateId
     version: Serial = 0

@@ -1,4 +1,4 @@
-"""What was done, and what was refused; and what rank 0 of a trainer tells the others."""
+"""Acknowledgements and refusals, and the steps that a trainer's ranks share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bus.messages.types import (
     MAX_MEETING_BYTES,
     Count,
     LongText,
+    Message,
     RequestIds,
     ShortText,
     TrainerPoint,
@@ -21,7 +22,7 @@ from bus.messages.types import (
 
 
 class Step(StrEnum):
-    """What an ACK or GROUP_ACK says has been done."""
+    """The steps of a pause and an update, as acknowledgements, errors and status name them."""
 
     PAUSE_LOCAL = "pause_local"
     PAUSE_GLOBAL = "pause_global"
@@ -39,21 +40,22 @@ class Step(StrEnum):
 
 
 def step_name(step: str, chunk: int) -> str:
-    """In texts: which step, and of which chunk if it is one's."""
+    """Returns the name of a step for texts: a chunk's has the number."""
     return f"chunk {chunk}" if step == Step.CHUNK else step
 
 
-class Ack(msgspec.Struct, frozen=True):
-    """An engine has done ``step``. No dataclass, for the reason that the envelope is none.
+class Ack(Message, msgspec.Struct, frozen=True):
+    """Engine to broker: the step is done. A ``Struct`` for speed, like the envelope.
 
-    ``chunk`` counts only for the step ``chunk``. ``duration_ms`` is what the
-    engine took. ``in_flight`` is the number of requests it holds. ``outcome``
-    says what an ABORT found: ``untouched``, ``restored`` or ``partial``; of a COMMIT whether
-    the engine is still ``partial``, by an update of its other model; of an ABORT that came after
-    the swap of a staged update, that it was ``committed``; and of a
-    ``wait`` pause whether it ``drained``, or was ``escalated``; of a RESUME whether admission is
-    still ``closed``, since the engine is behind the group. ``waited_for`` are
-    the requests that a ``wait`` pause still waited for at its deadline.
+    Attributes:
+        chunk: counts only for the step ``chunk``.
+        in_flight: how many requests the engine has.
+        duration_ms: what the engine took, in ms.
+        outcome: of an ABORT ``untouched``, ``restored``, ``partial``, or ``committed`` if it came
+            after the swap of a staged update. Of a COMMIT ``partial``, if an update of the other
+            model is incomplete. Of a ``wait`` pause ``drained`` or ``escalated``. Of a RESUME
+            ``closed``, if the engine is stale and keeps admission closed.
+        waited_for: the requests that a ``wait`` pause still waited for at its deadline.
     """
 
     step: Step
@@ -66,7 +68,7 @@ class Ack(msgspec.Struct, frozen=True):
 
 
 class NackCode(StrEnum):
-    """Why something was refused. The text beside it is for people; this is for code."""
+    """Why something was refused. Programs read the code; people read the text beside it."""
 
     MALFORMED = "malformed"
     OVERSIZED = "oversized"
@@ -104,12 +106,16 @@ class NackCode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Nack:
-    """Refused, and nothing has changed.
+class Nack(Message):
+    """Anyone to anyone: refused, and nothing has changed.
 
-    ``field`` names the message field or option at fault, ``peer`` who refused,
-    ``tensor`` the tensor, ``step`` where in a pause or an update; empty where
-    there is none. ``hint`` says what to do.
+    Attributes:
+        step: where in a pause or an update; empty: in none.
+        field: the message field or option at fault; empty: none.
+        peer: the peer that refused.
+        tensor: the tensor at fault; empty: none.
+        hint: what to do.
+        retry_after_ms: when to try again, in ms; 0: unknown.
     """
 
     code: NackCode
@@ -125,10 +131,15 @@ class Nack:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerStep:
-    """``number`` counts rank 0's updates from 1. ``version`` (with ``end``) is what was
-    committed; ``failure`` is what rank 0 raised instead. ``meeting`` (with ``go``) is where the
-    ranks meet engines, if that is what they are to do: only they read it."""
+class TrainerStep(Message):
+    """Rank 0 of a trainer to broker to followers: how far an update has come.
+
+    Attributes:
+        number: counts rank 0's updates, from 1.
+        version: with ``end``: the committed version.
+        failure: with ``end``: what rank 0 raised instead.
+        meeting: with ``go``: where the ranks meet engines, if they do; only they read it.
+    """
 
     number: Count
     point: TrainerPoint
@@ -138,23 +149,27 @@ class TrainerStep:
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitStep:
+class AwaitStep(Message):
+    """Follower to broker: answer with this TRAINER_STEP when rank 0 has come so far."""
+
     number: Count
     point: TrainerPoint
 
 
 @dataclass(frozen=True, slots=True)
-class GroupAck:
-    """Every engine of the group has done ``step``.
+class GroupAck(Message):
+    """Broker to trainer: every engine of the group has done the step.
 
-    ``excluded`` names engines that fell out on the way: dead, quarantined, or (with
-    ``resume``) still paused, since they could not resume.
-    ``in_flight`` is summed over the engines; ``slowest`` is who acked last.
-    ``paused_ms`` (with ``resume`` only) is the time from the first PAUSE_LOCAL to
-    the last RESUME ack. ``escalated`` names engines whose ``wait`` pause came to its
-    deadline, ``waited_for`` the requests that it waited for until then.
-    With ``arm``, of an update that may be staged: ``staging_bytes`` is what that takes in the
-    worker that needs most, ``why_paused`` why it can't be, with the engine; empty if it can.
+    Attributes:
+        excluded: engines that dropped out on the way: dead, quarantined, or (with ``resume``) still
+            paused.
+        in_flight: how many requests all engines have.
+        slowest: the engine that acknowledged last, after ``slowest_ms``.
+        paused_ms: with ``resume``: from the first PAUSE_LOCAL to the last RESUME's ACK, in ms.
+        escalated: engines whose ``wait`` pause came to its deadline.
+        waited_for: the requests that the ``wait`` pause waited for until then.
+        staging_bytes: with ``arm``: as in ARMED, of all engines.
+        why_paused: with ``arm``: why the update can't be staged, with the engine; empty: it can.
     """
 
     step: Step

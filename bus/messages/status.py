@@ -1,4 +1,4 @@
-"""The broker's view, and who asks for it."""
+"""The broker's view of its groups, and the requests for it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bus.messages.types import (
     Features,
     KvConnectors,
     LongText,
+    Message,
     Name,
     PdRole,
     RequestLimits,
@@ -24,17 +25,21 @@ from bus.messages.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class WaitEngines:
+class WaitEngines(Message):
+    """Trainer to broker: answer with GROUP_VIEW when ``count`` engines are ready."""
+
     count: Count
     timeout_ms: Count
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """``core_since_ms``: for how long its core has been in ``core_phase``, as far as the
-    sidecar's last word goes; ``waiting``: its requests that wait there. ``features``, ``untested``,
-    ``dtype``, ``pd_role`` and ``kv_connectors`` are the engine's own
-    (:class:`bus.messages.EngineFacts`)."""
+    """One engine, as the broker knows it.
+
+    ``core_since_ms``: how long its core has been in ``core_phase``, in ms, by the sidecar's last
+    report. ``waiting``: requests that wait in the core. ``features``, ``untested``, ``dtype``,
+    ``pd_role`` and ``kv_connectors`` are those of :class:`bus.messages.EngineFacts`.
+    """
 
     name: ShortText
     dp_group: ShortText
@@ -65,9 +70,14 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True)
 class DpGroupView:
-    """``state`` is the wave machine's; ``health`` is ok, slow, wedged or down, and
-    ``diagnosis`` says why in words. ``started_by`` is the rank that began the wave that runs;
-    None if no wave runs, or nobody knows."""
+    """One DP group.
+
+    Attributes:
+        state: the state of its wave machine.
+        health: ``ok``, ``slow``, ``wedged``, ``down`` or ``unknown``.
+        diagnosis: the reason for ``health``, in words.
+        started_by: the rank that began the running wave; None: no wave runs, or it is unknown.
+    """
 
     name: ShortText
     state: ShortText
@@ -82,21 +92,23 @@ class DpGroupView:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupView:
+class GroupView(Message):
+    """Broker to trainer: the ready engines of the group."""
+
     engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
     version: Count
 
 
 @dataclass(frozen=True, slots=True)
-class StatusRequest:
-    pass
+class StatusRequest(Message):
+    """Anyone to broker: answer with STATUS."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitView:
-    """One ack that has not come. ``waited_ms``: since it was asked for, the first time.
+    """One missing acknowledgement. ``waited_ms`` counts from the first request for it.
 
-    ``engine`` is empty for a chunk that the trainer has yet to send: nobody can ack it.
+    ``engine`` is empty for a chunk that the trainer has not sent yet: no engine can acknowledge it.
     """
 
     engine: ShortText
@@ -108,7 +120,7 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True)
 class OutView:
-    """An engine that does not serve, or is gone, and why; or that boots, and where."""
+    """An engine that does not serve, and why; or that boots, and where."""
 
     engine: ShortText
     state: Literal["quarantined", "gone", "booting"]
@@ -117,8 +129,10 @@ class OutView:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``endpoint``: where it takes requests; empty if that is not known. ``limits``: which.
-    ``pd_role``: as in :class:`bus.messages.EngineFacts`."""
+    """A routable engine. ``endpoint`` takes its requests; empty: unknown.
+
+    ``limits`` and ``pd_role`` are those of :class:`bus.messages.EngineFacts`.
+    """
 
     engine: ShortText
     dp_group: ShortText
@@ -128,9 +142,11 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
-    """Where requests of the envelope's group are to be sent: all of these serve ``version``.
-    ``revision`` grows with each change, as long as the broker lives."""
+class Routes(Message):
+    """Broker to observers and schedulers: the routable engines of the envelope's group.
+
+    All of them serve ``version``. ``revision`` grows with each change, until the broker restarts.
+    """
 
     version: Count
     engines: Annotated[tuple[Route, ...], Meta(max_length=16_384)]
@@ -138,11 +154,11 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutesTaken:
-    """A watcher sends no more requests to engines that had left ``group``'s routes by ``revision``.
+class RoutesTaken(Message):
+    """Watcher to broker: engines that had left the routes by ``revision`` get no more requests.
 
-    The first one asks the broker to wait for the next: until it comes, an engine that has left the
-    routes is sent nothing, for at most one heartbeat.
+    The first one of a watcher asks the broker to wait for its confirmations: an engine that leaves
+    the routes is then sent nothing until they come, for at most one heartbeat.
     """
 
     group: Name
@@ -151,10 +167,15 @@ class RoutesTaken:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """``update_target``: which model the update under way is for; ``model`` if there is none.
-    ``owner_heard_ms``: how long ago the owner was heard; 0 if there is none.
-    ``routes``: what watchers of routes were sent last; during a commit that is the version before.
-    ``routable``: the names of its engines. ``run``: as in :class:`bus.messages.Welcome`.
+    """One group, as the broker knows it.
+
+    Attributes:
+        owner: its trainer; empty: none.
+        owner_heard_ms: how long ago the owner was heard, in ms; 0: no owner.
+        update_target: the model of the running update; ``model`` without one.
+        routable: names of the engines in ``routes``.
+        routes: the routes that watchers got last; during a commit those of the version before.
+        run: as in :class:`bus.messages.Welcome`.
     """
 
     name: ShortText
@@ -177,9 +198,12 @@ class GroupStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
-    """``cpu_s`` and ``rss_bytes`` are the broker process's own. Peers are heard every
-    ``heartbeat_ms``, and lost after ``peer_timeout_ms`` of silence."""
+class Status(Message):
+    """Broker to anyone: all groups, and the broker's own process.
+
+    ``cpu_s`` and ``rss_bytes`` are the process's. Peers are heard every ``heartbeat_ms``, and lost
+    after ``peer_timeout_ms`` of silence.
+    """
 
     broker: ShortText
     uptime_s: float

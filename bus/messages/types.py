@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, TypeAlias
 
 from msgspec import Meta
 
 WIRE_MAJOR: Final = 1
 WIRE_MINOR: Final = 4
-# Bounds. A frame over MAX_FRAME_BYTES is refused unread; 16 MiB hold the manifest
-# of a model of 100,000 tensors with names of 100 characters.
+# A larger frame is refused unread. 16 MiB hold the manifest of 100,000 tensors with names of 100
+# characters.
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 MAX_TENSORS: Final = 200_000
 MAX_BLOB_BYTES: Final = 4 * 1024 * 1024
 MAX_MEETING_BYTES: Final = 4096
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
-# What somebody adds one to; so it never comes to what the wire has no number for.
+# A number that grows by one; the bound keeps it within what the wire can carry.
 Serial: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 # Ranks of a DP group, workers of an engine.
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=4096)]
@@ -24,13 +24,13 @@ Name: TypeAlias = Annotated[
     str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*\Z")
 ]
 ShortText: TypeAlias = Annotated[str, Meta(max_length=256)]
-# DP groups that something is for; empty: all of the group.
+# The DP groups that a message is for; empty: all of the group.
 Scope: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=16_384)]
 LongText: TypeAlias = Annotated[str, Meta(max_length=4096)]
-# What an engine can do, by name, each with the reason why it is off; empty text: it works.
+# An engine's features by name, each with the reason why it is off; empty: it works.
 Features: TypeAlias = Annotated[dict[ShortText, ShortText], Meta(max_length=64)]
-# How updates treat an engine's KV connectors, by name (docs/vllm.md); where they can't be made, the
-# text begins with REFUSED.
+# How updates treat an engine's KV connectors, by name (docs/vllm.md). If an update is impossible,
+# the text begins with REFUSED.
 KvConnectors: TypeAlias = Annotated[dict[ShortText, ShortText], Meta(max_length=64)]
 REFUSED: Final = "refused: "
 UpdateId: TypeAlias = Annotated[str, Meta(max_length=64)]
@@ -44,7 +44,7 @@ Shape: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=16)]
 Shapes: TypeAlias = Annotated[tuple[Shape, ...], Meta(max_length=MAX_TENSORS)]
 Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_TENSORS)]
 MAX_REQUEST_IDS: Final = 4096
-# Of a canary. The answers of so many engines, each of MAX_PROBES probes, fit in one frame.
+# Bounds of a canary. MAX_PROBED engines' answers to MAX_PROBES probes fit in one frame.
 MAX_PROBES: Final = 16
 MAX_PROBE_TOKENS: Final = 64
 MAX_PROMPT_TOKENS: Final = 4096
@@ -53,33 +53,31 @@ Prompt: TypeAlias = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=M
 Prompts: TypeAlias = Annotated[tuple[Prompt, ...], Meta(min_length=1, max_length=MAX_PROBES)]
 MaxTokens: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PROBE_TOKENS)]
 RequestIds: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REQUEST_IDS)]
-# A follower is another rank of the trainer; who boots is a sidecar whose engine does.
+# A follower is another rank of the trainer; `booting` is a sidecar whose engine boots.
 Role: TypeAlias = Literal[
     "trainer", "follower", "engine", "booting", "coordinator", "observer", "scheduler"
 ]
-# What rank 0 tells its followers: gather the tensors with me; it is over.
+# What rank 0 of a trainer announces: gather the tensors with it; the update is over.
 TrainerPoint: TypeAlias = Literal["go", "end"]
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
-# 1: weights wait in the host's memory; 2: they are gone.
+# 1: the host's memory keeps the weights; 2: they are discarded.
 SleepLevel: TypeAlias = Literal[1, 2]
 # What a `wait` pause becomes at its deadline.
 Escalation: TypeAlias = Literal["keep", "abort"]
-# How a rank stands whose peer ranks ask it; see bus.protocol.engine.lease.
+# A rank's position in a lease vote; see bus.protocol.engine.lease.
 LeasePosition: TypeAlias = Literal["held", "pausing", "clean", "partial", "running"]
-# Which of an engine's models an update is for: the one that it serves, or the draft model of its
-# speculative decoding.
+# The model of an engine that an update is for: the served one, or speculative decoding's draft.
 Target: TypeAlias = Literal["model", "draft"]
-# What an engine's core does, by its status page; empty: it has none.
+# What an engine's core does, by its status page; empty: no page.
 CorePhase: TypeAlias = Literal["", "idle", "work", "step", "dummy", "sync", "barrier"]
-# What becomes of an engine's requests while a canary runs: they must have been ended, or stay as
-# they are; empty: there is none, or the engine can't run it.
+# What a canary does to an engine's requests: they must have ended, or stay. Empty: no canary.
 CanaryMode: TypeAlias = Literal["", "abort", "keep"]
-# What an engine of a disaggregated pair does; empty: both.
+# What an engine of a disaggregated group does; empty: both.
 PdRole: TypeAlias = Literal["", "prefill", "decode"]
-# How a chunk is checked before it is loaded: `unsupported` where a backend can't.
+# How a chunk is verified before its load; `unsupported`: the backend can't.
 Verify: TypeAlias = Literal["off", "sample", "full", "unsupported"]
-# What an engine says of itself, in its heartbeats and when it joins. One that is emptied sleeps,
-# and its weights are gone. One that is staging serves, while the next weights come.
+# An engine's state in its JOIN and heartbeats. `weights_discarded`: it sleeps without weights.
+# `staging`: it serves while the next weights arrive.
 Phase: TypeAlias = Literal[
     "running",
     "staging",
@@ -95,14 +93,24 @@ Phase: TypeAlias = Literal[
 ]
 
 
+class Message:
+    """Base of every message. :mod:`bus.messages.registry` lists them."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:
+        __match_args__: ClassVar[tuple[str, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What requests an engine takes; 0 where it does not report it.
+    """What requests an engine takes; 0 where the engine does not report it.
 
-    ``vocab_size``: token ids are below it; ``max_model_len``: tokens of prompt and output together;
-    ``slots``: sequences that run at once;
-    ``exact_seeds``: draws are keyed by position, so that a request with a seed that is asked anew,
-    with its tokens so far as part of the prompt, goes on as if nothing had been.
+    Attributes:
+        vocab_size: token ids are below this.
+        max_model_len: the most tokens of prompt and output together.
+        slots: how many sequences run at once.
+        exact_seeds: draws are keyed by position. So a request with a seed continues exactly when it
+            is sent again with its tokens so far as part of the prompt.
     """
 
     vocab_size: Count = 0

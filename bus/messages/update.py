@@ -1,4 +1,4 @@
-"""One weight update, step by step, as the trainer asks for it."""
+"""One weight update, step by step."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bus.messages.types import (
     Counts,
     Dtypes,
     LongText,
+    Message,
     Scope,
     Serial,
     Shapes,
@@ -28,28 +29,35 @@ from bus.messages.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class PlanTransfer:
-    """``scope``: as ARM has it."""
+class PlanTransfer(Message):
+    """Trainer to broker: who takes part in a collective transfer? ``scope``: as in ARM."""
 
     scope: Scope = ()
 
 
 @dataclass(frozen=True, slots=True)
-class TransferPlan:
-    """See :mod:`bus.protocol.group.engine_registry`. The trainer's sender is rank 0."""
+class TransferPlan(Message):
+    """Broker to trainer: the communicator, whose rank 0 is the trainer's sender.
+
+    :class:`bus.protocol.group.engine_registry.Communicator` says how it is numbered.
+    """
 
     communicator: Count
     world_size: Count
 
 
 @dataclass(frozen=True, slots=True)
-class TransferInit:
-    """``params`` is a MessagePack blob that only the backend reads (bounded, typed).
+class TransferInit(Message):
+    """Trainer to broker to engines: open the transport.
 
-    ``communicator`` is the number of the one that the transport is made for, 0 for a backend
-    without collectives. The broker adds ``world_size`` and where each engine stands in it.
-    ``update_id`` is of this opening alone: an end that took long may open, or fail to, when
-    the next is asked for. ``scope``: as ARM has it.
+    Attributes:
+        update_id: the id of this opening alone. An end that was slow may still open, or fail, when
+            the next opening is requested.
+        params: a blob that only the backend reads (bounded, typed).
+        communicator: the number of the transport's communicator; 0: no collectives.
+        world_size: its size; set by the broker.
+        first_ranks: the rank of each engine's first worker; set by the broker.
+        scope: as in ARM.
     """
 
     update_id: UpdateId
@@ -63,13 +71,15 @@ class TransferInit:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """How an update may come while the engine serves: into memory beside the weights, and from
-    there into them between two steps (:mod:`bus.protocol.group.staging`).
+    """How an update is staged: loaded into spare memory, then swapped in between two steps.
 
-    ``required``: an engine that can't refuses the ARM; else its answer says why not.
-    ``budget_bytes``: at most so much in each of an engine's workers; 0: what is free there.
-    ``keep``: the memory stays, for the next update.
-    ``clear_cache``: at the swap, requests drop keys and values, and compute them anew.
+    :mod:`bus.protocol.group.staging` says when that is possible.
+
+    Attributes:
+        required: an engine that can't stage the update refuses the ARM. Otherwise it says why.
+        budget_bytes: the most memory per worker, in bytes; 0: what is free.
+        keep: keep the memory for the next update.
+        clear_cache: at the swap, requests drop their KV cache and compute it again.
     """
 
     required: bool
@@ -79,31 +89,28 @@ class Staging:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """The manifest of an update (see :class:`bus.manifest.Manifest`) and its version; ``target``
-    is the model that it is for.
+class Arm(Message):
+    """Trainer to broker to engines: the manifest and the version of an update; engines check it.
 
-    The trainer sends the last ``version`` it knows, the broker puts the one it assigned, which
-    is greater: also when it is a new broker, and whoever serves that version is yet to join.
+    Engines answer with ACK, or with ARMED if ``staging`` is set. The broker repeats an ARM without
+    the tensors (:meth:`without_tensors`). An engine that does not know the digest refuses with
+    ``manifest_unknown`` and gets them again.
 
-    A patch changes ``counts`` elements of each tensor, and nothing of the others: it is a
-    difference from the weights of version ``base``, and from no others. Both are empty (and 0)
-    for a whole set of weights.
-
-    ``quorum``: of so many DP groups at least all ranks must have finished for a commit; 0: of all
-    that are armed. With fewer the update is given up. ``default_quorum``: nobody has asked for one,
-    and it is all of them if some engines prefill for others that decode.
-
-    ``canary``: what the pause leaves of requests, if probes are to run before the COMMIT.
-
-    ``scope`` names DP groups that are behind and catch up, while all others go on: with the weights
-    of the version that the group serves, which ``version`` then is, and the broker gives no other
-    (see :mod:`bus.protocol.group.catch_up`). Empty: it is for all, and gives a new version.
-
-    ``staging``: how it may be staged; None: it is loaded in a pause. Engines answer with ARMED.
-
-    The broker asks an engine again without the tensors (:meth:`without_tensors`): the engine has
-    them, or refuses with ``manifest_unknown`` and gets them again.
+    Attributes:
+        version: from the trainer, the last version it knows. The broker assigns a greater one, also
+            if it has restarted and engines of that version have not joined yet.
+        target: the model that the update is for.
+        names, dtypes, shapes, chunk_ends: see :class:`bus.manifest.Manifest`.
+        counts: a patch's number of changed elements per tensor; empty: a whole set of weights.
+        base: the only version that a patch applies to; 0: no patch.
+        quorum: how many DP groups must finish for a commit; with fewer the update is aborted. 0:
+            all that are armed.
+        canary: what the pause leaves of requests if probes run before the COMMIT.
+        scope: these stale DP groups catch up with the group's ``version``, and the broker assigns
+            no other (:mod:`bus.protocol.group.catch_up`). Empty: all DP groups.
+        staging: how the update may be staged; None: it is loaded in a pause.
+        default_quorum: ``quorum`` is a default; it becomes all DP groups if some engines prefill
+            for others.
     """
 
     update_id: UpdateId
@@ -126,14 +133,18 @@ class Arm:
     default_quorum: bool = False
 
     def without_tensors(self) -> Arm:
-        """The same by its digest alone."""
+        """Returns the same ARM with the digest in place of the tensors."""
         return replace(self, names=(), dtypes=(), shapes=(), chunk_ends=(), counts=())
 
 
 @dataclass(frozen=True, slots=True)
-class Armed:
-    """An engine has armed an update that may be staged. ``staging_bytes``: what that takes in the
-    worker that needs most; ``why_paused``: why the engine can't; empty if it can."""
+class Armed(Message):
+    """Engine to broker: the update is armed, and can (or can't) be staged.
+
+    Attributes:
+        staging_bytes: what staging takes in the worker that needs most, in bytes.
+        why_paused: why the engine can't stage; empty: it can.
+    """
 
     update_id: UpdateId
     duration_ms: float
@@ -142,16 +153,16 @@ class Armed:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateStart:
-    """``staged``: beside the weights that are served, without a pause."""
+class UpdateStart(Message):
+    """Trainer to broker to engines: get ready to load; ``staged``: without a pause."""
 
     update_id: UpdateId
     staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class WeightChunkMeta:
-    """One chunk: tensors, and a transport handle that only the backend reads."""
+class WeightChunkMeta(Message):
+    """Trainer to broker to engines: receive one chunk. Only the backend reads ``handle``."""
 
     update_id: UpdateId
     chunk: Count
@@ -163,10 +174,12 @@ class WeightChunkMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSent:
-    """Every byte of the chunk has left. ``sums`` are its tensors' (see
-    :mod:`bus.weight_transfer.checksum`),
-    computed where the sender has them; none, if nothing is to be verified."""
+class ChunkSent(Message):
+    """Trainer to broker to engines: every byte of the chunk has left; verify and load it.
+
+    ``sums`` are the tensors' checksums (:mod:`bus.weight_transfer.checksum`); empty: nothing is
+    verified.
+    """
 
     update_id: UpdateId
     chunk: Count
@@ -175,13 +188,18 @@ class ChunkSent:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateFinish:
+class UpdateFinish(Message):
+    """Trainer to broker to engines: all chunks are loaded."""
+
     update_id: UpdateId
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
-    """``differing``: who is not to serve it, by the canary. Engines are told of none."""
+class Commit(Message):
+    """Trainer to broker to engines: serve this version from now on.
+
+    ``differing`` names the engines that differ by the canary and must not commit; engines get none.
+    """
 
     update_id: UpdateId
     version: Serial
@@ -190,15 +208,19 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Message):
+    """Trainer to broker to engines: give the update up."""
+
     update_id: UpdateId
     reason: LongText
 
 
 @dataclass(frozen=True, slots=True)
-class StaleEngines:
-    """These DP groups do not serve the group's ``version``; told to a trainer that has its weights,
-    for as long as it is so, and nothing else is under way."""
+class StaleEngines(Message):
+    """Broker to trainer: these DP groups do not serve the group's ``version``.
+
+    Sent to a trainer that has that version's weights, while nothing else is under way.
+    """
 
     version: Serial
     dp_groups: Scope

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.messages.types import Count, Name, ShortText
+from bus.messages.types import Count, Message, Name, ShortText
 
 
 @dataclass(frozen=True, slots=True)
-class FirstReq:
-    """Rank ``rank`` of an idle DP group got a request; ``wave`` is the one to start.
+class FirstReq(Message):
+    """DP coordinator to broker: rank ``rank`` of an idle DP group got a request.
 
-    Only where front ends wake their group (vLLM 0.32, the embedded engine). Where engines start
-    waves by themselves (vLLM 0.33), WAVE_STARTED names the rank, and nothing is asked.
+    ``wave`` is the wave to start. Sent only where front ends wake their group (vLLM 0.32, the
+    embedded engine). Where engines start waves themselves (vLLM 0.33), WAVE_STARTED names the rank.
     """
 
     dp_group: Name
@@ -21,8 +21,8 @@ class FirstReq:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstReqHeld:
-    """Kept until the DP group may run again; ``reason`` says why not now."""
+class FirstReqHeld(Message):
+    """Broker to DP coordinator: the wave starts when the DP group may run; ``reason`` says why."""
 
     dp_group: Name
     wave: Count
@@ -30,9 +30,11 @@ class FirstReqHeld:
 
 
 @dataclass(frozen=True, slots=True)
-class StartDpWave:
-    """Every rank but ``excluded`` (none, if it is None) joins the wave, with dummy
-    batches until all are idle."""
+class StartDpWave(Message):
+    """Broker to DP coordinator: every rank but ``excluded`` joins the wave.
+
+    Ranks without requests run dummy batches until all ranks are idle. None: no rank is excluded.
+    """
 
     dp_group: Name
     wave: Count
@@ -40,12 +42,13 @@ class StartDpWave:
 
 
 @dataclass(frozen=True, slots=True)
-class WaveStarted:
-    """A wave runs. Its coordinator tells the broker; it does not ask.
+class WaveStarted(Message):
+    """DP coordinator to broker: a wave runs. Nothing is asked.
 
-    ``local``: the coordinator decided a FIRST_REQ by itself, because the broker had not answered.
-    ``rank``: the rank that began the wave with its first request. Rank 0 also reports a wave
-    that begins with a resume. None: an older coordinator, which does not name the rank.
+    Attributes:
+        local: the coordinator started the wave alone: the broker had not answered FIRST_REQ.
+        rank: the rank that began the wave with its first request. Rank 0 also reports a wave that
+            begins with a resume. None: an older coordinator, which does not name the rank.
     """
 
     dp_group: Name
@@ -55,6 +58,8 @@ class WaveStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class WaveComplete:
+class WaveComplete(Message):
+    """DP coordinator to broker: every rank is idle. The next wave is ``wave + 1``."""
+
     dp_group: Name
     wave: Count

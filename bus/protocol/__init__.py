@@ -1,0 +1,1 @@
+"""The state machines of the bus, without I/O or a clock."""

@@ -27,43 +27,18 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 
 HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
-
-
 SHM_FOLDER: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory lives on Linux
-
-
 ALIGN_BYTES: Final = 64
-
-
 SegmentName = Annotated[str, Meta(max_length=128, pattern=r"^wavebus-[A-Za-z0-9._-]+\Z")]
-
-
 Offset = Annotated[int, Meta(ge=0)]
-
-
 Size = Annotated[int, Meta(gt=0)]
-
-
 Buffers = Annotated[int, Meta(ge=1, le=16)]
-
-
 MAX_TENSORS: Final = 200_000
-
-
 Offsets = Annotated[tuple[Offset, ...], Meta(max_length=MAX_TENSORS)]
-
-
 Host = Annotated[str, Meta(min_length=1, max_length=256)]
-
-
 Port = Annotated[int, Meta(gt=0, lt=65536)]
-
-
 Uuid = Annotated[str, Meta(pattern=r"^[0-9A-Za-z-]{1,64}\Z")]
-
-
 MemoryHandle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
-
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override  # torch requires it
 
 from bus.errors import WavebusError
 from bus.weight_transfer import rendezvous
@@ -85,6 +86,7 @@ class GlooSender(Sender):
         self._buffers: list[torch.Tensor] = []
         self._filled_bytes: dict[int, int] = {}
 
+    @override
     def open(self, chunk_bytes: int, world: World) -> bytes:
         self.close()
         room = max(chunk_bytes, 1)
@@ -99,6 +101,7 @@ class GlooSender(Sender):
         self._place = RankAssignment(world.number, world.size, 0)
         return encode(self._init)
 
+    @override
     def meet(self) -> None:
         init = self._init
         assert init is not None, "open comes first"
@@ -112,11 +115,13 @@ class GlooSender(Sender):
         if self._init is init:  # not closed meanwhile
             self._group = group
 
+    @override
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
         filled_bytes = pack(self._buffers[seq % self.prefetch_depth], tensors)[-1]
         self._filled_bytes[seq] = filled_bytes
         return encode(GlooChunk(filled_bytes))
 
+    @override
     def transfer(self, seq: int) -> None:
         size_bytes = self._filled_bytes.pop(seq)
         if not size_bytes:
@@ -145,6 +150,7 @@ class GlooReceiver(Receiver):
         self._buffers: deque[torch.Tensor] = deque()
         self._views = ViewCache()
 
+    @override
     def open(self, params: bytes, place: RankAssignment) -> None:
         init = decode_received(params, GlooInit)
         self.close()
@@ -161,6 +167,7 @@ class GlooReceiver(Receiver):
         self.prefetch_depth = init.buffers
         self.room_bytes = init.chunk_bytes
 
+    @override
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
@@ -183,6 +190,7 @@ class GlooReceiver(Receiver):
             self._buffers.rotate(-1)
         return self._views.get(memory, offsets[:-1], tensors)
 
+    @override
     def close(self) -> None:
         self._group = None
         self._buffers.clear()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from typing_extensions import override  # torch requires it
 
 from bus.errors import UsageError, WavebusError
 from bus.weight_transfer import cuda
@@ -60,7 +61,8 @@ class IpcSender(Sender):
         self._retired: list[_Buffer] = []
         self._lent: dict[int, list[torch.Tensor]] = {}
 
-    def open(self, chunk_bytes: int, world: World) -> bytes:  # noqa: ARG002 - no collective
+    @override
+    def open(self, chunk_bytes: int, world: World) -> bytes:
         self._retired += self._buffers
         self._buffers = []
         self._gpu = resolve_gpu(self.device)
@@ -78,9 +80,11 @@ class IpcSender(Sender):
         shared = tuple(buffer.shared for buffer in self._buffers)
         return encode(IpcInit(cuda.device_uuid(torch, self._gpu), shared, room))
 
+    @override
     def on_opened(self) -> None:
         self._retired = _free_buffers(self._retired, self._gpu)
 
+    @override
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
         if not self.packed:
             return self._lend(seq, tensors)
@@ -90,6 +94,7 @@ class IpcSender(Sender):
             torch.cuda.synchronize(self._gpu)
         return encode(IpcChunk(index, tuple(offsets[:-1])))
 
+    @override
     def on_taken(self, seq: int) -> None:
         self._lent.pop(seq, None)
 
@@ -165,7 +170,8 @@ class IpcReceiver(Receiver):
         self._buffers: list[_Mapped] = []
         self._chunk: list[_Mapped] = []
 
-    def open(self, params: bytes, place: RankAssignment) -> None:  # noqa: ARG002 - all are equal
+    @override
+    def open(self, params: bytes, place: RankAssignment) -> None:
         init = decode_received(params, IpcInit)
         self.close()
         self._check(init)
@@ -179,6 +185,7 @@ class IpcReceiver(Receiver):
         self._open = True
         self.room_bytes = init.buffer_bytes if init.buffers else None
 
+    @override
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
@@ -188,6 +195,7 @@ class IpcReceiver(Receiver):
             return views_of(self._buffer(chunk), chunk.offsets_bytes, tensors)
         return self._lent(tensors, handle)
 
+    @override
     def receive_into(
         self, tensors: tuple[TensorMeta, ...], handle: bytes, into: ReceivedChunk
     ) -> bool:
@@ -211,6 +219,7 @@ class IpcReceiver(Receiver):
         elif self._buffers:
             synchronize(self.device)
 
+    @override
     def close(self) -> None:
         self._open = False
         self._unmap_chunk()

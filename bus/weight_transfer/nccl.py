@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override  # torch requires it
 
 from bus.errors import WavebusError
 from bus.weight_transfer import nccl_communicator, rendezvous
@@ -61,6 +62,7 @@ class NcclSender(Sender):
         self._queued: dict[int, nccl_communicator.Broadcast] = {}
         self._stream: torch.cuda.Stream | None = None
 
+    @override
     def open(self, chunk_bytes: int, world: World) -> bytes:
         self.close()
         self._gpu = resolve_gpu(self.device)
@@ -93,6 +95,7 @@ class NcclSender(Sender):
         self._place = RankAssignment(world.number, world.size, 0)
         return encode(self._init)
 
+    @override
     def meet(self) -> None:
         init = self._init
         assert init is not None, "open comes first"
@@ -107,6 +110,7 @@ class NcclSender(Sender):
         if self._init is not init:  # closed meanwhile
             met.close()
 
+    @override
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
         with torch.cuda.device(self._gpu):
             if self.packed:
@@ -123,6 +127,7 @@ class NcclSender(Sender):
             torch.cuda.current_stream(self._gpu).synchronize()
         return encode(NcclChunk(size_bytes))
 
+    @override
     def queue(self, seq: int) -> None:
         pieces = self._ready.pop(seq)
         if not pieces:
@@ -136,6 +141,7 @@ class NcclSender(Sender):
         except RuntimeError as error:
             raise _broadcast_failed(seq, error) from error
 
+    @override
     def transfer(self, seq: int) -> None:
         if seq in self._ready:
             self.queue(seq)
@@ -185,6 +191,7 @@ class NcclReceiver(Receiver):
         self._buffers: deque[torch.Tensor] = deque()
         self._views = ViewCache()
 
+    @override
     def open(self, params: bytes, place: RankAssignment) -> None:
         init = decode_received(params, NcclInit)
         self.close()
@@ -213,6 +220,7 @@ class NcclReceiver(Receiver):
         self.is_owned = not init.chunk_bytes
         self.room_bytes = init.chunk_bytes or None
 
+    @override
     def launch(
         self, tensors: tuple[TensorMeta, ...], handle: bytes, into: ReceivedChunk | None = None
     ) -> Callable[[], Tensors]:
@@ -238,11 +246,13 @@ class NcclReceiver(Receiver):
 
         return arrived
 
+    @override
     def receive(self, tensors: tuple[TensorMeta, ...], handle: bytes) -> Tensors:
         opened = self._communicator is not None
         with torch.cuda.device(self.device) if opened else contextlib.nullcontext():
             return self.launch(tensors, handle)()
 
+    @override
     def close(self) -> None:
         if self._communicator is not None:
             self._communicator.close()

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
+from typing_extensions import override  # torch requires it
 
 from bus import locked_paths
 from bus.errors import WavebusError
@@ -125,7 +126,8 @@ class ShmSender(Sender):
         self._segments: list[_Segment] = []
         self._lent: dict[int, list[torch.Tensor]] = {}
 
-    def open(self, chunk_bytes: int, world: World) -> bytes:  # noqa: ARG002 - no collective
+    @override
+    def open(self, chunk_bytes: int, world: World) -> bytes:
         self.close()
         sweep()
         if not self.packed:
@@ -142,10 +144,12 @@ class ShmSender(Sender):
             ) from error
         return encode(ShmInit(tuple(s.name for s in self._segments), size_bytes))
 
+    @override
     def on_opened(self) -> None:
         for segment in self._segments:
             segment.unlink()
 
+    @override
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
         if not self.packed:
             return self._lend(seq, tensors)
@@ -153,9 +157,11 @@ class ShmSender(Sender):
         offsets = pack(self._segments[index].memory, tensors)
         return encode(ShmChunk(index, tuple(offsets[:-1])))
 
+    @override
     def on_taken(self, seq: int) -> None:
         self._lent.pop(seq, None)
 
+    @override
     def close(self) -> None:
         for segment in self._segments:
             segment.close()
@@ -261,7 +267,8 @@ class ShmReceiver(Receiver):
         self._lends = False
         self._lent: dict[ShmMemory, torch.Tensor] = {}
 
-    def open(self, params: bytes, place: RankAssignment) -> None:  # noqa: ARG002 - all are equal
+    @override
+    def open(self, params: bytes, place: RankAssignment) -> None:
         init = decode_received(params, ShmInit)
         if bool(init.segments) != bool(init.segment_bytes):
             raise transfer_failed(
@@ -273,6 +280,7 @@ class ShmReceiver(Receiver):
         self._lends = not init.segments
         self.room_bytes = init.segment_bytes or None
 
+    @override
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
@@ -285,6 +293,7 @@ class ShmReceiver(Receiver):
             )
         return self._views.get(self._segments[chunk.segment], chunk.offsets_bytes, tensors)
 
+    @override
     def close(self) -> None:
         self._segments = []
         self._views.clear()

@@ -282,9 +282,9 @@ class SimEngine:
         self.truth.sent[message.chunk] = bool(message.sums)
         if message.chunk < update.applied_chunks:
             self.met["sent, already applied"] += 1
-        elif isinstance(call, CallReceive) and call.chunk == message.chunk:
+        elif isinstance(call, CallReceive) and call.seq == message.chunk:
             self.met["sent while it is received"] += 1
-        elif isinstance(call, CallLoad) and call.chunk == message.chunk:
+        elif isinstance(call, CallLoad) and call.seq == message.chunk:
             self.met["sent again while it is loaded"] += 1
         elif call is None and message.chunk in self.truth.staged:
             self.met["sent after it is received"] += 1

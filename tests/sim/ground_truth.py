@@ -349,23 +349,23 @@ class GroundTruth:
         self._require_target("a chunk is received")
         if not self._started or self.manifest is None:
             self._refuse("a chunk comes before the start")
-        elif call.chunk != len(self.loaded) + len(self.staged):
-            self._refuse(f"chunk {call.chunk} is received after {self.loaded}, {self.staged}")
+        elif call.seq != len(self.loaded) + len(self.staged):
+            self._refuse(f"chunk {call.seq} is received after {self.loaded}, {self.staged}")
         elif len(self.staged) >= self.prefetch_depth:
-            self._refuse(f"chunk {call.chunk} is received ahead of {sorted(self.staged)}")
-        elif call.tensors != self.manifest.chunk(call.chunk):
-            self._refuse(f"chunk {call.chunk} is not the one of the manifest")
+            self._refuse(f"chunk {call.seq} is received ahead of {sorted(self.staged)}")
+        elif call.tensors != self.manifest.chunk(call.seq):
+            self._refuse(f"chunk {call.seq} is not the one of the manifest")
 
     def _mismatched(self, call: CallLoad) -> list[str]:
         """The tensors of what is staged that are not what was sent, as far as its sums say."""
-        if call.chunk not in self.staged or self.manifest is None:
+        if call.seq not in self.staged or self.manifest is None:
             return []
-        payload = self.staged[call.chunk]
-        metas = self.manifest.chunk(call.chunk)
+        payload = self.staged[call.seq]
+        metas = self.manifest.chunk(call.seq)
         return [meta.name for meta, sent in zip(metas, call.sums, strict=False) if sent != payload]
 
     def _begin_load(self, call: CallLoad) -> None:
-        chunk = call.chunk
+        chunk = call.seq
         self._require_target("a chunk is loaded")
         self._require_staged(chunk, "loaded")
         if chunk not in self.sent:
@@ -383,15 +383,15 @@ class GroundTruth:
     def _end_chunk(self, call: CallReceive | CallLoad) -> None:
         assert self.manifest is not None
         if isinstance(call, CallReceive):
-            self.staged[call.chunk] = int(call.handle)
+            self.staged[call.seq] = int(call.handle)
             return
-        payload = self.staged.pop(call.chunk)
+        payload = self.staged.pop(call.seq)
         weights = (
             self.models[self._target] if self._staged_weights is None else self._staged_weights
         )
-        for meta in self.manifest.chunk(call.chunk):
+        for meta in self.manifest.chunk(call.seq):
             weights[meta.name] = payload
-        self.loaded.append(call.chunk)
+        self.loaded.append(call.seq)
 
     def _require_staged(self, chunk: int, what: str) -> None:
         if chunk not in self.staged:

@@ -1,0 +1,1 @@
+"""The broker as a whole: its peers, its groups and its configuration."""

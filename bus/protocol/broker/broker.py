@@ -30,7 +30,7 @@ from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.link import WORTH_A_WAIT
 from bus.protocol.core.membership import WATCHERS, Membership, Peer, place_of
-from bus.protocol.group.replies import engine_fields, lacking, nack_of
+from bus.protocol.group.replies import engine_fields, lacking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,25 +41,6 @@ if TYPE_CHECKING:
 
 
 WAVE_MESSAGES: Final = (m.FirstReq, m.WaveStarted, m.WaveComplete)
-
-
-_PHASE_AFTER: Final[dict[m.Step, m.Phase]] = {
-    m.Step.PAUSE_LOCAL: "pausing",
-    m.Step.PAUSE_GLOBAL: "paused",
-    m.Step.SLEEP: "asleep",
-    m.Step.RESUME: "running",
-    m.Step.START: "updating",
-    m.Step.COMMIT: "paused",
-}
-
-_PHASE_AFTER_STAGED: Final[dict[m.Step, m.Phase]] = {
-    **_PHASE_AFTER,
-    m.Step.START: "staging",
-    m.Step.COMMIT: "running",
-}
-
-# What an ABORT found; an engine that was untouched is where it was.
-_PHASE_FOUND: Final[dict[str, m.Phase]] = {"partial": "quarantined", "restored": "paused"}
 
 
 class Broker:
@@ -83,8 +64,12 @@ class Broker:
     # -- frames ---------------------------------------------------------------
 
     def admit(self, route: bytes, size_bytes: int, now_ms: float) -> list[Effect] | None:
-        """Whether a frame is to be read: None. Or else what its sender is told instead; where that
-        is nothing, nothing has changed, and the frame might as well not have come."""
+        """Decides from its size, before it is read, whether a frame is read.
+
+        Returns:
+            None: the frame is read. Otherwise the answer to its sender; without one, nothing has
+                changed.
+        """
         peer = self.peers.by_route.get(route)
         bound = FRAME_BYTES[peer.role] if peer else STRANGERS_FRAME_BYTES
         bucket = self._bucket(peer, route, now_ms)
@@ -145,16 +130,12 @@ class Broker:
                 self._nack((route,), envelope.id, failure),
             ]
         peer.last_seq = envelope.seq
-        peer.on_frame(message, now_ms)
+        peer.on_frame(now_ms, is_heartbeat=type(message) is m.Heartbeat)
         group = self.groups.get(peer.group)
         back = group.take_back(peer, message, now_ms) if group and peer.overdue else []
         if type(message) is m.Ack:
-            # Between heartbeats, acks tell where an engine stands.
             assert group is not None, "an engine's"
-            after = _PHASE_AFTER_STAGED if group.update.staged else _PHASE_AFTER
-            peer.phase = after.get(message.step, peer.phase)
-            if message.outcome in _PHASE_FOUND:
-                peer.phase = _PHASE_FOUND[message.outcome]
+            group.registry.on_ack(peer, message, staged=group.update.staged)
             return back + group.on_ack(peer.name, message, now_ms)
         return back + self._from_peer(peer, envelope, message, now_ms)
 
@@ -488,5 +469,5 @@ class Broker:
     def _nack(
         self, routes: tuple[bytes, ...], reply_to: int, failure: Failure, retry_ms: int = 0
     ) -> Send:
-        nack = replace(nack_of(failure, "", ""), retry_after_ms=retry_ms)
+        nack = replace(failure.nack(), retry_after_ms=retry_ms)
         return Send(nack, routes, reply_to)

@@ -80,11 +80,16 @@ class GroupTable(dict[str, Group]):
             del self._forgotten[next(iter(self._forgotten))]
 
     def review(self, names: Iterable[str], effects: list[Effect], now_ms: float) -> list[Effect]:
-        """Of these groups: whoever watches hears of routable engines that have changed; what is for
-        engines that have left the routes may be held; the next tick may be due earlier."""
+        """Follows changes of these groups' routes.
+
+        Watchers get the new routes, messages to engines that have left the routes may be held, and
+        the next tick may be due earlier.
+        """
         for group in (self[name] for name in names if name in self):
             rerouted = group.reroute(self._watchers, now_ms)
-            effects = group.routing.hold(effects) + rerouted
+            if group.routing.is_holding:
+                effects = group.routing.hold(effects)
+            effects = effects + rerouted
             due_ms = group.next_deadline_ms()
             if due_ms is not None and due_ms < self.due_ms:
                 self.due_ms = due_ms

@@ -1,0 +1,1 @@
+"""What every machine uses."""

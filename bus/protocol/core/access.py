@@ -1,29 +1,19 @@
-"""What a peer may send to the broker: by its role, by its key, and how much.
+"""Says what a peer may send to the broker: by its rate, its role, and its key.
 
-**How much.** Each route has a bucket of tokens that fills at a steady rate; it is small until its
-peer has joined. A frame costs one token, and one more per 4 KiB. A frame that is refused costs
-:data:`REFUSED_COST` more, since it is answered and logged. While the bucket is empty frames are
-dropped unread, and their sender is told once a second. A role bounds the size of its frames: only a
+**Rate.** Each route has a token bucket that fills at a steady rate. The bucket is small until its
+peer has joined. A frame costs one token, and one more per 4 KiB. A refused frame costs
+:data:`REFUSED_COST` more, because it is answered and logged. While the bucket is empty, frames are
+dropped unread, and their sender is notified once a second. Each role has a largest frame: only a
 trainer sends manifests.
 
-**What.** A peer says its role when it joins. Where the broker has keys, the peer's key decides
-which roles those can be, whatever the peer says:
+**Role.** A peer names its role when it joins. :data:`bus.messages.VERBS` has the messages of each
+role.
 
-========= ==================== ==========================================================
-key       may join as          its verbs
-========= ==================== ==========================================================
-trainer   trainer, follower    all commands of a trainer, and what its other ranks ask
-engine    engine, booting,     acks and status of an engine; nothing more; the waves of its
-          coordinator          DP group
-observer  observer             STATUS_REQUEST, ROUTES_TAKEN
-scheduler scheduler            STATUS_REQUEST, ROUTES_TAKEN
-========= ==================== ==========================================================
+**Key.** If the broker has keys, :data:`JOINS_AS` says as which roles the owner of a key may join.
+The key may send whatever these roles may, whatever the peer says of itself.
 
-Every role may also send JOIN, HEARTBEAT, LEAVE, STATUS_REQUEST and NACK. SLEEP and WAKE are steps
-of a pause, so only its trainer sends them; a scheduler may watch.
-
-Invariants: what is refused here has changed nothing; a frame counts for the peer that it names
-only under the key with which that peer has joined.
+Invariants: a refused frame has changed nothing; a frame counts for the peer that it names only
+under the key with which that peer has joined.
 """
 
 from __future__ import annotations
@@ -31,43 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from bus.messages import (
-    MAX_FRAME_BYTES,
-    WIRE_NAMES,
-    Abort,
-    Ack,
-    Arm,
-    Armed,
-    AwaitStep,
-    ChunkSent,
-    Commit,
-    CoreStatus,
-    FirstReq,
-    Heartbeat,
-    Join,
-    Leave,
-    Message,
-    Nack,
-    NackCode,
-    PauseLocal,
-    PlanTransfer,
-    Probe,
-    Probed,
-    Resume,
-    Role,
-    RoutesTaken,
-    Sleep,
-    StatusRequest,
-    TrainerStep,
-    TransferInit,
-    UpdateFinish,
-    UpdateStart,
-    WaitEngines,
-    Wake,
-    WaveComplete,
-    WaveStarted,
-    WeightChunkMeta,
-)
+from bus.messages import MAX_FRAME_BYTES, VERBS, WIRE_NAMES, Join, Message, NackCode, Role
 from bus.protocol.core.failures import Failure
 
 if TYPE_CHECKING:
@@ -100,7 +54,7 @@ FRAME_BYTES: Final[dict[Role, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """``per_s``: tokens that come in a second. ``burst``: as many are there at most."""
+    """A rate: ``per_s`` tokens come in a second, and at most ``burst`` are there."""
 
     per_s: float
     burst: float
@@ -108,8 +62,13 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``peer``: of each that has joined. ``stranger``: of each route that has not.
-    ``status``: requests for the whole view, of all strangers together."""
+    """The rates of messages.
+
+    Attributes:
+        peer: of each peer that has joined.
+        stranger: of each route that has not.
+        status: requests for the whole view, of all strangers together.
+    """
 
     peer: Rate = field(default_factory=lambda: Rate(5_000, 20_000))
     stranger: Rate = field(default_factory=lambda: Rate(50, 200))
@@ -117,7 +76,7 @@ class Limits:
 
 
 class Bucket:
-    """Tokens of one peer; full at first."""
+    """The tokens of one peer; full at first."""
 
     __slots__ = ("_at_ms", "_reported_ms", "_tokens", "rate")
 
@@ -128,7 +87,7 @@ class Bucket:
         self._reported_ms = -float(REPORT_EVERY_MS)
 
     def take(self, cost: float, now_ms: float) -> bool:
-        """Take so many tokens; False, and nothing at all is changed, if none is left."""
+        """Takes tokens; False, without any change, if none is left."""
         rate = self.rate
         tokens = self._tokens + (now_ms - self._at_ms) * rate.per_s / 1000
         tokens = min(tokens, rate.burst)
@@ -139,28 +98,28 @@ class Bucket:
         return True
 
     def charge(self, cost: float) -> None:
-        """Take tokens afterwards; there may be less than none then."""
+        """Takes tokens afterwards, also if fewer are there."""
         self._tokens -= cost
 
     def should_report(self, now_ms: float) -> bool:
-        """Whether the sender is to be told that it is limited."""
+        """Whether the sender is due to be notified that it is limited."""
         if now_ms < self._reported_ms + REPORT_EVERY_MS:
             return False
         self._reported_ms = now_ms
         return True
 
     def full(self, now_ms: float) -> bool:
-        """Whether forgetting it would change nothing."""
+        """Whether dropping the bucket would change nothing."""
         return self._tokens + (now_ms - self._at_ms) * self.rate.per_s / 1000 >= self.rate.burst
 
 
 def cost_of(size_bytes: int) -> int:
-    """What a frame costs."""
+    """Returns the tokens that a frame costs."""
     return 1 + size_bytes // BYTES_PER_TOKEN
 
 
 def outside_bounds(field: str, reported: int, known: int) -> Failure | None:
-    """Why an epoch or version is not believed; None: it may be true.
+    """Returns why an epoch or version is not believed; None: it may be true.
 
     Args:
         field: which of the two, as the message names it.
@@ -178,34 +137,6 @@ def outside_bounds(field: str, reported: int, known: int) -> Failure | None:
 KeyRole: TypeAlias = Literal["trainer", "engine", "observer", "scheduler"]
 Verbs: TypeAlias = frozenset[type[Message]]
 
-_EVERYBODY: Final[Verbs] = frozenset({Join, Heartbeat, Leave, StatusRequest, Nack})
-VERBS: Final[dict[Role, Verbs]] = {
-    "trainer": _EVERYBODY
-    | {
-        PauseLocal,
-        Sleep,
-        Wake,
-        Resume,
-        PlanTransfer,
-        TransferInit,
-        Arm,
-        UpdateStart,
-        WeightChunkMeta,
-        ChunkSent,
-        UpdateFinish,
-        Probe,
-        Commit,
-        Abort,
-        TrainerStep,
-        WaitEngines,
-    },
-    "follower": _EVERYBODY | {AwaitStep},
-    "engine": _EVERYBODY | {Ack, Armed, CoreStatus, Probed},
-    "booting": _EVERYBODY,
-    "coordinator": _EVERYBODY | {FirstReq, WaveStarted, WaveComplete},
-    "observer": _EVERYBODY | {RoutesTaken},
-    "scheduler": _EVERYBODY | {RoutesTaken},
-}
 JOINS_AS: Final[dict[KeyRole, frozenset[Role]]] = {
     "trainer": frozenset({"trainer", "follower"}),
     "engine": frozenset({"engine", "booting", "coordinator"}),
@@ -219,18 +150,19 @@ KEY_VERBS: Final[dict[KeyRole, Verbs]] = {
 
 
 def outside_role(role: Role, message: Message) -> Failure | None:
-    """Why a peer that has joined in this role does not send that; None: it may."""
+    """Returns why a peer of this role must not send a message; None: it may."""
     if type(message) in VERBS[role]:
         return None
     return _forbidden(f"a peer of role {role} does not send {WIRE_NAMES[type(message)]}")
 
 
 def outside_key(keys: Mapping[str, KeyRole], user: str, message: Message) -> Failure | None:
-    """Why a key does not let that in; None: it does.
+    """Returns why a key forbids a message; None: it does not.
 
     Args:
-        keys: the authorised ones, with their roles.
+        keys: the authorised keys, with their roles.
         user: the key that the sender has proven to have.
+        message: the message.
     """
     role = keys.get(user)
     if role is None:

@@ -1,4 +1,4 @@
-"""A round: one step asked of several engines at once, and who has not answered."""
+"""The barrier of acknowledgements: one step, asked of several engines at once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ STILL_CLOSED: Final = "closed"  # of a RESUME: the engine is behind its group
 
 
 class AckBarrier:
-    """Asked of all together; done when nobody is waited for any more.
+    """One step, asked of several engines together; done when none is waited for.
 
-    One object per step and not one per engine: with a thousand engines that is
-    the difference between microseconds and milliseconds.
+    One object per step and not one per engine: with a thousand engines that is the difference
+    between microseconds and milliseconds.
     """
 
     __slots__ = (
@@ -58,7 +58,7 @@ class AckBarrier:
         self.waited_for: list[str] = []  # and the requests that it waited for until then
 
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> bool:
-        """Take an engine's ack; False if it was not waited for (a duplicate)."""
+        """Records an engine's ACK; False if it was not waited for (a duplicate)."""
         if name not in self.waiting:
             return False
         self.waiting.remove(name)
@@ -71,31 +71,34 @@ class AckBarrier:
         return True
 
     def remove(self, names: Iterable[str]) -> None:
-        """Wait for these no longer: they are gone."""
+        """Waits no longer for these engines: they are gone."""
         gone = self.waiting.intersection(names)
         self.waiting -= gone
         self.engines -= len(gone)
 
     @property
     def chunk(self) -> int:
-        """The number of the chunk that is asked of them; 0 for any other step."""
+        """The number of the requested chunk; 0 for any other step."""
         found: int = getattr(self.messages[0], "chunk", 0)
         return found
 
     @property
     def is_done(self) -> bool:
+        """Whether no engine is waited for."""
         return not self.waiting
 
     def overdue(self, retry_ms: float, now_ms: float) -> bool:
-        """Whether to ask those again who have not answered; counts as asked when True."""
+        """Whether to ask again the engines that have not answered; True counts as asked."""
         if not self.waiting or now_ms < self.resent_ms + retry_ms:  # as the deadline is computed
             return False
         self.resent_ms = now_ms
         return True
 
     def repeats(self) -> Iterator[tuple[Message, list[str]]]:
-        """What to ask again of whom. A manifest is large: its digest is enough for engines that
-        have it."""
+        """Yields what to send again to which engines.
+
+        A manifest is large: engines that have it get its digest.
+        """
         lacks = self.lacks_manifest & self.waiting
         for message in self.messages:
             short = message.without_tensors() if isinstance(message, Arm) else message

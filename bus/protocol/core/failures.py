@@ -1,15 +1,15 @@
-"""Why something can't be had: the reason, and the exception that carries it."""
+"""Why a request is refused: the reason, its NACK, and the exception that carries the reason."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.messages import NackCode
+from bus.messages import Nack, NackCode
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something can't be had; becomes the trainer's NACK."""
+    """Why a request is refused. Fields as in :class:`bus.messages.Nack`."""
 
     code: NackCode
     detail: str
@@ -18,20 +18,42 @@ class Failure:
     field: str = ""
     hint: str = ""
 
+    def nack(self, step: str = "", update_id: str = "", chunk: int = 0) -> Nack:
+        """Returns the NACK with this reason, its texts cut to the bounds of the wire."""
+        return Nack(
+            code=self.code,
+            step=step,
+            update_id=update_id,
+            chunk=chunk,
+            detail=self.detail[:4096],
+            field=self.field[:256],
+            peer=self.peer[:256],
+            tensor=self.tensor[:512],
+            hint=self.hint[:4096],
+            retry_after_ms=0,
+        )
+
 
 class Declined(Exception):
-    """Carries why."""
+    """A command does not fit now; carries the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.detail)
         self.failure = failure
 
 
+def decline(
+    code: NackCode, detail: str, peer: str = "", *, field: str = "", hint: str = ""
+) -> Declined:
+    """Returns the error of a command that does not fit; the fields are those of a failure."""
+    return Declined(Failure(code, detail, peer, field=field, hint=hint))
+
+
 def swap_cancelled(detail: str) -> Declined:
-    """A staged update was not swapped in; what was served before is."""
-    return Declined(Failure(NackCode.CALLED_OFF, detail))
+    """Returns the error of a staged update that is not swapped in: the engine serves as before."""
+    return decline(NackCode.CALLED_OFF, detail)
 
 
 def wrong_state(detail: str, field: str = "", hint: str = "") -> Declined:
-    """Not now."""
-    return Declined(Failure(NackCode.WRONG_STATE, detail, field=field, hint=hint))
+    """Returns the error of a command that does not fit the present state."""
+    return decline(NackCode.WRONG_STATE, detail, field=field, hint=hint)

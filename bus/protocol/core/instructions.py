@@ -1,9 +1,9 @@
-"""What the pause, sleep and update machines tell the group that composes them."""
+"""What the pause, sleep and update machines ask of the group that composes them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from bus.messages import Message, Step
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask this of these engines, at once."""
+    """Send a message to these engines, at once."""
 
     message: Message
     names: tuple[str, ...]
@@ -21,7 +21,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A round is over and every engine in it has acked."""
+    """Every engine of a barrier has acknowledged the step."""
 
     step: Step
     barrier: AckBarrier
@@ -30,8 +30,11 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The trainer's step has failed, and why."""
+    """The step has failed for the trainer."""
 
     step: Step
     failure: Failure
     chunk: int = 0
+
+
+Instruction: TypeAlias = Ask | StepDone | StepFailed

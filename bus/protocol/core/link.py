@@ -25,32 +25,24 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import (
-    Envelope,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    Leave,
-    Message,
-    Nack,
-    NackCode,
-    Welcome,
-)
+from bus import messages as m
 from bus.protocol.core.effects import Effect, Note, Send
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 # What Link.receive acts upon; every other message of the broker passes it by.
-LINK_MESSAGES: Final = frozenset({Welcome, HeartbeatAck, Nack})
-WORTH_A_WAIT: Final = frozenset({NackCode.NAME_TAKEN, NackCode.GROUP_HELD})
+LINK_MESSAGES: Final = frozenset({m.Welcome, m.HeartbeatAck, m.Nack})
+WORTH_A_WAIT: Final = frozenset({m.NackCode.NAME_TAKEN, m.NackCode.GROUP_HELD})
 # These are of frames that were sent before it.
 _NOT_OF_THE_JOIN: Final = frozenset(
-    {NackCode.NOT_JOINED, NackCode.STALE, NackCode.OVERSIZED, NackCode.RATE_LIMITED}
+    {m.NackCode.NOT_JOINED, m.NackCode.STALE, m.NackCode.OVERSIZED, m.NackCode.RATE_LIMITED}
 )
 
 
 class LinkState(StrEnum):
+    """Where a peer's membership stands."""
+
     JOINING = "joining"
     JOINED = "joined"
     REFUSED = "refused"
@@ -59,8 +51,11 @@ class LinkState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkConfig:
-    """``patience_ms``: how long a name or group that is held is tried for at least (its owner
-    may be dead and not yet missed, for which the broker's NACK may give more time)."""
+    """Times of a link, in ms.
+
+    ``patience_ms``: how long at least a name or group that another peer holds is tried for. That
+    peer may be dead and not missed yet; the broker's NACK may give more time.
+    """
 
     retry_ms: int = 500
     patience_ms: int = 8_000
@@ -73,8 +68,8 @@ class Link:
         self,
         *,
         group: str,
-        join: Callable[[], Join],
-        beat: Callable[[], Heartbeat],
+        join: Callable[[], m.Join],
+        beat: Callable[[], m.Heartbeat],
         config: LinkConfig | None = None,
     ) -> None:
         self.group = group
@@ -86,7 +81,7 @@ class Link:
         self.heartbeat_ms = 1000.0
         self.peer_timeout_ms = 5000.0
         self.last_heard_ms = 0.0
-        self.refusal: Nack | None = None
+        self.refusal: m.Nack | None = None
         self._join = join
         self._beat = beat
         self._asked = False  # so the broker may have let it in, or still count it in
@@ -100,7 +95,7 @@ class Link:
         """Ask to be let in."""
         return self._ask(now_ms)
 
-    def fresh(self, envelope: Envelope, now_ms: float) -> bool:
+    def fresh(self, envelope: m.Envelope, now_ms: float) -> bool:
         """Whether a frame of the broker is new; an old or doubled one is to be dropped."""
         if envelope.boot != self._broker_boot:
             self._broker_boot = envelope.boot
@@ -114,18 +109,18 @@ class Link:
             self.epoch = envelope.epoch
         return True
 
-    def receive(self, envelope: Envelope, message: Message, now_ms: float) -> list[Effect]:
+    def receive(self, envelope: m.Envelope, message: m.Message, now_ms: float) -> list[Effect]:
         """A frame that concerns the membership; any other changes nothing."""
-        if isinstance(message, Welcome):
+        if isinstance(message, m.Welcome):
             return self._welcome(envelope, message, now_ms)
-        if isinstance(message, HeartbeatAck):
+        if isinstance(message, m.HeartbeatAck):
             self.version = message.version
             return []
-        if isinstance(message, Nack):
+        if isinstance(message, m.Nack):
             return self._nack(message, now_ms)
         return []
 
-    def other_version(self, nack: Nack) -> list[Effect]:
+    def other_version(self, nack: m.Nack) -> list[Effect]:
         """The broker's frames are of a wire version that this side does not read."""
         return self._on_refused(nack) if self.state is LinkState.JOINING else []
 
@@ -133,7 +128,7 @@ class Link:
         """Go, in order."""
         may_be_in = self._asked and self.state in (LinkState.JOINING, LinkState.JOINED)
         self.state = LinkState.CLOSED
-        return [Send(Leave(reason))] if may_be_in else []
+        return [Send(m.Leave(reason))] if may_be_in else []
 
     def tick(self, now_ms: float) -> list[Effect]:
         """Send what is due."""
@@ -160,7 +155,7 @@ class Link:
         self._commanded = join.role == "engine"
         return [Send(join, group=self.group, epoch=self.epoch)]
 
-    def _welcome(self, envelope: Envelope, welcome: Welcome, now_ms: float) -> list[Effect]:
+    def _welcome(self, envelope: m.Envelope, welcome: m.Welcome, now_ms: float) -> list[Effect]:
         if self.state is LinkState.JOINED:
             # It was let in by a broker that is gone since, whose word was long on its way.
             self.epoch = max(self.epoch, envelope.epoch)
@@ -176,8 +171,8 @@ class Link:
         self._next_ms = now_ms + self.heartbeat_ms
         return [Note("joined", fields={"epoch": self.epoch, "version": self.version})]
 
-    def _nack(self, nack: Nack, now_ms: float) -> list[Effect]:
-        if nack.code is NackCode.NOT_JOINED and self.state is LinkState.JOINED:
+    def _nack(self, nack: m.Nack, now_ms: float) -> list[Effect]:
+        if nack.code is m.NackCode.NOT_JOINED and self.state is LinkState.JOINED:
             self.state = LinkState.JOINING
             return [Note("broker_new", "warning"), *self._ask(now_ms)]
         if self.state is not LinkState.JOINING or nack.code in _NOT_OF_THE_JOIN:
@@ -189,7 +184,7 @@ class Link:
             return [Note("join_waits", "warning", {"code": nack.code.value, "detail": nack.detail})]
         return self._on_refused(nack)
 
-    def _on_refused(self, nack: Nack) -> list[Effect]:
+    def _on_refused(self, nack: m.Nack) -> list[Effect]:
         self.state = LinkState.REFUSED
         self.refusal = nack
         return [Note("join_refused", "error", {"code": nack.code.value, "detail": nack.detail})]

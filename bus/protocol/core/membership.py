@@ -64,12 +64,17 @@ _AT_IT: Final[dict[str, tuple[Phase, ...]]] = {
 
 @dataclass(slots=True)
 class Peer:
-    """One peer as the broker knows it. ``route`` is the transport's name of it, ``user`` the key
-    that it has joined with, ``bucket`` what it may ask for still (None: no bounds).
-    ``is_unreachable``: it
-    has joined again, and nothing shows yet that it has heard the answer. ``joined_epoch``: the
-    epoch that it joined with; 0 if it had met no trainer's broker before. ``overdue``: the step
-    that the engine has not answered in time, until it does; empty if there is none."""
+    """One peer as the broker knows it.
+
+    Attributes:
+        route: the transport's name of the peer.
+        user: the key that the peer has joined with.
+        bucket: what the peer may still send; None: no limit.
+        is_unreachable: the peer has joined again, and has not shown yet that it received the
+            answer.
+        joined_epoch: the epoch that the peer joined with; 0: it had met no trainer's broker before.
+        overdue: the step that the engine has not answered in time; empty: none.
+    """
 
     name: str
     role: Role
@@ -99,17 +104,23 @@ class Peer:
         join = Join(self.role, self.host, self.pid, self.facts, self.coordinator)
         return place_of(self.group, join)
 
-    def on_frame(self, message: Message, now_ms: float) -> None:
-        """A frame of it has come. A link that is cut one way carries those of a peer that can be
-        told nothing: it is not to hold anything up by them."""
-        if type(message) is Heartbeat:
+    def on_frame(self, now_ms: float, *, is_heartbeat: bool) -> None:
+        """A frame of the peer has arrived.
+
+        A link that is cut one way still carries frames of a peer that receives none. Such frames do
+        not count as signs of life.
+        """
+        if is_heartbeat:
             self.is_unreachable = False
         if not self.is_unreachable:
             self.last_heard_ms = now_ms
 
     def answers(self, message: Message) -> bool:
-        """Whether a message ends that the engine is overdue: its answer to the step, or to an ABORT
-        of it (:data:`UNDONE`); or a heartbeat which shows that the step is over."""
+        """Whether a message shows that the engine is no longer overdue.
+
+        It does if it answers the step, or an ABORT of the step (:data:`UNDONE`), or is a heartbeat
+        that shows the step's end.
+        """
         step = getattr(message, "step", "")
         undone = step == Step.ABORT and type(message) is Ack and self.overdue in UNDONE
         at_it = _AT_IT.get(self.overdue)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bus.manifest import Manifest
 from bus.messages import NackCode
-from bus.protocol.core.failures import Declined, Failure
+from bus.protocol.core.failures import decline
 from bus.vllm_payloads import is_patching
 
 if TYPE_CHECKING:
@@ -27,20 +27,14 @@ def manifest_of(message: Arm) -> Manifest:
     except ValueError as error:
         field, _, detail = str(error).partition(": ")
         code = NackCode.MANIFEST_REFUSED if message.names else NackCode.MANIFEST_UNKNOWN
-        raise Declined(Failure(code, detail, field=field)) from error
+        raise decline(code, detail, field=field) from error
     if manifest.digest() != message.digest:
-        raise Declined(
-            Failure(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
-        )
+        raise decline(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
     if bool(message.base) is not bool(message.counts):
-        raise Declined(
-            Failure(NackCode.MANIFEST_REFUSED, "a patch has both counts and a base", field="base")
-        )
+        raise decline(NackCode.MANIFEST_REFUSED, "a patch has both counts and a base", field="base")
     if bool(message.counts) is not is_patching(message.backend):
         sent = "patches" if message.counts else "whole sets of weights"
-        raise Declined(
-            Failure(NackCode.BACKEND_MISSING, f"{message.backend} has no {sent}", field="backend")
-        )
+        raise decline(NackCode.BACKEND_MISSING, f"{message.backend} has no {sent}", field="backend")
     return manifest
 
 
@@ -58,12 +52,10 @@ def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
         ("sizes_bytes", manifest.sizes_bytes(message.chunk), message.sizes_bytes),
     ):
         if planned != sent:
-            raise Declined(
-                Failure(
-                    NackCode.MANIFEST_REFUSED,
-                    f"chunk {message.chunk} differs from the armed manifest",
-                    field=field,
-                )
+            raise decline(
+                NackCode.MANIFEST_REFUSED,
+                f"chunk {message.chunk} differs from the armed manifest",
+                field=field,
             )
 
 
@@ -76,11 +68,9 @@ def check_sums(manifest: Manifest, message: ChunkSent) -> None:
     part = manifest.part(message.chunk)
     expected = part.stop - part.start if message.verify in ("sample", "full") else 0
     if len(message.sums) != expected:
-        raise Declined(
-            Failure(
-                NackCode.MALFORMED,
-                f"{len(message.sums)} sums to verify ({message.verify}) {expected} tensors "
-                f"of chunk {message.chunk}",
-                field="sums",
-            )
+        raise decline(
+            NackCode.MALFORMED,
+            f"{len(message.sums)} sums to verify ({message.verify}) {expected} tensors "
+            f"of chunk {message.chunk}",
+            field="sums",
         )

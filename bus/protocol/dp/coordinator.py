@@ -11,25 +11,7 @@ paused steps at once and reports STARTED. Then no FIRST_REQ comes, so of the sta
 IDLE and RUNNING are entered, nobody asks the broker, and the START to the other ranks waits for
 nobody. The broker gets WAVE_STARTED with that rank, and WAVE_COMPLETE.
 
-::
-
-    state    event      next     what is done
-    IDLE     FIRST_REQ  ASKED    FIRST_REQ to the broker
-    IDLE     ALONE      PENDING  a first request, and no broker: START_DP_WAVE to all cores
-    IDLE     ALLOWED    PENDING  START: the broker alone has kept one over a pause
-    ASKED    ALLOWED    PENDING  START
-    ASKED    HELD       HELD
-    ASKED    OVERDUE    PENDING  START, decided here
-    ASKED    JOINED     ASKED    FIRST_REQ to the new broker
-    PENDING  OVERDUE    PENDING  START again, later each time: a core may have dropped it
-    HELD     ALLOWED    PENDING  START
-    HELD     OVERDUE    HELD     START: paused cores drop it, and a broker may be wrong
-    HELD     JOINED     ASKED    FIRST_REQ to the new broker
-    any      STARTED    RUNNING  START to the others, front ends and the broker are told, with
-                                 the rank of the FIRST_REQ, or else the one that reports
-    any      COMPLETE   IDLE     front ends and the broker are told
-
-Beside it, READY: cores subscribe, and once all have, they are told so, and again whenever
+Beside the table, READY: cores subscribe, and once all have, they are told so, and again whenever
 one subscribes later. Nothing may come to a core before that: START waits for it. A core that
 subscribes again has lost its connection, and perhaps a START with it. So in RUNNING the START
 follows its READY once more.
@@ -96,6 +78,8 @@ CoordinatorEffect: TypeAlias = StartCores | Publish | Ready | Send | Note
 
 
 class CoordinatorState(StrEnum):
+    """What the coordinator waits for."""
+
     IDLE = "idle"
     ASKED = "asked"
     PENDING = "pending"
@@ -104,6 +88,8 @@ class CoordinatorState(StrEnum):
 
 
 class CoordinatorEvent(StrEnum):
+    """What a coordinator learns."""
+
     FIRST_REQ = "first_req"
     ALONE = "alone"
     ALLOWED = "allowed"
@@ -117,19 +103,22 @@ class CoordinatorEvent(StrEnum):
 _S, _E = CoordinatorState, CoordinatorEvent
 
 TRANSITIONS: Final[dict[tuple[CoordinatorState, CoordinatorEvent], CoordinatorState]] = {
-    (_S.IDLE, _E.FIRST_REQ): _S.ASKED,
-    (_S.IDLE, _E.ALONE): _S.PENDING,
-    (_S.IDLE, _E.ALLOWED): _S.PENDING,
-    (_S.ASKED, _E.ALLOWED): _S.PENDING,
+    (_S.IDLE, _E.FIRST_REQ): _S.ASKED,  # FIRST_REQ to the broker
+    (_S.IDLE, _E.ALONE): _S.PENDING,  # a first request without a broker: START_DP_WAVE to all cores
+    (_S.IDLE, _E.ALLOWED): _S.PENDING,  # START: the broker alone has kept one over a pause
+    (_S.ASKED, _E.ALLOWED): _S.PENDING,  # START
     (_S.ASKED, _E.HELD): _S.HELD,
-    (_S.ASKED, _E.OVERDUE): _S.PENDING,
-    (_S.ASKED, _E.JOINED): _S.ASKED,
+    (_S.ASKED, _E.OVERDUE): _S.PENDING,  # START, decided here
+    (_S.ASKED, _E.JOINED): _S.ASKED,  # FIRST_REQ to the new broker
+    # START again, later each time: a core may have dropped it.
     (_S.PENDING, _E.OVERDUE): _S.PENDING,
-    (_S.HELD, _E.ALLOWED): _S.PENDING,
-    (_S.HELD, _E.OVERDUE): _S.HELD,
-    (_S.HELD, _E.JOINED): _S.ASKED,
+    (_S.HELD, _E.ALLOWED): _S.PENDING,  # START
+    (_S.HELD, _E.OVERDUE): _S.HELD,  # START: paused cores drop it, and a broker may be wrong
+    (_S.HELD, _E.JOINED): _S.ASKED,  # FIRST_REQ to the new broker
+    # START to the others. Front ends and the broker get the rank of the FIRST_REQ, or else the one
+    # that reports.
     **{(state, _E.STARTED): _S.RUNNING for state in CoordinatorState},
-    **{(state, _E.COMPLETE): _S.IDLE for state in CoordinatorState},
+    **{(state, _E.COMPLETE): _S.IDLE for state in CoordinatorState},  # the same two are notified
 }
 
 

@@ -12,16 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import (
-    CoreStatus,
-    DpGroupView,
-    FirstReq,
-    FirstReqHeld,
-    Phase,
-    StartDpWave,
-    WaveComplete,
-    WaveStarted,
-)
+from bus import messages as m
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.dp.restarts import Restarts
 from bus.protocol.dp.watchdog import Diagnosis, Watchdog, WatchdogConfig
@@ -30,11 +21,10 @@ from bus.protocol.dp.wave import WaveMachine, WaveState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from bus.messages import EngineFacts, Message
     from bus.protocol.core.membership import Peer
 
 EMPTY_KEPT: Final = 64  # DP groups that nobody is in
-_STILL: Final[frozenset[Phase]] = frozenset({"paused", "updating", "quarantined"})
+_STILL: Final[frozenset[m.Phase]] = frozenset({"paused", "updating", "quarantined"})
 _LEVELS: Final = {"ok": "info", "slow": "warning", "unknown": "debug"}
 
 
@@ -60,9 +50,12 @@ class DpGroup:
             self._lives[rank][1] == self._life for rank in self.ranks
         )
 
-    def add(self, facts: EngineFacts, peer: Peer) -> None:
-        """A rank is there (again). A supervised one with another boot was started anew, and all
-        others with it: a rank of the life before that is still here is dead, and not missed yet."""
+    def add(self, facts: m.EngineFacts, peer: Peer) -> None:
+        """A rank is there (again).
+
+        A supervised rank with another boot was restarted with all others. A rank of the life before
+        that is still listed is dead, and not missed yet.
+        """
         boot, life = self._lives.get(facts.dp_rank, (peer.boot, self._life))
         if boot != peer.boot:
             if facts.supervised and life == self._life:
@@ -82,8 +75,9 @@ class DpGroup:
             for peer in self.ranks.values()
         )
 
-    def view(self) -> DpGroupView:
-        return DpGroupView(
+    def view(self) -> m.DpGroupView:
+        """Returns the DP group as a status shows it."""
+        return m.DpGroupView(
             name=self.name,
             state=self.wave.state.value,
             wave=self.wave.wave,
@@ -180,20 +174,20 @@ class DpGroups:
 
     # -- what coordinators and cores say ------------------------------------------
 
-    def on_message(self, peer: Peer, msg_id: int, message: Message) -> list[Effect]:
+    def on_message(self, peer: Peer, msg_id: int, message: m.Message) -> list[Effect]:
         """A coordinator's word; one of a DP group that is not its own changes nothing."""
         facts = peer.coordinator
         if facts is None or getattr(message, "dp_group", None) != facts.dp_group:
             return []
         group = self.dp_groups[facts.dp_group]
         match message:
-            case FirstReq(_, rank, wave):
+            case m.FirstReq(_, rank, wave):
                 peer.coordinator = replace(facts, wave=wave, running=False)
                 return self._first_req(group, peer, msg_id, rank, wave)
-            case WaveStarted(_, wave, local, rank):
+            case m.WaveStarted(_, wave, local, rank):
                 peer.coordinator = replace(facts, wave=wave, running=True, rank=rank)
                 return self._on_wave_started(group, wave, rank, "coordinator", local=local)
-            case WaveComplete(_, wave):
+            case m.WaveComplete(_, wave):
                 peer.coordinator = replace(facts, wave=wave + 1, running=False, rank=None)
                 return self._complete(group, wave, "coordinator")
             case _:
@@ -232,17 +226,17 @@ class DpGroups:
         if group.wave.first_req(wave):
             note = self._note("first_req", group, "debug", fields)
             return [self._start(group, peer, msg_id), note]
-        held = FirstReqHeld(group.name, wave, f"DP group is {group.wave.state.value}")
+        held = m.FirstReqHeld(group.name, wave, f"DP group is {group.wave.state.value}")
         return [
             Send(held, (peer.route,), msg_id, self._group, self._epoch()),
             self._note("first_req_held", group, "info", fields),
         ]
 
     def _start(self, group: DpGroup, coordinator: Peer, reply_to: int = 0) -> Send:
-        start = StartDpWave(group.name, group.wave.wave, None)
+        start = m.StartDpWave(group.name, group.wave.wave, None)
         return Send(start, (coordinator.route,), reply_to, self._group, self._epoch())
 
-    def on_core_status(self, peer: Peer, status: CoreStatus, now_ms: float) -> list[Effect]:
+    def on_core_status(self, peer: Peer, status: m.CoreStatus, now_ms: float) -> list[Effect]:
         """A rank's status page."""
         peer.core, peer.core_reported_ms = status, now_ms
         group = self._of.get(peer.name)
@@ -257,8 +251,8 @@ class DpGroups:
             return effects
         return effects + self._diagnose(group, now_ms)
 
-    def _read_page(self, group: DpGroup, status: CoreStatus) -> list[Effect]:
-        """vLLM's own coordinator tells nobody of waves; what its cores do shows them.
+    def _read_page(self, group: DpGroup, status: m.CoreStatus) -> list[Effect]:
+        """VLLM's own coordinator tells nobody of waves; what its cores do shows them.
 
         A page is a sample: of waves that began and ended between two of them, the number of the
         last is told. It does not say which rank began a wave.
@@ -305,8 +299,7 @@ class DpGroups:
     # -- time, status -----------------------------------------------------------------
 
     def on_stuck(self, peer: Peer, text: str, now_ms: float) -> tuple[str, list[Effect]]:
-        """An engine's call has not returned, and its core stands still. Returns what is to be said
-        of it, and done."""
+        """An engine stands still in a call; returns the reason in words, and the effects."""
         group = self._of.get(peer.name)
         ranks = [peer] if group is None else [each for _, each in sorted(group.ranks.items())]
         name = peer.name if group is None else group.name
@@ -321,7 +314,7 @@ class DpGroups:
             effects += self._diagnose(group, now_ms)
         return effects
 
-    def views(self) -> tuple[DpGroupView, ...]:
+    def views(self) -> tuple[m.DpGroupView, ...]:
         """What a status shows."""
         return tuple(self.dp_groups[name].view() for name in sorted(self.dp_groups))
 

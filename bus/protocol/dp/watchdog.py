@@ -45,9 +45,11 @@ _MEETING: Final[dict[CorePhase, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class WatchdogConfig:
-    """Times in ms, see the module. A forward pass with a long prompt takes seconds; a
-    collective on a host that still works does not take ``stuck_ms``. Pages come as
-    heartbeats do; one that is old says nothing of the present."""
+    """Times in ms; see the module.
+
+    A forward pass with a long prompt takes seconds. A collective on a working host never takes
+    ``stuck_ms``. Pages come with heartbeats; an old one says nothing about the present.
+    """
 
     silent_ms: float = 5_000.0
     slow_ms: float = 2_000.0
@@ -57,8 +59,12 @@ class WatchdogConfig:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """``absent`` names the ranks that the others wait for; ``stuck``: only a restart of all
-    ranks helps."""
+    """The health of a DP group.
+
+    Attributes:
+        absent: the ranks that the others wait for.
+        stuck: only a restart of all ranks helps.
+    """
 
     health: Health
     text: str = ""
@@ -176,8 +182,10 @@ class Watchdog:
 def describe_stall(
     status: CoreStatus | None, heard_ms: float, now_ms: float, limit_ms: float
 ) -> str:
-    """Of an engine that has not answered for ``limit_ms``: where its core stands since before
-    then; empty if it moves, is idle, or has no page."""
+    """Returns where the core of an engine has stood still for ``limit_ms`` or more.
+
+    Empty: the core moves, is idle, or has no page.
+    """
     if status is None or status.phase in ("", "idle"):
         return ""
     stalled_ms = status.since_ms + now_ms - heard_ms

@@ -1,39 +1,8 @@
 """The waves of one DP group, as the broker sees them.
 
 A wave is one running period of a DP group: from its first request until every rank is
-idle. The DP group's coordinator (the bus's, or vLLM's own) owns the number; the broker
-mirrors it, and knows what the coordinator can't: whether the group is being paused.
-
-::
-
-    state    event        next      effect
-    IDLE     FIRST_REQ    RUNNING   START_DP_WAVE
-    IDLE     STARTED      RUNNING   (decided without the broker)
-    IDLE     COMPLETE     IDLE      the number grows
-    IDLE     PAUSE        LOCAL
-    RUNNING  FIRST_REQ    RUNNING   START_DP_WAVE again: the one before may be lost
-    RUNNING  STARTED      RUNNING
-    RUNNING  COMPLETE     IDLE      the number grows
-    RUNNING  PAUSE        LOCAL
-    LOCAL    FIRST_REQ    LOCAL     START_DP_WAVE: a wave is joined until all are paused
-    LOCAL    STARTED      LOCAL
-    LOCAL    COMPLETE     LOCAL     the number grows
-    LOCAL    PAUSE        LOCAL     (asked again)
-    LOCAL    PAUSED       GLOBAL
-    LOCAL    RESUMED      IDLE      (fell out of the pause) RUNNING if a wave is under way
-    GLOBAL   FIRST_REQ    GLOBAL    FIRST_REQ_HELD: kept
-    GLOBAL   STARTED      GLOBAL    (an old notice; or the resume began a wave, and not all
-                                    ranks have acked it)
-    GLOBAL   COMPLETE     GLOBAL    the number grows
-    GLOBAL   PAUSE        GLOBAL
-    GLOBAL   PAUSED       GLOBAL
-    GLOBAL   RESUMED      IDLE      what was kept starts: START_DP_WAVE, RUNNING; RUNNING
-                                    also if a wave is under way
-    DOWN     FIRST_REQ    DOWN      FIRST_REQ_HELD
-    DOWN     STARTED      DOWN
-    DOWN     COMPLETE     DOWN
-    any      LOST         DOWN      a rank died: what was kept died with it
-    DOWN     WHOLE        IDLE      all ranks are there again, restarted as one
+idle. The DP group's coordinator (the bus's, or vLLM's own) owns the wave's number. The broker
+mirrors it, and knows what the coordinator does not: whether the group is being paused.
 
 Invariants:
 
@@ -59,6 +28,8 @@ from bus.protocol.core.state_table import StateMachine
 
 
 class WaveState(StrEnum):
+    """Whether a wave runs, and whether the DP group may step."""
+
     IDLE = "idle"
     RUNNING = "running"
     LOCAL = "locally paused"
@@ -67,6 +38,8 @@ class WaveState(StrEnum):
 
 
 class WaveEvent(StrEnum):
+    """What changes a wave."""
+
     FIRST_REQ = "first_req"
     STARTED = "started"
     COMPLETE = "complete"
@@ -81,35 +54,30 @@ _S = WaveState
 _E = WaveEvent
 
 TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
-    (_S.IDLE, _E.FIRST_REQ): _S.RUNNING,
-    (_S.IDLE, _E.STARTED): _S.RUNNING,
-    (_S.IDLE, _E.COMPLETE): _S.IDLE,
+    (_S.IDLE, _E.FIRST_REQ): _S.RUNNING,  # START_DP_WAVE
+    (_S.IDLE, _E.STARTED): _S.RUNNING,  # decided without the broker
     (_S.IDLE, _E.PAUSE): _S.LOCAL,
-    (_S.IDLE, _E.LOST): _S.DOWN,
-    (_S.RUNNING, _E.FIRST_REQ): _S.RUNNING,
+    (_S.RUNNING, _E.FIRST_REQ): _S.RUNNING,  # START_DP_WAVE again: the one before may be lost
     (_S.RUNNING, _E.STARTED): _S.RUNNING,
-    (_S.RUNNING, _E.COMPLETE): _S.IDLE,
     (_S.RUNNING, _E.PAUSE): _S.LOCAL,
-    (_S.RUNNING, _E.LOST): _S.DOWN,
-    (_S.LOCAL, _E.FIRST_REQ): _S.LOCAL,
+    (_S.LOCAL, _E.FIRST_REQ): _S.LOCAL,  # START_DP_WAVE: a wave is joined until all are paused
     (_S.LOCAL, _E.STARTED): _S.LOCAL,
-    (_S.LOCAL, _E.COMPLETE): _S.LOCAL,
-    (_S.LOCAL, _E.PAUSE): _S.LOCAL,
+    (_S.LOCAL, _E.PAUSE): _S.LOCAL,  # asked again
     (_S.LOCAL, _E.PAUSED): _S.GLOBAL,
-    (_S.LOCAL, _E.RESUMED): _S.IDLE,
-    (_S.LOCAL, _E.LOST): _S.DOWN,
-    (_S.GLOBAL, _E.FIRST_REQ): _S.GLOBAL,
+    (_S.LOCAL, _E.RESUMED): _S.IDLE,  # dropped out of the pause; RUNNING if a wave is under way
+    (_S.GLOBAL, _E.FIRST_REQ): _S.GLOBAL,  # FIRST_REQ_HELD: kept
+    # An old notice; or the resume began a wave, and not all ranks have acknowledged the resume.
     (_S.GLOBAL, _E.STARTED): _S.GLOBAL,
-    (_S.GLOBAL, _E.COMPLETE): _S.GLOBAL,
     (_S.GLOBAL, _E.PAUSE): _S.GLOBAL,
     (_S.GLOBAL, _E.PAUSED): _S.GLOBAL,
+    # A kept request starts: START_DP_WAVE, RUNNING; RUNNING also if a wave is under way.
     (_S.GLOBAL, _E.RESUMED): _S.IDLE,
-    (_S.GLOBAL, _E.LOST): _S.DOWN,
-    (_S.DOWN, _E.FIRST_REQ): _S.DOWN,
+    (_S.DOWN, _E.FIRST_REQ): _S.DOWN,  # FIRST_REQ_HELD
     (_S.DOWN, _E.STARTED): _S.DOWN,
-    (_S.DOWN, _E.COMPLETE): _S.DOWN,
-    (_S.DOWN, _E.LOST): _S.DOWN,
-    (_S.DOWN, _E.WHOLE): _S.IDLE,
+    (_S.DOWN, _E.WHOLE): _S.IDLE,  # all ranks are there again, restarted as one
+    # The wave's number grows.
+    **{(each, _E.COMPLETE): _S.IDLE if each is _S.RUNNING else each for each in _S},
+    **{(each, _E.LOST): _S.DOWN for each in _S},  # a rank died, and a kept request with it
 }
 
 
@@ -138,8 +106,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return self.rank if self.under_way else None
 
     def on_started(self, wave: int, rank: int | None = None) -> bool:
-        """A coordinator says that ``rank`` began this wave; False: the notice is old, and
-        changes nothing."""
+        """Rank ``rank`` began this wave; False, without any change, if the notice is old."""
         if wave < self.wave:
             return False
         self._go(_E.STARTED)
@@ -148,8 +115,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return True
 
     def complete(self, wave: int) -> bool:
-        """A coordinator says that all ranks are idle; False: the notice is old, and changes
-        nothing."""
+        """All ranks are idle; False, without any change, if the notice is old."""
         if wave < self.wave:
             return False
         self._go(_E.COMPLETE)

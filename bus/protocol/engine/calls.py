@@ -6,71 +6,54 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from bus.messages import (
-    Abort,
-    Ack,
-    Arm,
-    ChunkSent,
-    Commit,
-    LeaseVote,
-    Message,
-    Nack,
-    PauseGlobal,
-    PauseLocal,
-    PauseMode,
-    Probe,
-    ProbeResult,
-    Resume,
-    Sleep,
-    SleepLevel,
-    Staging,
-    Step,
-    Target,
-    TransferInit,
-    UpdateFinish,
-    UpdateStart,
-    Verify,
-    Wake,
-    WeightChunkMeta,
-)
+from bus import messages as m
+from bus.manifest import Chunk
 from bus.protocol.core.effects import Effect, Send
 from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
-    from bus.manifest import Manifest, TensorMeta
+    from bus.manifest import Manifest
     from bus.protocol.core.failures import Failure
     from bus.weight_transfer.allocation import RankAssignment
 
 
 @dataclass(frozen=True, slots=True)
 class CallPause:
-    mode: PauseMode
+    """Pause the engine; with ``clear_cache``, drop its KV caches."""
+
+    mode: m.PauseMode
     clear_cache: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CallEscalate:
-    """A second pause, beside the `wait` that still drains: both are awaited. The only call
-    that does not stand in the queue. Before it, ask which requests are waited for."""
+    """Pause a second time, beside the `wait` pause that still drains; both are awaited.
 
-    mode: PauseMode
+    It never waits in the queue. The requests that are waited for are read before it.
+    """
+
+    mode: m.PauseMode
     clear_cache: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CallSleep:
-    level: SleepLevel
+    """Give memory back."""
+
+    level: m.SleepLevel
 
 
 @dataclass(frozen=True, slots=True)
 class CallWakeWeights:
-    pass
+    """Allocate the weights' memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallStrengthenPause:
-    """Of a pause that is made, do what another one asks for beyond it: end its requests with the
-    tokens they have (``aborts``), drop keys, values and prefix caches (``clears``)."""
+    """Do what another pause asks for beyond the present one.
+
+    ``aborts``: end requests with their tokens so far. ``clears``: drop KV and prefix caches.
+    """
 
     aborts: bool
     clears: bool
@@ -86,6 +69,8 @@ class CallResume:
 
 @dataclass(frozen=True, slots=True)
 class CallOpenTransfer:
+    """Open the engine's end of a transport."""
+
     update_id: str
     backend: str
     params: bytes
@@ -97,45 +82,47 @@ class CallArm:
     """``staging``: as ARM has it."""
 
     manifest: Manifest
-    target: Target
-    staging: Staging | None = None
+    target: m.Target
+    staging: m.Staging | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """``recover``: an update, of this target or the other, broke off after a load. ``staged``: it
-    is not loaded, but staged beside the weights."""
+    """Begin an update.
+
+    ``recover``: an update, of this target or the other, broke off after a load. ``staged``: the
+    update is staged in spare memory.
+    """
 
     recover: bool
-    target: Target
+    target: m.Target
     staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class CallReceive:
-    chunk: int
-    backend: str
-    tensors: tuple[TensorMeta, ...]
-    handle: bytes
+class CallReceive(Chunk):
+    """Receive this chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallLoad:
     """Verified first, if there are ``sums``; nothing is loaded of what is not what was sent."""
 
-    chunk: int
-    verify: Verify
+    seq: int
+    verify: m.Verify
     sums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CallRestore:
-    target: Target
+    """Keep the weights of before the update, of which nothing was loaded."""
+
+    target: m.Target
 
 
 @dataclass(frozen=True, slots=True)
 class CallFinish:
-    pass
+    """Finish the model: every chunk is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +132,14 @@ class CallProbe:
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
     salt: str
-    mode: PauseMode
+    mode: m.PauseMode
     clear_cache: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CallCommit:
+    """Serve this version."""
+
     version: int
 
 
@@ -164,8 +153,10 @@ class CallSwap:
 
 @dataclass(frozen=True, slots=True)
 class CallCancelSwap:
-    """Don't make the swap that is under way, if it is not made. It does not stand in the queue:
-    the swap's own return tells which it was."""
+    """Cancel the swap under way, if it is not made yet.
+
+    It never waits in the queue. The swap's own return says which it was.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,49 +194,33 @@ Call: TypeAlias = (
 class SendToPeers:
     """Tell these ranks of the DP group, over the direct link."""
 
-    vote: LeaseVote
+    vote: m.LeaseVote
     ranks: tuple[int, ...]
 
 
 SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancelSwap | SendToPeers
 # What a call has told: a pause or a swap how many requests the engine has, an opening how many
 # chunks may be received ahead, an arming whether the update can be staged, a probe what it gave.
-CallResult: TypeAlias = int | StagingCapacity | tuple[ProbeResult, ...] | None
+CallResult: TypeAlias = int | StagingCapacity | tuple[m.ProbeResult, ...] | None
 
-COMMAND_STEPS: Final[dict[type[Message], Step]] = {
-    PauseLocal: Step.PAUSE_LOCAL,
-    PauseGlobal: Step.PAUSE_GLOBAL,
-    Sleep: Step.SLEEP,
-    Wake: Step.WAKE,
-    Resume: Step.RESUME,
-    TransferInit: Step.TRANSFER_INIT,
-    Arm: Step.ARM,
-    UpdateStart: Step.START,
-    WeightChunkMeta: Step.CHUNK,
-    ChunkSent: Step.CHUNK,
-    UpdateFinish: Step.FINISH,
-    Probe: Step.PROBE,
-    Commit: Step.COMMIT,
-    Abort: Step.ABORT,
-}
-COMMANDS: Final = frozenset(COMMAND_STEPS)
-CALL_STEPS: Final[dict[type[Call], Step]] = {
-    CallPause: Step.PAUSE_GLOBAL,
-    CallStrengthenPause: Step.PAUSE_GLOBAL,
-    CallSleep: Step.SLEEP,
-    CallWakeWeights: Step.WAKE,
-    CallResume: Step.RESUME,
-    CallOpenTransfer: Step.TRANSFER_INIT,
-    CallArm: Step.ARM,
-    CallStart: Step.START,
-    CallReceive: Step.CHUNK,
-    CallLoad: Step.CHUNK,
-    CallRestore: Step.ABORT,
-    CallFinish: Step.FINISH,
-    CallProbe: Step.PROBE,
-    CallCommit: Step.COMMIT,
-    CallSwap: Step.COMMIT,
-    CallAbortRequests: Step.ABORT,
+COMMANDS: Final = frozenset(m.STEPS)
+CALL_STEPS: Final[dict[type[Call], m.Step]] = {
+    CallPause: m.Step.PAUSE_GLOBAL,
+    CallStrengthenPause: m.Step.PAUSE_GLOBAL,
+    CallSleep: m.Step.SLEEP,
+    CallWakeWeights: m.Step.WAKE,
+    CallResume: m.Step.RESUME,
+    CallOpenTransfer: m.Step.TRANSFER_INIT,
+    CallArm: m.Step.ARM,
+    CallStart: m.Step.START,
+    CallReceive: m.Step.CHUNK,
+    CallLoad: m.Step.CHUNK,
+    CallRestore: m.Step.ABORT,
+    CallFinish: m.Step.FINISH,
+    CallProbe: m.Step.PROBE,
+    CallCommit: m.Step.COMMIT,
+    CallSwap: m.Step.COMMIT,
+    CallAbortRequests: m.Step.ABORT,
 }
 _NOT_THE_UPDATES: Final = (
     CallPause,
@@ -324,7 +299,7 @@ class CallQueue:
 
 def ack(
     reply_to: int,
-    step: Step,
+    step: m.Step,
     update_id: str,
     *,
     chunk: int = 0,
@@ -333,27 +308,13 @@ def ack(
     outcome: str = "",
     waited_for: tuple[str, ...] = (),
 ) -> Send:
-    """An engine's ACK."""
+    """Returns the effect that sends an engine's ACK."""
     took_ms = round(took_ms, 3)
     return Send(
-        Ack(step, update_id, chunk, in_flight, took_ms, outcome, waited_for), reply_to=reply_to
+        m.Ack(step, update_id, chunk, in_flight, took_ms, outcome, waited_for), reply_to=reply_to
     )
 
 
 def nack(reply_to: int, step: str, failure: Failure, update_id: str, chunk: int = 0) -> Send:
-    """An engine's NACK."""
-    return Send(
-        Nack(
-            code=failure.code,
-            step=step,
-            update_id=update_id,
-            chunk=chunk,
-            detail=failure.detail[:4096],
-            field=failure.field,
-            peer="",
-            tensor=failure.tensor[:512],
-            hint=failure.hint,
-            retry_after_ms=0,
-        ),
-        reply_to=reply_to,
-    )
+    """Returns the effect that sends an engine's NACK."""
+    return Send(failure.nack(step, update_id, chunk), reply_to=reply_to)

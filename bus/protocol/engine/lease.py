@@ -42,6 +42,8 @@ LEASE_RETRY_MS: Final = 1000.0
 
 
 class LeaseState(StrEnum):
+    """Whether a lease holds the pause."""
+
     FREE = "free"
     HELD = "held"
     OVER = "over"
@@ -49,6 +51,8 @@ class LeaseState(StrEnum):
 
 
 class LeaseEvent(StrEnum):
+    """What changes a lease."""
+
     PAUSE_TAKEN = "pause_taken"
     RAN_OUT = "ran_out"
     PARTIAL = "partial"
@@ -93,8 +97,10 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         self._renewed_ms = now_ms
 
     def renew(self, now_ms: float) -> None:
-        """Somebody sees to the pause. A lease that is over is not renewed, told or not: peers, or
-        the engine itself, may count on it."""
+        """Renews the lease, unless it is over.
+
+        Peer ranks, or the engine itself, may count on the end of a lease.
+        """
         if self.over_ms is not None and now_ms < self.over_ms:
             self._renewed_ms = now_ms
 
@@ -130,6 +136,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         return self._tried_ms + LEASE_RETRY_MS if self.state is _S.OVER else None
 
     def record_attempt(self, now_ms: float) -> None:
+        """The end of the lease was tried."""
         self._tried_ms = now_ms
 
     @property

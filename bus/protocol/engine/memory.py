@@ -13,24 +13,17 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import NackCode, Step
-from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus.protocol.core.failures import Failure, decline, wrong_state
 from bus.protocol.core.state_table import StateMachine
-from bus.protocol.engine.calls import (
-    CALL_STEPS,
-    CallQueue,
-    CallSleep,
-    CallWakeWeights,
-    Job,
-    SessionEffect,
-    ack,
-    nack,
-)
+from bus.protocol.engine import calls as c
 
 if TYPE_CHECKING:
     from bus.messages import Sleep, Wake
 
 
 class MemoryState(StrEnum):
+    """How much of the engine's memory sleeps."""
+
     AWAKE = "awake"
     FALLING = "falling"
     ASLEEP = "asleep"
@@ -39,6 +32,8 @@ class MemoryState(StrEnum):
 
 
 class MemoryEvent(StrEnum):
+    """What changes the memory's state."""
+
     SLEEP_ASKED = "sleep_asked"
     SLEEP_RETURNED = "sleep_returned"
     WAKE_ASKED = "wake_asked"
@@ -71,10 +66,12 @@ TRANSITIONS: Final[dict[tuple[MemoryState, MemoryEvent], MemoryState]] = {
 
 
 class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
-    """See the module. Calls go into ``queue``; that the engine is paused, by the pause that
-    is named, and no update is under way, the session has checked."""
+    """The memory of one engine. Calls go into ``queue``.
 
-    def __init__(self, queue: CallQueue) -> None:
+    The session has checked that the engine is in the pause that a command names, without an update.
+    """
+
+    def __init__(self, queue: c.CallQueue) -> None:
         super().__init__("engine memory", TRANSITIONS, _S.AWAKE)
         self._level = 0
         self._queue = queue
@@ -90,33 +87,33 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
         """Whether this sleep is one that has let the weights go."""
         return self._level == 2 and not self.awake  # noqa: PLR2004 - the level
 
-    def sleep(self, msg_id: int, message: Sleep) -> list[SessionEffect]:
+    def sleep(self, msg_id: int, message: Sleep) -> list[c.SessionEffect]:
         """SLEEP."""
         another = message.update_id != self._pause_id  # else it is late
         if self.state is _S.AWAKE or (self.state is _S.WEIGHTS_AWAKE and another):
             self._go(_E.SLEEP_ASKED)
             self._level = message.level
             self._pause_id = message.update_id
-            self._queue.add(CallSleep(message.level), msg_id)
+            self._queue.add(c.CallSleep(message.level), msg_id)
             return []
         if message.level != self._level and not another:
             raise wrong_state(f"the engine sleeps at level {self._level}", "level")
         if self.state is _S.FALLING:
             return []
         if self.state is _S.ASLEEP:
-            return [ack(msg_id, Step.SLEEP, message.update_id)]
+            return [c.ack(msg_id, Step.SLEEP, message.update_id)]
         raise wrong_state("the engine's weights are about to be awake")
 
-    def wake(self, msg_id: int, message: Wake) -> list[SessionEffect]:
+    def wake(self, msg_id: int, message: Wake) -> list[c.SessionEffect]:
         """WAKE."""
         if self.state in (_S.AWAKE, _S.WEIGHTS_AWAKE):
-            return [ack(msg_id, Step.WAKE, message.update_id)]
+            return [c.ack(msg_id, Step.WAKE, message.update_id)]
         if self.state is _S.FALLING:
             raise wrong_state("the engine is falling asleep")
         if self.state is _S.ASLEEP:
             self._go(_E.WAKE_ASKED)
             self._pause_id = message.update_id
-            self._queue.add(CallWakeWeights(), msg_id)
+            self._queue.add(c.CallWakeWeights(), msg_id)
         return []
 
     def need_weights(self) -> None:
@@ -126,25 +123,23 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
             Declined: the weights sleep.
         """
         if self.state not in (_S.AWAKE, _S.WEIGHTS_AWAKE):
-            raise Declined(
-                Failure(
-                    NackCode.ENGINE_ASLEEP,
-                    f"the engine is {self.state.value}, at level {self._level}",
-                    hint="pause, and send WAKE first",
-                )
+            raise decline(
+                NackCode.ENGINE_ASLEEP,
+                f"the engine is {self.state.value}, at level {self._level}",
+                hint="pause, and send WAKE first",
             )
 
-    def on_call_done(self, job: Job, took_ms: float) -> list[SessionEffect]:
+    def on_call_done(self, job: c.Job, took_ms: float) -> list[c.SessionEffect]:
         """A sleep or a wake has returned."""
-        asleep = isinstance(job.call, CallSleep)
+        asleep = isinstance(job.call, c.CallSleep)
         self._go(_E.SLEEP_RETURNED if asleep else _E.WAKE_RETURNED)
-        step = CALL_STEPS[type(job.call)]
-        return [ack(job.reply_to, step, self._pause_id, took_ms=took_ms)]
+        step = c.CALL_STEPS[type(job.call)]
+        return [c.ack(job.reply_to, step, self._pause_id, took_ms=took_ms)]
 
-    def on_call_failed(self, job: Job, failure: Failure) -> list[SessionEffect]:
+    def on_call_failed(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:
         """One has raised."""
         self._go(_E.CALL_FAILED)
-        return [nack(job.reply_to, CALL_STEPS[type(job.call)], failure, self._pause_id)]
+        return [c.nack(job.reply_to, c.CALL_STEPS[type(job.call)], failure, self._pause_id)]
 
     def on_resumed(self) -> None:
         """All of it is back."""

@@ -18,18 +18,7 @@ from bus.messages import Escalation, PauseGlobal, PauseLocal, PauseMode, Resume,
 from bus.protocol.core.ack_barrier import ESCALATED, STILL_CLOSED
 from bus.protocol.core.failures import wrong_state
 from bus.protocol.core.state_table import StateMachine
-from bus.protocol.engine.calls import (
-    CallAbortRequests,
-    CallEscalate,
-    CallPause,
-    CallQueue,
-    CallResume,
-    CallStrengthenPause,
-    Job,
-    SessionEffect,
-    ack,
-    nack,
-)
+from bus.protocol.engine import calls as c
 
 if TYPE_CHECKING:
     from bus.protocol.core.failures import Failure
@@ -43,6 +32,8 @@ DRAINED: Final = "drained"
 
 
 class EnginePauseState(StrEnum):
+    """Where an engine's pause stands."""
+
     RUNNING = "running"
     PAUSING = "pausing"
     PAUSED = "paused"
@@ -51,6 +42,8 @@ class EnginePauseState(StrEnum):
 
 
 class EnginePauseEvent(StrEnum):
+    """What changes an engine's pause."""
+
     PAUSE_ASKED = "pause_asked"
     STRENGTHEN_ASKED = "strengthen_asked"
     PAUSE_RETURNED = "pause_returned"
@@ -94,7 +87,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
     """See the module. Calls go into ``queue``."""
 
     def __init__(
-        self, queue: CallQueue, memory: EngineMemory, lease: EngineLease, admission: Admission
+        self, queue: c.CallQueue, memory: EngineMemory, lease: EngineLease, admission: Admission
     ) -> None:
         super().__init__("engine pause", TRANSITIONS, _S.RUNNING)
         self.update_id = ""
@@ -104,19 +97,19 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._lease = lease
         self._admission = admission
         self._last_resume = ""
-        self._call = CallPause("keep", clear_cache=False)  # the last one made
+        self._call = c.CallPause("keep", clear_cache=False)  # the last one made
         self._escalation: Escalation = "keep"
         self._escalate_ms: float | None = None  # when a `wait` that still drains becomes that
         self.pending = 0  # pause calls that have not returned: two after an escalation
         self._returned = False  # one of them has
-        self._lacks: CallStrengthenPause | None = None  # what the next one asks beyond this pause
+        self._lacks: c.CallStrengthenPause | None = None  # what the next one asks beyond this pause
         self._outcome = ""
         self._waited_for: tuple[str, ...] = ()
         self._global_asked = 0  # id of the PAUSE_GLOBAL that waits for the pause's return
         self._resume_asked: int | None = None  # id of the RESUME that waits for it
         self._next: tuple[int, PauseLocal] | None = None  # waits for the resume's return
 
-    def local(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[SessionEffect]:
+    def local(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[c.SessionEffect]:
         """PAUSE_LOCAL."""
         waits = self._lease.has_promised and message.update_id != self.update_id
         if self.state is _S.RESUMING or waits:
@@ -134,21 +127,20 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
             self.update_id = message.update_id
             self._global_asked = 0
             self._resume_asked = None
-        return [ack(msg_id, Step.PAUSE_LOCAL, self.update_id, in_flight=self.in_flight)]
+        return [c.ack(msg_id, Step.PAUSE_LOCAL, self.update_id, in_flight=self.in_flight)]
 
     def _strengthen(self, msg_id: int, message: PauseLocal) -> None:
-        """The pause that is there may have kept what this one does not want kept: it was another's,
-        or nobody knew more of this one than that it was half made."""
+        """Adds what this pause must drop and the present one, of another owner, may have kept."""
         made = self.effective_call
         aborts = message.mode == "abort" and made.mode != "abort"
         clears = message.clear_cache and not made.clear_cache
         if not (aborts or clears):
             return
-        self._call = CallPause("abort" if aborts else made.mode, made.clear_cache or clears)
+        self._call = c.CallPause("abort" if aborts else made.mode, made.clear_cache or clears)
         self._outcome = ""
         if self._lacks is not None:  # somebody before has asked for more, and it is not done
             aborts, clears = aborts or self._lacks.aborts, clears or self._lacks.clears
-        self._lacks = CallStrengthenPause(aborts, clears)
+        self._lacks = c.CallStrengthenPause(aborts, clears)
         if self.state is _S.PAUSED:
             self._go(_E.STRENGTHEN_ASKED)
             self._add_what_lacks(msg_id)
@@ -160,7 +152,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
 
     def _begin(self, msg_id: int, message: PauseLocal, now_ms: float) -> None:
         self._go(_E.PAUSE_ASKED)
-        self._call = CallPause(message.mode, message.clear_cache)
+        self._call = c.CallPause(message.mode, message.clear_cache)
         self.pending = 1
         self._returned = False
         self._lacks = None
@@ -175,8 +167,10 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._queue.add(self._call, msg_id)
 
     def beside(self, pause_id: str, now_ms: float) -> None:
-        """A peer's pause can't return without this one: nobody else asks for it, and its lease is
-        over as soon as it is made."""
+        """Pauses beside a peer rank, whose pause can't return without this one.
+
+        Nobody else asks for this pause, and its lease is over as soon as it is made.
+        """
         if pause_id != self._last_resume:
             self.local(0, _unrequested_pause(pause_id), now_ms)
 
@@ -189,10 +183,10 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         )
 
     @property
-    def effective_call(self) -> CallPause:
+    def effective_call(self) -> c.CallPause:
         """As which the engine is paused: a `wait` that came to its deadline became another."""
         if self._outcome == ESCALATED:
-            return CallPause(self._escalation, self._call.clear_cache)
+            return c.CallPause(self._escalation, self._call.clear_cache)
         return self._call
 
     def on_probe_failed(self, now_ms: float) -> None:
@@ -211,18 +205,18 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         """When :meth:`escalate` is due, if it is to come."""
         return self._escalate_ms
 
-    def escalate(self) -> list[SessionEffect]:
+    def escalate(self) -> list[c.SessionEffect]:
         """A `wait` has come to its deadline: pause again, in the mode the caller chose."""
         self._escalate_ms = None
         self.pending += 1
-        return [CallEscalate(self._escalation, self._call.clear_cache)]
+        return [c.CallEscalate(self._escalation, self._call.clear_cache)]
 
     def on_escalated(self, waited_for: tuple[str, ...]) -> None:
         """The escalation is about to be made; these requests still ran."""
         self._outcome = ESCALATED
         self._waited_for = waited_for
 
-    def globally(self, msg_id: int, message: PauseGlobal) -> list[SessionEffect]:
+    def globally(self, msg_id: int, message: PauseGlobal) -> list[c.SessionEffect]:
         """PAUSE_GLOBAL."""
         if self.state in (_S.RUNNING, _S.UNKNOWN) or message.update_id != self.update_id:
             raise wrong_state(
@@ -235,7 +229,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
             raise wrong_state("the engine is resuming")
         return [self._paused_ack(msg_id, 0.0)]
 
-    def resume(self, msg_id: int, message: Resume) -> list[SessionEffect]:
+    def resume(self, msg_id: int, message: Resume) -> list[c.SessionEffect]:
         """RESUME; the session has checked that the weights are whole."""
         if self.state is _S.RUNNING:
             if message.update_id and message.update_id == self._last_resume:
@@ -256,24 +250,24 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._go(_E.RESUME_ASKED)
         admission = self._admission
         if admission.is_stale and not admission.closed:
-            self._queue.add(CallAbortRequests(), 0)
+            self._queue.add(c.CallAbortRequests(), 0)
         opens = admission.closed and not admission.is_stale
-        self._queue.add(CallResume(asleep=not self._memory.awake, opens=opens), msg_id)
+        self._queue.add(c.CallResume(asleep=not self._memory.awake, opens=opens), msg_id)
 
-    def on_paused(self, took_ms: float) -> list[SessionEffect]:
+    def on_paused(self, took_ms: float) -> list[c.SessionEffect]:
         """A pause call is back; with no other one pending, the engine is idle on its device."""
         self.pending -= 1
         self._returned = True
         self._escalate_ms = None
         return [] if self.pending else self.on_strengthened(took_ms)
 
-    def on_strengthened(self, took_ms: float) -> list[SessionEffect]:
+    def on_strengthened(self, took_ms: float) -> list[c.SessionEffect]:
         """The pause is made: it counts as soon as it does all that is asked of it."""
         if self._lacks is not None:
             self._add_what_lacks(self._global_asked)
             return []
         self._go(_E.PAUSE_RETURNED)
-        effects: list[SessionEffect] = []
+        effects: list[c.SessionEffect] = []
         if self._global_asked:
             effects.append(self._paused_ack(self._global_asked, took_ms))
             self._global_asked = 0
@@ -282,12 +276,12 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
             self.begin_resume(msg_id)
         return effects
 
-    def on_strengthen_failed(self, reply_to: int, failure: Failure) -> list[SessionEffect]:
+    def on_strengthen_failed(self, reply_to: int, failure: Failure) -> list[c.SessionEffect]:
         """What it was to drop may be there."""
         self.pending, self._returned = 1, False
         return self.on_pause_failed(reply_to, failure)
 
-    def on_pause_failed(self, reply_to: int, failure: Failure) -> list[SessionEffect]:
+    def on_pause_failed(self, reply_to: int, failure: Failure) -> list[c.SessionEffect]:
         """A pause call raised: the engine runs, or does not. Of two, the other one decides."""
         self.pending -= 1
         self._escalate_ms = None
@@ -300,37 +294,38 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         reply_to = self._global_asked or reply_to
         self._global_asked = 0
         self._resume_asked = None
-        return [nack(reply_to, Step.PAUSE_GLOBAL, failure, self.update_id)]
+        return [c.nack(reply_to, Step.PAUSE_GLOBAL, failure, self.update_id)]
 
-    def on_resumed(self, job: Job, took_ms: float, now_ms: float) -> list[SessionEffect]:
+    def on_resumed(self, job: c.Job, took_ms: float, now_ms: float) -> list[c.SessionEffect]:
         """The engine schedules again; a pause that came meanwhile follows."""
         self._go(_E.RESUME_RETURNED)
         self._lease.end()
-        if isinstance(job.call, CallResume) and job.call.opens:
+        if isinstance(job.call, c.CallResume) and job.call.opens:
             self._admission.closed = self._admission.unconfirmed = False
         self._memory.on_resumed()
         self._last_resume = self.update_id
         return [self._resumed_ack(job.reply_to, took_ms), *self.run_queued(now_ms)]
 
-    def _resumed_ack(self, reply_to: int, took_ms: float) -> SessionEffect:
+    def _resumed_ack(self, reply_to: int, took_ms: float) -> c.SessionEffect:
         outcome, held = STILL_CLOSED if self._admission.closed else "", self.in_flight
         update_id = self._last_resume
-        return ack(
+        return c.ack(
             reply_to, Step.RESUME, update_id, in_flight=held, took_ms=took_ms, outcome=outcome
         )
 
-    def on_resume_failed(self, job: Job, failure: Failure, now_ms: float) -> list[SessionEffect]:
+    def on_resume_failed(
+        self, job: c.Job, failure: Failure, now_ms: float
+    ) -> list[c.SessionEffect]:
         """The engine is still paused."""
         self._go(_E.RESUME_FAILED)
         self._memory.on_resume_failed()
-        failed = nack(job.reply_to, Step.RESUME, failure, self.update_id)
+        failed = c.nack(job.reply_to, Step.RESUME, failure, self.update_id)
         return [failed, *self.run_queued(now_ms)]
 
     def on_found_paused(self, update_id: str, lease_ms: float, now_ms: float) -> None:
-        """The engine was found in this pause, which an earlier sidecar has made: nobody knows what
-        it has dropped."""
+        """The engine was found in a pause of an earlier sidecar, which may have dropped nothing."""
         self._go(_E.FOUND_PAUSED)
-        self._call, self._outcome = CallPause("keep", clear_cache=False), ""
+        self._call, self._outcome = c.CallPause("keep", clear_cache=False), ""
         self.update_id = update_id
         self._next = None  # whoever asked for it asks again
         self._lease.begin(lease_ms, now_ms)
@@ -343,15 +338,15 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._lease.end()
         self._memory.on_resumed()
 
-    def run_queued(self, now_ms: float) -> list[SessionEffect]:
+    def run_queued(self, now_ms: float) -> list[c.SessionEffect]:
         """The pause that came meanwhile, if one did."""
         if self._next is None:
             return []
         (msg_id, message), self._next = self._next, None
         return self.local(msg_id, message, now_ms)
 
-    def _paused_ack(self, msg_id: int, took_ms: float) -> SessionEffect:
-        return ack(
+    def _paused_ack(self, msg_id: int, took_ms: float) -> c.SessionEffect:
+        return c.ack(
             msg_id,
             Step.PAUSE_GLOBAL,
             self.update_id,

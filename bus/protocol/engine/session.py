@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from bus import messages as m
 from bus.protocol.core.effects import Note, Send
-from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus.protocol.core.failures import Declined, Failure, decline, wrong_state
 from bus.protocol.engine import calls as c
 from bus.protocol.engine.admission import Admission
 from bus.protocol.engine.lease import LEASE_RETRY_MS, EngineLease, LeaseState
@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 
 
 class EngineSession:
-    """Commands and results of engine calls go in, effects come out. ``draft``: the engine has a
-    draft model whose weights can be updated. ``closed``: its admission is, since a sidecar before
-    this one has closed it."""
+    """Takes commands and results of engine calls, and returns effects.
+
+    ``draft``: the engine has a draft model whose weights can be updated. ``closed``: an earlier
+    sidecar has closed its admission.
+    """
 
     def __init__(
         self,
@@ -119,17 +121,15 @@ class EngineSession:
         """One command of the broker."""
         try:
             if epoch < self.epoch:
-                raise Declined(
-                    Failure(
-                        m.NackCode.FENCED,
-                        f"epoch {epoch}, this engine has seen {self.epoch}",
-                        field="epoch",
-                    )
+                raise decline(
+                    m.NackCode.FENCED,
+                    f"epoch {epoch}, this engine has seen {self.epoch}",
+                    field="epoch",
                 )
             self.epoch = epoch
             return self._with_calls(self._command(msg_id, message, now_ms), now_ms)
         except Declined as declined:
-            step = c.COMMAND_STEPS.get(type(message), "")
+            step = m.STEPS.get(type(message), "")
             update_id = getattr(message, "update_id", "")
             chunk = getattr(message, "chunk", 0)
             return [c.nack(msg_id, step, declined.failure, update_id, chunk)]
@@ -164,9 +164,7 @@ class EngineSession:
                 self._require_lease()
                 paused = self.pause.state is EnginePauseState.PAUSED
                 return self.update.start(msg_id, message, paused=paused)
-            case m.WeightChunkMeta():
-                return self.update.chunk(msg_id, message)
-            case m.ChunkSent():
+            case m.WeightChunkMeta() | m.ChunkSent():
                 return self.update.chunk(msg_id, message)
             case m.UpdateFinish():
                 return self.update.finish(msg_id, message)
@@ -182,9 +180,7 @@ class EngineSession:
             case m.Abort():
                 return self.update.abort(msg_id, message)
             case _:
-                raise Declined(
-                    Failure(m.NackCode.FORBIDDEN, "an engine does not take this", field="kind")
-                )
+                raise decline(m.NackCode.FORBIDDEN, "an engine does not take this", field="kind")
 
     def _pause_first(self) -> list[c.SessionEffect]:
         """A swap that waits for peer ranks would hold up the pause that was asked for."""
@@ -197,12 +193,6 @@ class EngineSession:
             raise wrong_state("the pause keeps KV caches, which a sleep drops", "clear_cache")
         self._abandoned = False
         return self.memory.sleep(msg_id, message)
-
-    def _abandon_discarded_weights(self) -> None:
-        """Nobody will bring the weights that this sleep has discarded, until somebody does."""
-        self._abandoned = True
-        if self.update.state is EngineUpdateState.NONE:
-            self.update.abandon_discarded_weights()
 
     def _require_lease(self) -> None:
         if self.lease.state is LeaseState.OVER:
@@ -296,16 +286,17 @@ class EngineSession:
         partial: Iterable[str],
         asleep: bool,
     ) -> None:
-        """The engine was found in this pause, which an earlier sidecar, or the engine itself, has
-        left; of the ``partial`` parts it has not all weights. Only :attr:`at_rest`."""
+        """The engine was found in a pause that an earlier sidecar, or the engine itself, has left.
+
+        Of the ``partial`` parts it lacks weights. Call it only :attr:`at_rest`.
+        """
         self.pause.on_found_paused(pause_id, lease_ms, now_ms)
         self.update.on_found(partial)
         if asleep:
             self.memory.found_asleep()
 
     def found_running(self) -> None:
-        """The engine has ended its pause by itself, with the weights that it had. Only
-        :attr:`at_rest`."""
+        """The engine has ended its pause by itself, with its weights. Only :attr:`at_rest`."""
         self.update.on_found(())
         self.pause.found_running()
 
@@ -335,10 +326,13 @@ class EngineSession:
         return self.lease.over_ms if self.lease.state is LeaseState.HELD else self.lease.again_ms
 
     def held_for_ms(self, now_ms: float) -> float:
-        """For how long the engine is to stay paused, if this sidecar is never heard again; below
-        zero: since when not any more. It is for the sidecar to end a lease, as long as it lives.
-        But a rank that has told its peer ranks that it is clean, and misses one, touches nothing
-        before it has resumed: then the engines' cores may end the pause among themselves."""
+        """Returns how long the engine stays paused if this sidecar dies now, in ms.
+
+        Negative: since when not any more. A living sidecar ends a lease itself. But a rank that has
+            told its peer ranks that it is clean, and
+        misses one, touches nothing before it has resumed. Then the cores may end the pause
+        themselves.
+        """
         left_ms = self.lease.ran_out_ms - now_ms
         if self.lease.has_promised:
             return left_ms
@@ -347,8 +341,7 @@ class EngineSession:
 
     @property
     def _lease_counts(self) -> bool:
-        """Whether it is for the lease to end the pause: no call is under way, but for a pause that
-        waits for peer ranks."""
+        """Whether the lease may end the pause: only a pause that waits for peer ranks is called."""
         if self.pause.state is EnginePauseState.PAUSING:
             return bool(self.lease.peers)
         paused = self.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNKNOWN)
@@ -387,8 +380,10 @@ class EngineSession:
         return {"version": self.version, "group_version": self.admission.group_version}
 
     def _admit_first(self, effects: list[c.SessionEffect]) -> list[c.SessionEffect]:
-        """Requests are sent to who has committed: so admission is opened, before anything else that
-        waits, and then that is said. In a pause, too: what comes is held then, and not ended."""
+        """Opens admission before anything else that waits, then acknowledges the commit.
+
+        In a pause requests that come are held, not ended.
+        """
         if self.is_stale or not self.admission.closed:
             return effects + self._update_admission()
         self._queue.add_first(c.CallAdmit(), 0)
@@ -427,13 +422,13 @@ class EngineSession:
         if self.update.state in MIXED:  # one that is armed and no more may be of a later pause
             effects += self.update.abort(0, m.Abort(self.update.update_id, "lease expired"))
             if len(self._queue):
-                self.lease.record_attempt(
-                    now_ms - LEASE_RETRY_MS
-                )  # goes on as soon as that is undone
+                self.lease.record_attempt(now_ms - LEASE_RETRY_MS)  # goes on when that is undone
                 return effects
         if self.update.partial:
-            if self._awaits_weights:
-                self._abandon_discarded_weights()
+            if self._awaits_weights:  # nobody will bring them, until somebody does
+                self._abandoned = True
+                if self.update.state is EngineUpdateState.NONE:
+                    self.update.abandon_discarded_weights()
             return [*effects, *self._stay(), *self._ask_peers()]
         return [*effects, *self._decide(now_ms), *self._ask_peers()]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.messages import Arm, NackCode, Step, TransferInit
-from bus.protocol.core.failures import Declined, Failure
+from bus.protocol.core.failures import decline
 from bus.protocol.engine.calls import CallOpenTransfer, CallQueue, SessionEffect, ack
 from bus.weight_transfer.allocation import NO_RANK, RankAssignment
 
@@ -56,12 +56,10 @@ class EngineTransfer:
         if message.communicator:
             first_rank = message.first_ranks.get(self._name)
             if first_rank is None:  # 0 is the sender's
-                raise Declined(
-                    Failure(
-                        NackCode.MALFORMED,
-                        f"{self._name} has no place in the communicator",
-                        field="first_ranks",
-                    )
+                raise decline(
+                    NackCode.MALFORMED,
+                    f"{self._name} has no place in the communicator",
+                    field="first_ranks",
                 )
             place = RankAssignment(message.communicator, message.world_size, first_rank)
         return CallOpenTransfer(message.update_id, message.backend, message.params, place)
@@ -88,4 +86,4 @@ class EngineTransfer:
         else:
             return
         hint = "send TRANSFER_INIT first"
-        raise Declined(Failure(NackCode.TRANSFER_CLOSED, found, field=field, hint=hint))
+        raise decline(NackCode.TRANSFER_CLOSED, found, field=field, hint=hint)

@@ -157,14 +157,15 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self.swap is not None
 
     def about_to_serve(self, version: int) -> bool:
-        """Whether the engine has staged all of that version, or a later one, and waits for no more
-        than to be told to take it: so it is not behind."""
+        """Whether the engine has staged this version, or a later one, and waits for COMMIT.
+
+        Such an engine is not stale.
+        """
         waits = self.staged and self.state in (_S.FINISHED, _S.COMMITTING)
         return waits and self._order.version >= version
 
     def on_found(self, partial: Iterable[str]) -> None:
-        """The engine was found like this: no update is under way, of these parts not all
-        weights are there."""
+        """The engine was found without an update; of these parts it lacks weights."""
         self._go(_E.FOUND)
         self.partial = set(partial)
         self._admission.closed |= bool(self.partial)
@@ -345,7 +346,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             self._last_commit = self.update_id
             count = result if isinstance(result, int) else 0
             return self._run_waiting_abort([self._commit_ack(job.reply_to, took_ms, count)])
-        step, chunk = c.CALL_STEPS[type(call)], getattr(call, "chunk", 0)
+        step, chunk = c.CALL_STEPS[type(call)], getattr(call, "seq", 0)
         return self._run_waiting_abort(
             [c.ack(job.reply_to, step, self.update_id, chunk=chunk, took_ms=took_ms)]
         )
@@ -366,7 +367,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return [Note("abort_failed", "error", {"detail": failure.detail})]
         self._queue.drop_waiting()
         self._chunks.discard()
-        chunk = call.chunk if isinstance(call, c.CallReceive | c.CallLoad) else 0
+        chunk = call.seq if isinstance(call, c.CallReceive | c.CallLoad) else 0
         if isinstance(call, (c.CallRestore, c.CallAbortRequests)):
             # The undoing itself failed: only a whole update brings this engine back.
             note = Note("abort_failed", "error", {"detail": failure.detail})
@@ -400,8 +401,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return [c.nack(job.reply_to, m.Step.COMMIT, failure, self.update_id)]
 
     def on_issued(self, call: object) -> None:
-        """A call is made now: from a receive on that loads, or the sleep that discards them, the
-        old weights are gone."""
+        """A call begins: a receive that loads, or a sleep that discards, ends the old weights."""
         if isinstance(call, c.CallReceive) and is_loaded_on_receipt(call.backend):
             self._lost_the_old()
         elif isinstance(call, c.CallAbortRequests):
@@ -431,8 +431,10 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             raise wrong_state("the update is given up, when the call under way has ended")
 
     def _lost_the_old(self) -> None:
-        """Something was loaded, or may have been; of an adapter, an engine keeps the one before,
-        and of a staged update all that it serves."""
+        """Something may have been loaded.
+
+        An engine keeps the adapter before, and all that it serves during a staged update.
+        """
         self._loaded = not (self.staged or adapter_of(self._order.backend))
 
     def _run_waiting_abort(self, effects: list[c.SessionEffect]) -> list[c.SessionEffect]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from bus.lora import adapter_of
 from bus.messages import Arm, Armed, NackCode, Staging, Step, Target
 from bus.protocol.core.effects import Send
-from bus.protocol.core.failures import Declined, Failure
+from bus.protocol.core.failures import decline
 from bus.protocol.engine.calls import SessionEffect, ack
 from bus.vllm_payloads import is_loaded_on_receipt
 
@@ -75,13 +75,11 @@ class UpdateSpec:
             Declined: code ``draft_missing``.
         """
         if self.target == "draft" and not draft:
-            raise Declined(
-                Failure(
-                    NackCode.DRAFT_MISSING,
-                    "this engine has no draft model whose weights can be updated",
-                    field="target",
-                    hint="start vLLM with a speculative_config that has a model",
-                )
+            raise decline(
+                NackCode.DRAFT_MISSING,
+                "this engine has no draft model whose weights can be updated",
+                field="target",
+                hint="start vLLM with a speculative_config that has a model",
             )
 
     def require_base(self, version: int, partial: Collection[str]) -> None:
@@ -97,14 +95,12 @@ class UpdateSpec:
             if partial
             else f"serves version {version}" + ("" if version else " (as it was booted)")
         )
-        raise Declined(
-            Failure(
-                NackCode.OTHER_BASE,
-                f"the patch is a difference from version {self.base}, and the engine {serves}",
-                field="base",
-                hint="send a whole set of weights first, over a backend such as shm or nccl "
-                "(agent.update_weights)",
-            )
+        raise decline(
+            NackCode.OTHER_BASE,
+            f"the patch is a difference from version {self.base}, and the engine {serves}",
+            field="base",
+            hint="send a whole set of weights first, over a backend such as shm or nccl "
+            "(agent.update_weights)",
         )
 
     def require_room(self, partial: Collection[str]) -> None:
@@ -117,7 +113,7 @@ class UpdateSpec:
         if partial:
             why_not = "it has not all weights of what it serves"
         if why_not:
-            raise Declined(Failure(NackCode.STAGING_REFUSED, why_not, field="staged"))
+            raise decline(NackCode.STAGING_REFUSED, why_not, field="staged")
 
     def has_room(self, room: StagingCapacity, partial: Collection[str], took_ms: float) -> None:
         """What the engine says of that."""

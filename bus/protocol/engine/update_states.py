@@ -9,6 +9,8 @@ from bus.messages import NackCode
 
 
 class EngineUpdateState(StrEnum):
+    """How far an engine's update has come."""
+
     NONE = "none"
     ARMING = "arming"
     ARMED = "armed"
@@ -22,6 +24,8 @@ class EngineUpdateState(StrEnum):
 
 
 class EngineUpdateEvent(StrEnum):
+    """What changes an engine's update."""
+
     ARM_ASKED = "arm_asked"
     ARM_RETURNED = "arm_returned"
     ARM_FAILED = "arm_failed"

@@ -7,80 +7,71 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.messages import (
-    MAX_PROBED,
-    Differing,
-    EngineProbes,
-    GroupAck,
-    NackCode,
-    ProbeReport,
-)
-from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus import messages as m
+from bus.protocol.core.failures import Failure, decline, wrong_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bus.messages import CanaryMode
     from bus.protocol.group.engine_registry import EngineRegistry
     from bus.protocol.group.update import UpdateMachine
 
 
 def require_probes(
-    way: CanaryMode, names: Iterable[str], registry: EngineRegistry, *, asleep: bool
+    way: m.CanaryMode, names: Iterable[str], registry: EngineRegistry, *, asleep: bool
 ) -> None:
-    """Before anything is touched: whether all of them can run probes while requests are treated
-    that way. Without a canary, all can.
+    """Checks that these engines can run probes while requests are treated in this ``way``.
 
     Raises:
-        Declined: names those that can't.
+        Declined: names the engines that can't.
     """
     if not way:
         return
     names = list(names)
-    if len(names) > MAX_PROBED:
-        raise wrong_state(f"{len(names)} engines: a canary is for {MAX_PROBED}", "canary")
+    if len(names) > m.MAX_PROBED:
+        raise wrong_state(f"{len(names)} engines: a canary is for {m.MAX_PROBED}", "canary")
     if asleep:
         raise wrong_state(
             "no engine runs probes while its KV cache sleeps", "canary", hint="update when awake"
         )
-    unable = registry.unable_to_probe(names, way)
+    able = ("keep",) if way == "keep" else ("keep", "abort")
+    facts = registry.facts(names)
+    unable = [name for name, engine in facts.items() if engine.canary not in able]
     if not unable:
         return
-    can_abort = way == "keep" and not registry.unable_to_probe(unable, "abort")
+    can_abort = way == "keep" and all(facts[name].canary for name in unable)
     detail = (
         "would serve the requests that the pause keeps with weights that are not proven"
         if can_abort
         else "can't run probes"
     )
     hint = 'pause with mode="abort", or update without a canary' if can_abort else ""
-    raise Declined(
-        Failure(
-            NackCode.WRONG_STATE,
-            f"{', '.join(unable[:8])}: {detail}",
-            unable[0],
-            field="canary",
-            hint=hint or "update without a canary",
-        )
+    raise decline(
+        m.NackCode.WRONG_STATE,
+        f"{', '.join(unable[:8])}: {detail}",
+        unable[0],
+        field="canary",
+        hint=hint or "update without a canary",
     )
 
 
-def probe_report(update: UpdateMachine, done: GroupAck) -> ProbeReport:
+def probe_report(update: UpdateMachine, done: m.GroupAck) -> m.ProbeReport:
     """What the trainer hears when all have answered."""
     answers = ((name, update.probed[name]) for name in sorted(update.members))
-    return ProbeReport(
+    return m.ProbeReport(
         update_id=update.update_id,
         version=update.version,
-        engines=tuple(EngineProbes(name, results) for name, results in answers),
+        engines=tuple(m.EngineProbes(name, results) for name, results in answers),
         excluded=done.excluded,
         duration_ms=done.duration_ms,
     )
 
 
-def failures(differing: Iterable[Differing]) -> dict[str, Failure]:
+def failures(differing: Iterable[m.Differing]) -> dict[str, Failure]:
     """Why each of them falls out, by name."""
     return {
         each.engine: Failure(
-            NackCode.CANARY_FAILED,
+            m.NackCode.CANARY_FAILED,
             f"canary: {each.engine} differs on probe {each.probe}: expected {each.expected}, "
             f"found {each.found}",
             each.engine,

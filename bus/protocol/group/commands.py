@@ -10,35 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import (
-    Abort,
-    Arm,
-    ChunkSent,
-    Commit,
-    Message,
-    NackCode,
-    PauseLocal,
-    PlanTransfer,
-    Probe,
-    Resume,
-    Sleep,
-    Step,
-    TrainerStep,
-    TransferInit,
-    TransferPlan,
-    UpdateFinish,
-    UpdateStart,
-    WaitEngines,
-    Wake,
-    WeightChunkMeta,
-)
-from bus.protocol.core.failures import Declined, Failure, wrong_state
+from bus import messages as m
+from bus.protocol.core.failures import Declined, Failure, decline, wrong_state
 from bus.protocol.core.validation import check_chunk, check_sums, manifest_of
 from bus.protocol.group import catch_up
 from bus.protocol.group.canary import failures, require_probes
+from bus.protocol.group.engine_registry import Communicator, communicator
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.reconciliation import EarlierCommits
-from bus.protocol.group.replies import nack_of
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.staging import StagingDecision, before_engines
 from bus.protocol.group.update import TAKES_CHUNKS, UpdateState
@@ -47,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.manifest import Manifest
-    from bus.protocol.group.engine_registry import Communicator
-    from bus.protocol.group.group_state import Action, GroupState, Instruction
+    from bus.protocol.core.instructions import Instruction
+    from bus.protocol.group.group_state import Action, GroupState
 
 
 # In these, a chunk may come, or come again.
@@ -78,9 +57,9 @@ class Commands:
         self._state = state
         self._manifest: Manifest | None = None  # of the update under way
         self._earlier_commits = EarlierCommits(state)
-        self._queued: dict[Step, UpdateStart | UpdateFinish | Commit] = {}
+        self._queued: dict[m.Step, m.UpdateStart | m.UpdateFinish | m.Commit] = {}
 
-    def execute(self, msg_id: int, message: Message, now_ms: float) -> list[Action]:
+    def execute(self, msg_id: int, message: m.Message, now_ms: float) -> list[Action]:
         """Check a command and start what it asks for.
 
         Args:
@@ -96,30 +75,30 @@ class Commands:
             Declined: the command does not fit now; nothing has changed.
         """
         match message:
-            case PauseLocal():
+            case m.PauseLocal():
                 return self._pause(msg_id, message, now_ms)
-            case Resume():
+            case m.Resume():
                 return self._resume(msg_id, message, now_ms)
-            case Sleep():
+            case m.Sleep():
                 return self._sleep(msg_id, message, now_ms)
-            case Wake():
+            case m.Wake():
                 return self._wake(msg_id, message, now_ms)
-            case WaitEngines():
+            case m.WaitEngines():
                 until_ms = now_ms + message.timeout_ms
                 self._state.session.requests.waiters[msg_id] = (message, until_ms)
                 return [*self._state.answer_waiters(now_ms)]
-            case TrainerStep():
+            case m.TrainerStep():
                 forwarded = self._state.followers.on_trainer_step(message)
                 return [*forwarded, *self._state.session.answer_ids([msg_id], message)]
-            case PlanTransfer():
-                made = self._state.registry.communicator(self._members(message.scope))
-                plan = TransferPlan(made.number, made.world_size)
+            case m.PlanTransfer():
+                made = self._communicator(self._members(message.scope))
+                plan = m.TransferPlan(made.number, made.world_size)
                 return [*self._state.session.answer_ids([msg_id], plan)]
-            case TransferInit():
+            case m.TransferInit():
                 return self._open(msg_id, message, now_ms)
-            case Arm():
+            case m.Arm():
                 return self._arm(msg_id, message, now_ms)
-            case UpdateStart():
+            case m.UpdateStart():
                 self._state.update.require(UpdateState.ARMED, update_id=message.update_id)
                 if message.staged:
                     self._state.update.staging.require()
@@ -128,20 +107,20 @@ class Commands:
                         "the group is resuming; an update starts in a pause",
                         hint="send PAUSE_LOCAL first",
                     )
-                return self._queue(msg_id, Step.START, message)
-            case WeightChunkMeta():
+                return self._queue(msg_id, m.Step.START, message)
+            case m.WeightChunkMeta():
                 return self._chunk(msg_id, message, now_ms)
-            case ChunkSent():
+            case m.ChunkSent():
                 return self._on_chunk_sent(msg_id, message, now_ms)
-            case UpdateFinish():
+            case m.UpdateFinish():
                 self._state.update.require(*TAKES_CHUNKS, update_id=message.update_id)
-                return self._queue(msg_id, Step.FINISH, message)
-            case Probe():
+                return self._queue(msg_id, m.Step.FINISH, message)
+            case m.Probe():
                 self._state.update.require(UpdateState.FINISHED, update_id=message.update_id)
                 if not self._state.update.canary:
                     raise wrong_state("the update was armed without a canary", "update_id")
-                return self._ask(msg_id, Step.PROBE, self._state.update.probe(message, now_ms))
-            case Commit():
+                return self._ask(msg_id, m.Step.PROBE, self._state.update.probe(message, now_ms))
+            case m.Commit():
                 known = (self._state.update.update_id, self._state.served.assigned[0])
                 if self._state.update.state is UpdateState.IDLE and message.update_id not in known:
                     return [*self._earlier_commits.answer(msg_id, message, now_ms)]
@@ -150,15 +129,17 @@ class Commands:
                     raise wrong_state(
                         f"the bus gave this update version {self._state.update.version}", "version"
                     )
-                return self._queue(msg_id, Step.COMMIT, message)
-            case Abort():
+                return self._queue(msg_id, m.Step.COMMIT, message)
+            case m.Abort():
                 return self._abort(msg_id, message, now_ms)
             case _:
-                failure = Failure(NackCode.FORBIDDEN, "a trainer does not send this", field="kind")
+                failure = Failure(
+                    m.NackCode.FORBIDDEN, "a trainer does not send this", field="kind"
+                )
                 raise Declined(failure)
 
     def _ask(
-        self, msg_id: int, step: Step, instructions: Iterable[Instruction], chunk: int = 0
+        self, msg_id: int, step: m.Step, instructions: Iterable[Instruction], chunk: int = 0
     ) -> list[Action]:
         """Have a request wait for a step that engines are asked for now."""
         self._state.session.requests.ask((step, chunk), msg_id)
@@ -167,7 +148,7 @@ class Commands:
     # -- commands before their turn ----------------------------------------------
 
     def _queue(
-        self, msg_id: int, step: Step, message: UpdateStart | UpdateFinish | Commit
+        self, msg_id: int, step: m.Step, message: m.UpdateStart | m.UpdateFinish | m.Commit
     ) -> list[Action]:
         """Queue a command; :meth:`next_queued` returns it, at once if it is its turn."""
         self._state.session.requests.ask((step, 0), msg_id)
@@ -186,22 +167,24 @@ class Commands:
         for step, message in list(self._queued.items()):
             if update.state in _OVER or message.update_id != update.update_id:
                 del self._queued[step]
-                ended = Failure(NackCode.WRONG_STATE, "the update ended before this was its turn")
-                nack = nack_of(update.failure or ended, step.value, message.update_id)
+                ended = Failure(m.NackCode.WRONG_STATE, "the update ended before this was its turn")
+                nack = (update.failure or ended).nack(step.value, message.update_id)
                 refused += self._state.session.answer((step, 0), nack)
                 continue
             asked: list[Instruction] = []
             match message:
-                case UpdateStart() if (
+                case m.UpdateStart() if (
                     message.staged or self._in_state(PauseState.PAUSED)
                 ) and update.state is UpdateState.ARMED:
                     asked = update.start(message, now_ms)
-                case UpdateFinish() if update.state is UpdateState.LOADING and update.has_sent_all:
+                case m.UpdateFinish() if (
+                    update.state is UpdateState.LOADING and update.has_sent_all
+                ):
                     asked = update.finish(message, now_ms)
-                case Commit() if update.state is UpdateState.FINISHED and message.differing:
+                case m.Commit() if update.state is UpdateState.FINISHED and message.differing:
                     self._queued[step] = replace(message, differing=())
                     return [*refused, *self._expel(failures(message.differing), now_ms)]
-                case Commit() if update.state is UpdateState.FINISHED and (
+                case m.Commit() if update.state is UpdateState.FINISHED and (
                     not update.staged or self._in_state(PauseState.RUNNING)
                 ):
                     asked = update.commit(message, now_ms)
@@ -228,7 +211,7 @@ class Commands:
     def _in_state(self, state: PauseState) -> bool:
         return self._state.pause.state is state
 
-    def _pause(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[Action]:
+    def _pause(self, msg_id: int, message: m.PauseLocal, now_ms: float) -> list[Action]:
         pause = self._state.pause
         if pause.state is not PauseState.RUNNING:
             waiting = sorted(pause.barrier.waiting)[:8] if pause.barrier else []
@@ -238,13 +221,11 @@ class Commands:
                 hint="one pause at a time: RESUME it, or wait until it is recovered",
             )
         if message.lease_ms < self._state.min_lease_ms:
-            raise Declined(
-                Failure(
-                    NackCode.MALFORMED,
-                    f"{message.lease_ms} ms is shorter than the bus takes to miss a peer",
-                    field="lease_ms",
-                    hint=f"at least {self._state.min_lease_ms:.0f}",
-                )
+            raise decline(
+                m.NackCode.MALFORMED,
+                f"{message.lease_ms} ms is shorter than the bus takes to miss a peer",
+                field="lease_ms",
+                hint=f"at least {self._state.min_lease_ms:.0f}",
             )
         members = self._members(message.scope)
         self._state.orphaned = False
@@ -254,19 +235,21 @@ class Commands:
             fields["catch_up"] = list(message.scope)
         return [
             self._state.note("pause_asked", message.update_id, "info", fields),
-            *self._ask(msg_id, Step.PAUSE_GLOBAL, self._state.pause.ask(message, members, now_ms)),
+            *self._ask(
+                msg_id, m.Step.PAUSE_GLOBAL, self._state.pause.ask(message, members, now_ms)
+            ),
         ]
 
-    def _resume(self, msg_id: int, message: Resume, now_ms: float) -> list[Action]:
+    def _resume(self, msg_id: int, message: m.Resume, now_ms: float) -> list[Action]:
         state = self._state.pause.state
         if state is PauseState.RUNNING:
             if message.update_id and message.update_id == self._state.last_resumed:
-                return [*self._state.answer_at_once(msg_id, Step.RESUME, message.update_id)]
+                return [*self._state.answer_at_once(msg_id, m.Step.RESUME, message.update_id)]
             raise wrong_state(f"group {self._state.name} is not paused", "update_id")
         if message.update_id != self._state.pause.update_id:
             raise wrong_state(f"the pause under way is {self._state.pause.update_id}", "update_id")
         update = self._state.update
-        self._state.session.requests.ask((Step.RESUME, 0), msg_id)
+        self._state.session.requests.ask((m.Step.RESUME, 0), msg_id)
         if update.is_unsafe:  # engines may hold different weights: it waits for the end
             self._state.resume_asked = True
             return []
@@ -274,7 +257,7 @@ class Commands:
             return []
         return self._state.end_pause(now_ms)
 
-    def _sleep(self, msg_id: int, message: Sleep, now_ms: float) -> list[Action]:
+    def _sleep(self, msg_id: int, message: m.Sleep, now_ms: float) -> list[Action]:
         members = self._window(message.update_id)
         sleep = self._state.sleep
         if sleep.state is not SleepState.AWAKE:
@@ -285,7 +268,8 @@ class Commands:
                 "clear_cache",
                 hint="pause with clear_cache",
             )
-        cannot = self._state.registry.unable_to_sleep(members)
+        facts = self._state.registry.facts(members)
+        cannot = [name for name, engine in facts.items() if not engine.can_sleep]
         if cannot:
             raise wrong_state(
                 f"{', '.join(cannot[:8])} can't sleep",
@@ -293,17 +277,17 @@ class Commands:
                 hint="start vLLM with --enable-sleep-mode, on a GPU",
             )
         asked = sleep.sleep(message, members, now_ms)
-        return self._ask(msg_id, Step.SLEEP, asked)
+        return self._ask(msg_id, m.Step.SLEEP, asked)
 
-    def _wake(self, msg_id: int, message: Wake, now_ms: float) -> list[Action]:
+    def _wake(self, msg_id: int, message: m.Wake, now_ms: float) -> list[Action]:
         members = self._window(message.update_id)
         sleep = self._state.sleep
         if sleep.state is SleepState.WAKING:  # who asked before may have been cancelled
-            self._state.session.requests.ask((Step.WAKE, 0), msg_id)
+            self._state.session.requests.ask((m.Step.WAKE, 0), msg_id)
             return []
         if sleep.barrier is not None:
             raise wrong_state(f"the group is {sleep.state.value}")
-        return self._ask(msg_id, Step.WAKE, sleep.wake(message, members, now_ms))
+        return self._ask(msg_id, m.Step.WAKE, sleep.wake(message, members, now_ms))
 
     def _window(self, update_id: str) -> dict[str, str]:
         """Who is in the pause, which is complete; no update is under way.
@@ -319,7 +303,7 @@ class Commands:
         self._state.update.require(UpdateState.IDLE)
         return pause.members
 
-    def _open(self, msg_id: int, message: TransferInit, now_ms: float) -> list[Action]:
+    def _open(self, msg_id: int, message: m.TransferInit, now_ms: float) -> list[Action]:
         self._state.update.require(UpdateState.IDLE)
         members = self._members(message.scope)
         world_size, first_ranks = 0, dict[str, int]()
@@ -328,7 +312,7 @@ class Commands:
             world_size, first_ranks = made.world_size, made.first_ranks
         message = replace(message, world_size=world_size, first_ranks=first_ranks)
         opening = self._state.update.open(message, members, now_ms)
-        return self._ask(msg_id, Step.TRANSFER_INIT, opening)
+        return self._ask(msg_id, m.Step.TRANSFER_INIT, opening)
 
     def _members(self, scope: Iterable[str]) -> dict[str, str]:
         """Whom a command is for.
@@ -338,30 +322,27 @@ class Commands:
         """
         return catch_up.members(self._state.registry, scope, self._state.version)
 
+    def _communicator(self, members: Iterable[str]) -> Communicator:
+        return communicator(self._state.registry.engines[name] for name in members)
+
     def _require_communicator(self, number: int, members: Iterable[str]) -> Communicator:
         """A collective is for those who are there now, all of them, and nobody else."""
-        made = self._state.registry.communicator(members)
+        made = self._communicator(members)
         if made.number != number:
-            raise Declined(
-                Failure(
-                    NackCode.TRANSFER_CLOSED,
-                    "engines came, went or restarted since the transfer was planned",
-                    field="communicator",
-                    hint="ask for a new plan, and open the transport anew",
-                )
+            raise decline(
+                m.NackCode.TRANSFER_CLOSED,
+                "engines came, went or restarted since the transfer was planned",
+                field="communicator",
+                hint="ask for a new plan, and open the transport anew",
             )
         return made
 
-    def _arm(self, msg_id: int, message: Arm, now_ms: float) -> list[Action]:
+    def _arm(self, msg_id: int, message: m.Arm, now_ms: float) -> list[Action]:
         self._state.update.require(UpdateState.IDLE)
         sleep = self._state.sleep.state
         if sleep not in (SleepState.AWAKE, SleepState.WEIGHTS_AWAKE):
-            raise Declined(
-                Failure(
-                    NackCode.ENGINE_ASLEEP,
-                    f"the group is {sleep.value}",
-                    hint="send WAKE first",
-                )
+            raise decline(
+                m.NackCode.ENGINE_ASLEEP, f"the group is {sleep.value}", hint="send WAKE first"
             )
         members = self._members(message.scope)
         if message.communicator:
@@ -375,13 +356,11 @@ class Commands:
             message = replace(message, quorum=0)
         groups = len(set(members.values()))
         if message.quorum > groups:
-            raise Declined(
-                Failure(
-                    NackCode.QUORUM_MISSING,
-                    f"a commit needs {message.quorum} DP groups, and {groups} are there",
-                    field="quorum",
-                    hint="start more, or ask for fewer",
-                )
+            raise decline(
+                m.NackCode.QUORUM_MISSING,
+                f"a commit needs {message.quorum} DP groups, and {groups} are there",
+                field="quorum",
+                hint="start more, or ask for fewer",
             )
         asleep = sleep is not SleepState.AWAKE
         require_probes(message.canary, members, self._state.registry, asleep=asleep)
@@ -397,24 +376,24 @@ class Commands:
             asked = replace(message, version=version)
         self._state.registry.on_arm(members, self._state.version)
         arming = self._state.update.arm(asked, members, now_ms, staging)
-        return self._ask(msg_id, Step.ARM, arming)
+        return self._ask(msg_id, m.Step.ARM, arming)
 
     def _require_current(self, members: Iterable[str]) -> None:
-        """An update of a draft gives a version, too, and that must mean the same model weights
-        everywhere: not on one that came late, or was left behind, and has others."""
+        """Checks that all engines serve the group's version, before an update of their drafts.
+
+        A draft's update gives a version, too, which must mean the same model weights everywhere.
+        """
         stale = self._state.registry.stale(members, self._state.version)
         if stale:
-            raise Declined(
-                Failure(
-                    NackCode.WRONG_STATE,
-                    f"{', '.join(stale[:8])}: not at the group's version {self._state.version}",
-                    stale[0],
-                    field="target",
-                    hint="update the model first, then its draft",
-                )
+            raise decline(
+                m.NackCode.WRONG_STATE,
+                f"{', '.join(stale[:8])}: not at the group's version {self._state.version}",
+                stale[0],
+                field="target",
+                hint="update the model first, then its draft",
             )
 
-    def _chunk(self, msg_id: int, message: WeightChunkMeta, now_ms: float) -> list[Action]:
+    def _chunk(self, msg_id: int, message: m.WeightChunkMeta, now_ms: float) -> list[Action]:
         self._state.update.require(*_KNOWS_CHUNKS, update_id=message.update_id)
         if self._state.update.state is UpdateState.ARMED:  # UPDATE_START was lost on its way
             return []
@@ -428,14 +407,14 @@ class Commands:
             return []
         if message.chunk < asked:
             if message.chunk not in self._state.update.chunks:
-                return [*self._state.answer_at_once(msg_id, Step.CHUNK, message.update_id)]
-            self._state.session.requests.ask((Step.CHUNK, message.chunk), msg_id)
+                return [*self._state.answer_at_once(msg_id, m.Step.CHUNK, message.update_id)]
+            self._state.session.requests.ask((m.Step.CHUNK, message.chunk), msg_id)
             return []
         check_chunk(self._manifest, message)
         instructions = self._state.update.chunk(message, now_ms)
-        return self._ask(msg_id, Step.CHUNK, instructions, message.chunk)
+        return self._ask(msg_id, m.Step.CHUNK, instructions, message.chunk)
 
-    def _on_chunk_sent(self, msg_id: int, message: ChunkSent, now_ms: float) -> list[Action]:
+    def _on_chunk_sent(self, msg_id: int, message: m.ChunkSent, now_ms: float) -> list[Action]:
         update = self._state.update
         update.require(*_KNOWS_CHUNKS, update_id=message.update_id)
         if update.state is UpdateState.ARMED:
@@ -450,22 +429,22 @@ class Commands:
             return []
         under_way = update.chunks.get(message.chunk)
         if under_way is None:
-            return [*self._state.answer_at_once(msg_id, Step.CHUNK, message.update_id)]
+            return [*self._state.answer_at_once(msg_id, m.Step.CHUNK, message.update_id)]
         if not under_way.waiting_for_trainer:
-            self._state.session.requests.ask((Step.CHUNK, message.chunk), msg_id)
+            self._state.session.requests.ask((m.Step.CHUNK, message.chunk), msg_id)
             return []
         check_sums(self._manifest, message)
         instructions = update.on_chunk_sent(message, now_ms)
-        return self._ask(msg_id, Step.CHUNK, instructions, message.chunk)
+        return self._ask(msg_id, m.Step.CHUNK, instructions, message.chunk)
 
-    def _abort(self, msg_id: int, message: Abort, now_ms: float) -> list[Action]:
+    def _abort(self, msg_id: int, message: m.Abort, now_ms: float) -> list[Action]:
         state = self._state.update.state
         if state is UpdateState.IDLE or message.update_id != self._state.update.update_id:
-            return [*self._state.answer_at_once(msg_id, Step.ABORT, message.update_id)]
+            return [*self._state.answer_at_once(msg_id, m.Step.ABORT, message.update_id)]
         if state is UpdateState.COMMITTING:
             raise wrong_state("the update is being committed")
-        self._state.session.requests.ask((Step.ABORT, 0), msg_id)
+        self._state.session.requests.ask((m.Step.ABORT, 0), msg_id)
         if state is UpdateState.ABORTING:
             return []
-        failure = Failure(NackCode.CANCELLED, message.reason or "aborted by the trainer")
+        failure = Failure(m.NackCode.CANCELLED, message.reason or "aborted by the trainer")
         return [*self._state.update.abort(failure, now_ms)]

@@ -22,18 +22,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import (
-    Ack,
-    Armed,
-    Heartbeat,
-    Message,
-    Nack,
-    NackCode,
-    Probed,
-    StaleEngines,
-    Step,
-    step_name,
-)
+from bus import messages as m
 from bus.protocol.core.ack_barrier import STILL_CLOSED
 from bus.protocol.core.effects import Effect, Send
 from bus.protocol.core.failures import Declined, Failure
@@ -53,7 +42,6 @@ from bus.protocol.group.replies import (
     done_ack,
     done_fields,
     failure_fields,
-    nack_of,
 )
 from bus.protocol.group.status import status_of
 from bus.protocol.group.update import UpdateState
@@ -61,13 +49,12 @@ from bus.protocol.group.update import UpdateState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.messages import GroupStatus
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.membership import Peer
     from bus.protocol.group.group_state import Action
 
 # What these do to engines' phases and versions may change where requests go.
-_MOVES: Final = frozenset({Step.SLEEP, Step.RESUME, Step.COMMIT, Step.ABORT})
+_MOVES: Final = frozenset({m.Step.SLEEP, m.Step.RESUME, m.Step.COMMIT, m.Step.ABORT})
 
 
 class Group(GroupState):
@@ -83,7 +70,7 @@ class Group(GroupState):
     def on_owner_gone(self, reason: str, now_ms: float) -> list[Effect]:
         """The owner is gone: recover forward, so that engines generate again."""
         self.session.release()
-        return self._recover(Failure(NackCode.CANCELLED, reason), now_ms)
+        return self._recover(Failure(m.NackCode.CANCELLED, reason), now_ms)
 
     def _recover(self, failure: Failure, now_ms: float) -> list[Effect]:
         self.orphaned = True
@@ -91,7 +78,7 @@ class Group(GroupState):
         effects = self.abandon_discarded_weights(
             "its weights went in a sleep, and its trainer has gone"
         )
-        effects += self.followers.on_leader_gone(nack_of(failure, "update", ""))
+        effects += self.followers.on_leader_gone(failure.nack("update", ""))
         if self.update.state not in (
             UpdateState.IDLE,
             UpdateState.COMMITTING,
@@ -101,7 +88,7 @@ class Group(GroupState):
         return effects + self.run_follow_ups(now_ms)
 
     def command(
-        self, trainer: Peer, msg_id: int, epoch: int, message: Message, now_ms: float
+        self, trainer: Peer, msg_id: int, epoch: int, message: m.Message, now_ms: float
     ) -> list[Effect]:
         """A command of a trainer. Asked again under the same id, it is answered again."""
         again = self.session.answer_again(trainer, msg_id)
@@ -135,7 +122,11 @@ class Group(GroupState):
         peers = self.registry.dp_peers(peer.name)
         if len(peers) == 1 or self.registry.is_incomplete(peer.name):
             return []
-        return [self.send(self.registry.introduction(peers), peers)]
+        ranks = [
+            m.PeerRank(name, facts.dp_rank, facts.peer_address, self.registry.engines[name].user)
+            for name, facts in self.registry.facts(peers).items()
+        ]
+        return [self.send(m.PeerRanks(tuple(ranks)), peers)]
 
     def on_engine_lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
         """An engine is gone: left, silent, or dead."""
@@ -149,36 +140,30 @@ class Group(GroupState):
         effects += self.apply(self.pause.on_lost(peer.name, failure, now_ms), now_ms)
         return effects + self.run_follow_ups(now_ms)
 
-    def on_engine_heartbeat(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
+    def on_engine_heartbeat(self, peer: Peer, beat: m.Heartbeat) -> list[Effect]:
         """A heartbeat; an engine left behind by a pause or update that is over comes back."""
-        self.registry.changes += (peer.phase, peer.version) != (beat.phase, beat.version)
-        is_new = peer.version != beat.version
-        peer.phase, peer.version, peer.in_flight = beat.phase, beat.version, beat.in_flight
-        if is_new:
+        if self.registry.on_heartbeat(peer, beat):
             self.served.on_report(self.registry, peer.name)
-        self.registry.on_phase(peer.name, beat.phase, closed=beat.closed)
         effects = self.dp_groups.on_phase_changed(peer.name, self.pause.members)
         effects += self.answer_waiters(peer.last_heard_ms)
         return effects + self._reconcile(peer, beat)
 
-    def on_owner_heartbeat(self, beat: Heartbeat, now_ms: float) -> list[Effect]:
-        """A heartbeat of the trainer: if it keeps the weights that the group serves, it hears who
-        is behind."""
+    def on_owner_heartbeat(self, beat: m.Heartbeat, now_ms: float) -> list[Effect]:
+        """A heartbeat of the trainer; with the group's weights, it gets the stale DP groups."""
         if self.owner is not None and self.owner.in_flight != beat.in_flight:
             self.owner.in_flight, self.moved_ms = beat.in_flight, now_ms
         self.served.on_owner(beat.version, self.registry)
         if self.is_busy() or not self.version or beat.version != self.version:
             return []
         names = stale_dp_groups(self.registry, self.version)
-        return self.session.notify(StaleEngines(self.version, names)) if names else []
+        return self.session.notify(m.StaleEngines(self.version, names)) if names else []
 
     def pause_held_at(self, name: str) -> str:
-        """The pause that its trainer holds at this engine, as long as that is heard: what renews
-        the engine's lease."""
+        """Returns the pause that a living trainer holds here, which renews the engine's lease."""
         held = self.pause.state is not PauseState.RUNNING and not self.orphaned
         return self.pause.update_id if held and name in self.pause.members else ""
 
-    def _reconcile(self, peer: Peer, beat: Heartbeat) -> list[Effect]:
+    def _reconcile(self, peer: Peer, beat: m.Heartbeat) -> list[Effect]:
         found = self._reconciliation.find(peer, beat)
         if found is None:
             return []
@@ -186,10 +171,10 @@ class Group(GroupState):
         fields = {"peer": peer.name, "phase": beat.phase}
         return [self.note("reconcile", beat.update_id, "warning", fields), self.send(undo, names)]
 
-    def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Effect]:
+    def on_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Effect]:
         """An engine's ack: the hot path; until the last one it changes a set and no more."""
         if ack.step in PAUSE_STEPS:
-            if ack.step is Step.RESUME and ack.outcome != STILL_CLOSED:
+            if ack.step is m.Step.RESUME and ack.outcome != STILL_CLOSED:
                 self.registry.on_resumed(name)
             instructions = self.pause.on_ack(name, ack, now_ms)
             if name in self.dp_groups:
@@ -198,22 +183,22 @@ class Group(GroupState):
         elif ack.step in SLEEP_STEPS:
             instructions = self.sleep.on_ack(name, ack, now_ms)
         else:
-            if ack.step is Step.ABORT and self.registry.on_abort_ack(name, ack.outcome):
+            if ack.step is m.Step.ABORT and self.registry.on_abort_ack(name, ack.outcome):
                 fields = {"peer": name, "reason": self.registry.quarantined[name]}
                 note = self.note("quarantined", ack.update_id, "error", fields)
                 return [note, *self.apply(self.update.on_ack(name, ack, now_ms), now_ms)]
             instructions = self.update.on_ack(name, ack, now_ms)
         return self.apply(instructions, now_ms) if instructions else []
 
-    def on_nack(self, name: str, nack: Nack, now_ms: float) -> list[Effect]:
+    def on_nack(self, name: str, nack: m.Nack, now_ms: float) -> list[Effect]:
         """An engine's refusal of a step."""
-        what = step_name(nack.step, nack.chunk)
-        in_chunk = nack.step == Step.CHUNK and what not in nack.detail
+        what = m.step_name(nack.step, nack.chunk)
+        in_chunk = nack.step == m.Step.CHUNK and what not in nack.detail
         detail = f"{what}: {nack.detail}" if in_chunk else nack.detail
         failure = Failure(nack.code, detail, name, nack.tensor, nack.field, nack.hint)
         fields = failure_fields(nack.step, failure, nack.chunk)
         effects: list[Effect] = [self.note("engine_refused", nack.update_id, "warning", fields)]
-        if nack.code is NackCode.FENCED:  # somebody else's command; ours is asked again
+        if nack.code is m.NackCode.FENCED:  # somebody else's command; ours is asked again
             return effects
         if nack.step in PAUSE_STEPS:
             if nack.update_id == self.pause.update_id:
@@ -223,7 +208,7 @@ class Group(GroupState):
                 effects += self.apply(self.sleep.on_refused(name, nack.step, failure), now_ms)
         elif nack.update_id == self.update.update_id and (
             # While all undo what they can, only an ABORT that is refused is news.
-            self.update.state is not UpdateState.ABORTING or nack.step == Step.ABORT
+            self.update.state is not UpdateState.ABORTING or nack.step == m.Step.ABORT
         ):
             effects += self._exclude(name, failure, now_ms)
         return effects + self.run_follow_ups(now_ms)
@@ -239,11 +224,11 @@ class Group(GroupState):
                 self.registry.quarantine(each, failure.detail)  # before a resume that follows
         return self.apply(instructions, now_ms)
 
-    def on_armed(self, name: str, armed: Armed, now_ms: float) -> list[Effect]:
+    def on_armed(self, name: str, armed: m.Armed, now_ms: float) -> list[Effect]:
         """An engine's answer to an ARM of what may be staged."""
         return self.apply(self.update.on_armed(name, armed, now_ms), now_ms)
 
-    def on_probed(self, name: str, probed: Probed, now_ms: float) -> list[Effect]:
+    def on_probed(self, name: str, probed: m.Probed, now_ms: float) -> list[Effect]:
         """An engine's answer to the canary's probes."""
         return self.apply(self.update.on_probed(name, probed, now_ms), now_ms)
 
@@ -303,8 +288,11 @@ class Group(GroupState):
         return effects
 
     def _next_follow_up(self, now_ms: float) -> list[Action]:
-        """What the state calls for next: the end of a sleep whose pause is over, a queued command
-        whose turn has come, the end of an abandoned pause, engines that joined late."""
+        """Returns what the state calls for next.
+
+        That is the end of a sleep whose pause is over, a queued command whose turn has come, the
+        end of an abandoned pause, or engines that joined late.
+        """
         if self.pause.state is PauseState.RUNNING:
             over = self.sleep.over()
             if over:
@@ -333,13 +321,17 @@ class Group(GroupState):
                 effects.append(action)
         return effects
 
+    def send(self, message: m.Message, names: Iterable[str]) -> Send:
+        """Returns the effect that sends a message to engines, under the group's epoch."""
+        return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
+
     def _on_step_done(self, done: StepDone, now_ms: float) -> list[Effect]:
         self.moved_ms = now_ms
         if done.step in _MOVES:
             self.registry.changes += 1
-        if done.step is Step.COMMIT:
+        if done.step is m.Step.COMMIT:
             return [*self._on_committed(), *self._answer(done, now_ms)]
-        if done.step is Step.RESUME:
+        if done.step is m.Step.RESUME:
             self.last_resumed = self.pause.update_id
         return self._answer(done, now_ms)
 
@@ -363,7 +355,7 @@ class Group(GroupState):
         answer = done_ack(done, self.pause, self.update, self.version, left_out, now_ms)
         fields = done_fields(done, answer, self.update)
         note = self.note(DONE_EVENTS[done.step], answer.update_id, "info", fields)
-        reply = probe_report(self.update, answer) if done.step is Step.PROBE else answer
+        reply = probe_report(self.update, answer) if done.step is m.Step.PROBE else answer
         return [note, *self.session.answer((done.step, done.chunk), reply)]
 
     def _on_step_failed(self, failed: StepFailed) -> list[Effect]:
@@ -372,19 +364,20 @@ class Group(GroupState):
         event = "sleep_failed" if step in SLEEP_STEPS else "update_failed"
         if step in PAUSE_STEPS:
             event = "pause_failed"
-        elif failure.code is NackCode.TRANSFER_CLOSED:  # an engine came or went: it opens another
+        elif failure.code is m.NackCode.TRANSFER_CLOSED:  # an engine came or went: it opens another
             event = "transfer_closed"
         level = "info" if event == "transfer_closed" else "warning"
         fields = failure_fields(step.value, failure, failed.chunk)
         effects: list[Effect] = [self.note(event, update_id, level, fields)]
         keys = [(step, failed.chunk)]
-        if step is Step.ABORT:
-            self.registry.on_update_aborted(self.update.partial, self.update.update_id)
-            aborted = self.empty_ack(Step.ABORT, update_id)
-            effects += self.session.answer((Step.ABORT, 0), aborted)
+        if step is m.Step.ABORT:
+            for name in self.update.partial:
+                self.registry.quarantine(name, f"update {update_id} was given up half-loaded")
+            aborted = self.empty_ack(m.Step.ABORT, update_id)
+            effects += self.session.answer((m.Step.ABORT, 0), aborted)
             keys = [key for key in self.session.requests.steps() if key[0] not in WINDOW_STEPS]
         for key in keys:
-            nack = nack_of(failure, key[0].value, update_id, key[1])
+            nack = failure.nack(key[0].value, update_id, key[1])
             effects += self.session.answer(key, nack)
         return effects
 
@@ -403,6 +396,6 @@ class Group(GroupState):
         """What was told last."""
         return [Send(self.routing.now, watchers, 0, self.name, self.epoch)] if watchers else []
 
-    def status(self, now_ms: float, booting: Iterable[Peer] = ()) -> GroupStatus:
+    def status(self, now_ms: float, booting: Iterable[Peer] = ()) -> m.GroupStatus:
         """What `wavebus status` shows of the group. ``booting``: of all groups."""
         return status_of(self, now_ms, booting)

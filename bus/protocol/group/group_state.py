@@ -10,26 +10,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from bus.messages import GroupAck, GroupView, Message, NackCode, Step
-from bus.protocol.core.effects import Effect, Note, Send
+from bus.protocol.core.effects import Effect, Note
 from bus.protocol.core.failures import Failure
-from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.core.instructions import Instruction
 from bus.protocol.dp.groups import DpGroups
 from bus.protocol.group.catch_up import GroupVersion
 from bus.protocol.group.engine_registry import DepartedEngines, EngineRegistry
 from bus.protocol.group.pause import PauseMachine, PauseState
-from bus.protocol.group.replies import nack_of
 from bus.protocol.group.routing import Routing
 from bus.protocol.group.sleep import SleepMachine
 from bus.protocol.group.trainer_session import Followers, TrainerSession
 from bus.protocol.group.update import UpdateMachine, UpdateState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.membership import Peer
 
-Instruction: TypeAlias = Ask | StepDone | StepFailed
 # What a rule wants done. The group carries instructions out, and passes effects on as they are.
 Action: TypeAlias = Instruction | Effect
 
@@ -124,7 +122,7 @@ class GroupState:
 
     def quarantine(self, name: str, reason: str, update_id: str) -> list[Effect]:
         """Quarantine an engine and log it, unless it is quarantined already."""
-        if name in self.registry.quarantined:
+        if self.registry.is_quarantined(name):
             return []
         self.registry.quarantine(name, reason)
         return [self.note("quarantined", update_id, "error", {"peer": name, "reason": reason})]
@@ -134,8 +132,7 @@ class GroupState:
         if not peer.answers(message):
             return []
         fields = {"peer": peer.name, "step": peer.overdue}
-        peer.overdue = ""
-        self.registry.changes += 1
+        self.registry.on_answered(peer)
         note = self.note("engine_answered", "", "info", fields)
         return [note, *self.answer_waiters(now_ms)]
 
@@ -143,7 +140,7 @@ class GroupState:
         """Rank 0, which may wait for this rank in a collective, is told by a NACK of no request."""
         self.followers.on_gone(peer)
         failure = Failure(NackCode.PEER_LOST, f"a rank of the trainer is gone: {reason}", peer.name)
-        return self.session.notify(nack_of(failure, "update", ""))
+        return self.session.notify(failure.nack("update", ""))
 
     def answer_waiters(self, now_ms: float) -> list[Effect]:
         """Answer every WAIT_ENGINES for which enough engines are ready."""
@@ -155,17 +152,15 @@ class GroupState:
         return effects
 
     def _opening_count(self) -> int:
-        """How many ready engines are about to open their admission, with which they have booted
-        closed: they serve the group's version."""
+        """Returns how many ready engines booted with closed admission and will open it.
+
+        They serve the group's version.
+        """
         engines, closed = self.registry.engines, self.registry.is_not_admitting
         peers = (engines[name] for name in self.registry.ready() if closed(name))
         return sum(peer.phase == "running" and peer.version >= self.version for peer in peers)
 
     # -- what effects are made of ------------------------------------------------
-
-    def send(self, message: Message, names: Iterable[str]) -> Send:
-        """A message to engines, under the group's epoch."""
-        return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
 
     def note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
         """A log event, with the fields that every event of a group has."""

@@ -1,46 +1,29 @@
-"""The two-phase pause of a group, broker's side.
-
-::
-
-    state      event              next       what is asked
-    RUNNING    ASKED              LOCAL      PAUSE_LOCAL of every rank, at once
-    LOCAL      ALL_LOCAL          GLOBAL     PAUSE_GLOBAL of every rank
-    GLOBAL     ALL_GLOBAL         PAUSED     (the trainer hears: paused)
-    GLOBAL     ALL_GLOBAL_FAILED  RESUMING   RESUME of every rank: recovered forward
-    PAUSED     RESUME_ASKED       RESUMING   RESUME of every rank
-    RESUMING   ALL_RESUMED        RUNNING    (the trainer hears: resumed; or, after a
-                                             failure, why there was no pause)
-    LOCAL, GLOBAL, RESUMING
-               (a rank refuses)   (same)     it is asked again: its peer ranks wait for it
-    LOCAL, GLOBAL, PAUSED, RESUMING
-               NO_ENGINES         RUNNING    nothing: no engine is left
+"""Pauses a group in two phases, and resumes it: the broker's side.
 
 Invariants:
 
-- PAUSE_GLOBAL is asked only after every rank has acked PAUSE_LOCAL, RESUME only
-  after every rank has acked PAUSE_GLOBAL: no engine gets a resume without a
-  completed pause, and the group is called paused only when every engine in it is.
-- An engine that can't resume holds up nobody: the others' resume is done without it, and the
-  trainer hears its name. It is still paused, and is asked again later
-  (:mod:`bus.protocol.group.group`).
-- A half-made pause is never undone. What goes wrong on the way (an engine lost or
-  refusing, the trainer gone, a resume asked too early, time over) is noted as the
-  failure; the pause is completed on whoever is left, and then all resume, once.
-- The unit is the DP group: with a rank that is lost, all its ranks fall out of the
-  round. A rank that refuses does not: its peer ranks' pauses complete only with its own, so
-  it is asked again until it has paused too, or the caller of :meth:`PauseMachine.lost`
-  gives its DP group up.
+- PAUSE_GLOBAL is sent only after every rank has acknowledged PAUSE_LOCAL, and RESUME only after
+  every rank has acknowledged PAUSE_GLOBAL. So no engine gets a resume without a completed pause,
+  and the group counts as paused only when every engine in it is.
+- An engine that can't resume delays nobody: the others' resume ends without it, and the trainer
+  gets its name. It stays paused, and is asked again later (:mod:`bus.protocol.group.group`).
+- A half-made pause is never undone. The first fault on the way is recorded as the failure: an
+  engine lost or refusing, the trainer gone, a resume that came too early, a timeout. The pause is
+  completed on the engines that are left, and then all resume, once.
+- The unit is the DP group: if a rank is lost, all its ranks drop out. A rank that refuses does not,
+  because its peer ranks' pauses complete only with its own. It is asked again until it has paused,
+  or until the caller of :meth:`PauseMachine.on_lost` gives its DP group up.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from bus.messages import NackCode, PauseGlobal, PauseLocal, Resume, Step
 from bus.protocol.core.ack_barrier import AckBarrier
 from bus.protocol.core.failures import Failure
-from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.core.instructions import Ask, Instruction, StepDone, StepFailed
 from bus.protocol.core.state_table import StateMachine
 
 if TYPE_CHECKING:
@@ -48,10 +31,10 @@ if TYPE_CHECKING:
 
     from bus.messages import Ack
 
-Instruction: TypeAlias = Ask | StepDone | StepFailed
-
 
 class PauseState(StrEnum):
+    """Where a group's pause stands."""
+
     RUNNING = "running"
     LOCAL = "local"
     GLOBAL = "global"
@@ -60,6 +43,8 @@ class PauseState(StrEnum):
 
 
 class PauseEvent(StrEnum):
+    """What changes a group's pause."""
+
     ASKED = "asked"
     ALL_LOCAL = "all_local"
     ALL_GLOBAL = "all_global"
@@ -69,17 +54,18 @@ class PauseEvent(StrEnum):
     NO_ENGINES = "no_engines"
 
 
+_S, _E = PauseState, PauseEvent
+
 TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
-    (PauseState.RUNNING, PauseEvent.ASKED): PauseState.LOCAL,
-    (PauseState.LOCAL, PauseEvent.ALL_LOCAL): PauseState.GLOBAL,
-    (PauseState.GLOBAL, PauseEvent.ALL_GLOBAL): PauseState.PAUSED,
-    (PauseState.GLOBAL, PauseEvent.ALL_GLOBAL_FAILED): PauseState.RESUMING,
-    (PauseState.PAUSED, PauseEvent.RESUME_ASKED): PauseState.RESUMING,
-    (PauseState.RESUMING, PauseEvent.ALL_RESUMED): PauseState.RUNNING,
-    (PauseState.LOCAL, PauseEvent.NO_ENGINES): PauseState.RUNNING,
-    (PauseState.GLOBAL, PauseEvent.NO_ENGINES): PauseState.RUNNING,
-    (PauseState.PAUSED, PauseEvent.NO_ENGINES): PauseState.RUNNING,
-    (PauseState.RESUMING, PauseEvent.NO_ENGINES): PauseState.RUNNING,
+    (_S.RUNNING, _E.ASKED): _S.LOCAL,  # PAUSE_LOCAL to every rank, at once
+    (_S.LOCAL, _E.ALL_LOCAL): _S.GLOBAL,  # PAUSE_GLOBAL to every rank
+    (_S.GLOBAL, _E.ALL_GLOBAL): _S.PAUSED,  # the trainer gets: paused
+    (_S.GLOBAL, _E.ALL_GLOBAL_FAILED): _S.RESUMING,  # RESUME to every rank: recovered forward
+    (_S.PAUSED, _E.RESUME_ASKED): _S.RESUMING,  # RESUME to every rank
+    # The trainer gets: resumed; or, after a failure, why there was no pause.
+    (_S.RESUMING, _E.ALL_RESUMED): _S.RUNNING,
+    # No engine is left. (A rank that refuses changes no state: it is asked again.)
+    **{(state, _E.NO_ENGINES): _S.RUNNING for state in _S if state is not _S.RUNNING},
 }
 
 
@@ -94,7 +80,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         kept_paused: Callable[[], frozenset[str]] = frozenset,
         version: Callable[[], int] = lambda: 0,
     ) -> None:
-        super().__init__("pause", TRANSITIONS, PauseState.RUNNING)
+        super().__init__("pause", TRANSITIONS, _S.RUNNING)
         self._kept_paused = kept_paused
         self._version = version
         self.update_id = ""
@@ -110,7 +96,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
 
     def ask(self, message: PauseLocal, members: dict[str, str], now_ms: float) -> list[Instruction]:
         """Phase 1, of every engine in ``members`` (name to DP group) at once."""
-        self._go(PauseEvent.ASKED)
+        self._go(_E.ASKED)
         self.update_id = message.update_id
         self.members = dict(members)
         self.failure = None
@@ -132,14 +118,14 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         In a pause that is not complete, this is noted as its failure, and the
         resume comes when it is.
         """
-        if self.state in (PauseState.LOCAL, PauseState.GLOBAL):
+        if self.state in (_S.LOCAL, _S.GLOBAL):
             self.fail(Failure(NackCode.CANCELLED, "a resume was asked before the pause was made"))
             return []
-        return self._resume(PauseEvent.RESUME_ASKED, now_ms)
+        return self._resume(_E.RESUME_ASKED, now_ms)
 
     def fail(self, failure: Failure) -> None:
         """Note why the pause under way is not wanted any more; the first reason stays."""
-        if self.state in (PauseState.LOCAL, PauseState.GLOBAL) and self.failure is None:
+        if self.state in (_S.LOCAL, _S.GLOBAL) and self.failure is None:
             self.failure = failure
 
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
@@ -152,16 +138,18 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return self._check_barrier(now_ms)
 
     def on_refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
-        """An engine can't: the pause fails (or the resume goes on). One that steps alone
-        falls out; a rank with peer ranks is asked again, see :meth:`retry`."""
+        """An engine can't: the pause fails (or the resume goes on).
+
+        An engine alone drops out; a rank with peer ranks is asked again, see :meth:`retry`.
+        """
         self.fail(failure)
         if name not in self.members:
             return []
         if list(self.members.values()).count(self.members[name]) == 1:
             return self.on_lost(name, failure, now_ms)
-        if self.state in (PauseState.LOCAL, PauseState.GLOBAL):
+        if self.state in (_S.LOCAL, _S.GLOBAL):
             self._again.add(name)
-            if self.barrier is not None and self.state is PauseState.GLOBAL:
+            if self.barrier is not None and self.state is _S.GLOBAL:
                 self.barrier.waiting.add(name)
         return []
 
@@ -189,7 +177,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         for each in gone:
             del self.members[each]
         self._again.difference_update(gone)
-        if self.state is PauseState.RESUMING:
+        if self.state is _S.RESUMING:
             self.unresumed.update(dict.fromkeys(gone, failure))
         if not self.members:
             return self._on_no_engines()
@@ -200,12 +188,14 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return []
 
     def expire(self, now_ms: float, describe: Callable[[str], str] = str) -> list[Instruction]:
-        """The caller's time is over: it hears why now; the pause itself goes on. ``told``: what is
-        said of an engine that is waited for."""
+        """The caller's time is over: it gets the reason now, and the pause itself goes on.
+
+        ``describe`` returns the text for an engine that is waited for.
+        """
         if self.deadline_ms is None or now_ms < self.deadline_ms:
             return []
         self.deadline_ms = None
-        if self.barrier is None or self.state not in (PauseState.LOCAL, PauseState.GLOBAL):
+        if self.barrier is None or self.state not in (_S.LOCAL, _S.GLOBAL):
             return []
         waiting = ", ".join(describe(name) for name in sorted(self.barrier.waiting)[:8])
         failure = Failure(
@@ -221,22 +211,22 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         assert self.barrier is not None
         done = self.barrier
         self.barrier = None
-        if self.state is PauseState.LOCAL:
+        if self.state is _S.LOCAL:
             self._in_flight = done.in_flight
-            self._go(PauseEvent.ALL_LOCAL)
+            self._go(_E.ALL_LOCAL)
             return [
                 StepDone(Step.PAUSE_LOCAL, done),
                 *self._ask(Step.PAUSE_GLOBAL, PauseGlobal(self.update_id), now_ms),
             ]
-        if self.state is PauseState.GLOBAL and self.failure is None:
-            self._go(PauseEvent.ALL_GLOBAL)
+        if self.state is _S.GLOBAL and self.failure is None:
+            self._go(_E.ALL_GLOBAL)
             self.deadline_ms = None
             done.in_flight = max(done.in_flight, self._in_flight)
             return [StepDone(Step.PAUSE_GLOBAL, done)]
-        if self.state is PauseState.GLOBAL:
+        if self.state is _S.GLOBAL:
             self.deadline_ms = None
-            return self._resume(PauseEvent.ALL_GLOBAL_FAILED, now_ms)
-        self._go(PauseEvent.ALL_RESUMED)
+            return self._resume(_E.ALL_GLOBAL_FAILED, now_ms)
+        self._go(_E.ALL_RESUMED)
         self.members.clear()
         if self.failure is not None:
             failed = StepFailed(Step.PAUSE_GLOBAL, self.failure)
@@ -255,7 +245,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         # Of a pause that failed both are awaited: the pause, and a resume asked too early.
         made = self.failure is None
         steps = (Step.RESUME,) if made else (Step.PAUSE_GLOBAL, Step.RESUME)
-        self._go(PauseEvent.NO_ENGINES)
+        self._go(_E.NO_ENGINES)
         self.barrier = None
         self.deadline_ms = None
         failure = (

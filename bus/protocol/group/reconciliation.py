@@ -72,8 +72,8 @@ class Reconciliation:
             peers = registry.dp_peers(peer.name)
             return (self._complete_pause(beat), peers) if beat.phase == "pause_unknown" else None
         if beat.phase in ("paused", "asleep") and peer.name not in registry.kept_paused():
-            if registry.has_updating_peer(peer.name):
-                return None  # its weights are touched: it gives that up first
+            if any(registry.engines[n].phase == "updating" for n in registry.dp_peers(peer.name)):
+                return None  # a peer rank's weights are touched: it gives the update up first
             # Of a DP group, all have paused, or this one would not have; those that
             # have resumed wait for it.
             return self._resume(beat), alone

@@ -4,71 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import (
-    MAX_REQUEST_IDS,
-    REFUSED,
-    Abort,
-    Arm,
-    ChunkSent,
-    Commit,
-    GroupAck,
-    Message,
-    Nack,
-    PauseLocal,
-    Probe,
-    Resume,
-    Sleep,
-    Step,
-    TransferInit,
-    UpdateFinish,
-    UpdateStart,
-    Wake,
-    WeightChunkMeta,
-)
+from bus import messages as m
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bus.messages import EngineFacts
     from bus.protocol.core.failures import Failure
     from bus.protocol.core.instructions import StepDone
     from bus.protocol.group.pause import PauseMachine
     from bus.protocol.group.update import UpdateMachine
 
-PAUSE_STEPS: Final = frozenset({Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME})
-SLEEP_STEPS: Final = frozenset({Step.SLEEP, Step.WAKE})
+PAUSE_STEPS: Final = frozenset({m.Step.PAUSE_LOCAL, m.Step.PAUSE_GLOBAL, m.Step.RESUME})
+SLEEP_STEPS: Final = frozenset({m.Step.SLEEP, m.Step.WAKE})
 # Those that go by the pause's id, not the update's.
 WINDOW_STEPS: Final = PAUSE_STEPS | SLEEP_STEPS
 # The log's word for a step that is done.
 DONE_EVENTS: Final = {
-    Step.PAUSE_LOCAL: "pause_local",
-    Step.PAUSE_GLOBAL: "paused",
-    Step.SLEEP: "asleep",
-    Step.WAKE: "weights_awake",
-    Step.RESUME: "resumed",
-    Step.TRANSFER_INIT: "transfer_open",
-    Step.ARM: "armed",
-    Step.START: "update_started",
-    Step.CHUNK: "chunk_applied",
-    Step.FINISH: "update_finished",
-    Step.PROBE: "probed",
-    Step.COMMIT: "committed",
-}
-# The step that each of a trainer's commands asks for.
-ASKS_FOR: Final[dict[type[Message], Step]] = {
-    PauseLocal: Step.PAUSE_GLOBAL,
-    Sleep: Step.SLEEP,
-    Wake: Step.WAKE,
-    Resume: Step.RESUME,
-    TransferInit: Step.TRANSFER_INIT,
-    Arm: Step.ARM,
-    UpdateStart: Step.START,
-    WeightChunkMeta: Step.CHUNK,
-    ChunkSent: Step.CHUNK,
-    UpdateFinish: Step.FINISH,
-    Probe: Step.PROBE,
-    Commit: Step.COMMIT,
-    Abort: Step.ABORT,
+    m.Step.PAUSE_LOCAL: "pause_local",
+    m.Step.PAUSE_GLOBAL: "paused",
+    m.Step.SLEEP: "asleep",
+    m.Step.WAKE: "weights_awake",
+    m.Step.RESUME: "resumed",
+    m.Step.TRANSFER_INIT: "transfer_open",
+    m.Step.ARM: "armed",
+    m.Step.START: "update_started",
+    m.Step.CHUNK: "chunk_applied",
+    m.Step.FINISH: "update_finished",
+    m.Step.PROBE: "probed",
+    m.Step.COMMIT: "committed",
 }
 
 
@@ -79,13 +42,13 @@ def done_ack(
     version: int,
     left_out: tuple[str, ...],
     now_ms: float,
-) -> GroupAck:
+) -> m.GroupAck:
     """The trainer's answer when every engine has done a step, but those ``left_out``."""
     step, current = done.step, done.barrier
     in_pause = step in WINDOW_STEPS
     fallen = pause.unresumed if in_pause else update.excluded
-    since_ms = pause.asked_ms if step is Step.PAUSE_GLOBAL else current.asked_ms
-    return GroupAck(
+    since_ms = pause.asked_ms if step is m.Step.PAUSE_GLOBAL else current.asked_ms
+    return m.GroupAck(
         step=step,
         update_id=pause.update_id if in_pause else update.update_id,
         version=version if in_pause else update.version,
@@ -95,15 +58,15 @@ def done_ack(
         slowest=current.slowest,
         slowest_ms=round(current.slowest_ms, 3),
         duration_ms=round(now_ms - since_ms, 3),
-        paused_ms=round(now_ms - pause.asked_ms, 3) if step is Step.RESUME else 0.0,
+        paused_ms=round(now_ms - pause.asked_ms, 3) if step is m.Step.RESUME else 0.0,
         escalated=tuple(sorted(current.escalated)),
-        waited_for=tuple(current.waited_for[:MAX_REQUEST_IDS]),
-        staging_bytes=update.staging.needed_bytes if step is Step.ARM else 0,
-        why_paused=update.staging.pause_reason if step is Step.ARM else "",
+        waited_for=tuple(current.waited_for[: m.MAX_REQUEST_IDS]),
+        staging_bytes=update.staging.needed_bytes if step is m.Step.ARM else 0,
+        why_paused=update.staging.pause_reason if step is m.Step.ARM else "",
     )
 
 
-def done_fields(done: StepDone, answer: GroupAck, update: UpdateMachine) -> dict[str, object]:
+def done_fields(done: StepDone, answer: m.GroupAck, update: UpdateMachine) -> dict[str, object]:
     """What the log says beside the event."""
     fields: dict[str, object] = {
         "engines": answer.engines,
@@ -112,17 +75,17 @@ def done_fields(done: StepDone, answer: GroupAck, update: UpdateMachine) -> dict
         "slowest_ms": answer.slowest_ms,
     }
     match done.step:
-        case Step.CHUNK:
+        case m.Step.CHUNK:
             fields |= {"chunk": done.chunk, "chunks": update.chunks_planned}
-        case Step.ARM | Step.COMMIT:
+        case m.Step.ARM | m.Step.COMMIT:
             fields |= {
                 "version": update.version,
                 "label": update.label,
                 "target": update.target,
             }
-        case Step.PAUSE_GLOBAL:
+        case m.Step.PAUSE_GLOBAL:
             fields["in_flight"] = answer.in_flight
-        case Step.RESUME:
+        case m.Step.RESUME:
             fields["paused_ms"] = answer.paused_ms
         case _:
             pass
@@ -140,26 +103,10 @@ def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]
         "peer": failure.peer,
         "tensor": failure.tensor,
     }
-    return {**fields, "chunk": chunk} if step == Step.CHUNK else fields
+    return {**fields, "chunk": chunk} if step == m.Step.CHUNK else fields
 
 
-def nack_of(failure: Failure, step: str, update_id: str, chunk: int = 0) -> Nack:
-    """The trainer's answer when a step can't be had."""
-    return Nack(
-        code=failure.code,
-        step=step,
-        update_id=update_id,
-        chunk=chunk,
-        detail=failure.detail[:4096],
-        field=failure.field[:256],
-        peer=failure.peer[:256],
-        tensor=failure.tensor[:512],
-        hint=failure.hint[:4096],
-        retry_after_ms=0,
-    )
-
-
-def engine_fields(facts: EngineFacts | None, run: str) -> dict[str, object]:
+def engine_fields(facts: m.EngineFacts | None, run: str) -> dict[str, object]:
     """What the join line says of an engine, which has joined this ``run``."""
     if facts is None:
         return {}
@@ -168,7 +115,7 @@ def engine_fields(facts: EngineFacts | None, run: str) -> dict[str, object]:
     return {**fields, **{key: text for key, text in shown.items() if text}}
 
 
-def lacking(facts: EngineFacts | None) -> dict[str, object]:
+def lacking(facts: m.EngineFacts | None) -> dict[str, object]:
     """What the join line says of an engine whose vLLM does not support everything.
 
     Returns:
@@ -178,7 +125,7 @@ def lacking(facts: EngineFacts | None) -> dict[str, object]:
     if facts is None:
         return {}
     off = {name: why for name, why in facts.features.items() if why}
-    refused = {n: how for n, how in facts.kv_connectors.items() if how.startswith(REFUSED)}
+    refused = {n: how for n, how in facts.kv_connectors.items() if how.startswith(m.REFUSED)}
     fields = {
         "features_off": _pairs(off),
         "kv_refused": _pairs(refused),

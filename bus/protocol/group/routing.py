@@ -100,14 +100,17 @@ class Routing:
     # -- what is held ------------------------------------------------------------
 
     @property
+    def is_holding(self) -> bool:
+        """Whether messages to an engine are held."""
+        return bool(self._held)
+
+    @property
     def due_ms(self) -> float | None:
         """When :meth:`expire` is due."""
         return min((each.until_ms for each in self._held.values()), default=None)
 
     def hold(self, effects: list[Effect]) -> list[Effect]:
-        """Keep what is for engines that are held; returns the rest."""
-        if not self._held:
-            return effects
+        """Keeps what is for engines that are held; returns the rest."""
         passed: list[Effect] = []
         for effect in effects:
             if not isinstance(effect, Send) or self._held.keys().isdisjoint(effect.routes):
@@ -149,7 +152,7 @@ class Routing:
             for name, peer in registry.engines.items()
             if peer.version != version
             or peer.phase in _OUT
-            or name in registry.quarantined
+            or registry.is_quarantined(name)
             or peer.overdue
             or registry.is_not_admitting(name)
             or (self._sleep.state is SleepState.FALLING and name in self._sleep.members)

@@ -1,34 +1,22 @@
-"""A group's sleep inside a pause, broker's side.
-
-::
-
-    state          event        next           what is asked
-    AWAKE          SLEEP_ASKED  FALLING        SLEEP of every rank, at once
-    FALLING        ALL_ASLEEP   ASLEEP         (the trainer hears: asleep; or who couldn't, and why)
-    AWAKE, ASLEEP, WEIGHTS_AWAKE
-                   WAKE_ASKED   WAKING         WAKE of every rank, at once
-    WAKING         ALL_AWAKE    WEIGHTS_AWAKE  (the trainer hears: the weights are awake)
-    WAKING         SOME_FAILED  ASLEEP         (the trainer hears who, and why; it may ask again)
-    all but AWAKE  OVER         AWAKE          nothing: the pause has ended, and its RESUME woke all
+"""Puts a paused group to sleep and wakes it: the broker's side.
 
 Invariants:
 
-- Engines are asked only in a pause that is complete, and while no update is under way.
-- A sleep is local to each engine, other than a pause: one that refuses holds up nobody. What
-  was begun is awaited on all others; the trainer hears the first reason, and a RESUME wakes
-  whatever sleeps.
-- Whose weights a sleep of level 2 discards is known from the moment it is asked: they are
-  ``discarded`` until a commit, and without one they are left asleep, quarantined.
+- Engines are asked only in a completed pause, and while no update is under way.
+- A sleep is local to each engine, unlike a pause: an engine that refuses delays nobody. The others
+  are awaited; the trainer gets the first reason, and a RESUME wakes all that sleep.
+- An engine whose weights a sleep of level 2 discards is ``discarded`` from the moment it is asked
+  until a commit. Without a commit it stays asleep, quarantined.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from bus.messages import Sleep, Step, Wake
 from bus.protocol.core.ack_barrier import AckBarrier
-from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.core.instructions import Ask, Instruction, StepDone, StepFailed
 from bus.protocol.core.state_table import StateMachine
 
 if TYPE_CHECKING:
@@ -37,10 +25,10 @@ if TYPE_CHECKING:
     from bus.messages import Ack
     from bus.protocol.core.failures import Failure
 
-Instruction: TypeAlias = Ask | StepDone | StepFailed
-
 
 class SleepState(StrEnum):
+    """How much of a group's memory sleeps."""
+
     AWAKE = "awake"
     FALLING = "falling"
     ASLEEP = "asleep"
@@ -49,6 +37,8 @@ class SleepState(StrEnum):
 
 
 class SleepEvent(StrEnum):
+    """What changes a group's sleep."""
+
     SLEEP_ASKED = "sleep_asked"
     ALL_ASLEEP = "all_asleep"
     WAKE_ASKED = "wake_asked"
@@ -60,13 +50,14 @@ class SleepEvent(StrEnum):
 _S, _E = SleepState, SleepEvent
 
 TRANSITIONS: Final[dict[tuple[SleepState, SleepEvent], SleepState]] = {
-    (_S.AWAKE, _E.SLEEP_ASKED): _S.FALLING,
-    (_S.FALLING, _E.ALL_ASLEEP): _S.ASLEEP,
-    (_S.AWAKE, _E.WAKE_ASKED): _S.WAKING,
+    (_S.AWAKE, _E.SLEEP_ASKED): _S.FALLING,  # SLEEP to every rank, at once
+    (_S.FALLING, _E.ALL_ASLEEP): _S.ASLEEP,  # the trainer gets: asleep; or who could not, and why
+    (_S.AWAKE, _E.WAKE_ASKED): _S.WAKING,  # WAKE to every rank, at once
     (_S.ASLEEP, _E.WAKE_ASKED): _S.WAKING,
     (_S.WEIGHTS_AWAKE, _E.WAKE_ASKED): _S.WAKING,
-    (_S.WAKING, _E.ALL_AWAKE): _S.WEIGHTS_AWAKE,
-    (_S.WAKING, _E.SOME_FAILED): _S.ASLEEP,
+    (_S.WAKING, _E.ALL_AWAKE): _S.WEIGHTS_AWAKE,  # the trainer gets: the weights are awake
+    (_S.WAKING, _E.SOME_FAILED): _S.ASLEEP,  # the trainer gets who, and why; it may ask again
+    # The pause has ended, and its RESUME has woken all.
     **{(state, _E.OVER): _S.AWAKE for state in _S if state is not _S.AWAKE},
 }
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.messages import NackCode
-from bus.protocol.core.failures import Declined, Failure
+from bus.protocol.core.failures import decline
 
 if TYPE_CHECKING:
     from bus.messages import Arm, Armed
@@ -53,7 +53,7 @@ class StagingDecision:
         """
         why_not = self.pause_reason if self.wanted else "it was armed for a pause"
         if why_not:
-            raise Declined(Failure(NackCode.STAGING_REFUSED, why_not, field="staged"))
+            raise decline(NackCode.STAGING_REFUSED, why_not, field="staged")
 
 
 def before_engines(message: Arm, pause: str) -> str:
@@ -71,5 +71,5 @@ def before_engines(message: Arm, pause: str) -> str:
     elif pause != "running":
         why_not = f"the group is {pause}"
     if why_not and message.staging.required:
-        raise Declined(Failure(NackCode.STAGING_REFUSED, why_not, field="staging"))
+        raise decline(NackCode.STAGING_REFUSED, why_not, field="staging")
     return why_not

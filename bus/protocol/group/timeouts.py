@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from bus.messages import NackCode, step_name
 from bus.protocol.core.failures import Failure
 from bus.protocol.dp.watchdog import describe_stall
-from bus.protocol.group.replies import WINDOW_STEPS, nack_of
+from bus.protocol.group.replies import WINDOW_STEPS
 from bus.protocol.group.update import UpdateState
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ def overdue_engines(
     for name in sorted(barrier.waiting):
         peer = state.registry.engines.get(name)
         wedged, restart = _check_wedged(state, peer, now_ms)
-        if peer is not None:
-            peer.overdue = barrier.step.value
-            state.registry.changes += 1
+        state.registry.on_overdue(name, barrier.step)
         failure = Failure(
             NackCode.TIMEOUT,
             f"{state.registry.last_heard(name, now_ms)} lives but has not acked "
@@ -105,7 +103,7 @@ def end_waits(state: GroupState, now_ms: float) -> list[Effect]:
                 f"in {wait.timeout_ms} ms: {', '.join(ready) or 'none'}",
                 hint="look at the sidecars' logs, and at `wavebus status`",
             )
-            effects += state.session.answer_ids([msg_id], nack_of(failure, "", ""))
+            effects += state.session.answer_ids([msg_id], failure.nack())
     return effects
 
 

@@ -24,20 +24,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from bus.messages import (
-    AwaitStep,
-    Message,
-    Nack,
-    NackCode,
-    Step,
-    TrainerPoint,
-    TrainerStep,
-    WaitEngines,
-)
+from bus import messages as m
 from bus.protocol.core.access import OPEN_REQUESTS
 from bus.protocol.core.effects import Effect, Note, Send
-from bus.protocol.core.failures import Declined, Failure
-from bus.protocol.group.replies import ASKS_FOR, nack_of
+from bus.protocol.core.failures import Failure, decline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -45,10 +35,10 @@ if TYPE_CHECKING:
     from bus.protocol.core.membership import Peer
 
 
-Key: TypeAlias = tuple[Step, int]  # a step, and the chunk's number for Step.CHUNK
+Key: TypeAlias = tuple[m.Step, int]  # a step, and the chunk's number for Step.CHUNK
 
 
-Answer: TypeAlias = tuple[int, Message]
+Answer: TypeAlias = tuple[int, m.Message]
 
 
 ANSWERS_KEPT: Final = 256
@@ -58,11 +48,11 @@ class OpenRequests:
     """One owner's; discarded when the group changes hands."""
 
     def __init__(self) -> None:
-        self.waiters: dict[int, tuple[WaitEngines, float]] = {}  # with their deadlines
+        self.waiters: dict[int, tuple[m.WaitEngines, float]] = {}  # with their deadlines
         self._asked: dict[Key, list[int]] = {}
-        self._answers: dict[int, Message] = {}
+        self._answers: dict[int, m.Message] = {}
 
-    def answer_of(self, msg_id: int) -> Message | None:
+    def answer_of(self, msg_id: int) -> m.Message | None:
         """What this request was answered, if it was."""
         return self._answers.get(msg_id)
 
@@ -83,11 +73,11 @@ class OpenRequests:
         """The steps that are waited for."""
         return list(self._asked)
 
-    def answer(self, key: Key, message: Message) -> list[Answer]:
+    def answer(self, key: Key, message: m.Message) -> list[Answer]:
         """Everybody who waits for the step gets this answer."""
         return self.answer_ids(self._asked.pop(key, []), message)
 
-    def answer_ids(self, ids: Iterable[int], message: Message) -> list[Answer]:
+    def answer_ids(self, ids: Iterable[int], message: m.Message) -> list[Answer]:
         """These requests get this answer."""
         answers: list[Answer] = []
         for msg_id in ids:
@@ -100,8 +90,11 @@ class OpenRequests:
 
 
 class TrainerSession:
-    """One group's. ``epoch`` is the group's; engines of an earlier broker may have raised
-    it since the owner was given its own."""
+    """The trainer of one group, and its requests.
+
+    ``epoch`` is the group's. Engines of an earlier broker may have raised it above the one that the
+    owner was given.
+    """
 
     def __init__(self, group: str) -> None:
         self.epoch = 0
@@ -115,7 +108,7 @@ class TrainerSession:
         old = self.owner
         if old is not None and old.boot != trainer.boot:
             return Failure(
-                NackCode.GROUP_HELD,
+                m.NackCode.GROUP_HELD,
                 f"group {self._group} is held by trainer {old.name} ({old.host}:{old.pid}), "
                 f"heard {now_ms - old.last_heard_ms:.0f} ms ago",
                 field="group",
@@ -142,21 +135,17 @@ class TrainerSession:
                 open.
         """
         if trainer is not self.owner:
-            raise Declined(
-                Failure(NackCode.FORBIDDEN, f"{trainer.name} does not hold group {self._group}")
-            )
+            raise decline(m.NackCode.FORBIDDEN, f"{trainer.name} does not hold group {self._group}")
         if not self.granted_epoch <= epoch <= self.epoch:
-            raise Declined(
-                Failure(
-                    NackCode.FENCED,
-                    f"epoch {epoch}, the group is at {self.epoch}",
-                    field="epoch",
-                    hint="this trainer was replaced; join again to take the group",
-                )
+            raise decline(
+                m.NackCode.FENCED,
+                f"epoch {epoch}, the group is at {self.epoch}",
+                field="epoch",
+                hint="this trainer was replaced; join again to take the group",
             )
         if self.requests.open >= OPEN_REQUESTS:
-            raise Declined(
-                Failure(NackCode.RATE_LIMITED, f"{OPEN_REQUESTS} requests wait for their answers")
+            raise decline(
+                m.NackCode.RATE_LIMITED, f"{OPEN_REQUESTS} requests wait for their answers"
             )
 
     def answer_again(self, trainer: Peer, msg_id: int) -> list[Effect] | None:
@@ -169,11 +158,11 @@ class TrainerSession:
         return [] if self.requests.is_waiting(msg_id) else None
 
     def decline(
-        self, trainer: Peer, msg_id: int, message: Message, failure: Failure
+        self, trainer: Peer, msg_id: int, message: m.Message, failure: Failure
     ) -> list[Effect]:
         """Refuse a command, with the reason."""
-        step = ASKS_FOR.get(type(message), "")
-        nack = nack_of(failure, step, getattr(message, "update_id", ""))
+        step = m.GROUP_STEPS.get(type(message), "")
+        nack = failure.nack(step, getattr(message, "update_id", ""))
         if trainer is self.owner:
             self.requests.answer_ids([msg_id], nack)
         fields = {
@@ -189,15 +178,15 @@ class TrainerSession:
             Send(nack, (trainer.route,), msg_id, self._group, self.epoch),
         ]
 
-    def answer(self, key: Key, message: Message) -> list[Effect]:
+    def answer(self, key: Key, message: m.Message) -> list[Effect]:
         """Everybody who waits for the step gets this answer."""
         return self._send(self.requests.answer(key, message))
 
-    def answer_ids(self, ids: Iterable[int], message: Message) -> list[Effect]:
+    def answer_ids(self, ids: Iterable[int], message: m.Message) -> list[Effect]:
         """These requests get this answer."""
         return self._send(self.requests.answer_ids(ids, message))
 
-    def notify(self, message: Message) -> list[Effect]:
+    def notify(self, message: m.Message) -> list[Effect]:
         """The owner hears of something that it has not asked for."""
         return self._send([(0, message)])
 
@@ -217,15 +206,15 @@ class Followers:
     """One group's. A follower waits for one thing at a time: what it asked last."""
 
     def __init__(self) -> None:
-        self._deliver: dict[tuple[int, TrainerPoint], TrainerStep] = {}
-        self._waiting: dict[str, tuple[Peer, int, AwaitStep]] = {}  # with its request's id
+        self._deliver: dict[tuple[int, m.TrainerPoint], m.TrainerStep] = {}
+        self._waiting: dict[str, tuple[Peer, int, m.AwaitStep]] = {}  # with its request's id
 
-    def on_await_step(self, peer: Peer, msg_id: int, message: AwaitStep) -> list[Effect]:
+    def on_await_step(self, peer: Peer, msg_id: int, message: m.AwaitStep) -> list[Effect]:
         """AWAIT_STEP: answered at once, or when rank 0 has come so far."""
         self._waiting[peer.name] = (peer, msg_id, message)
         return self._answers()
 
-    def on_trainer_step(self, message: TrainerStep) -> list[Effect]:
+    def on_trainer_step(self, message: m.TrainerStep) -> list[Effect]:
         """TRAINER_STEP."""
         self._deliver[message.number, message.point] = message
         for number, point in list(self._deliver):
@@ -239,10 +228,10 @@ class Followers:
         if waiting is not None and waiting[0] is peer:
             del self._waiting[peer.name]
 
-    def on_leader_gone(self, nack: Nack) -> list[Effect]:
+    def on_leader_gone(self, nack: m.Nack) -> list[Effect]:
         """Rank 0 has left, or is dead."""
         effects: list[Effect] = [
-            _tell(peer, msg_id, TrainerStep(asked.number, asked.point, 0, nack, b""))
+            _tell(peer, msg_id, m.TrainerStep(asked.number, asked.point, 0, nack, b""))
             for peer, msg_id, asked in self._waiting.values()
         ]
         self._deliver.clear()
@@ -258,12 +247,12 @@ class Followers:
                 effects.append(_tell(peer, msg_id, answer))
         return effects
 
-    def _answer(self, number: int, point: TrainerPoint) -> TrainerStep | None:
+    def _answer(self, number: int, point: m.TrainerPoint) -> m.TrainerStep | None:
         ended = self._deliver.get((number, "end"))
         if ended is not None and (point == "end" or ended.failure is not None):
             return ended
         return self._deliver.get((number, point))
 
 
-def _tell(peer: Peer, msg_id: int, step: TrainerStep) -> Send:
+def _tell(peer: Peer, msg_id: int, step: m.TrainerStep) -> Send:
     return Send(step, (peer.route,), msg_id, peer.group)

@@ -1,94 +1,51 @@
-"""A weight update of a group, broker's side: init, arm, start, chunks, finish, commit.
+"""Updates a group's weights: the broker's side.
 
-::
+Several chunks travel at a time from STARTING on; they are numbered and taken in order. Each is one
+barrier with two messages: WEIGHT_CHUNK_META, with which engines begin to receive, and CHUNK_SENT,
+with which they verify and load. Until the second the trainer is waited for, and no engine's time
+runs. Engines execute messages in their order. So the first chunks are announced while engines
+start, and UPDATE_FINISH is sent while they load the last one.
 
-    state       event         next        what is asked
-    IDLE        INIT_ASKED    OPENING     TRANSFER_INIT of every engine
-    OPENING     ALL_DONE      IDLE        (the trainer hears: open)
-    OPENING     FAILED        IDLE        (the trainer hears why)
-    IDLE        ARM_ASKED     ARMING      ARM with the manifest and the version
-    ARMING      ALL_DONE      ARMED       (the trainer hears: armed)
-    ARMED       START_ASKED   STARTING    UPDATE_START
-    STARTING    ALL_DONE      LOADING
-    LOADING     FINISH_ASKED  FINISHING   UPDATE_FINISH
-    FINISHING   ALL_DONE      FINISHED
-    FINISHED    PROBE_ASKED   PROBING     PROBE: engines run the canary's probes
-    PROBING     ALL_DONE      FINISHED    (the trainer hears what they gave)
-    FINISHED    COMMIT_ASKED  COMMITTING  COMMIT: engines serve the version
-    COMMITTING  ALL_DONE      IDLE        (the trainer hears: committed)
-    ARMING, ARMED, STARTING, LOADING, FINISHING, FINISHED, PROBING
-                GIVEN_UP      ABORTING    ABORT: each engine undoes what it can
-    ABORTING    ALL_DONE      IDLE        (the trainer hears why)
-    any but IDLE
-                NO_ENGINES    IDLE        nothing: no engine is left
-
-    OPENING, ARMING, STARTING, an engine refuses: the update is given up (an opening fails)
-    the same, it is overdue or lost: it falls out; with a communicator, in which the others would
-                wait for it, the update is given up, and the trainer opens another one
-
-Chunks travel from STARTING on, several at a time; they are numbered and taken in order. Each is
-one round with two messages: WEIGHT_CHUNK_META, with which engines begin to receive, and
-CHUNK_SENT, with which they verify and load. Until the second the trainer is waited for, and no
-engine's time runs. Engines do what they are told in the order in which they were told: so the
-first chunks are told while they start, and UPDATE_FINISH while they load the last one.
+In OPENING, ARMING and STARTING an engine that refuses aborts the update (an opening fails). An
+engine that is overdue or lost drops out. With a communicator the others would wait for that engine,
+so the update is aborted, and the trainer opens another transport.
 
 Invariants:
 
-- Nothing is loaded anywhere before every engine has armed: one refusal gives the
-  update up, with no engine touched.
-- FINISH is asked only when every chunk of the manifest has been sent, and is done when every
-  chunk is applied on every engine that is left; COMMIT is asked only then.
-- From the first chunk on, an engine that fails or is lost falls out of the update
-  with all ranks of its DP group (they are told to ABORT, and quarantine themselves
-  if they loaded anything) and the others go on: giving up would leave them all
-  half-loaded. The trainer reads the names in ``excluded``.
-- No COMMIT is asked with fewer DP groups left than the quorum: the update is given up as soon as
-  they are fewer. Once it is asked, whoever commits serves.
-- Who differs by the canary falls out in the same way, before the COMMIT is asked of anybody.
+- Nothing is loaded before every engine has armed. One refusal aborts the update, with no engine
+  touched.
+- FINISH is sent only when every chunk of the manifest has been sent. It is done when every engine
+  that is left has applied every chunk. COMMIT follows only then.
+- From the first chunk on, an engine that fails or is lost drops out with all ranks of its DP group.
+  They get ABORT, and quarantine themselves if they loaded anything. The others continue, because
+  an abort would leave all of them half-loaded. The trainer finds the names in ``excluded``.
+- No COMMIT is sent with fewer DP groups left than the quorum: the update is aborted as soon as they
+  are fewer. Once COMMIT is sent, an engine that commits serves.
+- An engine that differs by the canary drops out in the same way, before any COMMIT.
 
-An update that is staged loads nothing anywhere before it is committed: see
-:mod:`bus.protocol.group.staging`.
+A staged update loads nothing before it is committed: see :mod:`bus.protocol.group.staging`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
-from bus.messages import (
-    Abort,
-    Ack,
-    Arm,
-    Armed,
-    CanaryMode,
-    ChunkSent,
-    Commit,
-    Message,
-    NackCode,
-    Probe,
-    Probed,
-    ProbeResult,
-    Step,
-    Target,
-    TransferInit,
-    UpdateFinish,
-    UpdateStart,
-    WeightChunkMeta,
-)
+from bus import messages as m
 from bus.protocol.core.ack_barrier import AckBarrier
 from bus.protocol.core.failures import Declined, Failure, wrong_state
-from bus.protocol.core.instructions import Ask, StepDone, StepFailed
+from bus.protocol.core.instructions import Ask, Instruction, StepDone, StepFailed
 from bus.protocol.core.state_table import StateMachine
 from bus.protocol.group.staging import StagingDecision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-Instruction: TypeAlias = Ask | StepDone | StepFailed
-
 
 class UpdateState(StrEnum):
+    """How far a group's update has come."""
+
     IDLE = "idle"
     OPENING = "opening"
     ARMING = "arming"
@@ -103,6 +60,8 @@ class UpdateState(StrEnum):
 
 
 class UpdateEvent(StrEnum):
+    """What changes a group's update."""
+
     INIT_ASKED = "init_asked"
     ARM_ASKED = "arm_asked"
     START_ASKED = "start_asked"
@@ -116,49 +75,31 @@ class UpdateEvent(StrEnum):
 
 
 _S, _E = UpdateState, UpdateEvent
+_GIVES_UP: Final = [
+    each for each in _S if each not in (_S.IDLE, _S.OPENING, _S.COMMITTING, _S.ABORTING)
+]
 
 TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
-    (_S.IDLE, _E.INIT_ASKED): _S.OPENING,
-    (_S.OPENING, _E.ALL_DONE): _S.IDLE,
-    (_S.OPENING, _E.FAILED): _S.IDLE,
-    (_S.IDLE, _E.ARM_ASKED): _S.ARMING,
-    (_S.ARMING, _E.ALL_DONE): _S.ARMED,
-    (_S.ARMED, _E.START_ASKED): _S.STARTING,
+    (_S.IDLE, _E.INIT_ASKED): _S.OPENING,  # TRANSFER_INIT to every engine
+    (_S.OPENING, _E.ALL_DONE): _S.IDLE,  # the trainer gets: open
+    (_S.OPENING, _E.FAILED): _S.IDLE,  # the trainer gets why
+    (_S.IDLE, _E.ARM_ASKED): _S.ARMING,  # ARM with the manifest and the version
+    (_S.ARMING, _E.ALL_DONE): _S.ARMED,  # the trainer gets: armed
+    (_S.ARMED, _E.START_ASKED): _S.STARTING,  # UPDATE_START
     (_S.STARTING, _E.ALL_DONE): _S.LOADING,
-    (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,
+    (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,  # UPDATE_FINISH
     (_S.FINISHING, _E.ALL_DONE): _S.FINISHED,
-    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,
-    (_S.PROBING, _E.ALL_DONE): _S.FINISHED,
-    (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,
-    (_S.COMMITTING, _E.ALL_DONE): _S.IDLE,
-    (_S.ABORTING, _E.ALL_DONE): _S.IDLE,
-    **{
-        (state, _E.GIVEN_UP): _S.ABORTING
-        for state in (
-            _S.ARMING,
-            _S.ARMED,
-            _S.STARTING,
-            _S.LOADING,
-            _S.FINISHING,
-            _S.FINISHED,
-            _S.PROBING,
-        )
-    },
+    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,  # PROBE: engines run the canary's probes
+    (_S.PROBING, _E.ALL_DONE): _S.FINISHED,  # the trainer gets the results
+    (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,  # COMMIT: engines serve the version
+    (_S.COMMITTING, _E.ALL_DONE): _S.IDLE,  # the trainer gets: committed
+    (_S.ABORTING, _E.ALL_DONE): _S.IDLE,  # the trainer gets why
+    **{(state, _E.GIVEN_UP): _S.ABORTING for state in _GIVES_UP},  # ABORT: each undoes what it can
     **{(state, _E.NO_ENGINES): _S.IDLE for state in UpdateState if state is not _S.IDLE},
 }
 
 # In these, weights may differ between engines, or within one, unless the update is staged.
-UNSAFE: Final = frozenset(
-    {
-        _S.STARTING,
-        _S.LOADING,
-        _S.FINISHING,
-        _S.FINISHED,
-        _S.PROBING,
-        _S.COMMITTING,
-        _S.ABORTING,
-    }
-)
+UNSAFE: Final = frozenset(_S) - {_S.IDLE, _S.OPENING, _S.ARMING, _S.ARMED}
 
 # In these, chunks are told.
 TAKES_CHUNKS: Final = (_S.STARTING, _S.LOADING)
@@ -172,12 +113,12 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self.update_id = ""
         self.version = 0
         self.label = ""
-        self.target: Target = "model"
-        self.canary: CanaryMode = ""
+        self.target: m.Target = "model"
+        self.canary: m.CanaryMode = ""
         self.staging = StagingDecision()
         self.staged = False  # engines serve until they swap, and beyond
         self.quorum = 1  # DP groups
-        self.probed: dict[str, tuple[ProbeResult, ...]] = {}  # by engine
+        self.probed: dict[str, tuple[m.ProbeResult, ...]] = {}  # by engine
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this update
         self.excluded: dict[str, Failure] = {}
         self.partial: set[str] = set()  # who say that they hold a part, of this target or another
@@ -208,16 +149,16 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     # -- what the trainer asks ------------------------------------------------
 
     def open(
-        self, message: TransferInit, members: dict[str, str], now_ms: float
+        self, message: m.TransferInit, members: dict[str, str], now_ms: float
     ) -> list[Instruction]:
         """Every engine opens its end of the transport."""
         self._begin(_E.INIT_ASKED, message.update_id, members)
         self._communicator = message.communicator
-        return self._ask(Step.TRANSFER_INIT, message, now_ms)
+        return self._ask(m.Step.TRANSFER_INIT, message, now_ms)
 
     def arm(
         self,
-        message: Arm,
+        message: m.Arm,
         members: dict[str, str],
         now_ms: float,
         staging: StagingDecision | None = None,
@@ -232,24 +173,25 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self.canary = message.canary
         self.quorum = message.quorum or len(set(members.values()))
         self.chunks_planned = len(message.chunk_ends)
-        return self._ask(Step.ARM, message, now_ms)
+        return self._ask(m.Step.ARM, message, now_ms)
 
-    def start(self, message: UpdateStart, now_ms: float) -> list[Instruction]:
+    def start(self, message: m.UpdateStart, now_ms: float) -> list[Instruction]:
+        """Every engine gets ready to load."""
         self._go(_E.START_ASKED)
         self.staged = message.staged
-        return self._ask(Step.START, message, now_ms)
+        return self._ask(m.Step.START, message, now_ms)
 
-    def chunk(self, message: WeightChunkMeta, now_ms: float) -> list[Instruction]:
+    def chunk(self, message: m.WeightChunkMeta, now_ms: float) -> list[Instruction]:
         """The next chunk; the group has checked that it is the next one."""
         if self.state not in TAKES_CHUNKS or message.chunk != self.chunks_asked:
             raise self._illegal(f"chunk {message.chunk}")
         self.chunks_asked += 1
-        chunk = AckBarrier(Step.CHUNK, message, self.members, now_ms)
+        chunk = AckBarrier(m.Step.CHUNK, message, self.members, now_ms)
         chunk.waiting_for_trainer = True
         self.chunks[message.chunk] = chunk
         return [Ask(message, tuple(self.members))]
 
-    def on_chunk_sent(self, message: ChunkSent, now_ms: float) -> list[Instruction]:
+    def on_chunk_sent(self, message: m.ChunkSent, now_ms: float) -> list[Instruction]:
         """A chunk under way has left the trainer: now it is for the engines."""
         chunk = self.chunks[message.chunk]
         chunk.messages.append(message)
@@ -257,16 +199,18 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         chunk.asked_ms = chunk.resent_ms = now_ms
         return [Ask(message, tuple(sorted(chunk.waiting)))]
 
-    def finish(self, message: UpdateFinish, now_ms: float) -> list[Instruction]:
+    def finish(self, message: m.UpdateFinish, now_ms: float) -> list[Instruction]:
+        """Every engine finishes, behind the last chunk."""
         if not self.has_sent_all:
             raise self._illegal("finish before the last chunk")
         self._go(_E.FINISH_ASKED)
-        return self._ask(Step.FINISH, message, now_ms)
+        return self._ask(m.Step.FINISH, message, now_ms)
 
-    def probe(self, message: Probe, now_ms: float) -> list[Instruction]:
+    def probe(self, message: m.Probe, now_ms: float) -> list[Instruction]:
+        """Every engine runs the canary's probes."""
         self._go(_E.PROBE_ASKED)
         self.probed = {}
-        return self._ask(Step.PROBE, message, now_ms)
+        return self._ask(m.Step.PROBE, message, now_ms)
 
     def expel(self, failures: dict[str, Failure], now_ms: float) -> list[Instruction]:
         """These are not to be committed."""
@@ -276,29 +220,30 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
                 expelled += self.on_refused(name, why, now_ms)
         return expelled
 
-    def commit(self, message: Commit, now_ms: float) -> list[Instruction]:
+    def commit(self, message: m.Commit, now_ms: float) -> list[Instruction]:
+        """Every engine serves the version."""
         self._go(_E.COMMIT_ASKED)
-        return self._ask(Step.COMMIT, message, now_ms)
+        return self._ask(m.Step.COMMIT, message, now_ms)
 
     def abort(self, failure: Failure, now_ms: float) -> list[Instruction]:
         """Abort on every engine; the failure is told when all have undone what they can."""
         if self.state is _S.OPENING:
             self._end(_E.FAILED)
-            return [StepFailed(Step.TRANSFER_INIT, failure)]
+            return [StepFailed(m.Step.TRANSFER_INIT, failure)]
         self._go(_E.GIVEN_UP)
         self.failure = failure
         self.chunks.clear()
-        return self._ask(Step.ABORT, Abort(self.update_id, failure.detail[:4096]), now_ms)
+        return self._ask(m.Step.ABORT, m.Abort(self.update_id, failure.detail[:4096]), now_ms)
 
     # -- what the engines answer ----------------------------------------------
 
-    def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
+    def on_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Instruction]:
         """An engine has done a step; duplicates and old ones change nothing."""
         if ack.update_id != self.update_id:
             return []
-        if ack.step in (Step.ABORT, Step.COMMIT) and ack.outcome == "partial":
+        if ack.step in (m.Step.ABORT, m.Step.COMMIT) and ack.outcome == "partial":
             self.partial.add(name)
-        if ack.step is Step.CHUNK:
+        if ack.step is m.Step.CHUNK:
             return self._on_chunk_ack(name, ack, now_ms)
         current = self.barrier
         if current is None or ack.step is not current.step:
@@ -306,33 +251,33 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         current.on_ack(name, ack, now_ms)
         return self._check_barrier()
 
-    def on_armed(self, name: str, armed: Armed, now_ms: float) -> list[Instruction]:
+    def on_armed(self, name: str, armed: m.Armed, now_ms: float) -> list[Instruction]:
         """An engine has armed an update that may be staged."""
         if self.state is _S.ARMING and armed.update_id == self.update_id:
             self.staging.on_armed(name, armed)
-        done = Ack(Step.ARM, armed.update_id, 0, 0, armed.duration_ms, "", ())
+        done = m.Ack(m.Step.ARM, armed.update_id, 0, 0, armed.duration_ms, "", ())
         return self.on_ack(name, done, now_ms)
 
-    def on_probed(self, name: str, probed: Probed, now_ms: float) -> list[Instruction]:
+    def on_probed(self, name: str, probed: m.Probed, now_ms: float) -> list[Instruction]:
         """An engine has run the probes."""
         if self.state is _S.PROBING and probed.update_id == self.update_id:
             self.probed[name] = probed.results
-        done = Ack(Step.PROBE, probed.update_id, 0, 0, probed.duration_ms, "", ())
+        done = m.Ack(m.Step.PROBE, probed.update_id, 0, 0, probed.duration_ms, "", ())
         return self.on_ack(name, done, now_ms)
 
     def on_refused(
         self, name: str, failure: Failure, now_ms: float, *, overdue: bool = False
     ) -> list[Instruction]:
-        """An engine can't do what it was asked, or has not done it in time (``overdue``)."""
+        """An engine refuses a step, or is ``overdue`` with it."""
         if name not in self.members or self.state is _S.IDLE:
             return []
-        if failure.code is NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
+        if failure.code is m.NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
             self.barrier.lacks_manifest.add(name)  # it is sent again
             return []
         if not overdue and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
             return self.abort(failure, now_ms)
         gone = [name] if self.state is _S.ABORTING else self._dp_group_of(name)
-        abort = Ask(Abort(self.update_id, failure.detail[:4096]), tuple(gone))
+        abort = Ask(m.Abort(self.update_id, failure.detail[:4096]), tuple(gone))
         asked = [] if self.state in (_S.OPENING, _S.ABORTING) else [abort]
         return [*asked, *self._exclude(gone, failure, now_ms)]
 
@@ -381,11 +326,11 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self.chunks_asked = 0
         self.chunks_planned = 0
 
-    def _ask(self, step: Step, message: Message, now_ms: float) -> list[Instruction]:
+    def _ask(self, step: m.Step, message: m.Message, now_ms: float) -> list[Instruction]:
         self.barrier = AckBarrier(step, message, self.members, now_ms)
         return [Ask(message, tuple(self.members))]
 
-    def _on_chunk_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
+    def _on_chunk_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Instruction]:
         current = self.chunks.get(ack.chunk)
         if current is None or current.waiting_for_trainer:
             return []
@@ -394,7 +339,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         del self.chunks[ack.chunk]
         if self.barrier is not None:
             self.barrier.asked_ms = now_ms  # what it waits for goes on
-        return [StepDone(Step.CHUNK, current, ack.chunk), *self._check_barrier()]
+        return [StepDone(m.Step.CHUNK, current, ack.chunk), *self._check_barrier()]
 
     def _exclude(self, names: Iterable[str], failure: Failure, now_ms: float) -> list[Instruction]:
         gone = list(names)
@@ -408,14 +353,14 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             current.remove(gone)
             if current.is_done:
                 del self.chunks[number]
-                done.append(StepDone(Step.CHUNK, current, number))
+                done.append(StepDone(m.Step.CHUNK, current, number))
         left = len(set(self.members.values()))
         if left < self.quorum and (self.state, _E.GIVEN_UP) in TRANSITIONS:
             detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
-            too_few = replace(failure, code=NackCode.QUORUM_MISSING, detail=detail)
+            too_few = replace(failure, code=m.NackCode.QUORUM_MISSING, detail=detail)
             return [*done, *self.abort(too_few, now_ms)]
         if self._communicator and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
-            closed = replace(failure, code=NackCode.TRANSFER_CLOSED)
+            closed = replace(failure, code=m.NackCode.TRANSFER_CLOSED)
             return self.abort(failure if self.state is _S.STARTING else closed, now_ms)
         if self.barrier is not None:
             self.barrier.remove(gone)
@@ -423,7 +368,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
 
     def _on_no_engines(self, failure: Failure) -> list[Instruction]:
         failed: list[Instruction] = [
-            StepFailed(Step.CHUNK, failure, number) for number in self.chunks
+            StepFailed(m.Step.CHUNK, failure, number) for number in self.chunks
         ]
         if self.barrier is not None:
             failed.append(StepFailed(self.barrier.step, self.failure or failure))
@@ -432,8 +377,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return failed
 
     def _check_barrier(self) -> list[Instruction]:
-        """What follows if it is. Who has finished, has applied every chunk: an ack of one that was
-        lost on its way comes yet."""
+        """Returns what follows if the barrier is done, and every chunk is applied."""
         done = self.barrier
         if done is None or not done.is_done or (self.state is _S.FINISHING and self.chunks):
             return []
@@ -441,7 +385,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             failure = self.failure
             assert failure is not None
             self._end(_E.ALL_DONE)
-            return [StepFailed(Step.ABORT, failure)]
+            return [StepFailed(m.Step.ABORT, failure)]
         if self.state in (_S.OPENING, _S.COMMITTING):
             self._end(_E.ALL_DONE)
         else:

@@ -1,0 +1,1 @@
+"""The trainer's machines: an update, its chunks, and its pause."""

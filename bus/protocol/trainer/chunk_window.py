@@ -1,19 +1,11 @@
-"""The chunks of one update on their way, trainer's side: how many at a time, in which order.
-
-::
-
-    a chunk    event      next       when
-    WAITING    ANNOUNCED  ANNOUNCED  WEIGHT_CHUNK_META is asked for: a buffer is free for the chunk
-    ANNOUNCED  LEFT       LEFT       the sender has sent the chunk's bytes
-    LEFT       SENT       SENT       CHUNK_SENT is asked for, behind that of the chunk before
-    SENT       APPLIED    APPLIED    both messages are answered
+"""The chunks of one update on their way: how many at a time, in which order.
 
 Invariants:
 
-- At most ``depth`` chunks hold a buffer: each from its announcement until it is applied, or, where
+- At most ``depth`` chunks hold a buffer: each from its announcement until it is applied, or, if
   engines have memory of their own for what they receive, until it has left.
-- Chunks are announced in their order, and so are the messages that say that they have left: bytes
-  may leave in another one.
+- Chunks are announced in their order, and so are the messages that say that they have left. Bytes
+  may leave in another order.
 """
 
 from __future__ import annotations
@@ -25,6 +17,8 @@ from bus.protocol.core.state_table import IllegalTransition, StateMachine
 
 
 class ChunkState(StrEnum):
+    """How far a chunk has come."""
+
     WAITING = "waiting"
     ANNOUNCED = "announced"
     LEFT = "left"
@@ -33,6 +27,8 @@ class ChunkState(StrEnum):
 
 
 class ChunkEvent(StrEnum):
+    """What changes a chunk's state."""
+
     ANNOUNCED = "announced"
     LEFT = "left"
     SENT = "sent"
@@ -42,10 +38,11 @@ class ChunkEvent(StrEnum):
 _S, _E = ChunkState, ChunkEvent
 
 TRANSITIONS: Final[dict[tuple[ChunkState, ChunkEvent], ChunkState]] = {
+    # WEIGHT_CHUNK_META is requested: a buffer is free for the chunk.
     (_S.WAITING, _E.ANNOUNCED): _S.ANNOUNCED,
-    (_S.ANNOUNCED, _E.LEFT): _S.LEFT,
-    (_S.LEFT, _E.SENT): _S.SENT,
-    (_S.SENT, _E.APPLIED): _S.APPLIED,
+    (_S.ANNOUNCED, _E.LEFT): _S.LEFT,  # the sender has sent the chunk's bytes
+    (_S.LEFT, _E.SENT): _S.SENT,  # CHUNK_SENT is requested, behind that of the chunk before
+    (_S.SENT, _E.APPLIED): _S.APPLIED,  # both messages are answered
 }
 
 _UNSENT: Final = frozenset({_S.WAITING, _S.ANNOUNCED, _S.LEFT})

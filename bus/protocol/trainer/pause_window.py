@@ -1,19 +1,6 @@
 """The pause that a trainer holds, as far as the broker's answers say.
 
-::
-
-    state   event        next    when
-    NONE    PAUSED       HELD    the broker answers PAUSE_LOCAL
-    HELD, ASLEEP
-            PAUSED       HELD    the same: a later pause of this trainer took the first one over
-    HELD    SLEEP_ASKED  ASLEEP  SLEEP is asked for: weights may be gone from now on
-    HELD    AWAKE        HELD    the broker answers WAKE, after a sleep of an earlier trainer
-    ASLEEP  AWAKE        HELD    the broker answers WAKE
-    HELD, ASLEEP
-            ENDED        NONE    RESUME is over: answered, refused, or left to guaranteed delivery
-            LOST         NONE    the trainer's epoch is another one
-
-Invariant: in a pause, a step is asked for only under the epoch in which the pause was made. With
+Invariant: in a pause, a step is requested only under the epoch in which the pause was made. With
 another epoch the broker has taken this trainer for dead, and has resumed its engines.
 """
 
@@ -23,7 +10,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import Refused, UpdateFailed
-from bus.messages import Nack, NackCode, PauseLocal, Resume, Sleep, Wake
+from bus.messages import NackCode, PauseLocal, Resume, Sleep, Wake
+from bus.protocol.core.failures import Failure
 from bus.protocol.core.state_table import StateMachine
 
 if TYPE_CHECKING:
@@ -31,12 +19,16 @@ if TYPE_CHECKING:
 
 
 class PauseWindowState(StrEnum):
+    """Whether the trainer holds a pause."""
+
     NONE = "none"
     HELD = "held"
     ASLEEP = "asleep"
 
 
 class PauseWindowEvent(StrEnum):
+    """What changes the trainer's pause."""
+
     PAUSED = "paused"
     SLEEP_ASKED = "sleep_asked"
     AWAKE = "awake"
@@ -47,11 +39,14 @@ class PauseWindowEvent(StrEnum):
 _S, _E = PauseWindowState, PauseWindowEvent
 
 TRANSITIONS: Final[dict[tuple[PauseWindowState, PauseWindowEvent], PauseWindowState]] = {
+    # The broker answers PAUSE_LOCAL; a later pause of this trainer takes the first one over.
     **{(state, _E.PAUSED): _S.HELD for state in PauseWindowState},
-    (_S.HELD, _E.SLEEP_ASKED): _S.ASLEEP,
-    (_S.HELD, _E.AWAKE): _S.HELD,
-    (_S.ASLEEP, _E.AWAKE): _S.HELD,
+    (_S.HELD, _E.SLEEP_ASKED): _S.ASLEEP,  # SLEEP is requested: weights may be gone from now on
+    (_S.HELD, _E.AWAKE): _S.HELD,  # the broker answers WAKE, after a sleep of an earlier trainer
+    (_S.ASLEEP, _E.AWAKE): _S.HELD,  # the broker answers WAKE
+    # RESUME is over: answered, refused, or left to guaranteed delivery.
     **{(state, _E.ENDED): _S.NONE for state in (_S.HELD, _S.ASLEEP)},
+    # The trainer's epoch is another one.
     **{(state, _E.LOST): _S.NONE for state in (_S.HELD, _S.ASLEEP)},
 }
 
@@ -82,7 +77,10 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
         """
         if self.is_open and epoch != self._epoch:
             self._end(_E.LOST)
-            raise UpdateFailed(_fenced(getattr(message, "update_id", "")))
+            detail = "the bus took this trainer for dead, and has resumed its engines"
+            hint = "keep the event loop free, or use SyncTrainerAgent"
+            failure = Failure(NackCode.FENCED, detail, field="epoch", hint=hint)
+            raise UpdateFailed(failure.nack("update", getattr(message, "update_id", "")))
         if isinstance(message, Sleep):
             self._go(_E.SLEEP_ASKED)
 
@@ -115,18 +113,3 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
     def _end(self, event: PauseWindowEvent) -> None:
         self._go(event)
         self.pause = None
-
-
-def _fenced(update_id: str) -> Nack:
-    return Nack(
-        code=NackCode.FENCED,
-        step="update",
-        update_id=update_id,
-        chunk=0,
-        detail="the bus took this trainer for dead, and has resumed its engines",
-        field="epoch",
-        peer="",
-        tensor="",
-        hint="keep the event loop free, or use SyncTrainerAgent",
-        retry_after_ms=0,
-    )

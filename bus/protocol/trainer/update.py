@@ -1,31 +1,4 @@
-"""A weight update, trainer's side: what is asked for next, and what undoes it.
-
-::
-
-    state       event         next        what is asked for
-    IDLE        ARM_ASKED     ARMING      ARM
-    IDLE        WAKE_ASKED    WAKING      WAKE: weights sleep in the pause that is held
-    ARMING      WAKE_ASKED    WAKING      an engine is asleep, from an earlier trainer: PAUSE_LOCAL,
-                                          WAKE
-    WAKING      ARM_ASKED     ARMING      ARM
-    ARMING      REFUSED       IDLE        (it may be armed again, with the transport opened anew)
-    ARMING      ARMED         ARMED
-    ARMED       START_ASKED   STARTING    UPDATE_START; before it PAUSE_LOCAL, unless the update is
-                                          staged or a pause is held
-    STARTING    STARTED       LOADING     chunks
-    STARTING, LOADING
-                FINISH_ASKED  FINISHING   UPDATE_FINISH, behind the last chunk
-    FINISHING   STARTED       FINISHING
-    FINISHING   FINISHED      FINISHED
-    FINISHED    PROBE_ASKED   PROBING     PROBE, of an update with a canary
-    PROBING     PROBED        FINISHED
-    FINISHING, FINISHED
-                COMMIT_ASKED  COMMITTING  COMMIT; behind it RESUME, if the update made the pause
-    COMMITTING  FINISHED      COMMITTING
-    COMMITTING  COMMITTED     COMMITTED
-    any but UNDONE
-                UNDO_ASKED    UNDONE      ABORT, if the bus may have it and has not committed it;
-                                          RESUME, if the update asked for a pause
+"""Decides the next message of a weight update, and what undoes the update: the trainer's side.
 
 No step waits for the answer to the one before if the broker can wait instead: the messages that one
 method returns may be asked for all at once, in their order.
@@ -45,34 +18,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from bus import messages as m
 from bus.errors import Refused, WavebusError
-from bus.messages import (
-    Abort,
-    Arm,
-    CanaryMode,
-    Commit,
-    Message,
-    NackCode,
-    PauseLocal,
-    Resume,
-    Staging,
-    StaleEngines,
-    Step,
-    Target,
-    UpdateFinish,
-    UpdateStart,
-    Wake,
-)
 from bus.protocol.core.state_table import StateMachine
 from bus.protocol.trainer.pause_window import PauseWindowState
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
-    from bus.messages import Differing, GroupAck
     from bus.protocol.trainer.pause_window import PauseWindow
 
 
 class TrainerUpdateState(StrEnum):
+    """How far the trainer's update has come."""
+
     IDLE = "idle"
     WAKING = "waking"
     ARMING = "arming"
@@ -88,6 +46,8 @@ class TrainerUpdateState(StrEnum):
 
 
 class TrainerUpdateEvent(StrEnum):
+    """What changes the trainer's update."""
+
     WAKE_ASKED = "wake_asked"
     ARM_ASKED = "arm_asked"
     REFUSED = "refused"
@@ -106,24 +66,29 @@ class TrainerUpdateEvent(StrEnum):
 _S, _E = TrainerUpdateState, TrainerUpdateEvent
 
 TRANSITIONS: Final[dict[tuple[TrainerUpdateState, TrainerUpdateEvent], TrainerUpdateState]] = {
-    (_S.IDLE, _E.ARM_ASKED): _S.ARMING,
-    (_S.IDLE, _E.WAKE_ASKED): _S.WAKING,
+    (_S.IDLE, _E.ARM_ASKED): _S.ARMING,  # ARM
+    (_S.IDLE, _E.WAKE_ASKED): _S.WAKING,  # WAKE: weights sleep in the pause that is held
+    # An engine sleeps since an earlier trainer: PAUSE_LOCAL, WAKE.
     (_S.ARMING, _E.WAKE_ASKED): _S.WAKING,
-    (_S.WAKING, _E.ARM_ASKED): _S.ARMING,
+    (_S.WAKING, _E.ARM_ASKED): _S.ARMING,  # ARM
+    # It may be armed again, with the transport opened anew.
     (_S.ARMING, _E.REFUSED): _S.IDLE,
     (_S.ARMING, _E.ARMED): _S.ARMED,
+    # UPDATE_START; before it PAUSE_LOCAL, unless the update is staged or a pause is held.
     (_S.ARMED, _E.START_ASKED): _S.STARTING,
-    (_S.STARTING, _E.STARTED): _S.LOADING,
-    (_S.STARTING, _E.FINISH_ASKED): _S.FINISHING,
+    (_S.STARTING, _E.STARTED): _S.LOADING,  # chunks
+    (_S.STARTING, _E.FINISH_ASKED): _S.FINISHING,  # UPDATE_FINISH, behind the last chunk
     (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,
     (_S.FINISHING, _E.STARTED): _S.FINISHING,
     (_S.FINISHING, _E.FINISHED): _S.FINISHED,
-    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,
+    (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,  # PROBE, of an update with a canary
     (_S.PROBING, _E.PROBED): _S.FINISHED,
+    # COMMIT; behind it RESUME, if the update made the pause.
     (_S.FINISHING, _E.COMMIT_ASKED): _S.COMMITTING,
     (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,
     (_S.COMMITTING, _E.FINISHED): _S.COMMITTING,
     (_S.COMMITTING, _E.COMMITTED): _S.COMMITTED,
+    # ABORT, if the bus may have it and has not committed it; RESUME, if it asked for a pause.
     **{(state, _E.UNDO_ASKED): _S.UNDONE for state in TrainerUpdateState if state is not _S.UNDONE},
 }
 
@@ -131,8 +96,8 @@ TRANSITIONS: Final[dict[tuple[TrainerUpdateState, TrainerUpdateEvent], TrainerUp
 _KNOWN_TO_BUS: Final = frozenset(_S) - {_S.IDLE, _S.WAKING, _S.COMMITTED, _S.UNDONE}
 # With one of these codes a COMMIT ends for the trainer, while engines may carry it out; unless the
 # NACK is about a step that comes before.
-_ENDS_OTHERWISE: Final = frozenset({NackCode.FENCED, NackCode.PEER_LOST, NackCode.TIMEOUT})
-_BEFORE_COMMIT: Final = frozenset({Step.START.value, Step.CHUNK.value, Step.FINISH.value})
+_ENDS_OTHERWISE: Final = frozenset({m.NackCode.FENCED, m.NackCode.PEER_LOST, m.NackCode.TIMEOUT})
+_BEFORE_COMMIT: Final = frozenset({m.Step.START.value, m.Step.CHUNK.value, m.Step.FINISH.value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +113,13 @@ class UpdateRequest:
         catch_up: the engines that catch up by it, and their version; None: it is for all.
     """
 
-    pause: PauseLocal
-    target: Target = "model"
-    staging: Staging | None = None
+    pause: m.PauseLocal
+    target: m.Target = "model"
+    staging: m.Staging | None = None
     has_canary: bool = False
     quorum: int = 1
     default_quorum: bool = True
-    catch_up: StaleEngines | None = None
+    catch_up: m.StaleEngines | None = None
 
 
 class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
@@ -168,12 +133,12 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
     def __init__(self, window: PauseWindow, request: UpdateRequest) -> None:
         super().__init__("trainer's update", TRANSITIONS, _S.IDLE)
         self.request = request
-        self.armed: GroupAck | None = None
-        self.paused: GroupAck | None = None
-        self.committed: GroupAck | None = None
-        self.resumed: GroupAck | None = None
+        self.armed: m.GroupAck | None = None
+        self.paused: m.GroupAck | None = None
+        self.committed: m.GroupAck | None = None
+        self.resumed: m.GroupAck | None = None
         self._window = window
-        self._arm: Arm | None = None
+        self._arm: m.Arm | None = None
         self._owns_pause = False  # it has asked for a pause, which was not resumed
         self._has_woken = False
         self._has_probed = False
@@ -189,7 +154,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         return self.committed.version if self.committed else 0
 
     @property
-    def staging(self) -> Staging | None:
+    def staging(self) -> m.Staging | None:
         """How the update may be staged; a catch-up, or a draft's, never is."""
         request = self.request
         return None if request.catch_up or request.target != "model" else request.staging
@@ -222,7 +187,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         backend: str,
         communicator: int,
         base: int = 0,
-    ) -> list[Message]:
+    ) -> list[m.Message]:
         """Every engine checks the manifest; weights that sleep are woken for it.
 
         Args:
@@ -234,7 +199,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
             base: the version that a patch is a difference from; 0: it is no patch.
         """
         request, catch_up = self.request, self.request.catch_up
-        self._arm = Arm(
+        self._arm = m.Arm(
             self.id,
             catch_up.version if catch_up else version,
             label,
@@ -256,63 +221,63 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         )
         return self._wake() if self._window.state is PauseWindowState.ASLEEP else self._ask_arm()
 
-    def start(self) -> list[Message]:
+    def start(self) -> list[m.Message]:
         """Every engine waits for chunks."""
         self._go(_E.START_ASKED)
         pause = [] if self.is_staged else self._pause_unless_paused()
-        return [*pause, UpdateStart(self.id, self.is_staged)]
+        return [*pause, m.UpdateStart(self.id, self.is_staged)]
 
-    def finish(self) -> list[Message]:
+    def finish(self) -> list[m.Message]:
         """Every engine finishes, once it has applied every chunk; nothing, if that was asked."""
         if self.state not in (_S.STARTING, _S.LOADING):
             return []
         self._go(_E.FINISH_ASKED)
-        return [UpdateFinish(self.id)]
+        return [m.UpdateFinish(self.id)]
 
     def probe(self) -> None:
         """Every engine is about to be asked for the canary's probes."""
         self._go(_E.PROBE_ASKED)
 
-    def commit(self, label: str, differing: tuple[Differing, ...]) -> list[Message]:
+    def commit(self, label: str, differing: tuple[m.Differing, ...]) -> list[m.Message]:
         """Every engine but the ``differing`` serves the weights; a pause of the update's ends."""
         if self.request.has_canary and not self._has_probed:
             raise self._illegal("commit before the probes")
         self._go(_E.COMMIT_ASKED)
         assert self.armed is not None
-        commit = Commit(self.id, self.armed.version, label, differing)
-        return [commit, Resume(self.id)] if self._owns_pause else [commit]
+        commit = m.Commit(self.id, self.armed.version, label, differing)
+        return [commit, m.Resume(self.id)] if self._owns_pause else [commit]
 
-    def undo(self) -> list[Abort | Resume]:
+    def undo(self) -> list[m.Abort | m.Resume]:
         """What gives the update up, as far as it got, and lets the engines go on."""
-        messages: list[Abort | Resume] = []
+        messages: list[m.Abort | m.Resume] = []
         if self.state in _KNOWN_TO_BUS:
-            messages.append(Abort(self.id, "the trainer gave up"))
+            messages.append(m.Abort(self.id, "the trainer gave up"))
         if self._owns_pause:
-            messages.append(Resume(self.id))
+            messages.append(m.Resume(self.id))
         self._go(_E.UNDO_ASKED)
         return messages
 
     # -- what the broker answers ------------------------------------------------
 
-    def on_acked(self, message: Message, ack: GroupAck) -> list[Message]:
+    def on_acked(self, message: m.Message, ack: m.GroupAck) -> list[m.Message]:
         """The broker has acknowledged a step; what follows."""
         match message:
-            case PauseLocal():
+            case m.PauseLocal():
                 self.paused = ack
                 return self._ask_wake() if self.state is _S.WAKING else []
-            case Wake():
+            case m.Wake():
                 return self._ask_arm()
-            case Arm():
+            case m.Arm():
                 self._go(_E.ARMED)
                 self.armed = ack
-            case UpdateStart():
+            case m.UpdateStart():
                 self._go(_E.STARTED)
-            case UpdateFinish():
+            case m.UpdateFinish():
                 self._go(_E.FINISHED)
-            case Commit():
+            case m.Commit():
                 self._go(_E.COMMITTED)
                 self.committed = ack
-            case Resume():
+            case m.Resume():
                 self.resumed, self._owns_pause = ack, False
         return []
 
@@ -321,18 +286,18 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         self._go(_E.PROBED)
         self._has_probed = True
 
-    def on_refused(self, message: Message, refused: Refused) -> list[Message]:
+    def on_refused(self, message: m.Message, refused: Refused) -> list[m.Message]:
         """The broker has refused a step; what follows.
 
         Raises:
             Refused: nothing does; the same.
         """
-        if isinstance(message, Arm):
-            if refused.code is NackCode.ENGINE_ASLEEP and not self._has_woken:
+        if isinstance(message, m.Arm):
+            if refused.code is m.NackCode.ENGINE_ASLEEP and not self._has_woken:
                 self._has_woken = True
                 return self._wake()
             self._go(_E.REFUSED)
-        if isinstance(message, Resume) and refused.code is NackCode.WRONG_STATE:
+        if isinstance(message, m.Resume) and refused.code is m.NackCode.WRONG_STATE:
             # A broker that was restarted knows of no pause, and resumes engines by itself.
             self._owns_pause = False
             return []
@@ -352,7 +317,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
 
     # -- inside -------------------------------------------------------------------
 
-    def _canary_mode(self) -> CanaryMode:
+    def _canary_mode(self) -> m.CanaryMode:
         """What the pause leaves of requests, if there is a canary."""
         if not self.request.has_canary:
             return ""
@@ -360,20 +325,20 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         ends = pause.mode == "abort" or (pause.mode == "wait" and pause.escalate == "abort")
         return "abort" if ends else "keep"
 
-    def _wake(self) -> list[Message]:
+    def _wake(self) -> list[m.Message]:
         self._go(_E.WAKE_ASKED)
         return self._pause_unless_paused() or self._ask_wake()
 
-    def _ask_wake(self) -> list[Message]:
+    def _ask_wake(self) -> list[m.Message]:
         assert self._window.pause is not None
-        return [Wake(self._window.pause.update_id)]
+        return [m.Wake(self._window.pause.update_id)]
 
-    def _ask_arm(self) -> list[Message]:
+    def _ask_arm(self) -> list[m.Message]:
         self._go(_E.ARM_ASKED)
         assert self._arm is not None
         return [self._arm]
 
-    def _pause_unless_paused(self) -> list[Message]:
+    def _pause_unless_paused(self) -> list[m.Message]:
         if self._window.is_open:
             return []
         self._owns_pause = True

@@ -6,8 +6,18 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
-from bus.messages import WIRE_NAMES, Ack, Heartbeat, Join, NackCode, Role, StatusRequest, Step
-from bus.protocol.core.access import JOINS_AS, KEY_VERBS, VERBS, KeyRole, outside_key, outside_role
+from bus.messages import (
+    VERBS,
+    WIRE_NAMES,
+    Ack,
+    Heartbeat,
+    Join,
+    NackCode,
+    Role,
+    StatusRequest,
+    Step,
+)
+from bus.protocol.core.access import JOINS_AS, KEY_VERBS, KeyRole, outside_key, outside_role
 from tests.unit.bus._builders import engine_join
 
 if TYPE_CHECKING:

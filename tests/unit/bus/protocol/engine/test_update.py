@@ -999,7 +999,7 @@ def load_calls(driver: Driver) -> list[tuple[str, int]]:
     """What was called of chunks, in order."""
     names = {CallReceive: "receive", CallLoad: "load"}
     return [
-        (names[type(call)], call.chunk)
+        (names[type(call)], call.seq)
         for call in driver.calls
         if isinstance(call, CallReceive | CallLoad)
     ]

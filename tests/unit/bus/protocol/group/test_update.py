@@ -30,7 +30,7 @@ from tests.unit.bus._builders import LOST, ack
 from tests.unit.bus._tables import check_event
 
 if TYPE_CHECKING:
-    from bus.protocol.group.update import Instruction
+    from bus.protocol.core.instructions import Instruction
 
 MEMBERS = {"e0": "e0", "e1": "dp1", "e2": "dp1"}
 MANIFEST = make_manifest(("a", "b", "c"))
