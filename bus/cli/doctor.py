@@ -20,13 +20,14 @@ import click
 from bus.cli import features
 from bus.cli.options import broker_option, json_option, key_options
 from bus.errors import BusTimeout, UsageError, WavebusError
-from bus.keys import Security, security
 from bus.net import is_loopback
 from bus.runtime.event_loop import choose_loop, run
 from bus.runtime.status_client import fetch_status
 from bus.runtime.zmq_transport import ZmqServer, library_version
 
 if TYPE_CHECKING:
+    from bus.cli.options import BrokerAddress, Keys
+    from bus.keys import Security
     from bus.seams import Registry, Report
 
 State: TypeAlias = Literal["ok", "note", "warn", "fail"]
@@ -75,13 +76,11 @@ class Options:
 @key_options
 @json_option
 def doctor(
-    broker: str,
+    address: BrokerAddress,
     attach: str | None,
     wheels: tuple[Path, ...],
     markdown: bool,
-    key: Path | None,
-    broker_key: Path | None,
-    insecure: bool,
+    keys: Keys,
     as_json: bool,
 ) -> None:
     """Check this machine: versions, vLLM and its RL routes, plugin, ports, shared memory, clock.
@@ -92,7 +91,7 @@ def doctor(
         _show_features(wheels, markdown=markdown, as_json=as_json)
     if markdown:
         raise UsageError("--markdown goes with --vllm PATH")
-    options = Options(broker, attach, security(key, broker_key, insecure=insecure))
+    options = Options(address.broker, attach, keys.security())
     checks = bus_checks(options)
     for entry in sorted(entry_points(group="wavebus.doctor"), key=lambda e: e.name):
         try:
