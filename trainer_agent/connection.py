@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
 
 import bus.log
 from bus.errors import BusClosed, BusTimeout, Refused, UsageError, refusal
-from bus.ids import new_boot
 from bus.keys import silence_hint
 from bus.messages import (
     Envelope,
     GroupAck,
     Heartbeat,
-    Join,
     Message,
     Nack,
     NackCode,
@@ -28,9 +25,7 @@ from bus.messages import (
 )
 from bus.messages.codec import encode_body
 from bus.protocol.core.link import LinkConfig, LinkState
-from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.peer import HOST, PeerClient, route_of
-from bus.runtime.zmq_transport import ZmqClient
+from bus.runtime.peer import PeerClient
 from trainer_agent.failures import silent_broker, silent_engines
 from trainer_agent.guaranteed_delivery import GuaranteedDelivery
 
@@ -107,15 +102,13 @@ class Connection:
         """
         if self._peer is not None:
             raise UsageError("this agent is connected already")
-        boot = new_boot()
         self._peer = PeerClient(
             name=self._name,
             group=self._group,
-            boot=boot,
-            transport=self._transport
-            or ZmqClient(self.broker, route_of(self._name, boot), self._security),
-            scheduler=AsyncioScheduler(),
-            join=lambda: Join(self._role, HOST, os.getpid(), None, None),
+            role=self._role,
+            broker=self.broker,
+            security=self._security,
+            transport=self._transport,
             beat=lambda: Heartbeat("running", self._kept_version(), self.tensors_taken, ""),
             on_message=self._on_message,
             on_state=self._on_state,

@@ -42,9 +42,9 @@ def option(default: Any, help: str, *names: str, **more: Any) -> Any:  # noqa: A
     """Declares a dataclass field that :func:`options_of` makes an option of.
 
     Args:
-        default: Default value of the field and of the option.
-        help: The option's help text.
-        names: What the option is called. Default: as the field.
+        default: default value of the field and of the option.
+        help: the option's help text.
+        names: what the option is called. Default: as the field.
         more: ``min`` and ``max`` bound a number; other words are :func:`click.option`'s.
     """
     return field(default=default, metadata={"help": help, "names": names, **more})
@@ -133,7 +133,7 @@ class Keys:
         """Reads the keys.
 
         Raises:
-            UsageError: A file is missing or wrong.
+            UsageError: a file is missing or wrong.
         """
         return security(self.key, self.broker_key, insecure=self.insecure)
 

@@ -26,24 +26,12 @@ from bus.cli.options import (
 )
 from bus.cli.router_workers import RouterWorkers
 from bus.errors import BusTimeout, refusal
-from bus.ids import new_boot
 from bus.keys import silence_hint
-from bus.messages import (
-    Envelope,
-    Heartbeat,
-    Join,
-    Message,
-    Routes,
-    RoutesTaken,
-    Status,
-    StatusRequest,
-)
+from bus.messages import Envelope, Message, Routes, RoutesTaken, Status, StatusRequest
 from bus.protocol.core.link import LinkState
-from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.event_loop import run
-from bus.runtime.peer import HOST, PeerClient, default_name, route_of
+from bus.runtime.peer import PeerClient, default_name
 from bus.runtime.status_client import fetch_status
-from bus.runtime.zmq_transport import ZmqClient
 
 if TYPE_CHECKING:
     from bus.keys import Security
@@ -100,7 +88,7 @@ async def _follow(
     *,
     as_json: bool,
 ) -> None:
-    name, boot = default_name("observer"), new_boot()
+    name = default_name("observer")
     ended = asyncio.Event()
     joined = asyncio.Event()
 
@@ -125,11 +113,8 @@ async def _follow(
     peer = PeerClient(
         name=name,
         group="",
-        boot=boot,
-        transport=ZmqClient(plan.broker, route_of(name, boot), security),
-        scheduler=AsyncioScheduler(),
-        join=lambda: Join("observer", HOST, os.getpid(), None, None),
-        beat=lambda: Heartbeat("running", 0, 0, ""),
+        broker=plan.broker,
+        security=security,
         on_message=on_message,
         on_state=on_state,
     )

@@ -10,17 +10,15 @@ import os
 from typing import TYPE_CHECKING, Final
 
 import bus.log
-from bus.ids import new_boot
 from bus.keys import security
-from bus.messages import CoordinatorFacts, Heartbeat, Join
+from bus.messages import CoordinatorFacts, Join
 from bus.net import is_loopback
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.link import LinkState
 from bus.protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
 from bus.runtime.clock import Alarm, AsyncioScheduler
-from bus.runtime.peer import HOST, PeerClient, default_name, route_of
+from bus.runtime.peer import HOST, PeerClient, default_name
 from bus.runtime.zmq_dp import DpCoordinatorSockets
-from bus.runtime.zmq_transport import ZmqClient
 from sidecar.dp_coordinator import frames
 
 if TYPE_CHECKING:
@@ -142,15 +140,13 @@ class DpCoordinatorServer:
     def _make_peer(self) -> PeerClient | None:
         if not self._broker:
             return None
-        boot = new_boot()
         return PeerClient(
             name=self.name,
             group=self._group,
-            boot=boot,
-            transport=ZmqClient(self._broker, route_of(self.name, boot), self._security),
+            broker=self._broker,
+            security=self._security,
             scheduler=self._scheduler,
             join=self._join,
-            beat=lambda: Heartbeat("running", 0, 0, ""),
             on_message=self._on_message,
             on_state=self._on_state,
         )
