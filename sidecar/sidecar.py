@@ -207,7 +207,7 @@ class Sidecar:
                 link_config=self._link_config,
             )
             if found is not None:
-                self.peer.note(found)
+                self._client.note(found)
             self._caller = self._tasks.start(self._make_calls())
             self._peer.start()
             for watch in (self._watch_engine, self._watch_load, self._watch_core):
@@ -219,7 +219,7 @@ class Sidecar:
             raise
 
     @property
-    def peer(self) -> PeerClient:
+    def _client(self) -> PeerClient:
         """The sidecar's end of the link to the broker.
 
         Raises:
@@ -245,7 +245,7 @@ class Sidecar:
             BusClosed: the sidecar was closed.
         """
         while True:
-            link = self.peer.link
+            link = self._client.link
             if link.state is LinkState.JOINED:
                 return
             if link.state is LinkState.REFUSED and link.refusal is not None:
@@ -265,8 +265,8 @@ class Sidecar:
         await self._ended.wait()
         if self.death:
             raise EngineError(self.death, code=NackCode.ENGINE_DEAD)
-        if self.peer.link.refusal is not None:
-            raise refusal(self.peer.link.refusal)
+        if self._client.link.refusal is not None:
+            raise refusal(self._client.link.refusal)
 
     async def close(self, reason: str = "closed") -> None:
         """Leaves the bus and releases the engine, as :meth:`PauseLeaseWriter.release` says."""
@@ -274,7 +274,7 @@ class Sidecar:
             await self._departure.announce(self._peer, self._beat, self.death)
             self._peer.close(self.death or reason)
         with anyio.CancelScope(shield=True):
-            refusal = self.peer.link.refusal if self._peer is not None else None
+            refusal = self._client.link.refusal if self._peer is not None else None
             if not self.death and (refusal is None or refusal.code is not NackCode.NAME_TAKEN):
                 runs_on = self.info is None or not self.info.ends_with_sidecar
                 with anyio.move_on_after(CLOSE_TIMEOUT_S):
@@ -292,7 +292,7 @@ class Sidecar:
         assert self.info is not None
         facts = self.info.facts(
             closed=self.session.is_closed,
-            run=self.peer.link.run or f"{self.peer.boot:x}",
+            run=self._client.link.run or f"{self._client.boot:x}",
             dp_group=self.dp_group,
             supervised=self.supervised,
             pd_role=self._pd_role,
@@ -310,10 +310,10 @@ class Sidecar:
     # -- events -----------------------------------------------------------------
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
-        link = self.peer.link
+        link = self._client.link
         if isinstance(message, Nack) and link.state is LinkState.JOINED:
             fields = {"code": message.code.value, "field": message.field, "detail": message.detail}
-            self.peer.note(Note("broker_nack", "warning", fields))
+            self._client.note(Note("broker_nack", "warning", fields))
         if link.state is not LinkState.JOINED or not envelope.group:
             return
         if type(message) in COMMANDS:
@@ -322,7 +322,7 @@ class Sidecar:
         elif isinstance(message, HeartbeatAck):
             self._departure.on_ack(message)
             self.session.on_lease_renewed(envelope.epoch, message.held, link.last_heard_ms)
-            self._perform(self.session.on_group_version(message.version, self.peer.now_ms()))
+            self._perform(self.session.on_group_version(message.version, self._client.now_ms()))
         elif isinstance(message, PeerRanks) and self._peer_links is not None:
             self._peer_links.connect_peers(message)
         elif isinstance(message, Restart):
@@ -330,14 +330,14 @@ class Sidecar:
 
     def _on_vote(self, vote: LeaseVote) -> None:
         if self._peer is not None:
-            self._perform(self.session.on_lease_vote(vote, self.peer.now_ms()))
+            self._perform(self.session.on_lease_vote(vote, self._client.now_ms()))
 
     def _restart(self, epoch: int, reason: str) -> None:
         """Ends the sidecar, whose engine the broker has found stuck, so that both are restarted."""
         if epoch < self.session.epoch or not self.supervised or self.death:
             return
         self.death = f"stuck, to be started anew: {reason}"
-        self.peer.note(Note("restart_asked", "error", {"reason": reason}))
+        self._client.note(Note("restart_asked", "error", {"reason": reason}))
         self._ended.set()
 
     def _on_state(self, state: LinkState) -> None:
@@ -350,7 +350,7 @@ class Sidecar:
             self._ended.set()
 
     def _perform(self, effects: Iterable[SessionEffect]) -> None:
-        peer = self.peer
+        peer = self._client
         for effect in effects:
             if isinstance(effect, Send):
                 peer.send(codec.clip(effect.message), reply_to=effect.reply_to)
@@ -379,16 +379,16 @@ class Sidecar:
         Raises:
             EngineError: see :meth:`PauseLeaseWriter.write`.
         """
-        now_ms = self.peer.now_ms()
+        now_ms = self._client.now_ms()
         for note in self._lease_writer.write(self.session.held_for_ms(now_ms), now_ms, call):
-            self.peer.note(note)
+            self._client.note(note)
 
     # -- engine calls -----------------------------------------------------------
 
     async def _make_calls(self) -> None:
         """Joins the group's run, and makes the machine's engine calls, one at a time."""
         while True:
-            if await self._cache_run.join(self.peer.link.run, self._failure):
+            if await self._cache_run.join(self._client.link.run, self._failure):
                 continue
             call, self._next_call = self._next_call, None
             if call is not None:
@@ -417,17 +417,17 @@ class Sidecar:
             result = await dispatch(self.engine, call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
             failure = self._failure(type(call).__name__, error)
-            self._perform(self.session.on_call_failed(call, failure, self.peer.now_ms()))
+            self._perform(self.session.on_call_failed(call, failure, self._client.now_ms()))
         else:
-            self._perform(self.session.on_call_done(call, self.peer.now_ms(), result=result))
+            self._perform(self.session.on_call_done(call, self._client.now_ms(), result=result))
 
     def _failure(self, name: str, error: Exception) -> Failure:
         """Logs a failed call, and returns what the machine needs of it."""
         if not isinstance(error, EngineError):
-            self.peer.log.error("engine_call_broke", call=name, exc_info=error)
+            self._client.log.error("engine_call_broke", call=name, exc_info=error)
             return Failure(NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
         fields: dict[str, object] = {"call": name, "detail": error.detail, "tensor": error.tensor}
-        self.peer.note(Note("engine_call_failed", "warning", fields))
+        self._client.note(Note("engine_call_failed", "warning", fields))
         return Failure(error.code, error.detail, tensor=error.tensor)
 
     async def _escalate(self, call: CallEscalate) -> None:
@@ -439,7 +439,7 @@ class Sidecar:
             in_flight = await self.engine.in_flight()
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
             failure = self._failure(type(call).__name__, error)
-        now_ms = self.peer.now_ms()
+        now_ms = self._client.now_ms()
         self._perform(self.session.on_escalation_done(failure, now_ms, in_flight=in_flight))
 
     async def _cancel_swap(self, call: CallCancelSwap) -> None:
@@ -460,13 +460,13 @@ class Sidecar:
 
     def _on_task_failed(self, error: BaseException) -> None:
         """Ends the sidecar, which needs all of its tasks; the lease then frees its engine."""
-        self.peer.log.error("sidecar_task_broke", exc_info=error)
+        self._client.log.error("sidecar_task_broke", exc_info=error)
         self.death = self.death or f"the sidecar broke: {type(error).__name__}: {error}"
         self._ended.set()
 
     async def _watch_engine(self) -> None:
         self.death = await self.engine.died()
-        self.peer.note(Note("engine_died", "error", {"reason": self.death}))
+        self._client.note(Note("engine_died", "error", {"reason": self.death}))
         self._ended.set()
 
     async def _watch_load(self) -> None:
@@ -475,7 +475,7 @@ class Sidecar:
             self._write_lease()
             with contextlib.suppress(Exception):  # an adapter may raise anything
                 self.session.pause.in_flight = await self.engine.in_flight()
-            await anyio.sleep(self.peer.link.heartbeat_ms / 1000)
+            await anyio.sleep(self._client.link.heartbeat_ms / 1000)
 
     async def _watch_core(self) -> None:
         """Reports the core's status page to the broker, also while the core answers nobody."""
@@ -484,7 +484,7 @@ class Sidecar:
             if view is not None and view.is_frozen is not self._is_frozen:
                 self._is_frozen = not self._is_frozen
                 event = "core_frozen" if self._is_frozen else "core_runs"
-                self.peer.note(Note(event, "warning", {"pid": view.pid, "phase": view.phase}))
-            if view is not None and self.peer.link.state is LinkState.JOINED:
-                self.peer.send(view.message())
-            await anyio.sleep(self.peer.link.heartbeat_ms / 1000)
+                self._client.note(Note(event, "warning", {"pid": view.pid, "phase": view.phase}))
+            if view is not None and self._client.link.state is LinkState.JOINED:
+                self._client.send(view.message())
+            await anyio.sleep(self._client.link.heartbeat_ms / 1000)

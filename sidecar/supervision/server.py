@@ -34,7 +34,6 @@ from sidecar.vllm.plugin.front_end import DataRoutesOnly
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
     from typing import Self
 
     from sidecar.vllm.plugin.environment import BusAddress
@@ -219,15 +218,6 @@ class SupervisedServer:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signum)
 
-    async def forward_signals(self) -> None:
-        """Pass on every SIGINT and SIGTERM that this process gets; runs until cancelled.
-
-        The server is in a process group of its own, so Ctrl-C reaches only us.
-        """
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for signum in signals:
-                self.send_signal(signum)
-
     async def stop(self) -> None:
         """End it and its whole process group: SIGTERM, and SIGKILL after the grace."""
         process = self._process
@@ -249,12 +239,7 @@ class SupervisedServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     # -- inside ------------------------------------------------------------------------

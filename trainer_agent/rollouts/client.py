@@ -87,17 +87,15 @@ class RolloutClient(ChatClient):
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         name = check_name(name or f"{default_name('rollouts')}-{secrets.token_hex(3)}", "name")
-        keys = security(key, broker_key, insecure=insecure)
         self._pool = EnginePool(
             self.group,
-            lambda on_routes: Connection(
+            Connection(
                 broker,
                 role="observer",
                 name=name,
                 group=self.group,
                 timeout_s=timeout_s,
-                security=keys,
-                on_routes=on_routes,
+                security=security(key, broker_key, insecure=insecure),
             ),
             stall_s=stall_s,
             unavailable_s=unavailable_s,
