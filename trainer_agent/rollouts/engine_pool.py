@@ -178,7 +178,7 @@ class EnginePool:
             elif not waiter.avoid:
                 break
         for waiter in list(self._waiting):
-            if not any(load.has_room(1, now_s) for load in self.router.samplers().values()):
+            if not any(load.has_room(1, now_s) for load in self.router.samplers.values()):
                 break
             load = self.router.pick(waiter.session, waiter.sequences, now_s, waiter.avoid)
             if load is not None:

@@ -78,7 +78,7 @@ class RolloutRun:
     async def _run(self) -> Completion:
         request = self._request
         await self._pool.until_routed()
-        limits = self._pool.router.limits()
+        limits = self._pool.router.limits
         request.check(limits)
         choices = [
             ChoiceState(request, index, self._tokenizer, limits)
@@ -86,8 +86,7 @@ class RolloutRun:
         ]
         # One request for all choices; where engines are split, what is handed over is for one.
         while not (
-            self._pool.router.is_split()
-            or any(choice.token_ids or choice.done for choice in choices)
+            self._pool.router.is_split or any(choice.token_ids or choice.done for choice in choices)
         ):
             await self._attempt(choices)
         try:
