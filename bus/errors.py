@@ -29,30 +29,6 @@ from typing import Literal, TypeAlias
 
 from bus.messages import Nack, NackCode, step_name
 
-__all__ = [
-    "WavebusError",
-    "UsageError",
-    "NonFiniteWeights",
-    "ProtocolError",
-    "DecodeError",
-    "Refused",
-    "ManifestRefused",
-    "PauseFailed",
-    "UpdateFailed",
-    "CanaryFailed",
-    "BusTimeout",
-    "RolloutFailed",
-    "RequestPoisoned",
-    "NoEngine",
-    "RolloutsTooOld",
-    "JournalError",
-    "BusClosed",
-    "EngineError",
-    "EngineDead",
-    "refusal",
-]
-
-
 Outcome: TypeAlias = Literal["", "committed", "not_committed", "unknown"]
 
 

@@ -19,7 +19,10 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, cast, get_args
+
+import msgspec
+from msgspec import Meta
 
 from bus.errors import UsageError
 from bus.protocol.core.access import KeyRole
@@ -40,10 +43,17 @@ INSECURE_VARIABLE: Final = "WAVEBUS_INSECURE"
 # The key that clients of an engine give it, and its sidecar; vLLM reads it too.
 API_KEY_VARIABLE: Final = "VLLM_API_KEY"
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_Z85 = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+_Z85: Final = r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}"
 _MAX_FILE_BYTES: Final = 4096
 _OTHERS: Final = 0o077
+
+
+class _KeyFile(msgspec.Struct, rename="kebab", kw_only=True):
+    name: Annotated[str, Meta(pattern=_NAME)]
+    role: Any = None
+    public_key: Annotated[str, Meta(pattern=rf"^{_Z85}\Z")]
+    secret_key: Annotated[str, Meta(pattern=rf"^({_Z85})?\Z")] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,7 @@ def write_pair(folder: Path, key: Key) -> tuple[Path, Path]:
     Raises:
         UsageError: the name can't be a file's, one of the files is there, or can't be written.
     """
-    if not _NAME.fullmatch(key.name):
+    if not re.match(_NAME, key.name):
         raise UsageError(
             f"{key.name!r}: a key's name has 1 to 64 letters, digits and . _ -, "
             "starting with a letter or digit"
@@ -136,27 +146,16 @@ def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
         raise UsageError(f"{where}: {error.strerror}") from error
     try:
         fields = tomllib.loads(data[:_MAX_FILE_BYTES].decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        found = msgspec.convert(fields, _KeyFile)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise UsageError(f"{where}: not a file of `wavebus keygen`") from error
-    name, role = fields.get("name"), fields.get("role")
-    public, hidden = fields.get("public-key"), fields.get("secret-key", "")
-    right = (
-        isinstance(name, str)
-        and isinstance(public, str)
-        and isinstance(hidden, str)
-        and _NAME.fullmatch(name)
-        and _Z85.fullmatch(public)
-        and (not hidden or _Z85.fullmatch(hidden))
-    )
-    if not right:
-        raise UsageError(f"{where}: not a file of `wavebus keygen`")
-    if role not in ROLES:
-        raise UsageError(f"{where}: role {role!r} is none of {', '.join(ROLES)}")
-    if secret and not hidden:
+    if found.role not in ROLES:
+        raise UsageError(f"{where}: role {found.role!r} is none of {', '.join(ROLES)}")
+    if secret and not found.secret_key:
         raise UsageError(f"{where}: a public file; the secret one ends in {SECRET}")
-    if hidden and mode & _OTHERS:
+    if found.secret_key and mode & _OTHERS:
         raise UsageError(f"{where}: others may read this secret; chmod 600 {path}")
-    return Key(cast("str", name), cast("FileRole", role), cast("str", public), hidden)
+    return Key(found.name, found.role, found.public_key, found.secret_key)
 
 
 def read_keyring(folder: Path) -> Keyring:

@@ -113,13 +113,7 @@ class Manifest:
                 ends.append(index)
                 filled = 0
             filled += size
-        ends.append(len(metas))
-        return cls(
-            tuple(m.name for m in metas),
-            tuple(m.dtype for m in metas),
-            tuple(m.shape for m in metas),
-            tuple(ends),
-        )
+        return cls._of(metas, (*ends, len(metas)))
 
     @classmethod
     def of_patch(cls, tensors: Iterable[TensorMeta], counts: Iterable[int]) -> Manifest:
@@ -129,13 +123,14 @@ class Manifest:
             ValueError: as the constructor does.
         """
         metas = list(tensors)
-        return cls(
-            tuple(m.name for m in metas),
-            tuple(m.dtype for m in metas),
-            tuple(m.shape for m in metas),
-            (len(metas),),
-            tuple(counts),
-        )
+        return cls._of(metas, (len(metas),), tuple(counts))
+
+    @classmethod
+    def _of(
+        cls, metas: list[TensorMeta], ends: tuple[int, ...], counts: tuple[int, ...] = ()
+    ) -> Manifest:
+        names, dtypes = tuple(m.name for m in metas), tuple(m.dtype for m in metas)
+        return cls(names, dtypes, tuple(m.shape for m in metas), ends, counts)
 
     @property
     def chunks(self) -> int:

@@ -175,10 +175,10 @@ def _one_engine(
 ) -> None:
     """Start the same again, as a process that is started anew when it ends."""
     from bus.runtime.peer import default_name  # noqa: PLC0415 - after --help
-    from sidecar.supervision.ranks import EngineLaunchPlan, RankSupervisor  # noqa: PLC0415
+    from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor  # noqa: PLC0415
 
     options = _given(ctx, frozenset({"name", "restarts"}))
-    engine = EngineLaunchPlan(plan.name or default_name("engine"), options, command)
+    engine = RankLaunchPlan(plan.name or default_name("engine"), 1, options, command)
     run_until_stopped(RankSupervisor(engine, restarts=restarts).run)
 
 

@@ -129,30 +129,18 @@ def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
         "offset": entry.offset,
         "now_ms": record.now_ms,
         "time": _wall(entry),
+        "what": type(record).__struct_config__.tag,
     }
-    match record:
-        case FileBegan():
-            config = msgspec.to_builtins(record.config)
-            return found | {
-                "what": "began",
-                "boot": record.boot,
-                "file_number": record.file,
-                "software": record.software,
-                "config": config,
-                "keys": record.keys,
-            }
-        case BrokerClosed() | TimerFired():
-            return found | {"what": "closed" if isinstance(record, BrokerClosed) else "tick"}
-        case KeysChanged():
-            return found | {"what": "keys", "keys": record.keys}
-        case RecordsLost():
-            return found | {"what": "lost", "count": record.count}
-        case FrameRefused():
-            peers = [peer_of(record.route)]
-            return found | {"what": "refused", "peers": peers, "size_bytes": record.size_bytes}
+    if isinstance(record, FrameRefused):
+        return found | {"peers": [peer_of(record.route)], "size_bytes": record.size_bytes}
+    if not isinstance(record, FrameReceived | FrameSent):
+        for name in ("boot", "file", "software", "config", "keys", "count"):
+            if hasattr(record, name):
+                shown = "file_number" if name == "file" else name
+                found[shown] = msgspec.to_builtins(getattr(record, name))
+        return found
     decoded = decode_frame(record)
     found |= {
-        "what": "in" if isinstance(record, FrameReceived) else "out",
         "kind": decoded.kind,
         "peers": list(decoded.peers),
         "size_bytes": len(record.frame),

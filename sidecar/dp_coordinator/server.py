@@ -104,14 +104,11 @@ class DpCoordinatorServer:
         except frames.BadFrame as error:
             self._on_bad_frame(error)
             return
-        match said:
-            case frames.FirstRequest(rank, wave):
-                broker = self._on_joined()
-                self._perform(self.machine.first_req(rank, wave, now_ms, broker=broker))
-            case frames.FrontSubscribed():
-                self._perform(self.machine.on_front_subscribed(now_ms))
-            case frames.FrontGone():
-                pass
+        if isinstance(said, frames.FirstRequest):
+            effects = self.machine.first_req(said.rank, said.wave, now_ms, broker=self._is_joined())
+            self._perform(effects)
+        elif said:
+            self._perform(self.machine.on_front_subscribed(now_ms))
 
     def _on_core_subscription(self, parts: list[bytes]) -> None:
         try:
@@ -151,7 +148,7 @@ class DpCoordinatorServer:
             on_state=self._on_state,
         )
 
-    def _on_joined(self) -> bool:
+    def _is_joined(self) -> bool:
         return self._peer is not None and self._peer.link.state is LinkState.JOINED
 
     def _join(self) -> Join:
@@ -162,7 +159,7 @@ class DpCoordinatorServer:
         return Join("coordinator", HOST, os.getpid(), None, facts)
 
     def _on_message(self, _envelope: Envelope, message: Message) -> None:
-        if self._on_joined():
+        if self._is_joined():
             self._perform(self.machine.on_message(message, self._scheduler.now_ms()))
 
     def _on_state(self, state: LinkState) -> None:
@@ -194,7 +191,7 @@ class DpCoordinatorServer:
                     )
                 case Ready():
                     self.sockets.publish_to_cores((frames.READY,))
-                case Send() if self._on_joined():
+                case Send() if self._is_joined():
                     assert self._peer is not None
                     self._peer.perform([effect])
                 case Note():

@@ -94,8 +94,8 @@ class CoreStatusPage:
     def __init__(self, path: Path | None, *, rank: int = 0) -> None:
         self.path = path
         self._rank = rank
-        self._flags = self._step = self._wave = self._waiting = self._running = 0
-        self._untagged = 0
+        self._step, self._wave, self._flags = 0, 0, 0
+        self._requests = (0, 0, 0)  # waiting, running, untagged
         self._memory = make_page(path, _KIND, _LAYOUT, PAGE_BYTES)
         self._record = _record(self._memory)
         self.enter("idle")
@@ -118,7 +118,7 @@ class CoreStatusPage:
     ) -> None:
         """New numbers; ``untagged``: see :class:`bus.messages.CoreStatus`."""
         self._step, self._wave, self._flags = step, wave, flags
-        self._waiting, self._running, self._untagged = waiting, running, untagged
+        self._requests = (waiting, running, untagged)
 
     def enter(self, phase: CorePhase) -> None:
         """The core begins to do this, now."""
@@ -127,9 +127,7 @@ class CoreStatusPage:
             self._step,
             self._wave,
             time.monotonic_ns(),
-            self._waiting,
-            self._running,
-            self._untagged,
+            *self._requests,
             self._rank,
             _NUMBER[phase],
             self._flags,

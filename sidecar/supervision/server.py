@@ -155,7 +155,6 @@ class SupervisedServer:
         env: Mapping[str, str] | None = None,
         ready_timeout_s: float = 600.0,
         grace_s: float = 20.0,
-        prefix: str = "vllm| ",
         coordinate: BusAddress | None = None,
     ) -> None:
         variables = {} if coordinate is None else coordinate.variables()
@@ -165,7 +164,6 @@ class SupervisedServer:
         self.base_url = self.prepared.base_url
         self._ready_timeout_s = ready_timeout_s
         self._grace_s = grace_s
-        self._prefix = prefix
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._last: deque[str] = deque(maxlen=LAST_LINES)
@@ -253,7 +251,7 @@ class SupervisedServer:
                 if _HEALTH_LINE in line and not bus.log.is_debug():
                     continue
                 self._last.append(line)
-                sys.stderr.write(f"{self._prefix}{line}\n")
+                sys.stderr.write(f"vllm| {line}\n")
 
     async def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
         timeout = aiohttp.ClientTimeout(total=HEALTH_ANSWER_S)
