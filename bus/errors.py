@@ -51,7 +51,7 @@ class UsageError(WavebusError):
 
 
 class NonFiniteWeights(WavebusError):
-    """An update with ``check_finite`` has a NaN or an Inf, first in ``tensor``. It is given up."""
+    """An update with ``check_finite`` failed: ``tensor`` is the first with a NaN or an Inf."""
 
     def __init__(self, tensor: str) -> None:
         super().__init__(f"source: {tensor} has a NaN or an Inf; nothing was committed")
@@ -97,6 +97,7 @@ class Refused(WavebusError):
 
     @property
     def code(self) -> NackCode:
+        """The NACK's code."""
         return self.nack.code
 
 
@@ -113,8 +114,7 @@ class UpdateFailed(Refused):
 
 
 class CanaryFailed(UpdateFailed):
-    """No engine is proven to serve what was sent: all differ from the trainer, or one half from the
-    other. The text names engines and probe."""
+    """No engine passed the canary. The text names the engines and the probe."""
 
 
 class BusTimeout(WavebusError):
@@ -187,7 +187,7 @@ class EngineDead(EngineError):
 
 
 def refusal(nack: Nack) -> Refused:
-    """The error class that fits a NACK."""
+    """Returns the error for a NACK."""
     if nack.code is NackCode.MANIFEST_REFUSED:
         return ManifestRefused(nack)
     if nack.code is NackCode.CANARY_FAILED:

@@ -58,7 +58,7 @@ class _KeyFile(msgspec.Struct, rename="kebab", kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A file of keys. ``secret`` is empty for a public one."""
+    """The content of a key file. ``secret`` is empty for a public one."""
 
     name: str
     role: FileRole
@@ -71,7 +71,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """How a peer reaches its broker. ``insecure``: beyond loopback without keys, too."""
+    """How a peer connects to its broker. ``insecure``: also beyond loopback without keys."""
 
     own: Key | None = None
     broker: str = ""
@@ -80,18 +80,18 @@ class Security:
 
 @dataclass(frozen=True, slots=True)
 class Keyring:
-    """What a broker's folder holds: its own key, and who may come, by public key."""
+    """A broker's own key, and the keys of authorised peers, by public key."""
 
     own: Key
     authorized: Mapping[str, Key]
 
     def roles(self) -> dict[str, KeyRole]:
-        """The role of each authorised key."""
+        """Returns the role of each authorised key."""
         return {public: cast("KeyRole", key.role) for public, key in self.authorized.items()}
 
 
 def write_pair(folder: Path, key: Key) -> tuple[Path, Path]:
-    """Write a secret file, for its owner's eyes alone, and a public one; return their paths.
+    """Writes a secret file, readable for its owner alone, and a public one; returns their paths.
 
     Raises:
         UsageError: the name can't be a file's, one of the files is there, or can't be written.
@@ -131,11 +131,16 @@ def _write_new(path: Path, text: str, mode: int) -> None:
 
 
 def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
-    """Read one file.
+    """Reads one key file.
+
+    Args:
+        path: the file.
+        secret: whether it must be a secret file.
+        option: the command's option, for the error.
 
     Raises:
-        UsageError: it can't be read, is none of these files, lacks the secret that is asked for,
-            or has one that its group, or everybody, may read. No key is in the text.
+        UsageError: the file can't be read, is malformed, lacks the secret, or has a secret that
+            others may read. No key is in the text.
     """
     where = f"{option} {path}" if option else str(path)
     try:
@@ -159,10 +164,10 @@ def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
 
 
 def read_keyring(folder: Path) -> Keyring:
-    """Read a broker's folder.
+    """Reads a broker's folder of keys.
 
     Raises:
-        UsageError: a file in it is wrong, or two have the same key; names it.
+        UsageError: a file in it is wrong, or two have the same key. The text names the file.
     """
     own_path = folder / BROKER_SECRET
     if not own_path.is_file():
@@ -195,7 +200,7 @@ def read_keyring(folder: Path) -> Keyring:
 
 
 def silence_hint(security: Security | None) -> str:
-    """What else it may be when no broker answers: with a wrong key there is no answer, either."""
+    """Returns what an error says about keys if no broker answers: a wrong key has no answer."""
     if security is None or security.own is None:
         return ". A broker with keys answers nobody who has none (--key, --broker-key)"
     return (
@@ -211,8 +216,13 @@ def security(
     insecure: bool = False,
     env: Mapping[str, str] = os.environ,
 ) -> Security:
-    """What a peer connects with; what is not given comes from ``WAVEBUS_KEY``,
-    ``WAVEBUS_BROKER_KEY`` and ``WAVEBUS_INSECURE``.
+    """Reads what a peer connects with.
+
+    Args:
+        key: file with the peer's secret key. Default: ``WAVEBUS_KEY``.
+        broker_key: file with the broker's public key. Default: ``WAVEBUS_BROKER_KEY``.
+        insecure: whether to go beyond loopback without keys. Default: ``WAVEBUS_INSECURE``.
+        env: the environment.
 
     Raises:
         UsageError: one of two files is missing or wrong.

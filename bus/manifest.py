@@ -43,6 +43,7 @@ class TensorMeta:
 
     @property
     def size_bytes(self) -> int:
+        """The size of the whole tensor."""
         return _size_bytes(self.shape, self.dtype)
 
 
@@ -134,9 +135,11 @@ class Manifest:
 
     @property
     def chunks(self) -> int:
+        """How many chunks there are."""
         return len(self.chunk_ends)
 
     def tensors(self) -> Iterator[TensorMeta]:
+        """Returns all tensors, in order."""
         return map(TensorMeta, self.names, self.dtypes, self.shapes)
 
     def part(self, seq: int) -> slice:

@@ -41,8 +41,11 @@ Handle = Annotated[bytes, Meta(max_length=65_536)]  # those of expandable segmen
 
 
 class IpcTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor in another process's memory on the same GPU: what PyTorch rebuilds one from, in
-    its order, without the classes. Sizes count elements, unless they are called bytes."""
+    """A tensor in another process's memory on the same GPU.
+
+    The fields are those from which PyTorch rebuilds a tensor, in its order, without the classes.
+    Sizes count elements, unless their names end in ``_bytes``.
+    """
 
     size: Sizes
     stride: Sizes
@@ -85,8 +88,10 @@ def is_sharding(backend: str) -> bool:
 
 
 def is_loaded_on_receipt(backend: str) -> bool:
-    """Whether a chunk is in the model as soon as it is received: vLLM's engines have one call
-    for both, so that nothing can be verified in between."""
+    """Returns whether a chunk is loaded as soon as it is received.
+
+    vLLM's engines have one call for both, so nothing can be verified in between.
+    """
     return backend.startswith(PREFIX)
 
 

@@ -38,11 +38,14 @@ def _parse(text: str) -> ast.Module:
 class Folder(Protocol):
     """A folder on disk or inside a wheel: what pathlib and zipfile paths have in common."""
 
-    def joinpath(self, *parts: str) -> Folder: ...
+    def joinpath(self, *parts: str) -> Folder:
+        """Returns a path below this one."""
 
-    def is_file(self) -> bool: ...
+    def is_file(self) -> bool:
+        """Returns whether it is a file."""
 
-    def read_text(self, encoding: str) -> str: ...
+    def read_text(self, encoding: str) -> str:
+        """Reads the file."""
 
 
 class SourceTree:

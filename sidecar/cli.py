@@ -27,9 +27,29 @@ if TYPE_CHECKING:
 RESTARTS: Final = 5
 
 
+_HELP: Final = """Put one engine on the bus, and serve it until it dies, SIGINT or SIGTERM.
+
+\b
+Start and supervise a vLLM server (on loopback, unless its --host says otherwise; its RL routes
+are for this host alone):
+  wavebus sidecar --group policy -- \\
+      python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B
+Use one that runs:
+  wavebus sidecar --group policy --attach http://127.0.0.1:8000
+The embedded engine:
+  wavebus sidecar --group policy --engine embedded --model ./checkpoint
+All ranks of a data parallel group on this host, restarted as one when one dies:
+  wavebus sidecar --group policy --dp-size 2 --dp-coordinator bus -- \\
+      python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-30B-A3B
+
+Exits with 4 when the engine dies, and is not started anew.
+"""
+
+
 @click.command(
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": True},
     short_help="Put one engine on the bus.",
+    help=_HELP,
 )
 @options_of(SidecarPlan)
 @key_options
@@ -37,23 +57,7 @@ RESTARTS: Final = 5
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def sidecar(ctx: click.Context, plan: SidecarPlan, keys: Keys, command: tuple[str, ...]) -> None:
-    """Put one engine on the bus, and serve it until it dies, SIGINT or SIGTERM.
-
-    \b
-    Start and supervise a vLLM server (on loopback, unless its --host says otherwise; its RL routes
-    are for this host alone):
-      wavebus sidecar --group policy -- \\
-          python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B
-    Use one that runs:
-      wavebus sidecar --group policy --attach http://127.0.0.1:8000
-    The embedded engine:
-      wavebus sidecar --group policy --engine embedded --model ./checkpoint
-    All ranks of a data parallel group on this host, restarted as one when one dies:
-      wavebus sidecar --group policy --dp-size 2 --dp-coordinator bus -- \\
-          python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-30B-A3B
-
-    Exits with 4 when the engine dies, and is not started anew.
-    """
+    """Runs `wavebus sidecar`."""
     names = (("--name", plan.name), ("--group", plan.group), ("--dp-group", plan.dp_group))
     for option_name, value in names:
         if value is not None:
@@ -112,7 +116,7 @@ def sidecar(ctx: click.Context, plan: SidecarPlan, keys: Keys, command: tuple[st
 
 
 def _hand_down_keys(keys: Keys) -> None:
-    """DP coordinators, also those that vLLM starts, find the keys where their parents have them.
+    """Puts the keys into the environment, where DP coordinators find them.
 
     Raises:
         UsageError: a key is wrong.
@@ -126,7 +130,7 @@ def _hand_down_keys(keys: Keys) -> None:
 
 
 async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
-    """Await ``work``, but no longer than until ``stop``; its error is raised."""
+    """Awaits ``work`` until ``stop`` is set; raises its error."""
     task = asyncio.create_task(work)
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -141,7 +145,7 @@ async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
 def _all_ranks(
     ctx: click.Context, plan: SidecarPlan, command: tuple[str, ...], restarts: int
 ) -> None:
-    """Start every rank, with the options that were given here.
+    """Starts every rank with the options that were given here.
 
     Raises:
         UsageError: an option is one rank's alone.
@@ -173,7 +177,7 @@ def _all_ranks(
 def _one_engine(
     ctx: click.Context, plan: SidecarPlan, command: tuple[str, ...], restarts: int
 ) -> None:
-    """Start the same again, as a process that is started anew when it ends."""
+    """Starts the same command as a process that is restarted when it ends."""
     from bus.runtime.peer import default_name  # noqa: PLC0415 - after --help
     from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor  # noqa: PLC0415
 
@@ -183,8 +187,7 @@ def _one_engine(
 
 
 def _alone(command: tuple[str, ...]) -> bool:
-    """Whether this is the command of a server that is no rank among others: a rank that ends can't
-    come back without them."""
+    """Returns whether a command starts a server that is not one rank among others."""
     return bool(command) and not any(
         argument.startswith(("--data-parallel-rank", "-dpr")) for argument in command
     )
@@ -195,8 +198,10 @@ _OF_THE_SUPERVISOR = frozenset({"dp_group", "dp_size", "port", "restarts"})
 
 
 def _given(ctx: click.Context, without: frozenset[str]) -> tuple[str, ...]:
-    """The command's options as they came, wherever from, to be given to another process; but those
-    that may be given several times."""
+    """Returns the options that differ from their defaults, as arguments for another process.
+
+    Options that may be given several times are left out.
+    """
     arguments: list[str] = []
     for param in ctx.command.params:
         value = ctx.params.get(str(param.name))

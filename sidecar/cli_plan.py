@@ -1,5 +1,6 @@
-"""Options of `wavebus sidecar`, and the engine that they ask for. A help text loads neither torch
-nor vLLM.
+"""Options of `wavebus sidecar`, and the engine that they ask for.
+
+A help text must load neither torch nor vLLM, so the engines are imported late.
 """
 
 from __future__ import annotations
@@ -118,10 +119,10 @@ class SidecarPlan(GroupPlan):
 
 
 def make_vllm(plan: SidecarPlan, command: tuple[str, ...]) -> Engine:
-    """The vLLM engine that the options ask for.
+    """Makes the vLLM engine that the options ask for.
 
     Raises:
-        UsageError: they contradict each other, or lack something.
+        UsageError: the options contradict each other, or one is missing.
     """
     coordinate = None
     if plan.dp_coordinator == "bus" and (command or plan.attach):
@@ -171,10 +172,10 @@ def make_vllm(plan: SidecarPlan, command: tuple[str, ...]) -> Engine:
 
 
 def make_embedded(plan: SidecarPlan) -> Engine:
-    """The embedded engine that the options ask for.
+    """Makes the embedded engine that the options ask for.
 
     Raises:
-        UsageError: they contradict each other, or lack something.
+        UsageError: the options contradict each other, or one is missing.
     """
     if plan.model is None:
         raise UsageError(
@@ -203,10 +204,10 @@ def make_embedded(plan: SidecarPlan) -> Engine:
 
 
 def _data_parallel(plan: SidecarPlan) -> DataParallel | None:
-    """Which rank of which data parallel group; None for an engine of its own.
+    """Returns the rank's place in its data parallel group; None for an engine alone.
 
     Raises:
-        UsageError: an option is missing, or too much.
+        UsageError: an option is missing, or needs another one.
     """
     rank, master, dp_group = plan.dp_rank, plan.dp_master, plan.dp_group
     if plan.dp_size == 1:

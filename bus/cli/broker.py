@@ -118,8 +118,9 @@ def broker(plan: BrokerPlan) -> None:
         server = BrokerServer(transport, scheduler, config, roles, boot=boot, journal=recorder)
         server.start()
         if plan.curve_keys is not None:
-            reload = KeyReload(plan.curve_keys, transport, server)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+            asyncio.get_running_loop().add_signal_handler(
+                signal.SIGHUP, reload_keys, plan.curve_keys, transport, server
+            )
         keys = len(roles) if roles is not None else None
         log.info("broker_listening", address=transport.address, keys=keys)
         click.echo(transport.address)
@@ -130,21 +131,14 @@ def broker(plan: BrokerPlan) -> None:
     run_until_stopped(serve)
 
 
-class KeyReload:
-    """SIGHUP: the folder's keys count from now on, or, if one is wrong, those from before."""
-
-    def __init__(self, folder: Path, transport: ZmqServer, server: BrokerServer) -> None:
-        self._folder = folder
-        self._transport = transport
-        self._server = server
-
-    def __call__(self) -> None:
-        log = bus.log.logger()
-        try:
-            keyring = read_keyring(self._folder)
-        except UsageError as error:
-            bus.log.write(log, Note("keys_not_reloaded", "error", {"detail": str(error)}))
-            return
-        self._transport.keyring = keyring
-        self._server.rekey(keyring.roles())
-        log.info("keys_reloaded", keys=len(keyring.authorized))
+def reload_keys(folder: Path, transport: ZmqServer, server: BrokerServer) -> None:
+    """Reads the folder of keys again; keeps the old keys if a file is wrong."""
+    log = bus.log.logger()
+    try:
+        keyring = read_keyring(folder)
+    except UsageError as error:
+        bus.log.write(log, Note("keys_not_reloaded", "error", {"detail": str(error)}))
+        return
+    transport.keyring = keyring
+    server.rekey(keyring.roles())
+    log.info("keys_reloaded", keys=len(keyring.authorized))

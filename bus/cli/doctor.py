@@ -127,8 +127,7 @@ def _show_features(wheels: tuple[Path, ...], *, markdown: bool, as_json: bool) -
 
 
 def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]:
-    """What the installed vLLM supports of a registry: one line for all, and one for each that is
-    off."""
+    """Returns one check for all features of a registry, and one for each that is off."""
     off = report.off
     works = len(registry.features) - len(off)
     return [

@@ -40,10 +40,12 @@ class CommandGroup(click.Group):
     """Own commands, then those of the entry point group ``wavebus.commands``, loaded late."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Returns the names of all commands."""
         del ctx
         return [*_OWN, *sorted(_entries())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Returns a command, with its defaults from the TOML file."""
         if cmd_name in _OWN:
             _defaults_of(ctx, cmd_name, _OWN[cmd_name])
             return _OWN[cmd_name]

@@ -1,8 +1,8 @@
-"""What took how long: a journal's frames as spans, of every engine and of the trainer.
+"""Turns a journal's frames into spans: how long each step of every engine and the trainer took.
 
-An engine does its steps one after the other, and acks them in that order. Commands may be
-sent ahead of it; so the span of a step begins when it was asked for, or when the engine was
-done with the step before, whichever is later. Spans of one peer never overlap.
+An engine does its steps one after the other, and acknowledges them in that order. Commands may be
+sent earlier, so a span begins when the step was requested or when the step before was done,
+whichever is later. Spans of one peer never overlap.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ _Key: TypeAlias = tuple[str, str, int]  # step, update, chunk
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """``name`` is the step, a chunk's with its number; ``phase`` what it is a part of: ``pause``,
-    ``transfer``, or the step itself. ``result`` is ``done``, a NACK's code, or ``unfinished``.
+    """One step of one peer. Times are in ms since the journal's first record.
 
-    Times are in ms since the journal's first record.
+    Attributes:
+        name: the step; of a chunk with its number.
+        phase: what the step is a part of: ``pause``, ``transfer``, or the step itself.
+        result: ``done``, a NACK's code, or ``unfinished``.
     """
 
     life: int
@@ -89,7 +91,7 @@ class _Track:
 
 
 def spans(items: Iterable[Item]) -> list[TraceSpan]:
-    """All that a journal tells, in the order in which it ended."""
+    """Returns all spans of a journal, in the order of their ends."""
     found: list[TraceSpan] = []
     first: FileBegan | None = None
     life: _Life | None = None

@@ -27,9 +27,11 @@ class AsyncioScheduler:
         self._start_s = time.monotonic()
 
     def now_ms(self) -> float:
+        """Returns the time since this scheduler was made, in milliseconds."""
         return (time.monotonic() - self._start_s) * 1000.0
 
     def call_at(self, when_ms: float, callback: Callable[[], None]) -> Handle:
+        """Calls back at ``when_ms``, or soon after."""
         return self._loop.call_later(max(0.0, when_ms - self.now_ms()) / 1000.0, callback)
 
 

@@ -41,8 +41,10 @@ class ServerTransport(Protocol):
     """
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
-        """Begin; ``on_frame(route, frame, user)`` is called for every frame. ``user`` is the key
-        that its connection has proven to have; empty where there are none."""
+        """Starts to receive; calls ``on_frame(route, frame, user)`` for every frame.
+
+        ``user`` is the key that the frame's connection has proven; empty without keys.
+        """
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
         """Send to each route; return those that can't be reached now."""

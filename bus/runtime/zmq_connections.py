@@ -102,8 +102,10 @@ class ConnectionGuard:
         self.finished = set()
 
     def _connections(self) -> Iterator[tuple[int, socket.socket, tuple[str, int], int]]:
-        """Of the port: the descriptor, a socket until the next is asked for, the peer's address,
-        and how much ZeroMQ has read."""
+        """Yields the port's connections: descriptor, socket, peer address, and bytes read.
+
+        A socket is valid until the next one is yielded.
+        """
         try:
             descriptors = [int(each.name) for each in Path("/proc/self/fd").iterdir()]
         except OSError:  # all are in use

@@ -46,6 +46,7 @@ class ZmqSocket(ABC):
         weakref.finalize(self, socket.close).atexit = False
 
     def watch(self) -> None:
+        """Starts to receive in the event loop."""
         self._loop.add_reader(self._descriptor, self.drain)
         self.drain_soon()
 
@@ -80,6 +81,7 @@ class ZmqSocket(ABC):
         """Take a batch; True if then nothing was left."""
 
     def close(self) -> None:
+        """Closes the socket; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._descriptor)
@@ -135,6 +137,7 @@ class MultipartSocket(ZmqSocket):
         self.watch()
 
     def receive_batch(self) -> bool:
+        """Receives messages; returns whether none is left."""
         assert self._on_parts is not None
         for _ in range(_BATCH):
             try:

@@ -145,13 +145,14 @@ def _is_taken(path: str) -> bool:
 
 
 class ZmqServer(ZmqSocket):
-    """The broker's ROUTER, bound to ``address`` (``tcp://127.0.0.1:7710``; port ``*`` or 0:
-    any free one, see :attr:`address`).
+    """The broker's ROUTER socket.
 
     Args:
-        keyring: its own key, and those of peers that may come; :attr:`keyring` may be replaced
+        address: where to bind, such as ``tcp://127.0.0.1:7710``; port ``*`` or 0 is any free port
+            (see :attr:`address`).
+        keyring: the broker's key and those of authorised peers; the attribute may be replaced
             later. None: no keys, on loopback alone.
-        insecure: without keys, beyond loopback, too.
+        insecure: whether to bind beyond loopback without keys.
 
     Raises:
         UsageError: the address is malformed, in use, or open to others without keys.
@@ -193,6 +194,7 @@ class ZmqServer(ZmqSocket):
         self._is_skipping = False  # the rest of a message of more parts than ours have
 
     def close(self) -> None:
+        """Closes the socket; no callback comes after this."""
         if self._check is not None:
             self._check.cancel()
         self._guard.close()
@@ -204,6 +206,7 @@ class ZmqServer(ZmqSocket):
         return self.keyring is not None and public in self.keyring.authorized
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
+        """Starts to receive."""
         self._on_frame = on_frame
         self.watch()
         self._check_connections()
@@ -213,6 +216,7 @@ class ZmqServer(ZmqSocket):
         self._check = self._loop.call_later(CHECK_S, self._check_connections)
 
     def receive_batch(self) -> bool:
+        """Receives frames; returns whether none is left."""
         assert self._on_frame is not None
         on_frame, socket, finished = self._on_frame, self.socket, self._guard.finished
         for _ in range(_BATCH):
@@ -237,6 +241,7 @@ class ZmqServer(ZmqSocket):
         return False
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
+        """Sends a frame to each route; returns those that can't be reached now."""
         socket = self.socket
         unreachable: list[bytes] = []
         for route in routes:
@@ -252,9 +257,12 @@ class ZmqServer(ZmqSocket):
 
 
 class ZmqClient(ZmqSocket):
-    """A peer's DEALER, connected to the broker at ``address``.
+    """A peer's DEALER socket, connected to the broker.
 
-    ``route`` must be unique among all peers and all lives of them.
+    Args:
+        address: the broker's address.
+        route: the peer's route; unique among all peers and all their lives.
+        security: the keys to connect with. None: no keys, on loopback alone.
 
     Raises:
         UsageError: the address is malformed, or beyond loopback and ``security`` has no keys.
@@ -292,10 +300,12 @@ class ZmqClient(ZmqSocket):
         self._on_frame: OnFrame | None = None
 
     def listen(self, on_frame: OnFrame) -> None:
+        """Starts to receive."""
         self._on_frame = on_frame
         self.watch()
 
     def receive_batch(self) -> bool:
+        """Receives frames; returns whether none is left."""
         assert self._on_frame is not None
         recv, on_frame = self.socket.recv, self._on_frame
         for _ in range(_BATCH):
@@ -310,6 +320,7 @@ class ZmqClient(ZmqSocket):
         return False
 
     def send(self, frame: bytes) -> bool:
+        """Sends a frame; returns False if the broker can't be reached now."""
         try:
             _send(self.socket, frame, _NOBLOCK)
         except zmq.Again:
@@ -331,15 +342,17 @@ class ZmqClient(ZmqSocket):
         return True
 
     def _reconnect_if_idle(self) -> None:
-        """Connect anew, if nothing went out for a while: ZeroMQ gives up on a broker that once
-        refused the handshake, and its keys may be others by now."""
+        """Reconnects if nothing was sent for a while.
+
+        ZeroMQ gives up on a broker that once refused the handshake, and its keys may have changed.
+        """
         if time.monotonic() < self._reached_s + _RECONNECT_S:
             return
         self._reached_s = time.monotonic()
         self._reconnect()
 
     def _reconnect(self) -> None:
-        """End the connection, and make another when the broker has found that it has ended."""
+        """Ends the connection; makes another one when the broker has found that it has ended."""
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self._address)
         self._loop.call_later(_RECONNECT_PAUSE_S, self._connect)

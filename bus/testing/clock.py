@@ -30,9 +30,11 @@ class SimScheduler:
         self._count = 0
 
     def now_ms(self) -> float:
+        """Returns the simulated time in milliseconds."""
         return self._now_ms
 
     def call_at(self, when_ms: float, callback: Callable[[], None]) -> _Timer:
+        """Calls back at ``when_ms`` of simulated time."""
         self._count += 1
         timer = _Timer(max(when_ms, self._now_ms), self._count, callback)
         heapq.heappush(self._timers, timer)

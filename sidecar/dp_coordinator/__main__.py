@@ -102,6 +102,7 @@ def _end_of_parent(parent: int, end: asyncio.Event) -> Iterator[None]:
 
 
 def main() -> int:
+    """Runs the command, and returns its exit code."""
     try:
         coordinator.main(standalone_mode=False)
     except click.ClickException as error:

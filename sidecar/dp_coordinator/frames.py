@@ -62,8 +62,7 @@ class BadFrame(WavebusError):
 
 @dataclass(frozen=True, slots=True)
 class FirstRequest:
-    """A front end gives a request to ``rank``, and believes that no wave runs; the next one,
-    as far as it has heard, is ``wave``."""
+    """A front end sends a request to ``rank`` while no wave runs; it expects ``wave`` next."""
 
     rank: int
     wave: int

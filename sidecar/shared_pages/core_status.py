@@ -85,10 +85,13 @@ class CoreStatusView:
 
 
 class CoreStatusPage:
-    """The core's end. ``path`` is made, readable for its owner alone; None keeps the page in
-    this process's memory (see :meth:`view`).
+    """Writes the status page of one engine core.
 
     Numbers set by :meth:`count` are written with the next :meth:`enter`.
+
+    Args:
+        path: the page's file, readable for its owner alone; None keeps it in this process's memory.
+        rank: the core's rank in its DP group.
     """
 
     def __init__(self, path: Path | None, *, rank: int = 0) -> None:

@@ -77,8 +77,7 @@ class PauseLease(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LeaseOutcome:
-    """What the core has made of a hold on its own account. From then on that hold is void:
-    whoever holds it may update nothing."""
+    """What the core did when a lease was over. That lease permits no update any more."""
 
     serial: Count
     state: OutcomeState
@@ -180,8 +179,7 @@ def deadline_ns(left_ms: float) -> int:
 
 
 def stat_of(pid: int) -> list[str]:
-    """What the kernel tells of a process behind its name: its state, its parent, and so on. Empty
-    if it is gone."""
+    """Returns the fields of ``/proc/PID/stat`` after the name, from the state on; [] if gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

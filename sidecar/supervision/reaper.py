@@ -48,6 +48,7 @@ def die_with_parent(signum: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    """Runs a command under guard, and returns its exit code."""
     parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
     stop = threading.Event()
     received: list[int] = []
@@ -104,8 +105,10 @@ def _clean_up(group: int) -> None:
 
 
 def _is_resource_tracker(pid: int) -> bool:
-    """Whether it is a resource tracker of multiprocessing: when all whom it watches have ended, it
-    takes the names that they have left, and ends."""
+    """Returns whether a process is multiprocessing's resource tracker.
+
+    It removes the names of its processes when they have ended, and then ends itself.
+    """
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

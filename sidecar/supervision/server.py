@@ -54,8 +54,15 @@ _HEALTH_LINE: Final = '"GET /health HTTP/1.1" 200'
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A server's command and environment, complete. ``base_url``: where this host reaches it;
-    ``endpoint``: where it listens; ``api_key``: what its data routes ask for, or empty."""
+    """The complete command of a server.
+
+    Attributes:
+        argv: the command.
+        env: its environment.
+        base_url: where this host reaches the server.
+        endpoint: where it listens.
+        api_key: the key that its data routes require; empty: none.
+    """
 
     argv: tuple[str, ...]
     env: dict[str, str]

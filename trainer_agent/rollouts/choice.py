@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Tokenizer(Protocol):
     """What the client needs of one; those of transformers have it."""
 
-    def decode(self, token_ids: Sequence[int], /) -> str: ...
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        """Returns the text of tokens."""
 
 
 class ChoiceState:

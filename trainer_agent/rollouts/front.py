@@ -332,12 +332,17 @@ def _error(http: web.Request, status: int, text: str) -> web.Response:
 async def serve(
     client: RolloutClient, host: str, port: int, *, tokenizer: Any = None, api_key: str = ""
 ) -> AsyncIterator[str]:
-    """Serve a client that is connected; yields the base URL.
+    """Serves a connected client over HTTP for the length of a block; yields the base URL.
 
     Args:
-        port: 0 takes any free one.
-        tokenizer: the client's, if it has one.
-        api_key: what requests must bring as bearer token; empty: nothing.
+        client: the client.
+        host: where to listen.
+        port: the port; 0 is any free one.
+        tokenizer: the client's tokenizer, if it has one.
+        api_key: the bearer token that requests need; empty: none.
+
+    Raises:
+        UsageError: the address can't be used.
     """
 
     @web.middleware

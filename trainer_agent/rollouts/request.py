@@ -42,8 +42,11 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The names, meanings and defaults of vLLM's, except that ``max_tokens`` None (the default)
-    goes up to the model's length. ``stop`` needs the client's tokenizer."""
+    """Sampling parameters, with the names, meanings and defaults of vLLM.
+
+    Except that ``max_tokens=None`` (the default) generates up to the model's length. ``stop`` needs
+    the client's tokenizer.
+    """
 
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
@@ -105,13 +108,14 @@ class RolloutRequest:
     def body(
         self, so_far: Sequence[int], index: int, count: int, limits: RequestLimits, attempt: int
     ) -> dict[str, Any]:
-        """The JSON of an attempt, by ``POST /inference/v1/generate``.
+        """Returns the JSON of an attempt, for ``POST /inference/v1/generate``.
 
         Args:
             so_far: the output tokens of choice ``index``; empty if the attempt starts anew.
-            count: choices that it asks for, from ``index`` on.
-            limits: of the engine that it goes to.
-            attempt: its number.
+            index: the first choice that it asks for.
+            count: how many choices it asks for.
+            limits: the limits of its engine.
+            attempt: the number of the attempt.
         """
         params = self.params
         sampling = dict(self.asked)
@@ -190,13 +194,18 @@ def make_request(
     decodes: bool,
     extra: Mapping[str, Any],
 ) -> RolloutRequest:
-    """Check a request, as far as that can be done without engines.
+    """Checks a request, as far as that is possible without engines.
 
     Args:
-        decodes: the client has a tokenizer.
+        prompt_token_ids: the prompt.
+        sampling_params: the sampling parameters.
+        session_id: the session, or None.
+        on_inexact: what to do if an interrupted request can't continue exactly.
+        decodes: whether the client has a tokenizer.
+        extra: other fields of vLLM's request.
 
     Raises:
-        UsageError: names the field at fault.
+        UsageError: the text names the field at fault.
     """
     try:
         prompt = msgspec.convert(list(prompt_token_ids), tuple[_Token, ...])

@@ -173,8 +173,9 @@ class RolloutRun:
                             return
 
     async def _prefill(self, body: dict[str, Any]) -> str:
-        """Have a prefill engine compute the prompt, and add to ``body`` how a decode engine fetches
-        that. Returns the prefill engine's name; empty if none does it: then the decode engine does.
+        """Has a prefill engine compute the prompt, and adds its ``kv_transfer_params`` to ``body``.
+
+        Returns the prefill engine's name; empty if the decode engine must compute the prompt.
         """
         tried: set[str] = set()
         while load := await self._pool.acquire_prefill(frozenset(self._avoid | tried)):

@@ -45,8 +45,13 @@ AgePolicy: TypeAlias = Literal["drop", "raise"]
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch(Generic[T]):
-    """What was taken. ``ages``: of each sample, in commits of the model. ``dropped``: samples that
-    were too old, since the batch before."""
+    """Samples that were taken together.
+
+    Attributes:
+        samples: the samples.
+        ages: the age of each sample, in commits of the model.
+        dropped: how many samples were dropped since the last batch, because they were too old.
+    """
 
     samples: tuple[T, ...]
     ages: tuple[int, ...]
@@ -134,8 +139,11 @@ class RolloutBuffer(Generic[T]):
         self._has_samples = asyncio.Event()
 
     def capacity(self) -> int:
-        """How many rollouts may start now and still be young enough when they are used, if each
-        step uses ``samples_per_step``. Those under way, and what this step has taken, count."""
+        """Returns how many rollouts may start now and still be young enough when they are used.
+
+        That assumes that each step uses ``samples_per_step``. Rollouts under way, finished samples
+        and those that this step has taken count.
+        """
         ahead = self._taken + len(self._order)
         return max(0, (self.max_age_steps + 1) * self.samples_per_step - ahead)
 
@@ -154,8 +162,13 @@ class RolloutBuffer(Generic[T]):
         return sum(0 <= age <= limit for age in ages)
 
     def ready_for(self, step: int) -> int:
-        """How many finished samples are meant for that step alone: rollouts are meant for steps in
-        the order in which they start, ``samples_per_step`` for each."""
+        """Returns how many finished samples are meant for one step.
+
+        Rollouts are meant for steps in the order in which they start, ``samples_per_step`` each.
+
+        Args:
+            step: the number of the step.
+        """
         first = (step - self.step) * self.samples_per_step - self._taken
         meant = islice(self._order, max(0, first), max(0, first + self.samples_per_step))
         return sum(r.sample is not None and self._age(r) <= self.max_age_steps for r in meant)
@@ -177,8 +190,7 @@ class RolloutBuffer(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def rollout(self) -> AsyncGenerator[BufferedRollout[T]]:
-        """Wait for capacity, then count a rollout as under way, until it adds its sample or the
-        block ends."""
+        """Waits for capacity, then counts a rollout as under way until its sample or the end."""
         await _until(self._has_capacity, lambda: self.capacity() > 0)
         rollout = BufferedRollout(self, self._commits[-1] if self._commits else 0)
         self._order[rollout] = None

@@ -46,15 +46,15 @@ _LOOK_S: Final = 0.5  # how often a source that is waited for is looked at
 class ChunkStream:
     """Sends a source chunk by chunk, with as many under way as the sender has room for.
 
-    Of each chunk engines hear twice: before it is sent, so that they receive it, and after
-    that, with its checksums, so that they load it.
+    Engines receive two messages per chunk: one before it is sent, so that they receive it, and one
+    after that with its checksums, so that they load it.
 
     Attributes:
-        all_sent: the last chunk has left, and engines have been told so.
-        on_released: called when the source's tensors may change: all of them are in the sender's
-            buffers; or, of one that sends them from where they are, engines have taken them.
-        copy: what is taken from the source is copied there.
-        connection: bounds the time that the source takes for a tensor.
+        all_sent: set when the last chunk has left, and engines know that.
+        on_released: called when the source's tensors may change: all are in the sender's buffers;
+            or, without buffers, engines have received them.
+        copy: receives a copy of every tensor; None: nothing is copied.
+        connection: limits the time that the source may take for a tensor.
     """
 
     def __init__(
@@ -79,15 +79,18 @@ class ChunkStream:
         self.verify: Verify = verify if sender.is_bit_exact else "unsupported"
 
     async def fill(self) -> None:
-        """Take from the source what there is room for. Nothing leaves: engines generate on."""
+        """Reads chunks from the source into the sender's buffers, and sends nothing yet."""
         while len(self._filled) < min(self._sender.prefetch_depth, self.plan.chunks):
             self._filled.append(await self._put(len(self._filled)))
 
     async def send(self, update: Update, step: SendStep) -> None:
-        """Tell of every chunk once the engines are paused, and send it once they have started;
-        return when every engine has applied every one.
+        """Announces every chunk once engines are paused, and sends it once they have started.
 
-        ``step`` sends one message and waits for all engines' acks.
+        Returns when every engine has applied every chunk.
+
+        Args:
+            update: the update.
+            step: sends one message and waits until all engines have acknowledged it.
         """
         sender = self._sender
         window = ChunkWindow(
@@ -143,7 +146,7 @@ class ChunkStream:
         self._changed = anyio.Event()
 
     def drain(self) -> None:
-        """Take what is left of the source, for those who gather it with us."""
+        """Reads the rest of the source, for the other ranks that gather it."""
         if self._is_stuck:
             return
         with self._take_lock:
@@ -204,15 +207,17 @@ async def _in_thread(call: Callable[[int], None], seq: int) -> None:
 
 
 async def open_source(weights: Weights, config: Any) -> WeightSource:
-    """Returns the source of an update's weights: in a thread, of a module. One with many experts
-    takes seconds, once."""
+    """Returns the source of an update's weights.
+
+    A module's is made in a thread, because many experts take seconds, once.
+    """
     if config is None and not isinstance(weights, torch.nn.Module):
         return as_source(weights)
     return await anyio.to_thread.run_sync(as_source, weights, config)
 
 
 def do_nothing() -> None:
-    """Nobody is to be told."""
+    """The default of callbacks: does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +232,10 @@ class _FilledChunk:
 async def send_stream(
     update: Update, stream: ChunkStream, transport: Transport, steps: Steps, label: str
 ) -> UpdateReport:
-    """Have the engines of the update take the stream's weights, and serve them. Its end is the
-    caller's, who hears of whatever goes wrong."""
+    """Sends a stream's weights to the engines of an update, and commits it.
+
+    The caller ends the update.
+    """
     stream.connection = steps.connection
     await transport.open(stream.buffer_bytes)
     try:

@@ -51,6 +51,7 @@ class Metadata(list[Any]):
     """
 
     def __call__(self) -> Metadata:
+        """Returns itself."""
         return self
 
 
