@@ -33,7 +33,7 @@ Outcome: TypeAlias = Literal["", "committed", "not_committed", "unknown"]
 
 
 class WavebusError(Exception):
-    """Root of everything wavebus raises on purpose.
+    """The base of all errors that wavebus raises on purpose.
 
     Attributes:
         version: of an update that ended with this error, the version that the bus gave it; else 0.
@@ -59,7 +59,7 @@ class NonFiniteWeights(WavebusError):
 
 
 class ProtocolError(WavebusError):
-    """A peer did what the protocol does not allow."""
+    """A peer broke the protocol."""
 
 
 class DecodeError(ProtocolError):
@@ -82,7 +82,7 @@ class DecodeError(ProtocolError):
 
 
 class Refused(WavebusError):
-    """The bus answered NACK. ``nack`` has the code, peer, field, tensor and hint."""
+    """The bus answered with a NACK, which has the code, peer, field, tensor and hint."""
 
     def __init__(self, nack: Nack) -> None:
         self.nack = nack
@@ -102,15 +102,15 @@ class Refused(WavebusError):
 
 
 class ManifestRefused(Refused):
-    """An engine's model doesn't take these tensors. The old weights serve on."""
+    """An engine's model doesn't take these tensors. Engines serve the old weights."""
 
 
 class PauseFailed(Refused):
-    """The group could not be paused. Engines that were, have resumed."""
+    """The group could not be paused. Paused engines have resumed."""
 
 
 class UpdateFailed(Refused):
-    """The update was given up."""
+    """The update failed and was aborted."""
 
 
 class CanaryFailed(UpdateFailed):
@@ -118,7 +118,7 @@ class CanaryFailed(UpdateFailed):
 
 
 class BusTimeout(WavebusError):
-    """No answer in time.
+    """A peer did not answer in time.
 
     Attributes:
         peer: who is waited for, ``broker`` or an engine's name; empty if that is not known.
@@ -144,23 +144,23 @@ class BusTimeout(WavebusError):
 
 
 class RolloutFailed(WavebusError):
-    """A request got no whole answer. The text says what ended the last attempt, and where."""
+    """A request got no complete answer. The text says what ended the last attempt, and where."""
 
 
 class RequestPoisoned(RolloutFailed):
-    """Two engines died while they ran the request, so it was sent to no third one."""
+    """Two engines died while they ran the request, so no third one gets it."""
 
 
 class NoEngine(RolloutFailed):
-    """No engine was there to take the request. The text says who was waited for."""
+    """No engine was there to take the request. The text names the engines that are there."""
 
 
 class RolloutsTooOld(WavebusError):
-    """Samples were older than the trainer takes. They are dropped; the text has their ages."""
+    """Samples were older than the trainer accepts, and were dropped. The text has their ages."""
 
 
 class JournalError(WavebusError):
-    """A file is no journal, or what was asked can't be told from it. The text says why."""
+    """A journal can't be read, or does not have the answer. The text says why."""
 
 
 class BusClosed(WavebusError):
@@ -168,7 +168,7 @@ class BusClosed(WavebusError):
 
 
 class EngineError(WavebusError):
-    """An engine call failed. ``code`` and ``tensor`` travel in the NACK."""
+    """An engine call failed. ``code`` and ``tensor`` are sent in the NACK."""
 
     def __init__(
         self, detail: str, *, code: NackCode = NackCode.ENGINE_FAILED, tensor: str = ""
@@ -180,7 +180,7 @@ class EngineError(WavebusError):
 
 
 class EngineDead(EngineError):
-    """The engine is gone and answers nothing any more."""
+    """The engine is gone."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, code=NackCode.ENGINE_DEAD)

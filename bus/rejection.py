@@ -15,22 +15,22 @@ _CLOSED: Final = "this engine is closed to requests: "
 
 
 def closed_message(reason: str) -> str:
-    """What an engine whose admission is closed answers."""
+    """Returns the answer of an engine whose admission is closed."""
     return _CLOSED + reason
 
 
 def is_closed_message(text: object) -> bool:
-    """Whether an engine whose admission is closed says so."""
+    """Returns whether a text is the answer of an engine whose admission is closed."""
     return isinstance(text, str) and text.startswith(_CLOSED)
 
 
 def is_closed(answer: Any) -> bool:
-    """Whether the JSON of an answer, or of an event, is of an engine whose admission is closed."""
+    """Returns whether an answer or event, as JSON, is of an engine with closed admission."""
     return is_closed_message(_error(answer).get("message"))
 
 
 def is_rejected(answer: Any) -> bool:
-    """Whether the JSON of an answer, or of an event, says that the request may be sent again."""
+    """Returns whether an answer or event, as JSON, says that the request may be repeated."""
     return _error(answer).get("type") == _RETRYABLE or is_closed(answer)
 
 

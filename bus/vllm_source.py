@@ -177,7 +177,7 @@ class SourceTree:
         return module, None
 
     def _origin(self, module: str, node: ast.ImportFrom) -> str:
-        """The module that a ``from ... import`` in ``module`` names."""
+        """Returns the module that a ``from ... import`` in ``module`` names."""
         if not node.level:
             return node.module or ""
         package = module.split(".")
@@ -204,7 +204,7 @@ class SourceTree:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a body, with those behind a condition."""
+    """Yields the statements of a body, also those behind a condition."""
     for node in body:
         yield node
         if isinstance(node, ast.If):

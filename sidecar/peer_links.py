@@ -127,7 +127,7 @@ class PeerLinks:
 
 
 def _own_address(broker: str) -> str:
-    """The own address on the way to the broker, which is also where peer ranks are."""
+    """Returns this host's address towards the broker, where peer ranks reach it."""
     if is_loopback(broker):
         return "127.0.0.1"
     parts = urlsplit(broker)

@@ -124,7 +124,6 @@ def demo(*, plan: DemoPlan, as_json: bool) -> None:
 
 
 def _demo(plan: DemoPlan, *, as_json: bool) -> None:
-    """The demo itself."""
     from trainer_agent.demo import report  # noqa: PLC0415 - after --help
     from trainer_agent.demo.run import DemoOptions, run_demo  # noqa: PLC0415
 
@@ -151,7 +150,7 @@ def _demo(plan: DemoPlan, *, as_json: bool) -> None:
 
 
 def _undisturbed(plan: DemoPlan, *, as_json: bool) -> None:
-    """The demo with faults, or that of the undisturbed twin."""
+    """Runs the demo with faults, or with its undisturbed twin."""
     alone = "--chaos" if plan.chaos else "--sessions"
     plain = (plan.engine, plan.dp_size, plan.how, plan.withhold_weights, plan.updates)
     if plain != ("embedded", 1, "auto", False, None) or (plan.chaos and plan.sessions is not None):
@@ -182,7 +181,7 @@ def _undisturbed(plan: DemoPlan, *, as_json: bool) -> None:
 
 
 def _tell(result: ChaosResult | TwinResult, *, as_json: bool) -> None:
-    """Print what happened; exit with 1 if something was wrong."""
+    """Prints the result; exits with 1 if something was wrong."""
     answer = result.as_json()
     if as_json:
         click.echo(json.dumps(answer))
@@ -194,7 +193,7 @@ def _tell(result: ChaosResult | TwinResult, *, as_json: bool) -> None:
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM and SIGHUP stop the demo as Ctrl-C does, its processes with it."""
+    """Stops the demo and its processes on SIGTERM and SIGHUP, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
@@ -269,7 +268,7 @@ def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
 
 
 def _load_tokenizer(folder: str) -> Any:
-    """One of transformers that leaves special tokens out of texts, as vLLM does."""
+    """Loads a tokenizer of transformers that leaves out special tokens, as vLLM does."""
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415 - optional
 

@@ -52,7 +52,7 @@ class UpdateArguments(PauseArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class PauseOptions:
-    """The arguments of :meth:`TrainerAgent.paused`.
+    """The checked arguments of :meth:`TrainerAgent.paused`.
 
     Raises:
         UsageError: ``wait_s`` is not a time that can be waited for.

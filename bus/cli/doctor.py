@@ -38,7 +38,7 @@ _COLOURS: Final[dict[str, str]] = {"ok": "green", "note": "cyan", "warn": "yello
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. ``hint`` says what to do when it isn't ok."""
+    """One finding. ``hint`` says what to do if its state is not ok."""
 
     name: str
     state: State
@@ -140,7 +140,7 @@ def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]
 
 
 def bus_checks(options: Options) -> list[Check]:
-    """What every host of the bus needs."""
+    """Returns the checks of every host of the bus."""
     return [
         _python(),
         _packages(),
@@ -175,7 +175,6 @@ def _loop() -> Check:
 
 
 def _clock() -> Check:
-    """Leases and heartbeats run on the monotonic clock; logs of several hosts on the other."""
     resolution_ms = time.get_clock_info("monotonic").resolution * 1000
     if resolution_ms > 1:
         return Check(
@@ -197,7 +196,7 @@ def _clock() -> Check:
 
 
 def _files() -> Check:
-    """A broker holds one descriptor per peer."""
+    """Checks the limit of file descriptors, of which a broker needs one per peer."""
     import resource  # noqa: PLC0415 - not on every system
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -212,7 +211,7 @@ def _files() -> Check:
 
 
 def _broker(address: str, how: Security | None) -> Check:
-    """A broker answers there, or could listen there."""
+    """Checks that a broker answers at the address, or could listen there."""
     try:
         status = run(fetch_status(address, timeout_s=1.0, security=how))
     except UsageError as error:

@@ -33,7 +33,7 @@ def journal() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """``wall``: seconds since 1970; otherwise seconds on the broker's clock."""
+    """A time in seconds: since 1970 if ``wall``, else on the broker's clock."""
 
     seconds: float
     wall: bool
@@ -165,7 +165,7 @@ def grep(pattern: str, source: Path, filters: Filters) -> None:
 
 
 def _print(source: Path, filters: Filters, pattern: re.Pattern[str] | None) -> int:
-    """Print what passes; return how many those were. Gaps are told on stderr."""
+    """Prints the records that pass, and gaps to stderr; returns how many records that were."""
     printed = 0
     for item in read(source):
         if isinstance(item, Gap):

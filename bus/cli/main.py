@@ -37,7 +37,7 @@ _OWN: Final[dict[str, click.Command]] = {
 
 
 class CommandGroup(click.Group):
-    """Own commands, then those of the entry point group ``wavebus.commands``, loaded late."""
+    """Has wavebus's commands, and those of the entry point group ``wavebus.commands``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names of all commands."""
@@ -80,13 +80,13 @@ def _extra(command: str) -> str:
 
 
 def _defaults_of(ctx: click.Context, name: str, command: click.Command) -> None:
-    """What the TOML file says for this command, below flags and environment."""
+    """Takes a command's defaults from the TOML file, below flags and environment."""
     defaults = settings.load(ctx.params.get("config"), name, _options(command))
     ctx.default_map = {**(ctx.default_map or {}), name: defaults}
 
 
 def _options(command: click.Command) -> dict[str, Any]:
-    """The option names of a command, of its subcommands too, as a tree."""
+    """Returns the option names of a command and its subcommands, as a tree."""
     found: dict[str, Any] = {
         param.name: None
         for param in command.params
@@ -118,12 +118,12 @@ def wavebus(config: Path | None) -> None:
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Runs the command `wavebus`."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command, turning what goes wrong into one line on stderr and an exit code."""
+    """Runs a command; reports an error as one line on stderr, and returns the exit code."""
     try:
         code = wavebus.main(arguments, prog_name="wavebus", standalone_mode=False)
     except click.exceptions.Exit as leaving:

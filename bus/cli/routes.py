@@ -148,7 +148,7 @@ async def _follow(
 
 
 def _watch_output(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    """Set ``ended`` when the reader of the output is gone, though nothing is written."""
+    """Sets ``ended`` when the reader of the output is gone, even if nothing is written."""
     output = select.poll()
     output.register(_STDOUT, 0)  # errors and hang-ups are reported always
     output.poll()

@@ -85,7 +85,7 @@ def _table(address: str, answer: Status) -> str:
 
 
 def _serves(group: GroupStatus, engine: EngineView) -> str:
-    """Whether requests are to be sent to the engine; if not, what it waits for."""
+    """Returns whether requests are sent to the engine; if not, what it waits for."""
     if engine.name in group.routable:
         return "yes"
     dp_group = next((each for each in group.dp_groups if each.name == engine.dp_group), None)
@@ -125,7 +125,6 @@ def _some(names: list[str]) -> str:
 
 
 def _dp_groups(group: GroupStatus) -> list[str]:
-    """Their waves, their cores, and what is wrong with them."""
     if not group.dp_groups:
         return []
     lines = ["", "  waves:"]

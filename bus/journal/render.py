@@ -34,7 +34,7 @@ _SHOWN_AS_ZERO: Final = ("chunk", "version", "wave", "rank")
 
 @dataclass(frozen=True, slots=True)
 class DecodedFrame:
-    """A frame of the journal, decoded; ``fault`` says why it can't be, or is empty."""
+    """A decoded frame of a journal; ``fault`` says why it can't be decoded, or is empty."""
 
     peers: tuple[str, ...]
     envelope: Envelope | None = None
@@ -43,23 +43,23 @@ class DecodedFrame:
 
     @property
     def kind(self) -> str:
-        """The message's wire name; ``?`` where it can't be read."""
+        """The message's wire name; ``?`` if it can't be read."""
         return self.envelope.kind if self.envelope else "?"
 
     @property
     def update_id(self) -> str:
-        """Of the pause or update that the message is about; empty if it is about none."""
+        """The id of the message's pause or update; empty if it has none."""
         update_id: str = getattr(self.message, "update_id", "")
         return update_id
 
 
 def peer_of(route: bytes) -> str:
-    """The name in a peer's route."""
+    """Returns the name in a peer's route."""
     return route.decode(errors="backslashreplace").rsplit("#", 1)[0]
 
 
 def decode_frame(record: FrameReceived | FrameSent) -> DecodedFrame:
-    """What a frame says."""
+    """Decodes the frame of a record."""
     routes = (record.route,) if isinstance(record, FrameReceived) else record.routes
     peers = tuple(peer_of(route) for route in routes)
     envelope = None
@@ -71,7 +71,7 @@ def decode_frame(record: FrameReceived | FrameSent) -> DecodedFrame:
 
 
 def describe(record: Record) -> str:
-    """A record in one line, without its time."""
+    """Returns a record as one line, without its time."""
     match record:
         case FileBegan():
             return f"the broker's life {record.boot:x} begins, or its file {record.file}"
@@ -98,7 +98,7 @@ def describe(record: Record) -> str:
 
 
 def summary(message: Message) -> str:
-    """What a message says, without what is empty, and with the sizes of what is long."""
+    """Returns a message's fields that are not empty, with the sizes of long ones."""
     fields = ((name, getattr(message, name)) for name in fields_of(message))
     return " ".join(
         f"{name}={_short(value)}"
@@ -108,20 +108,20 @@ def summary(message: Message) -> str:
 
 
 def fields_of(message: Message) -> tuple[str, ...]:
-    """The names of its fields."""
+    """Returns the names of a message's fields."""
     names: tuple[str, ...] = type(message).__match_args__
     return names
 
 
 def line(entry: Entry) -> str:
-    """A record in one line: number, time, way, and what it says."""
+    """Returns a record as one line: number, time, way and content."""
     ways = {FrameReceived: "<-", FrameRefused: "<-", FrameSent: "->", TimerFired: ".."}
     way = ways.get(type(entry.record), "==")
     return f"{entry.number:>7}  {_clock(entry)}  {way} {describe(entry.record)}"
 
 
 def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
-    """The same for programs. ``full`` has long lists whole, which may be a whole manifest."""
+    """Returns a record for JSON; ``full`` keeps long lists, such as a whole manifest."""
     record = entry.record
     found: dict[str, Any] = {
         "record": entry.number,
@@ -159,7 +159,7 @@ def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
 
 
 def wall_s(entry: Entry) -> float | None:
-    """What the wall clock said, in seconds since 1970; None where the file's head is damaged."""
+    """Returns the wall clock, in seconds since 1970; None if the file's head is damaged."""
     if entry.began is None:
         return None
     return entry.began.wall_s + (entry.record.now_ms - entry.began.now_ms) / 1000

@@ -63,7 +63,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """One record, replayed. ``notes`` are what the machine would log because of it."""
+    """One replayed record. ``notes`` are what the machine would log because of it."""
 
     entry: Entry
     notes: tuple[Note, ...] = ()
@@ -126,7 +126,7 @@ class Replay:
     def _effects(
         self, record: FrameReceived | FrameRefused | KeysChanged | TimerFired
     ) -> list[Effect] | str:
-        """What the machine does; or, in words, what it does instead of what was recorded."""
+        """Returns the machine's effects; or, as text, what it does instead of what was recorded."""
         match record:
             case TimerFired():
                 return self.machine.tick(record.now_ms)
@@ -151,7 +151,6 @@ class Replay:
         return self.machine.receive(record.route, envelope, message, record.now_ms, record.user)
 
     def _perform(self, effects: Iterable[Effect]) -> tuple[Note, ...]:
-        """As the broker's shell does."""
         notes: list[Note] = []
         for effect in effects:
             if isinstance(effect, Note):
@@ -230,7 +229,7 @@ def _describe_send(send: Send) -> str:
 
 
 def _mismatch(expected: Send, record: FrameSent) -> str:
-    """In what the frame is not the one that was to be sent; empty if it is."""
+    """Returns how a frame differs from the one that was to be sent; empty if it does not."""
     try:
         envelope, message = codec.decode(record.frame)
     except DecodeError as error:

@@ -82,7 +82,7 @@ class TraceSpan:
 
 @dataclass(slots=True)
 class _Track:
-    """One peer. ``asked``: what it has not answered, and since when."""
+    """One peer's requests that are not answered, with the times at which they were sent."""
 
     role: Literal["trainer", "engine"]
     group: str
@@ -114,7 +114,7 @@ def spans(items: Iterable[Item]) -> list[TraceSpan]:
 
 
 class _Life:
-    """One life of the broker. ``shift_ms`` brings its clock to that of the first record."""
+    """Collects the spans of one life of the broker; ``shift_ms`` aligns its clock."""
 
     def __init__(self, began: FileBegan, shift_ms: float) -> None:
         self.boot = began.boot
@@ -126,7 +126,7 @@ class _Life:
         self._requests: dict[tuple[str, int], _Key | None] = {}
 
     def on_received(self, route: bytes, decoded: DecodedFrame) -> list[TraceSpan]:
-        """An engine's answer, or a trainer's command."""
+        """Handles an engine's answer, or a trainer's command."""
         (peer,), envelope, message = decoded.peers, decoded.envelope, decoded.message
         if envelope is None or message is None:
             return []
@@ -151,7 +151,7 @@ class _Life:
         return []
 
     def on_sent(self, routes: tuple[bytes, ...], decoded: DecodedFrame) -> list[TraceSpan]:
-        """A command to engines, or an answer to a trainer."""
+        """Handles a command to engines, or an answer to a trainer."""
         envelope, message = decoded.envelope, decoded.message
         if envelope is None or message is None:
             return []
@@ -175,7 +175,7 @@ class _Life:
         return []
 
     def unfinished(self) -> list[TraceSpan]:
-        """What was asked for and not answered when the journal ends."""
+        """Returns the requests without an answer at the end of the journal."""
         return [span for peer in self._tracks for span in self._end_open_span(peer)]
 
     def _on_asked(
@@ -196,7 +196,7 @@ class _Life:
         return [span]
 
     def _end_open_span(self, peer: str) -> list[TraceSpan]:
-        """The first of what the peer has not answered: there it stood."""
+        """Ends the first span that the peer has not answered."""
         track = self._tracks.get(peer)
         if track is None or not track.asked:
             return []

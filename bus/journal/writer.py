@@ -183,7 +183,6 @@ class JournalWriter:
             self._timer = self._scheduler.call_at(self._scheduler.now_ms() + _FLUSH_MS, self.flush)
 
     def _has_records(self) -> bool:
-        """Whether the file has more than its head."""
         return self._size > self._head_bytes
 
     def _write(self) -> None:
@@ -209,7 +208,7 @@ class JournalWriter:
             self._pause_recording(error)
 
     def _open(self, next_bytes: int = 0) -> None:
-        """The next file, for a record of so many bytes and more; older ones make room for it."""
+        """Begins the next file, for a record of ``next_bytes``, and drops old files for it."""
         now_ms = self._scheduler.now_ms()
         began = FileBegan(
             self._boot,
@@ -245,7 +244,7 @@ class JournalWriter:
         return self._folder / f"{number:08d}{SUFFIX}"
 
     def _pause_recording(self, error: OSError) -> None:
-        """Give up what is buffered, and try later: the bus goes on without a journal meanwhile."""
+        """Drops the buffer, and tries again later; the bus has no journal meanwhile."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._written_bytes)  # no half of a record stays
@@ -276,6 +275,6 @@ class JournalWriter:
 
 
 def journal_files(folder: Path) -> list[Path]:
-    """The files of a journal, oldest first."""
+    """Returns the files of a journal, oldest first."""
     found = folder.glob(f"*{SUFFIX}")
     return sorted(path for path in found if path.name.removesuffix(SUFFIX).isdigit())

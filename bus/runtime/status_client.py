@@ -23,7 +23,7 @@ _RESEND_S: Final = 0.2
 async def fetch_status(
     address: str, *, timeout_s: float, security: Security | None = None
 ) -> Status:
-    """The broker's view.
+    """Requests a broker's status, without joining.
 
     Raises:
         BusTimeout: no broker answers there in time.

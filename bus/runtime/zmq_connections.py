@@ -66,11 +66,11 @@ class ConnectionGuard:
         self._checks = self._checks_after_cut = 0
 
     def close(self) -> None:
-        """End; no connection is cut by that."""
+        """Closes the guard; no connection is cut by that."""
         self._files.close()
 
     def check(self) -> None:
-        """Look at the memory, and cut connections; to be called every :data:`CHECK_S` seconds."""
+        """Checks the memory, and cuts connections. Call it every :data:`CHECK_S` seconds."""
         resident_bytes = self._resident_bytes()
         self._normal_bytes = min(self._normal_bytes, resident_bytes)
         finished, self.finished = self.finished, None

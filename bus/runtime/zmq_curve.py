@@ -30,14 +30,14 @@ _LOGGED: Final = 1000
 
 
 def new_pair() -> tuple[str, str]:
-    """A public and a secret key, in Z85."""
+    """Returns a new public and secret key, in Z85."""
     _require_curve()
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 
 
 def secure_server(socket: zmq.Socket[bytes], own: Key) -> None:
-    """Let in who has a key that the context's handler knows. Before it is bound."""
+    """Admits only clients whose key the context's handler knows. Call it before bind."""
     _require_curve()
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
@@ -46,7 +46,7 @@ def secure_server(socket: zmq.Socket[bytes], own: Key) -> None:
 
 
 def secure_client(socket: zmq.Socket[bytes], security: Security) -> None:
-    """Prove the own key, and have the server prove its own. Before it connects."""
+    """Sets the client's keys and the server's public key. Call it before connect."""
     if security.own is None:
         return
     _require_curve()
@@ -56,7 +56,7 @@ def secure_client(socket: zmq.Socket[bytes], security: Security) -> None:
 
 
 class ZapHandler:
-    """The handler of one context.
+    """Answers ZeroMQ's requests about keys in one context.
 
     Args:
         knows: whether a public key (Z85) is authorised.

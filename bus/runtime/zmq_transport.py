@@ -80,7 +80,7 @@ _locked: list[tuple[int, zmq.Context[zmq.Socket[bytes]]]] = []  # of brokers wit
 
 
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    """This process's context: ours alone, so that it can be ended when the process ends."""
+    """Returns the context of this process, which is closed when the process ends."""
     context = _contexts.get(os.getpid())
     if context is None:
         context = _contexts[os.getpid()] = _new_context()
@@ -95,7 +95,7 @@ def _new_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _own_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """One more: a context has one handler that is asked about keys."""
+    """Returns a new context, because each has one handler for keys."""
     _context()
     context = _new_context()
     _locked.append((os.getpid(), context))
@@ -103,7 +103,7 @@ def _own_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _flush(pid: int) -> None:
-    """At exit: let go what was sent last, such as a LEAVE; without this it is lost."""
+    """Sends what was sent last, such as LEAVE, before the process ends."""
     if pid == os.getpid():
         _contexts.pop(pid).destroy(linger=_LINGER_MS)
         for owner, context in _locked:
@@ -121,7 +121,7 @@ def _harden(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> None:
-    """Bind; a socket of ours that was closed just now may hold the port a moment longer."""
+    """Binds; waits a moment if a socket that was just closed still has the port."""
     deadline_s = time.monotonic() + _REBIND_S
     while True:
         try:
@@ -137,7 +137,7 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def _is_taken(path: str) -> bool:
-    """Whether somebody listens at a Unix socket."""
+    """Returns whether another process listens at a Unix socket."""
     with contextlib.suppress(OSError), unix_socket.socket(unix_socket.AF_UNIX) as probe:
         probe.connect(path)
         return True
@@ -393,5 +393,5 @@ def _explain(address: str, error: zmq.ZMQError) -> str:
 
 
 def library_version() -> str:
-    """The version of the ZeroMQ library itself."""
+    """Returns the version of the ZeroMQ library."""
     return zmq.zmq_version()

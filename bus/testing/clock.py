@@ -69,7 +69,7 @@ class SimScheduler:
         return True
 
     def _due_by(self, until_ms: float) -> bool:
-        """Whether a timer that was not cancelled falls due; those that were go away."""
+        """Returns whether a timer is due, and drops cancelled ones."""
         while self._timers and self._timers[0].cancelled:
             heapq.heappop(self._timers)
         return bool(self._timers) and self._timers[0].when_ms <= until_ms

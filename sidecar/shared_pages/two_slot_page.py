@@ -126,14 +126,14 @@ class TwoSlotRecord:
         raise NoPage("no slot is whole")
 
     def _numbers(self) -> tuple[int, int]:
-        """The number of the write that each slot is of, whole or not."""
+        """Returns the write number of each slot, whole or not."""
         first, second = self._slots
         (one,) = _NUMBER.unpack_from(self._memory, first + _NUMBER_AT)
         (other,) = _NUMBER.unpack_from(self._memory, second + _NUMBER_AT)
         return one, other
 
     def _whole(self) -> list[tuple[int, bytes]]:
-        """Number and body of each slot that is whole."""
+        """Returns write number and body of each whole slot."""
         found: list[tuple[int, bytes]] = []
         for at in self._slots:
             slot = self._memory[at : at + _SLOT_HEAD.size + self._body_bytes]

@@ -42,7 +42,7 @@ ARGUMENTS = 3
 
 
 def die_with_parent(signum: int) -> None:
-    """Have the kernel send this process ``signum`` when its parent's thread ends. Linux only."""
+    """Makes the kernel signal this process when its parent's thread ends. Linux only."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _clean_up(group: int) -> None:
-    """Kill what is left of the group; of its shared memory, leave no name that nobody else uses."""
+    """Kills the rest of the group, and removes its shared memory that nobody else uses."""
     names = _names(_members(group))
     until = time.monotonic() + GONE_S
     while (left := _members(group)) and time.monotonic() < until:
@@ -116,7 +116,6 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 def _members(group: int) -> set[int]:
-    """The processes of a process group that live."""
     found = set()
     for pid in _processes():
         with contextlib.suppress(OSError):
@@ -132,7 +131,7 @@ def _processes() -> set[int]:
 
 
 def _names(processes: set[int]) -> set[str]:
-    """Names of shared memory that these processes have mapped."""
+    """Returns the names of shared memory that these processes have mapped."""
     found = set()
     for pid in processes:
         with contextlib.suppress(OSError):

@@ -72,7 +72,7 @@ class ServerCommand:
 
 
 def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerCommand:
-    """Complete the command of a vLLM API server.
+    """Completes the command of a vLLM API server.
 
     Adds ``--host 127.0.0.1``, a free ``--port``, the weight transfer backend and
     ``--enable-scale-out`` (the token-in, token-out route) where they are missing, and
@@ -138,7 +138,7 @@ def _for_other_hosts(host: str, api_key: str, env: Mapping[str, str]) -> list[st
 
 
 class SupervisedServer:
-    """One server process, from start to stop.
+    """Runs one server process, from start to stop.
 
     Args:
         argv: the command, such as ``python -m vllm.entrypoints.openai.api_server
@@ -178,11 +178,11 @@ class SupervisedServer:
 
     @property
     def pid(self) -> int:
-        """Of the guard, whose child the server is; 0 before the start."""
+        """The pid of the guard, whose child the server is; 0 before the start."""
         return self._process.pid if self._process is not None else 0
 
     async def start(self) -> str:
-        """Start it, and return its URL once it is healthy. Once only.
+        """Starts the server, once, and returns its URL when it is healthy.
 
         Raises:
             EngineDead: it ended before that; with its exit code and last lines.
@@ -211,7 +211,7 @@ class SupervisedServer:
         return self.base_url
 
     async def wait_for_exit(self) -> str:
-        """Return when it has ended, with how."""
+        """Waits until the server has ended; returns how."""
         process = self._process
         if process is None:
             raise EngineError("start() comes first")
@@ -219,12 +219,12 @@ class SupervisedServer:
         return self._reason(process)
 
     def send_signal(self, signum: int) -> None:
-        """Pass SIGINT or SIGTERM on: the server ends in order, or is killed after the grace."""
+        """Passes SIGINT or SIGTERM on; the server ends, or is killed after the grace."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signum)
 
     async def stop(self) -> None:
-        """End it and its whole process group: SIGTERM, and SIGKILL after the grace."""
+        """Ends the server and its process group: SIGTERM, and SIGKILL after the grace."""
         process = self._process
         if process is None:
             return
@@ -250,7 +250,7 @@ class SupervisedServer:
     # -- inside ------------------------------------------------------------------------
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
-        """In a thread, so that a busy event loop never blocks the server's output."""
+        """Reads the server's output in a thread, so that a busy event loop never blocks it."""
         assert process.stdout is not None
         with process.stdout as output:
             for raw in output:
@@ -285,7 +285,7 @@ class SupervisedServer:
 
 
 def _options(argv: Sequence[str]) -> dict[str, str]:
-    """``--long options`` with their values (empty for flags); underscores become hyphens."""
+    """Returns ``--long options`` with their values; empty for flags."""
     found: dict[str, str] = {}
     for index, argument in enumerate(argv):
         if not argument.startswith("--") or argument == "--":
@@ -298,7 +298,7 @@ def _options(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _transfer_options(options: Mapping[str, str]) -> list[str]:
-    """The option that chooses the backend, if the user left it out; a dotted one counts."""
+    """Returns the option that chooses the transfer backend, if the command has none."""
     name = "weight-transfer-config"
     chosen = options.get(f"{name}.backend")
     if name in options:

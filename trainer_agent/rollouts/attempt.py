@@ -63,7 +63,7 @@ class _LogProbs(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What an event says of one choice."""
+    """The part of an event that is about one choice."""
 
     index: int
     token_ids: list[int] | None = None

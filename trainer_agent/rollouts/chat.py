@@ -245,7 +245,7 @@ class Chat:
 
 
 def _message(choice: Choice, parsed: dict[str, Any] | None) -> dict[str, Any]:
-    """A choice's message, which ends before the stop string."""
+    """Returns a choice's message, up to the stop string."""
     message = parsed or {"role": "assistant", "content": choice.text or ""}
     text = message.get("content")
     if isinstance(choice.stop_reason, str) and isinstance(text, str):

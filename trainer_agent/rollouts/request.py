@@ -75,7 +75,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A request that was checked.
+    """A checked request.
 
     Args:
         id: names it in engines' logs; each attempt adds its number.
@@ -95,12 +95,12 @@ class RolloutRequest:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings of which any ends a choice."""
+        """The stop strings; any of them ends a choice."""
         stop = self.params.stop
         return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
     def budget(self, limits: RequestLimits) -> int | None:
-        """The most output tokens of a choice; None if nobody knows."""
+        """Returns the most output tokens of a choice; None if unknown."""
         room = limits.max_model_len - len(self.prompt) if limits.max_model_len else None
         known = [each for each in (self.params.max_tokens, room) if each is not None]
         return min(known) if known else None
@@ -140,7 +140,7 @@ class RolloutRequest:
         }
 
     def inexact(self, limits: RequestLimits) -> tuple[str, ...]:
-        """Why a continuation on an engine of these limits may differ; empty if it is exact."""
+        """Returns why a continuation on such an engine may differ; empty if it is exact."""
         params = self.params
         default = SamplingParameters()
         reasons = [
@@ -152,7 +152,7 @@ class RolloutRequest:
         return tuple(reasons)
 
     def check(self, limits: RequestLimits) -> None:
-        """Check against what engines take.
+        """Checks the request against the engines' limits.
 
         Raises:
             UsageError: names the field at fault.
@@ -234,7 +234,7 @@ def make_request(
 
 
 def named(field: str, error: Exception) -> str:
-    """What msgspec says is wrong, after the name of the field at fault."""
+    """Returns msgspec's error, after the name of the field at fault."""
     detail, _, path = str(error).partition(" - at ")
     name = field + path.strip("`").removeprefix("$")
     _, _, unknown = detail.partition("contains unknown field ")

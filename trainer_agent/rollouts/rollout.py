@@ -30,7 +30,7 @@ _POISONED: Final = 2
 
 
 class RolloutRun:
-    """A request under way.
+    """Runs one request until all of its choices are done.
 
     Args:
         request: what is asked.
@@ -58,7 +58,7 @@ class RolloutRun:
         self._last = ""  # what ended the last attempt that failed, and where
 
     async def run(self) -> Completion:
-        """Ask until all choices are done.
+        """Sends attempts until all choices are done.
 
         Raises:
             UsageError, RolloutFailed: as :meth:`RolloutClient.generate`.
@@ -99,12 +99,11 @@ class RolloutRun:
         return Completion(request.id, request.prompt, tuple(choice.result() for choice in choices))
 
     async def _finish(self, choice: ChoiceState) -> None:
-        """Attempts for one choice, until it is done."""
         while not choice.done:
             await self._attempt([choice])
 
     async def _attempt(self, choices: Sequence[ChoiceState]) -> None:
-        """Ask one engine for these choices: all from the start, or one from where it is."""
+        """Sends one request for these choices: all from the start, or one from where it is."""
         request, first = self._request, choices[0]
         load = await self._pool.acquire(request.session_id, len(choices), frozenset(self._avoid))
         route = load.route
@@ -135,7 +134,7 @@ class RolloutRun:
         self._judge(choices, load, cut)
 
     def _prepare(self, choice: ChoiceState, reasons: Sequence[str]) -> None:
-        """Decide how a choice that has tokens goes on."""
+        """Decides how a choice with tokens continues."""
         if not reasons:
             return
         request = self._request

@@ -59,7 +59,7 @@ class RolloutBatch(Generic[T]):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``age_mean``, ``age_max`` and ``dropped``, for a trainer's log."""
+        """Metrics for a trainer's log: ``age_mean``, ``age_max`` and ``dropped``."""
         mean = sum(self.ages) / len(self.ages)
         return {"age_mean": mean, "age_max": max(self.ages), "dropped": self.dropped}
 
@@ -73,7 +73,7 @@ class BufferedRollout(Generic[T]):
         self.sample: tuple[T] | None = None
 
     def add(self, sample: T, *completions: Completion) -> bool:
-        """It has finished.
+        """Adds the sample, which finishes the rollout.
 
         Args:
             sample: what the trainer takes: completions with their rewards, for example.
@@ -91,7 +91,7 @@ class BufferedRollout(Generic[T]):
 
 
 class RolloutBuffer(Generic[T]):
-    """Finished rollouts, until the trainer takes them; it limits how old they are then.
+    """Keeps finished rollouts until the trainer takes them, and limits their age.
 
     ::
 
@@ -150,7 +150,7 @@ class RolloutBuffer(Generic[T]):
     def valid_count(
         self, current_version: int | None = None, max_age_steps: int | None = None
     ) -> int:
-        """How many finished samples are young enough.
+        """Returns how many finished samples are young enough.
 
         Args:
             current_version: ages are up to this one; samples of later commits don't count. Default:
@@ -174,7 +174,7 @@ class RolloutBuffer(Generic[T]):
         return sum(r.sample is not None and self._age(r) <= self.max_age_steps for r in meant)
 
     def on_commit(self, version: int) -> None:
-        """The engines serve a new version of the model: what ``update_weights`` returned.
+        """Records a new version of the model, as ``update_weights`` returned it.
 
         Raises:
             UsageError: a later one was committed before.
@@ -201,7 +201,7 @@ class RolloutBuffer(Generic[T]):
                 self._remove(rollout)
 
     async def take(self, count: int | None = None, *, in_order: bool = False) -> RolloutBatch[T]:
-        """Wait for so many finished samples and take them, those that started first.
+        """Waits for finished samples and takes them, in the order in which they started.
 
         Args:
             count: how many. Default: ``samples_per_step``.
@@ -247,7 +247,7 @@ class RolloutBuffer(Generic[T]):
         return True
 
     def _drop_old(self, among: dict[BufferedRollout[T], None]) -> list[int]:
-        """Drop the finished samples that are too old; returns their ages."""
+        """Drops the finished samples that are too old; returns their ages."""
         ages = {r: age for r in among if r.sample and (age := self._age(r)) > self.max_age_steps}
         for rollout in ages:
             self._remove(rollout)
@@ -259,7 +259,7 @@ class RolloutBuffer(Generic[T]):
         return list(ages.values())
 
     def _age(self, rollout: BufferedRollout[T], current: int | None = None) -> int:
-        """In commits; negative if all of it is of later commits than ``current``."""
+        """Returns the age in commits; negative if all of it is newer than ``current``."""
         commits, place = self._commits, bisect.bisect_right
         if current is None:
             return len(commits) - place(commits, rollout.version)

@@ -109,7 +109,7 @@ class ChunkStream:
     async def _send(
         self, update: Update, chunk: _FilledChunk, step: SendStep, window: ChunkWindow
     ) -> None:
-        """Tell, send, and tell that it is sent; both words are answered when it is applied."""
+        """Announces a chunk, sends it, and reports it sent; waits until it is applied."""
         seq = chunk.seq
         window.on_announced(seq)
         async with announce_chunk(step, self.plan.chunk_meta(update.id, seq, chunk.handle)):
@@ -140,7 +140,6 @@ class ChunkStream:
             await self._changed.wait()
 
     def _note(self, event: Callable[[int], None], seq: int) -> None:
-        """Tell the window, and all who wait for it."""
         event(seq)
         self._changed.set()
         self._changed = anyio.Event()
@@ -170,7 +169,7 @@ class ChunkStream:
         return await anyio.to_thread.run_sync(self._fill, seq, await taking)
 
     def _check_stuck(self, seq: int, waited_s: float) -> WavebusError | None:
-        """Why the source is waited for no longer."""
+        """Returns the error of a source that is stuck; None while it may continue."""
         self.connection.tensors_taken = self._taken
         if self.connection.lost_rank is not None:
             return refusal(self.connection.lost_rank)
@@ -183,7 +182,7 @@ class ChunkStream:
         return BusTimeout(text, step=Step.CHUNK, chunk=seq)
 
     def _take(self, seq: int) -> list[torch.Tensor]:
-        """Take the chunk's tensors from the source; runs in a thread."""
+        """Reads a chunk's tensors from the source; runs in a thread."""
         chunk: list[torch.Tensor] = []
         with self._take_lock:
             for _, tensor in itertools.islice(self._tensors, self.plan.tensor_count(seq)):
@@ -194,7 +193,7 @@ class ChunkStream:
         return chunk
 
     def _fill(self, seq: int, chunk: list[torch.Tensor]) -> _FilledChunk:
-        """Offer the chunk; runs in a thread."""
+        """Puts a chunk into the sender; runs in a thread."""
         if self.copy is not None:
             self.copy.copy_from(self.plan.manifest.part(seq).start, chunk)
         handle = self._sender.put(seq, chunk)
@@ -202,7 +201,7 @@ class ChunkStream:
 
 
 async def _in_thread(call: Callable[[int], None], seq: int) -> None:
-    """Who gives up, does not wait for it: it ends by itself."""
+    """Calls in a thread. If cancelled, the call ends by itself later."""
     await anyio.to_thread.run_sync(call, seq, abandon_on_cancel=True)
 
 
@@ -222,7 +221,7 @@ def do_nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _FilledChunk:
-    """One that was put."""
+    """A chunk that is in the sender's buffers."""
 
     seq: int
     handle: bytes

@@ -46,7 +46,7 @@ _OF_MODULE: Final = re.compile(r"(\.lora_[AB])\.[^.]+\.weight\Z")
 
 
 class Adapter:
-    """One version of an adapter, read and checked on the trainer's side.
+    """One version of an adapter, read and checked by the trainer.
 
     Args:
         name: what engines and their clients call it.
@@ -65,7 +65,7 @@ class Adapter:
         self.plan = UpdatePlan.of_source(metas, chunk_bytes=sys.maxsize)
 
     def sums(self, verify: Verify) -> tuple[int, ...]:
-        """Of its tensors, where they are."""
+        """Returns the checksums of its tensors."""
         return self.plan.sums(0, list(self.tensors.values()), verify)
 
 
@@ -97,7 +97,7 @@ class WrittenAdapter:
         self.handle = encode(AdapterFolder(self._folder.path.name, digest))
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Removes the folder."""
         self._folder.close()
 
 
@@ -110,7 +110,7 @@ async def send_adapter(
     label: str,
     verify: Verify,
 ) -> UpdateReport:
-    """Have every engine load an adapter, and serve it: one update, whose end is the caller's.
+    """Has every engine load and serve an adapter, as one update that the caller ends.
 
     Engines have read the folder when this returns, and need it no more.
     """
@@ -151,7 +151,7 @@ def _nothing_left() -> None:
 
 
 def adapter_tensors(source: Weights) -> dict[str, torch.Tensor]:
-    """Tensors by the names that PEFT gives them in a checkpoint.
+    """Returns tensors by the names that PEFT gives them in a checkpoint.
 
     Raises:
         UsageError: there are none, or those of two adapters.
@@ -174,7 +174,7 @@ def adapter_tensors(source: Weights) -> dict[str, torch.Tensor]:
 
 
 def config_text(config: Mapping[str, Any]) -> bytes:
-    """PEFT's ``adapter_config.json``.
+    """Returns PEFT's ``adapter_config.json``.
 
     Raises:
         UsageError: names the key that is missing or wrong.
@@ -202,7 +202,7 @@ def config_text(config: Mapping[str, Any]) -> bytes:
 
 
 def _listed(value: object) -> list[Any]:
-    """PEFT keeps some lists as sets."""
+    """Makes lists of the sets that PEFT has in its config."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     raise TypeError(f"a {type(value).__name__} has no place in JSON")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def as_source(weights: Weights, config: Any = None) -> WeightSource:
-    """The source for a module, a state dict, pairs, or a source itself.
+    """Returns the source for a module, a state dict, pairs, or a source itself.
 
     Args:
         weights: a model of transformers is sent as ``save_pretrained`` would write it.

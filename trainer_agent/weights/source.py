@@ -55,7 +55,7 @@ Weights: TypeAlias = (
 
 
 class PairSource:
-    """A source over ``(name, tensor)`` pairs that can be read again and again."""
+    """Yields ``(name, tensor)`` pairs, which can be read again and again."""
 
     def __init__(self, pairs: Mapping[str, torch.Tensor]) -> None:
         self._pairs = pairs
