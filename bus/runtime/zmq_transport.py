@@ -75,17 +75,20 @@ _SILENCE_LIMIT_S: Final = 6.0
 _MAX_SILENCE_LIMIT_S: Final = 30.0
 _SCHEMES: Final = ("tcp", "ipc", "inproc")
 _LOOKS_LIKE: Final = "an address looks like tcp://127.0.0.1:7710"
-_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process: forks need their own
-_locked: list[tuple[int, zmq.Context[zmq.Socket[bytes]]]] = []  # of brokers with keys
+# By process, because forks need their own: the first is that of sockets without a handler for keys,
+# the others have one handler each.
+_contexts: dict[int, list[zmq.Context[zmq.Socket[bytes]]]] = {}
 
 
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Returns the context of this process, which is closed when the process ends."""
-    context = _contexts.get(os.getpid())
-    if context is None:
-        context = _contexts[os.getpid()] = _new_context()
-        atexit.register(_flush, os.getpid())
-    return context
+def _context(*, has_handler: bool = False) -> zmq.Context[zmq.Socket[bytes]]:
+    """Returns the context of this process, or a new one for a handler for keys."""
+    pid = os.getpid()
+    if pid not in _contexts:
+        _contexts[pid] = [_new_context()]
+        atexit.register(_flush, pid)
+    if has_handler:
+        _contexts[pid].append(_new_context())
+    return _contexts[pid][-1 if has_handler else 0]
 
 
 def _new_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -94,21 +97,11 @@ def _new_context() -> zmq.Context[zmq.Socket[bytes]]:
     return context
 
 
-def _own_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Returns a new context, because each has one handler for keys."""
-    _context()
-    context = _new_context()
-    _locked.append((os.getpid(), context))
-    return context
-
-
 def _flush(pid: int) -> None:
     """Sends what was sent last, such as LEAVE, before the process ends."""
     if pid == os.getpid():
-        _contexts.pop(pid).destroy(linger=_LINGER_MS)
-        for owner, context in _locked:
-            if owner == pid:
-                context.destroy(linger=_LINGER_MS)
+        for context in _contexts.pop(pid):
+            context.destroy(linger=_LINGER_MS)
 
 
 def _harden(socket: zmq.Socket[bytes], address: str) -> None:
@@ -164,7 +157,7 @@ class ZmqServer(ZmqSocket):
         if keyring is None:
             _refuse_open(address, insecure=insecure, what="anyone who reaches it may")
         self.keyring = keyring
-        context = _own_context() if keyring else _context()
+        context = _context(has_handler=keyring is not None)
         socket = context.socket(zmq.ROUTER)
         _harden(socket, address)
         socket.setsockopt(zmq.RCVHWM, _UNREAD)

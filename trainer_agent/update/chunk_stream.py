@@ -7,6 +7,7 @@ from ARM to the commit.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import threading
 import time
@@ -18,8 +19,8 @@ import anyio
 import anyio.lowlevel
 import torch
 
-from bus.errors import BusTimeout, Refused, WavebusError, refusal
-from bus.messages import ChunkSent, NackCode, Step
+from bus.errors import BusTimeout, WavebusError, refusal
+from bus.messages import ChunkSent, Step
 from bus.protocol.trainer.chunk_window import ChunkWindow
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import announce_chunk, flat_task_group
@@ -237,14 +238,8 @@ async def send_stream(
     """
     stream.connection = steps.connection
     await transport.open(stream.buffer_bytes)
-    try:
-        await update.arm(stream.plan, transport.backend, transport.communicator, label)
-    except Refused as refused:
-        # One that joined since the transport was opened has no end of it.
-        if refused.code is not NackCode.TRANSFER_CLOSED:
-            raise
-        await transport.reopen(stream.buffer_bytes)
-        await update.arm(stream.plan, transport.backend, transport.communicator, label)
+    reopen = functools.partial(transport.reopen, stream.buffer_bytes)
+    await transport.arm(update, stream.plan, label, reopen)
     await update.release_ranks(stream.drain)
     await stream.fill()
     try:

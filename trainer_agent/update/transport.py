@@ -14,8 +14,12 @@ from bus.weight_transfer.rendezvous import address_towards, host_of
 from trainer_agent.update.steps import flat_task_group
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from bus.weight_transfer.base import Sender
+    from trainer_agent.update.plan import UpdatePlan
     from trainer_agent.update.steps import Steps
+    from trainer_agent.update.update import Update
 
 _OPENINGS: Final = 3
 
@@ -94,6 +98,21 @@ class Transport:
         self.backend = init.backend
         self.communicator = init.communicator
         self.is_foreign = True
+
+    async def arm(
+        self, update: Update, plan: UpdatePlan, label: str, reopen: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Arms an update over the open transport.
+
+        Opens it again, once, if an engine that has joined since lacks its end.
+        """
+        try:
+            await update.arm(plan, self.backend, self.communicator, label)
+        except Refused as refused:
+            if refused.code is not NackCode.TRANSFER_CLOSED:
+                raise
+            await reopen()
+            await update.arm(plan, self.backend, self.communicator, label)
 
     async def plan(self, senders: int = 1) -> World:
         """Returns the members of a communicator with so many ranks of the trainer, if made now."""
