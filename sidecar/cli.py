@@ -74,7 +74,7 @@ def sidecar(ctx: click.Context, plan: SidecarPlan, keys: Keys, command: tuple[st
     if restarts is None:
         restarts = RESTARTS if all_ranks or _alone(command) else 0
     if all_ranks:
-        _all_ranks(ctx, plan, command, restarts)
+        _supervise(ctx, plan, command, restarts)
         return
     made: Engine | None = None
     if command or plan.attach or plan.engine == "vllm":
@@ -83,7 +83,7 @@ def sidecar(ctx: click.Context, plan: SidecarPlan, keys: Keys, command: tuple[st
         made = make_embedded(plan)
     advertised(getattr(made, "endpoint", ""), plan.advertise or "")  # refused before it boots
     if made is None or restarts:
-        _one_engine(ctx, plan, command, restarts)
+        _supervise(ctx, plan, command, restarts)
         return
 
     async def serve(stop: asyncio.Event) -> None:
@@ -142,48 +142,36 @@ async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
     task.result()
 
 
-def _all_ranks(
+def _supervise(
     ctx: click.Context, plan: SidecarPlan, command: tuple[str, ...], restarts: int
 ) -> None:
-    """Starts every rank with the options that were given here.
+    """Starts the engine, or all ranks, as processes of their own, and restarts them.
 
     Raises:
         UsageError: an option is one rank's alone.
     """
     from bus.runtime.peer import default_name  # noqa: PLC0415 - after --help
-    from sidecar.supervision.ranks import (  # noqa: PLC0415 - after --help
-        RankLaunchPlan,
-        RankSupervisor,
-        parse_server_command,
-        visible_gpus,
-    )
+    from sidecar.supervision import ranks  # noqa: PLC0415
 
-    for name in ("attach", "name", "dp_master", "core_page"):
-        if getattr(plan, name) is not None:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag}: of one rank; with it, give --dp-rank, too")
-    server, port = parse_server_command(command)
-    ranks = RankLaunchPlan(
-        dp_group=plan.dp_group or default_name("dp"),
-        size=plan.dp_size,
-        options=_given(ctx, _OF_THE_SUPERVISOR),
-        command=server,
-        port=port or plan.port,
-        gpus=visible_gpus() if server else (),
-    )
-    run_until_stopped(RankSupervisor(ranks, restarts=restarts).run)
-
-
-def _one_engine(
-    ctx: click.Context, plan: SidecarPlan, command: tuple[str, ...], restarts: int
-) -> None:
-    """Starts the same command as a process that is restarted when it ends."""
-    from bus.runtime.peer import default_name  # noqa: PLC0415 - after --help
-    from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor  # noqa: PLC0415
-
-    options = _given(ctx, frozenset({"name", "restarts"}))
-    engine = RankLaunchPlan(plan.name or default_name("engine"), 1, options, command)
-    run_until_stopped(RankSupervisor(engine, restarts=restarts).run)
+    if plan.dp_size == 1 or plan.dp_rank is not None:
+        options = _given(ctx, frozenset({"name", "restarts"}))
+        name = plan.name or default_name("engine")
+        launch = ranks.RankLaunchPlan(name, 1, options, command)
+    else:
+        for field in ("attach", "name", "dp_master", "core_page"):
+            if getattr(plan, field) is not None:
+                flag = field.replace("_", "-")
+                raise UsageError(f"--{flag}: of one rank; with it, give --dp-rank, too")
+        server, port = ranks.parse_server_command(command)
+        launch = ranks.RankLaunchPlan(
+            dp_group=plan.dp_group or default_name("dp"),
+            size=plan.dp_size,
+            options=_given(ctx, frozenset({"dp_group", "dp_size", "port", "restarts"})),
+            command=server,
+            port=port or plan.port,
+            gpus=ranks.visible_gpus() if server else (),
+        )
+    run_until_stopped(ranks.RankSupervisor(launch, restarts=restarts).run)
 
 
 def _alone(command: tuple[str, ...]) -> bool:
@@ -191,10 +179,6 @@ def _alone(command: tuple[str, ...]) -> bool:
     return bool(command) and not any(
         argument.startswith(("--data-parallel-rank", "-dpr")) for argument in command
     )
-
-
-# Options that each rank gets anew, or that are none of its concern.
-_OF_THE_SUPERVISOR = frozenset({"dp_group", "dp_size", "port", "restarts"})
 
 
 def _given(ctx: click.Context, without: frozenset[str]) -> tuple[str, ...]:

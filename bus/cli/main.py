@@ -1,7 +1,7 @@
-"""The command `wavebus`: what the bus itself knows, and what installed roles add.
+"""The command `wavebus`: the bus's own subcommands, and those of installed roles.
 
-Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong usage; 3 the bus
-could not be reached, or did not answer in time; 4 the engine died.
+Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong usage; 3 the bus could not be
+reached, or did not answer in time; 4 the engine died.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import click
 
 from bus import settings
 from bus.cli import broker, doctor, journal, keygen, replay, routes, status, trace, why
-from bus.errors import BusTimeout, EngineDead, UsageError, WavebusError
+from bus.errors import BusTimeout, UsageError, WavebusError
 from bus.messages import NackCode
 
 EXIT_FAILED: Final = 1
@@ -136,24 +136,22 @@ def run(arguments: list[str]) -> int:
         code = EXIT_FAILED
     except (click.Abort, KeyboardInterrupt):
         code = 130
-    except UsageError as error:
-        code = _say(error, EXIT_USAGE)
-    except BusTimeout as error:
-        code = _say(error, EXIT_UNREACHABLE)
-    except EngineDead as error:
-        code = _say(error, EXIT_ENGINE_DEAD)
     except WavebusError as error:
-        dead = getattr(error, "code", None) is NackCode.ENGINE_DEAD
-        code = _say(error, EXIT_ENGINE_DEAD if dead else EXIT_FAILED)
+        click.echo(f"wavebus: {error}", err=True)
+        code = _exit_code(error)
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         code = EXIT_FAILED
     return code if isinstance(code, int) else 0
 
 
-def _say(error: WavebusError, code: int) -> int:
-    click.echo(f"wavebus: {error}", err=True)
-    return code
+def _exit_code(error: WavebusError) -> int:
+    if isinstance(error, UsageError):
+        return EXIT_USAGE
+    if isinstance(error, BusTimeout):
+        return EXIT_UNREACHABLE
+    is_dead = getattr(error, "code", None) is NackCode.ENGINE_DEAD
+    return EXIT_ENGINE_DEAD if is_dead else EXIT_FAILED
 
 
 if __name__ == "__main__":
