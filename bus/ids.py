@@ -1,4 +1,4 @@
-"""Names that are unique without asking anyone."""
+"""Names and ids that are unique without a central registry."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ trainer writes it as PEFT does, into a folder of :data:`bus.weight_transfer.form
 only its user may enter; engines of the same host read it by its path. ``TransferInit.params`` and
 ``WeightChunkMeta.handle`` are both an :class:`AdapterFolder`.
 
-An update of an adapter can be undone until it is committed, since engines keep the one before:
-whoever gives it up has not loaded a part of anything.
+An update of an adapter can be undone until it is committed, because engines keep the last one. So
+an engine that drops out of it never has a partial adapter.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Requests that a paused or closed engine rejects.
+"""Recognizes requests that a paused or closed engine has rejected.
 
-vLLM 0.33 answers what comes in a ``wait`` or ``abort`` pause with HTTP 503, or, in a stream, with
-an event of that form; 0.32 queues it, and so does the embedded engine. An API server whose engine
-has closed its admission answers so on each, with the reason. Nothing was generated: a client sends
-the request again, there or elsewhere. A dead engine answers otherwise.
+vLLM 0.33 answers requests in a ``wait`` or ``abort`` pause with HTTP 503, or in a stream with an
+event of that form. vLLM 0.32 and the embedded engine queue them. An API server whose engine has
+closed admission answers every request so, with the reason. Nothing was generated then: the client
+repeats the request, there or elsewhere. A dead engine answers otherwise.
 """
 
 from __future__ import annotations

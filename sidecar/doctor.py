@@ -1,4 +1,4 @@
-"""What `wavebus doctor` checks on an engine's host."""
+"""The checks of `wavebus doctor` for an engine's host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `wavebus doctor` checks on a trainer's host."""
+"""The checks of `wavebus doctor` for a trainer's host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`wavebus doctor`: what is here, what is missing, and what to do about it.
+"""`wavebus doctor`: checks what is installed here, and says what to do about what is missing.
 
-The bus checks itself; installed roles add their checks by the entry point group
-``wavebus.doctor``: functions ``(Options) -> list[Check]``.
+Installed roles add their checks by the entry point group ``wavebus.doctor``: functions
+``(Options) -> list[Check]``.
 """
 
 from __future__ import annotations

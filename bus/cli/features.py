@@ -1,4 +1,4 @@
-"""What `wavebus doctor --vllm` shows: which features some versions of vLLM support."""
+"""Tables of `wavebus doctor --vllm`: which features several versions of vLLM support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wavebus journal`: what a broker has recorded, line by line."""
+"""`wavebus journal`: shows what a broker has recorded, line by line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how a command's main loop is run."""
+"""Options that several commands share, options made of dataclasses, and the main loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wavebus why`: who is waited for."""
+"""`wavebus why`: names the peers that are waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why nothing moves: who has not acked what, for how long, and what is known of them."""
+"""Explains a status: which peers have not acknowledged what, for how long, and why."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A journal read back: record by record, with what is torn or damaged told apart.
+"""Reads a journal back, record by record, and reports what is torn or damaged.
 
-A process that dies in the middle of a write leaves the beginning of a record, and nothing
-after it: **torn**. A record that is not what was written, or bytes that are no record at all,
-with other records after them, are **damaged**; reading goes on with the next whole record.
+A process that dies in the middle of a write leaves the beginning of a record, and nothing after it:
+**torn**. A record with a wrong checksum, or bytes that are no record, with other records after
+them, are **damaged**; reading continues with the next whole record.
 """
 
 from __future__ import annotations

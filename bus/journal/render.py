@@ -1,4 +1,4 @@
-"""Records as people and programs read them: a line, or a JSON object."""
+"""Renders records for people and programs: as a line, or as a JSON object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broker's shell: frames from the transport to the machine, effects back out."""
+"""Runs the broker's machine: passes it frames and timers, and carries out its effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which event loop a process runs on: uvloop where it is installed, else asyncio's own."""
+"""Chooses a process's event loop: uvloop if it is installed, else asyncio's own."""
 
 from __future__ import annotations
 

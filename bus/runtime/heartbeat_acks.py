@@ -1,4 +1,4 @@
-"""Answers to heartbeats, gathered: those that are alike are one frame to many peers."""
+"""Gathers answers to heartbeats, so that equal answers are one frame to many peers."""
 
 from __future__ import annotations
 

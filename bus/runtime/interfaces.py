@@ -1,7 +1,7 @@
-"""What the shells need of the world: time and a network. Real, in memory, or simulated.
+"""Interfaces of time and network: real, in memory, or simulated.
 
-Everything here calls back synchronously, on one thread: between a frame's arrival
-and its effect there is no queue and no task switch.
+All callbacks are synchronous, on one thread: between a frame's arrival and its effect there is no
+queue and no task switch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One process drives another: commands come as lines on stdin, answers go as JSON lines.
+"""Lets one process drive another: commands are lines on stdin, answers are JSON lines.
 
 The driven process ends when its stdin does, so it never outlives its driver.
 """

@@ -1,4 +1,4 @@
-"""Ask a broker for its status, without joining."""
+"""Requests a broker's status, without joining."""
 
 from __future__ import annotations
 

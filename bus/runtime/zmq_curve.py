@@ -1,8 +1,8 @@
-"""CURVE on ZeroMQ sockets: who has no authorised key gets no connection.
+"""CURVE on ZeroMQ sockets: a client without an authorised key gets no connection.
 
-ZeroMQ asks a handler on ``inproc://zeromq.zap.01`` about every client's key (ZAP, RFC 27). Its
-answer names the client by its public key, and ZeroMQ puts that name on each message that comes over
-the connection: so a frame's key is known without asking the frame.
+ZeroMQ asks a handler on ``inproc://zeromq.zap.01`` about every client's key (ZAP, RFC 27). The
+answer contains the client's public key, and ZeroMQ attaches it to each message of the connection.
+So the key of a frame is known without trusting the frame.
 """
 
 from __future__ import annotations

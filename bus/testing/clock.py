@@ -1,4 +1,4 @@
-"""Simulated time: a scheduler whose clock moves when it is told to."""
+"""Simulated time: a scheduler whose clock moves only when a test moves it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A network in memory, honest or bad on purpose, seeded.
+"""A network in memory, with optional faults that a seed determines.
 
-The same interface as ZeroMQ's, for tests of anything that speaks it. With
-:class:`Faults` it drops, delays, doubles and reorders frames, every time the same
-for one seed and one order of sends.
+It has the same interfaces as the ZeroMQ transport. With :class:`Faults` it drops, delays,
+duplicates and reorders frames, always in the same way for the same seed and order of sends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m sidecar.dp_coordinator``: the process."""
+"""Runs a DP coordinator: ``python -m sidecar.dp_coordinator``."""
 
 from __future__ import annotations
 

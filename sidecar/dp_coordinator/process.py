@@ -1,7 +1,7 @@
-"""Start a DP coordinator as a child process, and know when it dies. The standard library alone.
+"""Starts a DP coordinator as a child process, and watches it. Uses the standard library alone.
 
-For vLLM's plugin and for the embedded engine. The DP coordinator ends with this process, however
-that ends; it shares neither its terminal nor its process group.
+For vLLM's plugin and the embedded engine. The DP coordinator ends with this process, however that
+ends; it shares neither its terminal nor its process group.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The DP coordinator's shell: three sockets to the DP group, a peer on the bus, one timer.
+"""Runs a DP coordinator: three sockets to the DP group, a peer on the bus, and one timer.
 
-A broker is asked when there is one and waited for by nobody: see
+The broker decides if there is one, and nothing ever waits for it: see
 :mod:`bus.protocol.dp.coordinator`.
 """
 

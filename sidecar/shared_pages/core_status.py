@@ -1,12 +1,12 @@
 """The status page of an engine core, which the core writes at every step.
 
-A core that blocks in a collective answers nobody, so what it does must be readable from outside: it
-writes into a small shared page (:mod:`sidecar.shared_pages.two_slot_page`), and its sidecar reads
-that.
+A core that blocks in a collective answers nobody, so its state must be readable from outside: the
+core writes into a small shared page (:mod:`sidecar.shared_pages.two_slot_page`), and its sidecar
+reads that.
 
 The page's record: pid, step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes
-of a host), waiting, running, untagged, rank, phase, flags. Behind it the process writes the time,
-whatever its core does (0: it writes none).
+of a host), waiting, running, untagged, rank, phase, flags. After the record, a thread of the
+process writes the time, whatever the core does (0: it writes none).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The lease page of an engine core: by what right the engine is paused, and until when.
+"""The lease page of an engine core: who paused the engine, and until when.
 
-It lies beside the core's status page (:mod:`sidecar.shared_pages.core_status`). The sidecar writes
-by whom the pause is held and when its lease ends, before each call that would leave something to be
-undone; so a sidecar that dies leaves behind what it takes to end the pause without it. The core
-writes what it made of a hold whose lease had ended (:mod:`sidecar.vllm.plugin.core.lease_guard`),
-and a sidecar that comes (back) finds it here.
+It is beside the core's status page (:mod:`sidecar.shared_pages.core_status`). The sidecar writes
+the lease of the pause before each call that would have to be undone. If the sidecar dies, the core
+reads the page and ends the pause itself (:mod:`sidecar.vllm.plugin.core.lease_guard`); it writes
+what it did, for a sidecar that comes later.
 
 The page has two records (:mod:`sidecar.shared_pages.two_slot_page`), each a MessagePack map: the
 sidecar's and the core's.

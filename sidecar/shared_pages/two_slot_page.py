@@ -1,10 +1,10 @@
-"""Shared-memory pages whose records readers always find whole.
+"""Shared-memory pages whose records are always whole for readers.
 
 A page is a small file, on tmpfs if there is one, that one process makes and others map. Each record
 has two slots, written in turn: checksum (CRC-32 of what follows it), length, number of the write,
-body. Readers take the newest slot that is whole. So a writer that is interrupted, or dies, in the
-middle of a write keeps no reader waiting, in whatever order its stores become visible. A write
-costs a few microseconds, and no system call.
+body. Readers take the newest whole slot. So a writer that dies in the middle of a write never
+blocks a reader, in whatever order its stores become visible. A write takes a few microseconds and
+no system call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What starting a process beside the sidecar takes: a port, and a guard over it."""
+"""Helpers to start a process beside the sidecar: a free port, and a guard."""
 
 from __future__ import annotations
 

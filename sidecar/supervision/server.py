@@ -1,8 +1,7 @@
-"""Start a vLLM API server beside the sidecar, and let it never outlive it.
+"""Starts a vLLM API server beside the sidecar, which the server never outlives.
 
-The user gives the command as they would type it; what the RL routes need is added
-where they didn't say otherwise. The server runs under
-:mod:`sidecar.supervision.reaper`, in a process group of its own.
+Options that the RL routes need are added to the user's command if they are missing. The server runs
+under :mod:`sidecar.supervision.reaper`, in a process group of its own.
 """
 
 from __future__ import annotations

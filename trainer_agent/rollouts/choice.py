@@ -1,4 +1,4 @@
-"""One choice of a request, as its tokens come, over all attempts."""
+"""Collects the tokens of one choice of a request, over all attempts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A request for tokens: what is checked before it is sent, and how it goes on when interrupted.
+"""Checks a request for tokens, and makes the bodies of its attempts.
 
-An attempt that continues asks for the prompt and every token so far, with budgets less the tokens
-so far. What depends on the output alone starts anew there, so the result may differ: such
-parameters are named by :meth:`RolloutRequest.inexact`.
+An attempt that continues sends the prompt with every token so far, and reduces the budgets by them.
+Parameters that depend on the output alone start again there, so the result may differ:
+:meth:`RolloutRequest.inexact` names them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One request for tokens, over as many attempts as it takes."""
+"""Runs one request for tokens, over as many attempts as it takes."""
 
 from __future__ import annotations
 

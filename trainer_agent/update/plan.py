@@ -1,4 +1,4 @@
-"""What an update will send, from its metadata alone."""
+"""Plans what an update sends, from the metadata alone."""
 
 from __future__ import annotations
 

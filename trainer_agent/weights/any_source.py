@@ -1,4 +1,4 @@
-"""Makes a source of whatever a trainer has its weights in."""
+"""Makes a weight source of anything that a trainer has its weights in."""
 
 from __future__ import annotations
 

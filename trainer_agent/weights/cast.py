@@ -1,4 +1,4 @@
-"""Weights in another dtype than the trainer keeps them in, cast as they are sent."""
+"""Casts weights to another dtype than the trainer's as they are sent."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Weights in CPU memory, taken at one moment and sent whenever.
+"""Copies weights into CPU memory once, to be sent later or several times.
 
-The trainer's next step may change the originals while these are sent, and what is sharded over
-ranks is gathered once, however often it is sent.
+The trainer's next step may change the originals meanwhile, and sharded tensors are gathered once,
+however often the copy is sent.
 """
 
 from __future__ import annotations

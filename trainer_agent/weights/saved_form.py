@@ -1,4 +1,4 @@
-"""transformers' models by the names and shapes that their checkpoints have.
+"""Sends models of transformers with the names and shapes that their checkpoints have.
 
 transformers 5 keeps some weights in another form than checkpoints do: the experts of a layer are
 one tensor in memory, and one tensor per expert and projection in a file. Engines load checkpoints.

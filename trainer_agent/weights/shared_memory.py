@@ -1,8 +1,7 @@
-"""Tensors in shared memory, from where ``shm`` sends them without a copy.
+"""Moves tensors into shared memory, from where ``shm`` sends them without a copy.
 
-The memory has no name (``memfd``), so nothing is left of it when its last tensor, and the last
-engine that has mapped it, are gone, whoever was killed. Engines find it through this process's
-descriptor.
+The memory has no name (``memfd``), so it is freed with its last tensor and the last engine that has
+mapped it, whichever process was killed. Engines find it through this process's descriptor.
 """
 
 from __future__ import annotations
