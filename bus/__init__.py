@@ -1,0 +1,1 @@
+"""The bus: messages, protocol, runtime and command line."""

@@ -29,35 +29,11 @@ from typing import Literal, TypeAlias
 
 from bus.messages import Nack, NackCode, step_name
 
-__all__ = [
-    "WavebusError",
-    "UsageError",
-    "NonFiniteWeights",
-    "ProtocolError",
-    "DecodeError",
-    "Refused",
-    "ManifestRefused",
-    "PauseFailed",
-    "UpdateFailed",
-    "CanaryFailed",
-    "BusTimeout",
-    "RolloutFailed",
-    "RequestPoisoned",
-    "NoEngine",
-    "RolloutsTooOld",
-    "JournalError",
-    "BusClosed",
-    "EngineError",
-    "EngineDead",
-    "refusal",
-]
-
-
 Outcome: TypeAlias = Literal["", "committed", "not_committed", "unknown"]
 
 
 class WavebusError(Exception):
-    """Root of everything wavebus raises on purpose.
+    """The base of all errors that wavebus raises on purpose.
 
     Attributes:
         version: of an update that ended with this error, the version that the bus gave it; else 0.
@@ -75,7 +51,7 @@ class UsageError(WavebusError):
 
 
 class NonFiniteWeights(WavebusError):
-    """An update with ``check_finite`` has a NaN or an Inf, first in ``tensor``. It is given up."""
+    """An update with ``check_finite`` failed: ``tensor`` is the first with a NaN or an Inf."""
 
     def __init__(self, tensor: str) -> None:
         super().__init__(f"source: {tensor} has a NaN or an Inf; nothing was committed")
@@ -83,7 +59,7 @@ class NonFiniteWeights(WavebusError):
 
 
 class ProtocolError(WavebusError):
-    """A peer did what the protocol does not allow."""
+    """A peer broke the protocol."""
 
 
 class DecodeError(ProtocolError):
@@ -106,7 +82,7 @@ class DecodeError(ProtocolError):
 
 
 class Refused(WavebusError):
-    """The bus answered NACK. ``nack`` has the code, peer, field, tensor and hint."""
+    """The bus answered with a NACK, which has the code, peer, field, tensor and hint."""
 
     def __init__(self, nack: Nack) -> None:
         self.nack = nack
@@ -121,28 +97,28 @@ class Refused(WavebusError):
 
     @property
     def code(self) -> NackCode:
+        """The NACK's code."""
         return self.nack.code
 
 
 class ManifestRefused(Refused):
-    """An engine's model doesn't take these tensors. The old weights serve on."""
+    """An engine's model doesn't take these tensors. Engines serve the old weights."""
 
 
 class PauseFailed(Refused):
-    """The group could not be paused. Engines that were, have resumed."""
+    """The group could not be paused. Paused engines have resumed."""
 
 
 class UpdateFailed(Refused):
-    """The update was given up."""
+    """The update failed and was aborted."""
 
 
 class CanaryFailed(UpdateFailed):
-    """No engine is proven to serve what was sent: all differ from the trainer, or one half from the
-    other. The text names engines and probe."""
+    """No engine passed the canary. The text names the engines and the probe."""
 
 
 class BusTimeout(WavebusError):
-    """No answer in time.
+    """A peer did not answer in time.
 
     Attributes:
         peer: who is waited for, ``broker`` or an engine's name; empty if that is not known.
@@ -168,23 +144,23 @@ class BusTimeout(WavebusError):
 
 
 class RolloutFailed(WavebusError):
-    """A request got no whole answer. The text says what ended the last attempt, and where."""
+    """A request got no complete answer. The text says what ended the last attempt, and where."""
 
 
 class RequestPoisoned(RolloutFailed):
-    """Two engines died while they ran the request, so it was sent to no third one."""
+    """Two engines died while they ran the request, so no third one gets it."""
 
 
 class NoEngine(RolloutFailed):
-    """No engine was there to take the request. The text says who was waited for."""
+    """No engine was there to take the request. The text names the engines that are there."""
 
 
 class RolloutsTooOld(WavebusError):
-    """Samples were older than the trainer takes. They are dropped; the text has their ages."""
+    """Samples were older than the trainer accepts, and were dropped. The text has their ages."""
 
 
 class JournalError(WavebusError):
-    """A file is no journal, or what was asked can't be told from it. The text says why."""
+    """A journal can't be read, or does not have the answer. The text says why."""
 
 
 class BusClosed(WavebusError):
@@ -192,7 +168,7 @@ class BusClosed(WavebusError):
 
 
 class EngineError(WavebusError):
-    """An engine call failed. ``code`` and ``tensor`` travel in the NACK."""
+    """An engine call failed. ``code`` and ``tensor`` are sent in the NACK."""
 
     def __init__(
         self, detail: str, *, code: NackCode = NackCode.ENGINE_FAILED, tensor: str = ""
@@ -204,14 +180,14 @@ class EngineError(WavebusError):
 
 
 class EngineDead(EngineError):
-    """The engine is gone and answers nothing any more."""
+    """The engine is gone."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, code=NackCode.ENGINE_DEAD)
 
 
 def refusal(nack: Nack) -> Refused:
-    """The error class that fits a NACK."""
+    """Returns the error for a NACK."""
     if nack.code is NackCode.MANIFEST_REFUSED:
         return ManifestRefused(nack)
     if nack.code is NackCode.CANARY_FAILED:

@@ -11,13 +11,13 @@ _LINE_BYTES: Final = 1 << 20
 
 
 class EventStream:
-    """Splits what comes of an answer into the data of its events."""
+    """Splits an answer into the data of its events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events whose line ends in this chunk.
+        """Returns the data of the events whose line ends in this chunk.
 
         Raises:
             ValueError: a line is longer than a megabyte.

@@ -1,4 +1,4 @@
-"""Names that are unique without asking anyone."""
+"""Names and ids that are unique without a central registry."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
 def new_boot() -> int:
-    """One life of one process: 48 random bits."""
+    """Returns a random number of 48 bits for one life of one process."""
     return secrets.randbits(48)
 
 
 def new_update_id(boot: int, count: int) -> str:
-    """The ``count``-th pause or update of the trainer process ``boot``."""
+    """Returns the id of the ``count``-th pause or update of the trainer process ``boot``."""
     return f"u{count}-{boot & 0xFFFFFF:06x}"
 
 
@@ -26,7 +26,7 @@ BOOT_SUFFIX: Final = ":boot"
 
 
 def check_name(value: str, option: str) -> str:
-    """``value`` if it can be a peer's or group's name.
+    """Returns ``value`` if it can be a peer's or group's name.
 
     Raises:
         UsageError: names the option.

@@ -19,7 +19,10 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias, cast, get_args
+
+import msgspec
+from msgspec import Meta
 
 from bus.errors import UsageError
 from bus.protocol.core.access import KeyRole
@@ -40,15 +43,22 @@ INSECURE_VARIABLE: Final = "WAVEBUS_INSECURE"
 # The key that clients of an engine give it, and its sidecar; vLLM reads it too.
 API_KEY_VARIABLE: Final = "VLLM_API_KEY"
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_Z85 = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+_Z85: Final = r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}"
 _MAX_FILE_BYTES: Final = 4096
 _OTHERS: Final = 0o077
 
 
+class _KeyFile(msgspec.Struct, rename="kebab", kw_only=True):
+    name: Annotated[str, Meta(pattern=_NAME)]
+    role: Any = None
+    public_key: Annotated[str, Meta(pattern=rf"^{_Z85}\Z")]
+    secret_key: Annotated[str, Meta(pattern=rf"^({_Z85})?\Z")] = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A file of keys. ``secret`` is empty for a public one."""
+    """The content of a key file. ``secret`` is empty for a public one."""
 
     name: str
     role: FileRole
@@ -61,7 +71,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """How a peer reaches its broker. ``insecure``: beyond loopback without keys, too."""
+    """How a peer connects to its broker. ``insecure``: also beyond loopback without keys."""
 
     own: Key | None = None
     broker: str = ""
@@ -70,23 +80,23 @@ class Security:
 
 @dataclass(frozen=True, slots=True)
 class Keyring:
-    """What a broker's folder holds: its own key, and who may come, by public key."""
+    """A broker's own key, and the keys of authorised peers, by public key."""
 
     own: Key
     authorized: Mapping[str, Key]
 
     def roles(self) -> dict[str, KeyRole]:
-        """The role of each authorised key."""
+        """Returns the role of each authorised key."""
         return {public: cast("KeyRole", key.role) for public, key in self.authorized.items()}
 
 
 def write_pair(folder: Path, key: Key) -> tuple[Path, Path]:
-    """Write a secret file, for its owner's eyes alone, and a public one; return their paths.
+    """Writes a secret file, readable for its owner alone, and a public one; returns their paths.
 
     Raises:
         UsageError: the name can't be a file's, one of the files is there, or can't be written.
     """
-    if not _NAME.fullmatch(key.name):
+    if not re.match(_NAME, key.name):
         raise UsageError(
             f"{key.name!r}: a key's name has 1 to 64 letters, digits and . _ -, "
             "starting with a letter or digit"
@@ -121,11 +131,16 @@ def _write_new(path: Path, text: str, mode: int) -> None:
 
 
 def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
-    """Read one file.
+    """Reads one key file.
+
+    Args:
+        path: the file.
+        secret: whether it must be a secret file.
+        option: the command's option, for the error.
 
     Raises:
-        UsageError: it can't be read, is none of these files, lacks the secret that is asked for,
-            or has one that its group, or everybody, may read. No key is in the text.
+        UsageError: the file can't be read, is malformed, lacks the secret, or has a secret that
+            others may read. No key is in the text.
     """
     where = f"{option} {path}" if option else str(path)
     try:
@@ -136,34 +151,23 @@ def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
         raise UsageError(f"{where}: {error.strerror}") from error
     try:
         fields = tomllib.loads(data[:_MAX_FILE_BYTES].decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        found = msgspec.convert(fields, _KeyFile)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise UsageError(f"{where}: not a file of `wavebus keygen`") from error
-    name, role = fields.get("name"), fields.get("role")
-    public, hidden = fields.get("public-key"), fields.get("secret-key", "")
-    right = (
-        isinstance(name, str)
-        and isinstance(public, str)
-        and isinstance(hidden, str)
-        and _NAME.fullmatch(name)
-        and _Z85.fullmatch(public)
-        and (not hidden or _Z85.fullmatch(hidden))
-    )
-    if not right:
-        raise UsageError(f"{where}: not a file of `wavebus keygen`")
-    if role not in ROLES:
-        raise UsageError(f"{where}: role {role!r} is none of {', '.join(ROLES)}")
-    if secret and not hidden:
+    if found.role not in ROLES:
+        raise UsageError(f"{where}: role {found.role!r} is none of {', '.join(ROLES)}")
+    if secret and not found.secret_key:
         raise UsageError(f"{where}: a public file; the secret one ends in {SECRET}")
-    if hidden and mode & _OTHERS:
+    if found.secret_key and mode & _OTHERS:
         raise UsageError(f"{where}: others may read this secret; chmod 600 {path}")
-    return Key(cast("str", name), cast("FileRole", role), cast("str", public), hidden)
+    return Key(found.name, found.role, found.public_key, found.secret_key)
 
 
 def read_keyring(folder: Path) -> Keyring:
-    """Read a broker's folder.
+    """Reads a broker's folder of keys.
 
     Raises:
-        UsageError: a file in it is wrong, or two have the same key; names it.
+        UsageError: a file in it is wrong, or two have the same key. The text names the file.
     """
     own_path = folder / BROKER_SECRET
     if not own_path.is_file():
@@ -196,7 +200,7 @@ def read_keyring(folder: Path) -> Keyring:
 
 
 def silence_hint(security: Security | None) -> str:
-    """What else it may be when no broker answers: with a wrong key there is no answer, either."""
+    """Returns what an error says about keys if no broker answers: a wrong key has no answer."""
     if security is None or security.own is None:
         return ". A broker with keys answers nobody who has none (--key, --broker-key)"
     return (
@@ -212,8 +216,13 @@ def security(
     insecure: bool = False,
     env: Mapping[str, str] = os.environ,
 ) -> Security:
-    """What a peer connects with; what is not given comes from ``WAVEBUS_KEY``,
-    ``WAVEBUS_BROKER_KEY`` and ``WAVEBUS_INSECURE``.
+    """Reads what a peer connects with.
+
+    Args:
+        key: file with the peer's secret key. Default: ``WAVEBUS_KEY``.
+        broker_key: file with the broker's public key. Default: ``WAVEBUS_BROKER_KEY``.
+        insecure: whether to go beyond loopback without keys. Default: ``WAVEBUS_INSECURE``.
+        env: the environment.
 
     Raises:
         UsageError: one of two files is missing or wrong.

@@ -1,7 +1,6 @@
-"""Files and folders that are known to be left: their maker has no lock on them any more.
+"""Finds files and folders that dead processes have left, by their missing locks.
 
-Whoever makes one takes an advisory lock (``flock``) on it, which ends with its process, however
-that ends.
+Whoever makes one takes an advisory lock (``flock``) on it, which ends with the process.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SHM_PREFIX: Final = "wavebus-"
 
 
 def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
-    """Remove those that were left; return their names. Another user's are none of ours."""
+    """Removes paths that nobody has locked, and returns their names. Skips other users' paths."""
     removed: list[str] = []
     for path in paths:
         try:
@@ -40,11 +39,14 @@ def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
 
 
 class LockedFolder:
-    """A new folder in ``parent`` that is its maker's, and is removed by :meth:`close`. Its name
-    has the maker's process id after the prefix.
+    """Makes a new folder that this process has locked, and removes it on :meth:`close`.
 
-    Those whose maker was killed are known by the advisory lock that they no longer have,
-    and go when the next one with this prefix is made.
+    A folder whose process was killed has no lock any more; it is removed when the next folder with
+    the same prefix is made.
+
+    Args:
+        prefix: how its name begins; the process id follows.
+        parent: where it is made.
     """
 
     def __init__(self, prefix: str, parent: Path) -> None:
@@ -61,7 +63,7 @@ class LockedFolder:
             os.close(self._lock)
 
     def close(self) -> None:
-        """Remove it; a second time does nothing."""
+        """Removes the folder; a second call does nothing."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)

@@ -32,7 +32,7 @@ _settings = _Settings()
 
 
 def configure(*, level: str = "info", json: bool | None = None) -> None:
-    """Set up wavebus's logging in this process, and nobody else's.
+    """Sets up the logging of wavebus in this process, and nothing else.
 
     ``json=None``: JSON unless stderr is a terminal. Loggers made before are not changed.
     """
@@ -41,12 +41,12 @@ def configure(*, level: str = "info", json: bool | None = None) -> None:
 
 
 def is_debug() -> bool:
-    """Whether this process's log says all."""
+    """Returns whether this process logs at level debug."""
     return _settings.level == "debug"
 
 
 def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
-    """A logger that puts ``fields`` on every line."""
+    """Returns a logger that puts ``fields`` on every line."""
     import structlog  # noqa: PLC0415 - it takes long, and a help text logs nothing
 
     as_json = not sys.stderr.isatty() if _settings.json is None else _settings.json
@@ -73,7 +73,7 @@ def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
 
 
 def write(log: structlog.typing.FilteringBoundLogger, note: Note) -> None:
-    """Write a machine's note, leaving out fields that say nothing."""
+    """Writes a machine's note without its empty fields."""
     fields = {key: value for key, value in note.fields.items() if value not in ("", None)}
     getattr(log, note.level)(note.event, **fields)
 

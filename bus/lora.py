@@ -5,8 +5,8 @@ trainer writes it as PEFT does, into a folder of :data:`bus.weight_transfer.form
 only its user may enter; engines of the same host read it by its path. ``TransferInit.params`` and
 ``WeightChunkMeta.handle`` are both an :class:`AdapterFolder`.
 
-An update of an adapter can be undone until it is committed, since engines keep the one before:
-whoever gives it up has not loaded a part of anything.
+An update of an adapter can be undone until it is committed, because engines keep the last one. So
+an engine that drops out of it never has a partial adapter.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """Where an adapter lies: the folder's name, and what its config's SHA-256 is, in hex. Sums of
-    its tensors travel as those of other chunks do."""
+    """Where an adapter is: the folder's name, and the SHA-256 of its config, in hex."""
 
     folder: Annotated[str, Meta(max_length=128, pattern=r"^wavebus-lora-[A-Za-z0-9_-]+\Z")]
     config_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 def check_adapter_name(name: str) -> str:
-    """``name`` if it can be an adapter's: what clients of a served engine ask for as a model.
+    """Returns ``name`` if it can be an adapter's name.
 
     Raises:
         UsageError: it can't.
@@ -51,7 +50,7 @@ def check_adapter_name(name: str) -> str:
 
 
 def adapter_backend(name: str) -> str:
-    """The transfer backend that carries the adapter ``name``.
+    """Returns the transfer backend that carries the adapter ``name``.
 
     Raises:
         UsageError: see :func:`check_adapter_name`.
@@ -60,5 +59,5 @@ def adapter_backend(name: str) -> str:
 
 
 def adapter_of(backend: str) -> str:
-    """The adapter that a transfer backend carries; empty if it carries a model's weights."""
+    """Returns the adapter that a transfer backend carries; empty for a model's weights."""
     return backend.removeprefix(PREFIX) if backend.startswith(PREFIX) else ""

@@ -43,6 +43,7 @@ class TensorMeta:
 
     @property
     def size_bytes(self) -> int:
+        """The size of the whole tensor."""
         return _size_bytes(self.shape, self.dtype)
 
 
@@ -111,7 +112,7 @@ class Manifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> Manifest:
-        """Cut ``tensors`` into chunks of at most ``chunk_bytes``, keeping their order.
+        """Cuts ``tensors`` into chunks of at most ``chunk_bytes``, in their order.
 
         A tensor larger than that gets a chunk of its own.
 
@@ -130,48 +131,45 @@ class Manifest:
                 ends.append(index)
                 filled = 0
             filled += size
-        ends.append(len(metas))
-        return cls(
-            tuple(m.name for m in metas),
-            tuple(m.dtype for m in metas),
-            tuple(m.shape for m in metas),
-            tuple(ends),
-        )
+        return cls._of(metas, (*ends, len(metas)))
 
     @classmethod
     def of_patch(cls, tensors: Iterable[TensorMeta], counts: Iterable[int]) -> Manifest:
-        """A patch, which is one chunk: ``counts`` elements of each of ``tensors``.
+        """Makes the manifest of a patch: one chunk with ``counts`` elements of each tensor.
 
         Raises:
             ValueError: as the constructor does.
         """
         metas = list(tensors)
-        return cls(
-            tuple(m.name for m in metas),
-            tuple(m.dtype for m in metas),
-            tuple(m.shape for m in metas),
-            (len(metas),),
-            tuple(counts),
-        )
+        return cls._of(metas, (len(metas),), tuple(counts))
+
+    @classmethod
+    def _of(
+        cls, metas: list[TensorMeta], ends: tuple[int, ...], counts: tuple[int, ...] = ()
+    ) -> Manifest:
+        names, dtypes = tuple(m.name for m in metas), tuple(m.dtype for m in metas)
+        return cls(names, dtypes, tuple(m.shape for m in metas), ends, counts)
 
     @property
     def chunks(self) -> int:
+        """How many chunks there are."""
         return len(self.chunk_ends)
 
     def tensors(self) -> Iterator[TensorMeta]:
+        """Returns all tensors, in order."""
         return map(TensorMeta, self.names, self.dtypes, self.shapes)
 
     def part(self, seq: int) -> slice:
-        """Where chunk ``seq`` stands in names, dtypes and shapes."""
+        """Returns the place of chunk ``seq`` in names, dtypes and shapes."""
         return slice(self.chunk_ends[seq - 1] if seq else 0, self.chunk_ends[seq])
 
     def chunk(self, seq: int) -> tuple[TensorMeta, ...]:
-        """The tensors of chunk ``seq``, in order."""
+        """Returns the tensors of chunk ``seq``, in order."""
         part = self.part(seq)
         return tuple(map(TensorMeta, self.names[part], self.dtypes[part], self.shapes[part]))
 
     def sizes_bytes(self, seq: int) -> tuple[int, ...]:
-        """How large the tensors of chunk ``seq`` are, in order; of a patch, what it has of them."""
+        """Returns the sizes of the tensors of chunk ``seq``; of a patch, of what it sends."""
         part = self.part(seq)
         if self.counts:
             sent = zip(self.dtypes[part], self.counts[part], strict=True)
@@ -179,7 +177,7 @@ class Manifest:
         return tuple(map(_size_bytes, self.shapes[part], self.dtypes[part]))
 
     def digest(self) -> str:
-        """SHA-256 over the canonical encoding of all fields, in hex."""
+        """Returns the SHA-256 of all fields in canonical encoding, in hex."""
         fields = (self.names, self.dtypes, self.shapes, self.chunk_ends, self.counts)
         blob = msgspec.msgpack.encode(fields)
         return hashlib.sha256(blob).hexdigest()

@@ -13,9 +13,9 @@ WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach a ZeroMQ address.
+    """Returns whether only this machine can reach a ZeroMQ address.
 
-    In doubt it is not: a network interface's name, or an address that says where to connect from
+    False if in doubt: a network interface's name, or an address that says where to connect from
     (``tcp://127.0.0.1:0;10.0.0.7:7710``).
     """
     if ";" in address or "@" in address:
@@ -31,7 +31,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether only this machine can reach a host: an IP address, or ``localhost``."""
+    """Returns whether only this machine can reach a host: an IP address, or ``localhost``."""
     if host == "localhost":
         return True
     try:
@@ -41,13 +41,16 @@ def is_loopback_host(host: str) -> bool:
 
 
 def http_url(host: str, port: int | str) -> str:
-    """The base URL of an HTTP server."""
+    """Returns the base URL of an HTTP server."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def advertised(url: str, by: str) -> str:
-    """The base URL by which clients reach what listens at ``url``. ``by``: a URL, or the host in
-    place of that of ``url``; empty: as it listens.
+    """Returns the base URL by which clients reach a server that listens at ``url``.
+
+    Args:
+        url: where it listens; empty for an engine in this process.
+        by: a URL, or the host in place of that of ``url``; empty: as it listens.
 
     Raises:
         UsageError: it listens on every address, and ``by`` is empty.

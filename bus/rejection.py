@@ -1,9 +1,9 @@
-"""Requests that a paused or closed engine rejects.
+"""Recognizes requests that a paused or closed engine has rejected.
 
-vLLM 0.33 answers what comes in a ``wait`` or ``abort`` pause with HTTP 503, or, in a stream, with
-an event of that form; 0.32 queues it, and so does the embedded engine. An API server whose engine
-has closed its admission answers so on each, with the reason. Nothing was generated: a client sends
-the request again, there or elsewhere. A dead engine answers otherwise.
+vLLM 0.33 answers requests in a ``wait`` or ``abort`` pause with HTTP 503, or in a stream with an
+event of that form. vLLM 0.32 and the embedded engine queue them. An API server whose engine has
+closed admission answers every request so, with the reason. Nothing was generated then: the client
+repeats the request, there or elsewhere. A dead engine answers otherwise.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ _CLOSED: Final = "this engine is closed to requests: "
 
 
 def closed_message(reason: str) -> str:
-    """What an engine whose admission is closed answers."""
+    """Returns the answer of an engine whose admission is closed."""
     return _CLOSED + reason
 
 
 def is_closed_message(text: object) -> bool:
-    """Whether an engine whose admission is closed says so."""
+    """Returns whether a text is the answer of an engine whose admission is closed."""
     return isinstance(text, str) and text.startswith(_CLOSED)
 
 
 def is_closed(answer: Any) -> bool:
-    """Whether the JSON of an answer, or of an event, is of an engine whose admission is closed."""
+    """Returns whether an answer or event, as JSON, is of an engine with closed admission."""
     return is_closed_message(_error(answer).get("message"))
 
 
 def is_rejected(answer: Any) -> bool:
-    """Whether the JSON of an answer, or of an event, says that the request may be sent again."""
+    """Returns whether an answer or event, as JSON, says that the request may be repeated."""
     return _error(answer).get("type") == _RETRYABLE or is_closed(answer)
 
 

@@ -43,6 +43,7 @@ class Has:
     attributes: tuple[str, ...] = ()
 
     def gap(self, tree: SourceTree) -> str:
+        """Returns how it is not so; empty if it is."""
         if tree.find(self.target) is None:
             return tree.absent(self.target)
         where = f"{self.target}." if ":" in self.target else f"{self.target}:"
@@ -58,6 +59,7 @@ class Takes:
     parameters: tuple[str, ...]
 
     def gap(self, tree: SourceTree) -> str:
+        """Returns how it is not so; empty if it is."""
         node = tree.find(self.target)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return tree.absent(self.target, "function ")
@@ -75,6 +77,7 @@ class Says:
     texts: tuple[str, ...]
 
     def gap(self, tree: SourceTree) -> str:
+        """Returns how it is not so; empty if it is."""
         source = tree.source(self.target)
         if source is None:
             return tree.absent(self.target)
@@ -90,6 +93,7 @@ class SaysNot:
     texts: tuple[str, ...]
 
     def gap(self, tree: SourceTree) -> str:
+        """Returns how it is not so; empty if it is."""
         source = tree.source(self.target)
         if source is None:
             return tree.absent(self.target)
@@ -105,6 +109,7 @@ class Fields:
     at: tuple[tuple[int, str], ...]
 
     def gap(self, tree: SourceTree) -> str:
+        """Returns how it is not so; empty if it is."""
         node = tree.find(self.target)
         if not isinstance(node, ast.ClassDef):
             return tree.absent(self.target, "class ")
@@ -249,10 +254,11 @@ class Registry:
         return {each.name: each for each in self.seams}[name]
 
     def check(self, tree: SourceTree, environment: Mapping[str, str] | None = None) -> Report:
-        """Check every seam against one vLLM.
+        """Checks every seam against one vLLM.
 
         Args:
-            environment: variables in which a seam may be switched off.
+            tree: the vLLM's source files.
+            environment: variables that may switch off a seam.
         """
         forms: dict[str, str] = {}
         reasons: dict[str, str] = {}

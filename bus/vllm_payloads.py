@@ -1,12 +1,12 @@
-"""What is said to vLLM's own worker engines, as blobs that only both ends of those read.
+"""Payloads for vLLM's own worker engines, as blobs that only their two ends read.
 
-A transfer backend with a name such as ``vllm:nccl`` is none of wavebus's: tensors travel between
-a trainer engine of vLLM's and the worker engine that the engine was booted with. The bus carries
-the plain dicts that the two tell each other: an ``init_info`` as ``TransferInit.params``, an
-``update_info`` as ``WeightChunkMeta.handle``.
+A transfer backend with a name such as ``vllm:nccl`` is vLLM's: tensors are sent from a trainer
+engine of vLLM to the worker engine with which the engine was booted. The bus carries the plain
+dicts that the two exchange: an ``init_info`` as ``TransferInit.params``, an ``update_info`` as
+``WeightChunkMeta.handle``.
 
-In those may stand what MessagePack has a form for (nothing, truths, numbers, texts, bytes, lists,
-and dicts by text), and :class:`IpcTensor`. Nothing is pickled.
+The dicts may contain what MessagePack can encode (None, booleans, numbers, strings, bytes, lists,
+and dicts with string keys), and :class:`IpcTensor`. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ Handle = Annotated[bytes, Meta(max_length=65_536)]  # those of expandable segmen
 
 
 class IpcTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor in another process's memory on the same GPU: what PyTorch rebuilds one from, in
-    its order, without the classes. Sizes count elements, unless they are called bytes."""
+    """A tensor in another process's memory on the same GPU.
+
+    The fields are those from which PyTorch rebuilds a tensor, in its order, without the classes.
+    Sizes count elements, unless their names end in ``_bytes``.
+    """
 
     size: Sizes
     stride: Sizes
@@ -85,8 +88,10 @@ def is_sharding(backend: str) -> bool:
 
 
 def is_loaded_on_receipt(backend: str) -> bool:
-    """Whether a chunk is in the model as soon as it is received: vLLM's engines have one call
-    for both, so that nothing can be verified in between."""
+    """Returns whether a chunk is loaded as soon as it is received.
+
+    vLLM's engines have one call for both, so nothing can be verified in between.
+    """
     return backend.startswith(PREFIX)
 
 

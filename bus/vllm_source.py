@@ -38,11 +38,14 @@ def _parse(text: str) -> ast.Module:
 class Folder(Protocol):
     """A folder on disk or inside a wheel: what pathlib and zipfile paths have in common."""
 
-    def joinpath(self, *parts: str) -> Folder: ...
+    def joinpath(self, *parts: str) -> Folder:
+        """Returns a path below this one."""
 
-    def is_file(self) -> bool: ...
+    def is_file(self) -> bool:
+        """Returns whether it is a file."""
 
-    def read_text(self, encoding: str) -> str: ...
+    def read_text(self, encoding: str) -> str:
+        """Reads the file."""
 
 
 class SourceTree:
@@ -174,7 +177,7 @@ class SourceTree:
         return module, None
 
     def _origin(self, module: str, node: ast.ImportFrom) -> str:
-        """The module that a ``from ... import`` in ``module`` names."""
+        """Returns the module that a ``from ... import`` in ``module`` names."""
         if not node.level:
             return node.module or ""
         package = module.split(".")
@@ -201,7 +204,7 @@ class SourceTree:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a body, with those behind a condition."""
+    """Yields the statements of a body, also those behind a condition."""
     for node in body:
         yield node
         if isinstance(node, ast.If):

@@ -1,4 +1,4 @@
-"""What runs beside an engine."""
+"""The sidecar: runs beside an engine and carries out the broker's commands."""
 
 from __future__ import annotations
 

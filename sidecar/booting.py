@@ -1,17 +1,13 @@
-"""Shows on the bus that an engine boots: until it serves, it can't join as one."""
+"""Shows on the bus that an engine is booting, before it can join as an engine."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import TYPE_CHECKING
 
-from bus.ids import BOOT_SUFFIX, new_boot
+from bus.ids import BOOT_SUFFIX
 from bus.keys import security
-from bus.messages import Heartbeat, Join
-from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.peer import HOST, PeerClient, route_of
-from bus.runtime.zmq_transport import ZmqClient
+from bus.runtime.peer import PeerClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,15 +15,13 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def shown_as_booting(broker: str, group: str, name: str) -> Iterator[None]:
-    """For the length of a block `wavebus status` says that engine ``name`` boots."""
-    own = name[: 128 - len(BOOT_SUFFIX)] + BOOT_SUFFIX
+    """Joins the bus as the booting engine ``name``, for the length of a block."""
     peer = PeerClient(
-        name=own,
+        name=name[: 128 - len(BOOT_SUFFIX)] + BOOT_SUFFIX,
         group=group,
-        transport=ZmqClient(broker, route_of(own, new_boot()), security()),
-        scheduler=AsyncioScheduler(),
-        join=lambda: Join("booting", HOST, os.getpid(), None, None),
-        beat=lambda: Heartbeat("running", 0, 0, ""),
+        role="booting",
+        broker=broker,
+        security=security(),
         on_message=lambda _envelope, _message: None,
     )
     peer.start()

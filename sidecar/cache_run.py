@@ -1,4 +1,4 @@
-"""Keeps an engine's caches those of its group's run."""
+"""Keeps the caches of an engine separate from those of other runs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ if TYPE_CHECKING:
 
 
 class CacheRun:
-    """The run that one engine has joined; none before its sidecar has joined a group."""
+    """Tracks which run one engine has joined."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._run = ""
 
     async def join(self, run: str, on_failure: Callable[[str, Exception], object]) -> bool:
-        """Have the engine join the ``run`` of its group, unless it has; return whether it did.
+        """Has the engine join a run, unless it has; returns whether it did so now.
 
-        A failure is reported, and is no reason not to serve: another run's salt finds no keys and
-        values of this one. The engine is asked again after its next call.
+        A failed call is reported and repeated later. The engine serves meanwhile: its caches have
+        another run's salt, and so no entries of this run.
+
+        Args:
+            run: the group's run; empty before the sidecar has joined a group.
+            on_failure: receives the name and the exception of a call that failed.
         """
         if run in ("", self._run):
             return False

@@ -1,4 +1,4 @@
-"""Takes an engine out of the routes before its sidecar stops it."""
+"""Removes an engine from the routes before its sidecar stops the engine."""
 
 from __future__ import annotations
 
@@ -17,21 +17,31 @@ if TYPE_CHECKING:
 
 
 class Departure:
-    """One sidecar's. Once it has ``begun``, heartbeats say that the engine is closed."""
+    """Announces that an engine stops. Once it has ``begun``, heartbeats report closed admission."""
 
     def __init__(self) -> None:
         self.begun = False
         self._answered = asyncio.Event()
 
     def on_ack(self, ack: HeartbeatAck) -> None:
-        """The broker answers a heartbeat; one of a closed engine when that is out of the routes,
-        and watchers that it waits for have taken that in."""
+        """Handles the answer to a heartbeat.
+
+        The broker answers a heartbeat of a closed engine once the engine is out of the routes and
+        the watchers that the broker waits for have confirmed that.
+        """
         if self.begun and ack.closed:
             self._answered.set()
 
     async def announce(self, peer: PeerClient, beat: Callable[[], Heartbeat], death: str) -> None:
-        """Say that the engine stops, and return when that is answered, or after two heartbeats;
-        at once, if the engine has died, or no broker has let it in."""
+        """Sends a last heartbeat, and waits for its answer for at most two heartbeat intervals.
+
+        Returns at once if the engine has died or the peer has not joined.
+
+        Args:
+            peer: the sidecar's peer.
+            beat: makes the heartbeat.
+            death: how the engine died; empty if it lives.
+        """
         if death or peer.link.state is not LinkState.JOINED:
             return
         self.begun = True

@@ -1,4 +1,4 @@
-"""The calls that a session's machine asks for, as an engine's adapter takes them."""
+"""Makes the engine calls that a session's machine asks for."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 async def dispatch(engine: Engine, call: Call) -> CallResult:
-    """Make the call; what it has told.
+    """Makes one call of an engine, and returns its result.
 
     Raises:
-        EngineError: it has failed; but an adapter may raise anything.
+        EngineError: the call failed; but an adapter may raise anything.
     """
     match call:
         case CallPause(mode, clear_cache):
@@ -87,21 +87,18 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
 
 
 async def _pause(engine: Engine, mode: PauseMode, *, clear_cache: bool) -> int:
-    """Pause; how many requests the engine holds then.
-
-    Those of ``keep`` are counted meanwhile: it keeps what it has.
-    """
+    """Pauses, and returns how many requests the engine then holds."""
     if mode == "keep":
+        # The number does not change meanwhile.
         return await _count_during(engine, engine.pause(mode, clear_cache=clear_cache))
     await engine.pause(mode, clear_cache=clear_cache)
     return await engine.in_flight()
 
 
 async def _count_during(engine: Engine, call: Awaitable[None]) -> int:
-    """Make the call; return how many requests the engine has meanwhile.
+    """Makes a call, and returns how many requests the engine has meanwhile; 0 if unknown.
 
-    A server's count costs a request, which the call need not wait for. A count that fails is 0:
-    it is no failure of the call.
+    A server's count costs an HTTP request, which the call need not wait for.
     """
     counting = asyncio.create_task(engine.in_flight())
     try:

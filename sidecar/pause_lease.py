@@ -1,7 +1,7 @@
-"""Keeps an engine's lease page in step with its session, and takes over what it finds there.
+"""Writes an engine's lease page, and takes over a pause that an earlier sidecar has left.
 
-What would have to be undone is written before the call that does it: so the page never says less
-than what has happened to the engine.
+The page is written before each call that would have to be undone, so it never says less than what
+has happened to the engine.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 _SERIAL_BITS: Final = 53
 _MIN_LEASE_MS: Final = 1000.0
-# What is not called under a hold that the engine has ended.
+# Calls that must not be made after the engine has ended the pause.
 _UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit)
 
 
 class PauseLeaseWriter:
-    """One engine's, for one life of its sidecar."""
+    """Writes the lease page of one engine, for one life of its sidecar."""
 
     def __init__(self, engine: Engine, session: EngineSession, dp_group: str) -> None:
         self._engine = engine
@@ -56,17 +56,22 @@ class PauseLeaseWriter:
         self._serial = 0
 
     def write(self, left_ms: float, now_ms: float, call: Call | None = None) -> list[Note]:
-        """Write by what the engine is held now; ``call`` is about to be made.
+        """Writes the lease of the engine's pause.
 
-        Where the engine has ended the pause meanwhile, the session is told, as soon as no call is
+        If the engine has ended the pause meanwhile, the session learns it as soon as no call is
         under way.
 
         Args:
-            left_ms: for how long the engine is to stay paused, should this sidecar die now.
+            left_ms: for how long the engine stays paused if this sidecar dies now, in ms.
             now_ms: the session's time.
+            call: the engine call that is about to be made.
+
+        Returns:
+            Notes for the log.
 
         Raises:
-            EngineError: code ``wrong_state``: it has, and the call is of an update.
+            EngineError: code ``wrong_state``: the engine has ended the pause, and the call is one
+                of an update.
         """
         if self._session.pause.state is EnginePauseState.RUNNING:
             self._serial = 0
@@ -85,10 +90,10 @@ class PauseLeaseWriter:
         return self._on_outcome(end, now_ms) if self._session.at_rest else []
 
     async def release(self, *, runs_on: bool = True) -> None:
-        """Let the engine go: open its admission, if it ``runs_on``, and end its pause.
+        """Ends the engine's pause, and opens its admission if it ``runs_on`` without a sidecar.
 
-        A rank leaves the end of its pause to its DP group, which resumes as one. Memory that sleeps
-        may be in use by the trainer. There the lease ends the pause, which the page has.
+        The pause of a rank, or of an engine asleep, is left to the lease: a DP group resumes as
+        one, and the trainer may use the memory of a sleeping engine.
         """
         session, engine = self._session, self._engine
         if runs_on and session.admission.closed and not session.update.partial:
@@ -98,10 +103,17 @@ class PauseLeaseWriter:
             engine.write_pause_lease(None)
 
     async def take_over(self, left: AbandonedPause, now_ms: float) -> Note:
-        """The engine was found paused: undo what was begun of an update, and go on from there.
+        """Takes over an engine that was found paused: undoes an update, and keeps the pause.
+
+        Args:
+            left: the pause that was found.
+            now_ms: the session's time.
+
+        Returns:
+            A note for the log.
 
         Raises:
-            EngineError: code ``name_taken``: another sidecar holds it, and lives.
+            EngineError: code ``name_taken``: another sidecar that lives holds the engine.
         """
         lease, partial, engine = left.lease, left.partial, self._engine
         is_held = lease.writer_pid != os.getpid() and is_alive(lease.writer_pid)
@@ -181,7 +193,7 @@ class PauseLeaseWriter:
 
 
 def _loads(call: Call | None) -> bool:
-    """Whether the old weights are gone once this call has begun."""
+    """Returns whether the old weights are lost once this call has begun."""
     if isinstance(call, CallReceive):
         return is_loaded_on_receipt(call.backend)
     return isinstance(call, CallLoad)

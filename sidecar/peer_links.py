@@ -1,8 +1,8 @@
-"""The direct link between the sidecars of one DP group, for when there is no broker.
+"""Direct links between the sidecars of one DP group, for the time without a broker.
 
-Each has a ROUTER of its own, and a DEALER to each peer rank; the broker has told them of each other
-(PEER_RANKS). Only LEASE_VOTE travels here, and only its sender's own rank is believed: by its name,
-and where the broker has keys, by its key.
+Each sidecar has a ROUTER of its own, and a DEALER to each peer rank, whose addresses come from the
+broker (PEER_RANKS). Only LEASE_VOTE is sent here. A vote counts only for its sender's own rank,
+which is checked by its name, and by its key if the broker uses keys.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class PeerLinks:
 
 
 def _own_address(broker: str) -> str:
-    """The own address on the way to the broker, which is also where peer ranks are."""
+    """Returns this host's address towards the broker, where peer ranks reach it."""
     if is_loopback(broker):
         return "127.0.0.1"
     parts = urlsplit(broker)

@@ -1,7 +1,7 @@
-"""The sidecar: one engine on the bus.
+"""The sidecar: connects one engine to the bus.
 
-A frame arrives, the session machine decides, an engine call runs as a task, and its
-result goes back into the machine. Nothing else happens here.
+The session machine (:mod:`bus.protocol.engine.session`) decides what each frame means. This module
+runs the engine calls that it asks for, and gives it their results.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from bus.protocol.engine.calls import (
 )
 from bus.protocol.engine.session import EngineSession
 from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.peer import HOST, PeerClient, default_name, route_of
-from bus.runtime.zmq_transport import ZmqClient
+from bus.runtime.peer import HOST, PeerClient, default_name
 from bus.settings import DEFAULT_BROKER
 from sidecar.cache_run import CacheRun
 from sidecar.departure import Departure
@@ -65,14 +64,14 @@ if TYPE_CHECKING:
     from bus.runtime.interfaces import ClientTransport, Scheduler
     from sidecar.engine import Engine, EngineInfo
 
-# How often a swap is called off that has not returned.
+# How often the cancellation of a swap is repeated until the swap returns.
 CANCEL_SWAP_RETRY_S: Final = 0.5
 # How long a closing sidecar waits for the engine call under way.
 CLOSE_TIMEOUT_S: Final = 10.0
 
 
 class Sidecar:
-    """One engine on the bus, from :meth:`__aenter__` to :meth:`__aexit__`.
+    """Connects one engine to the bus, for the length of an ``async with`` block.
 
     ::
 
@@ -80,23 +79,26 @@ class Sidecar:
             ...  # serve requests; updates come over the bus
 
     Args:
-        engine: an adapter; the sidecar starts it, and closes it at the end.
+        engine: the engine's adapter. The sidecar starts it, and closes it at the end.
         broker: the broker's address.
         group: the group of engines that take the same weights.
         name: this engine's name on the bus; unique. Default: from host and pid.
-        dp_group: the DP group it is a rank of. Default: its own name (a DP group of one).
-        supervised: whoever started this process starts it anew when it ends, and the engine with
-            it, and all other ranks of its DP group. Then it ends when the broker finds that the
-            engine is stuck for good.
-        pd_role: whether it only prefills, or decodes what others have prefilled. Default: both.
-        advertise: a host or a URL by which clients reach the engine. Default: where it listens.
+        dp_group: the DP group that the engine is a rank of. Default: a DP group of its own.
+        supervised: whether a supervisor restarts this process, its engine and all other ranks of
+            the DP group when this process ends. If so, the sidecar ends when the broker finds that
+            the engine is stuck for good.
+        pd_role: whether the engine only prefills or only decodes. Default: both.
+        advertise: host or URL by which clients reach the engine. Default: where it listens.
         key: file with this engine's secret key (`wavebus keygen`). Default: WAVEBUS_KEY, or none.
         broker_key: file with the broker's public key. Default: WAVEBUS_BROKER_KEY, or none.
-        insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
+        insecure: whether to go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
+        transport: in place of a ZeroMQ connection to ``broker``; for tests.
+        scheduler: in place of the running event loop's timers; for tests.
+        link_config: timeouts of the link to the broker.
 
     Raises:
         EngineError: on entering, if the engine can't be started or reached.
-        Refused: on entering, if the broker refused the join (the name is taken, a fact is wrong).
+        UsageError: a name, a key or the address is wrong.
     """
 
     def __init__(
@@ -149,7 +151,11 @@ class Sidecar:
         return self
 
     async def start(self) -> None:
-        """Start the engine and begin to join; return once the engine is up."""
+        """Starts the engine and begins to join; returns once the engine is up.
+
+        Raises:
+            EngineError: the engine can't be started, or does not answer.
+        """
         info = await self.engine.start()
         try:
             self.info = replace(info, endpoint=advertised(info.endpoint, self._advertise))
@@ -174,26 +180,34 @@ class Sidecar:
             self.session.admission.closed |= self.info.booted_closed  # opened when it has joined
             boot = new_boot()
             if self.info.dp_size > 1:
-                self._peer_links = self._connect_peers(boot)
-            transport = self._transport or ZmqClient(
-                self._broker, route_of(self.name, boot), self._security
-            )
+                self._peer_links = PeerLinks(
+                    self.name,
+                    boot,
+                    group=self.group,
+                    dp_group=self.dp_group,
+                    dp_rank=self.info.dp_rank,
+                    broker=self._broker,
+                    security=self._security,
+                    on_vote=self._on_vote,
+                )
             self._peer = PeerClient(
                 name=self.name,
                 group=self.group,
                 boot=boot,
-                transport=transport,
+                broker=self._broker,
+                security=self._security,
+                transport=self._transport,
                 scheduler=scheduler,
                 join=self._join,
                 beat=self._beat,
                 on_message=self._on_message,
                 on_state=self._on_state,
-                on_tick=self._on_tick,
-                next_deadline_ms=self._next_deadline_ms,
+                on_tick=lambda now_ms: self._perform(self.session.tick(now_ms)),
+                next_deadline_ms=self.session.next_deadline_ms,
                 link_config=self._link_config,
             )
             if found is not None:
-                self._peer.note(found)
+                self._client.note(found)
             self._caller = self._tasks.start(self._make_calls())
             self._peer.start()
             for watch in (self._watch_engine, self._watch_load, self._watch_core):
@@ -204,18 +218,16 @@ class Sidecar:
             await self.engine.close()
             raise
 
-    def _connect_peers(self, boot: int) -> PeerLinks:
-        assert self.info is not None
-        return PeerLinks(
-            self.name,
-            boot,
-            group=self.group,
-            dp_group=self.dp_group,
-            dp_rank=self.info.dp_rank,
-            broker=self._broker,
-            security=self._security,
-            on_vote=self._on_vote,
-        )
+    @property
+    def _client(self) -> PeerClient:
+        """The sidecar's end of the link to the broker.
+
+        Raises:
+            BusClosed: the sidecar was not started.
+        """
+        if self._peer is None:
+            raise BusClosed("start() first, or use `async with`")
+        return self._peer
 
     async def __aexit__(
         self,
@@ -226,14 +238,14 @@ class Sidecar:
         await self.close("closed" if exc is None else f"closing on {exc!r}"[:256])
 
     async def joined(self) -> None:
-        """Return when the broker has taken this engine in.
+        """Waits until the broker has let this engine join.
 
         Raises:
-            Refused: it will not, and why.
+            Refused: the broker refuses the join, for example because the name is taken.
+            BusClosed: the sidecar was closed.
         """
         while True:
-            assert self._peer is not None
-            link = self._peer.link
+            link = self._client.link
             if link.state is LinkState.JOINED:
                 return
             if link.state is LinkState.REFUSED and link.refusal is not None:
@@ -244,26 +256,25 @@ class Sidecar:
             await self._changed.wait()
 
     async def run(self) -> None:
-        """Serve until the engine dies, the broker refuses, or the sidecar is closed.
+        """Serves until the engine dies, the broker refuses the join, or the sidecar is closed.
 
         Raises:
             EngineError: the engine died; the text says how.
             Refused: the broker refused the join.
         """
         await self._ended.wait()
-        assert self._peer is not None
         if self.death:
             raise EngineError(self.death, code=NackCode.ENGINE_DEAD)
-        if self._peer.link.refusal is not None:
-            raise refusal(self._peer.link.refusal)
+        if self._client.link.refusal is not None:
+            raise refusal(self._client.link.refusal)
 
     async def close(self, reason: str = "closed") -> None:
-        """Leave the bus and let the engine go, as :meth:`PauseLeaseWriter.release` says."""
+        """Leaves the bus and releases the engine, as :meth:`PauseLeaseWriter.release` says."""
         if self._peer is not None:
             await self._departure.announce(self._peer, self._beat, self.death)
             self._peer.close(self.death or reason)
         with anyio.CancelScope(shield=True):
-            refusal = self._peer.link.refusal if self._peer is not None else None
+            refusal = self._client.link.refusal if self._peer is not None else None
             if not self.death and (refusal is None or refusal.code is not NackCode.NAME_TAKEN):
                 runs_on = self.info is None or not self.info.ends_with_sidecar
                 with anyio.move_on_after(CLOSE_TIMEOUT_S):
@@ -275,14 +286,13 @@ class Sidecar:
                 self._peer_links.close()
             await self.engine.close()
 
-    # -- the link's questions --------------------------------------------------
+    # -- what the link asks for -------------------------------------------------
 
     def _join(self) -> Join:
         assert self.info is not None
-        assert self._peer is not None
         facts = self.info.facts(
             closed=self.session.is_closed,
-            run=self._peer.link.run or f"{self._peer.boot:x}",
+            run=self._client.link.run or f"{self._client.boot:x}",
             dp_group=self.dp_group,
             supervised=self.supervised,
             pd_role=self._pd_role,
@@ -297,17 +307,13 @@ class Sidecar:
         closed = self.session.is_closed or self._is_frozen or self._departure.begun
         return replace(self.session.beat(), closed=closed)
 
-    def _next_deadline_ms(self) -> float | None:
-        return None if self._peer is None else self.session.next_deadline_ms()
-
-    # -- what happens -----------------------------------------------------------
+    # -- events -----------------------------------------------------------------
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
-        assert self._peer is not None
-        link = self._peer.link
+        link = self._client.link
         if isinstance(message, Nack) and link.state is LinkState.JOINED:
             fields = {"code": message.code.value, "field": message.field, "detail": message.detail}
-            self._peer.note(Note("broker_nack", "warning", fields))
+            self._client.note(Note("broker_nack", "warning", fields))
         if link.state is not LinkState.JOINED or not envelope.group:
             return
         if type(message) in COMMANDS:
@@ -316,7 +322,7 @@ class Sidecar:
         elif isinstance(message, HeartbeatAck):
             self._departure.on_ack(message)
             self.session.on_lease_renewed(envelope.epoch, message.held, link.last_heard_ms)
-            self._perform(self.session.on_group_version(message.version, self._peer.now_ms()))
+            self._perform(self.session.on_group_version(message.version, self._client.now_ms()))
         elif isinstance(message, PeerRanks) and self._peer_links is not None:
             self._peer_links.connect_peers(message)
         elif isinstance(message, Restart):
@@ -324,15 +330,14 @@ class Sidecar:
 
     def _on_vote(self, vote: LeaseVote) -> None:
         if self._peer is not None:
-            self._perform(self.session.on_lease_vote(vote, self._peer.now_ms()))
+            self._perform(self.session.on_lease_vote(vote, self._client.now_ms()))
 
     def _restart(self, epoch: int, reason: str) -> None:
-        """The broker finds the engine stuck: end, so that it is started anew."""
-        assert self._peer is not None
+        """Ends the sidecar, whose engine the broker has found stuck, so that both are restarted."""
         if epoch < self.session.epoch or not self.supervised or self.death:
             return
         self.death = f"stuck, to be started anew: {reason}"
-        self._peer.note(Note("restart_asked", "error", {"reason": reason}))
+        self._client.note(Note("restart_asked", "error", {"reason": reason}))
         self._ended.set()
 
     def _on_state(self, state: LinkState) -> None:
@@ -344,13 +349,8 @@ class Sidecar:
         if state is LinkState.REFUSED:
             self._ended.set()
 
-    def _on_tick(self, now_ms: float) -> None:
-        assert self._peer is not None
-        self._perform(self.session.tick(now_ms))
-
     def _perform(self, effects: Iterable[SessionEffect]) -> None:
-        assert self._peer is not None
-        peer = self._peer
+        peer = self._client
         for effect in effects:
             if isinstance(effect, Send):
                 peer.send(codec.clip(effect.message), reply_to=effect.reply_to)
@@ -374,23 +374,21 @@ class Sidecar:
             peer.arm_by(due_ms)
 
     def _write_lease(self, call: Call | None = None) -> None:
-        """Have the engine know by what it is held, and until when.
+        """Writes the engine's lease page; ``call`` is about to be made.
 
         Raises:
-            EngineError: see :meth:`PauseLeaseWriter.keep`.
+            EngineError: see :meth:`PauseLeaseWriter.write`.
         """
-        assert self._peer is not None
-        now_ms = self._peer.now_ms()
+        now_ms = self._client.now_ms()
         for note in self._lease_writer.write(self.session.held_for_ms(now_ms), now_ms, call):
-            self._peer.note(note)
+            self._client.note(note)
 
     # -- engine calls -----------------------------------------------------------
 
     async def _make_calls(self) -> None:
-        """Join the group's run; make the calls that the machine asks for, one after the other."""
-        assert self._peer is not None
+        """Joins the group's run, and makes the machine's engine calls, one at a time."""
         while True:
-            if await self._cache_run.join(self._peer.link.run, self._failure):
+            if await self._cache_run.join(self._client.link.run, self._failure):
                 continue
             call, self._next_call = self._next_call, None
             if call is not None:
@@ -407,37 +405,33 @@ class Sidecar:
             self._wake.set_result(None)
 
     async def _last_call(self) -> None:
-        """Return when the call under way, and what follows it, is over."""
+        """Waits until the call under way, and the calls that follow from it, are over."""
         self._closing = True
         self._wake_caller()
         if self._caller is not None:
             await asyncio.wait([self._caller])
 
     async def _make(self, call: Call) -> None:
-        """Make one engine call and give its result to the machine."""
-        assert self._peer is not None
         try:
             self._write_lease(call)
             result = await dispatch(self.engine, call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
             failure = self._failure(type(call).__name__, error)
-            self._perform(self.session.on_call_failed(call, failure, self._peer.now_ms()))
+            self._perform(self.session.on_call_failed(call, failure, self._client.now_ms()))
         else:
-            self._perform(self.session.on_call_done(call, self._peer.now_ms(), result=result))
+            self._perform(self.session.on_call_done(call, self._client.now_ms(), result=result))
 
     def _failure(self, name: str, error: Exception) -> Failure:
-        """What the machine is told of a call that failed; the log has more."""
-        assert self._peer is not None
+        """Logs a failed call, and returns what the machine needs of it."""
         if not isinstance(error, EngineError):
-            self._peer.log.error("engine_call_broke", call=name, exc_info=error)
+            self._client.log.error("engine_call_broke", call=name, exc_info=error)
             return Failure(NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
         fields: dict[str, object] = {"call": name, "detail": error.detail, "tensor": error.tensor}
-        self._peer.note(Note("engine_call_failed", "warning", fields))
+        self._client.note(Note("engine_call_failed", "warning", fields))
         return Failure(error.code, error.detail, tensor=error.tensor)
 
     async def _escalate(self, call: CallEscalate) -> None:
-        """Pause a second time, beside the `wait` that still drains."""
-        assert self._peer is not None
+        """Pauses a second time, beside the `wait` that still drains."""
         failure = in_flight = None
         try:
             self.session.escalating(await self.engine.request_ids())
@@ -445,12 +439,14 @@ class Sidecar:
             in_flight = await self.engine.in_flight()
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
             failure = self._failure(type(call).__name__, error)
-        now_ms = self._peer.now_ms()
+        now_ms = self._client.now_ms()
         self._perform(self.session.on_escalation_done(failure, now_ms, in_flight=in_flight))
 
     async def _cancel_swap(self, call: CallCancelSwap) -> None:
-        """Call the swap off that waits for other ranks; its own return tells what came of it. Until
-        then it is said again: it may have come before the swap, or not at all."""
+        """Cancels a swap that waits for other ranks, again and again until it returns.
+
+        A cancellation may reach the engine before the swap does, or not at all.
+        """
         swap = self.session.update.swap
         if swap is self._swap_cancelled:
             return
@@ -463,36 +459,32 @@ class Sidecar:
             await anyio.sleep(CANCEL_SWAP_RETRY_S)
 
     def _on_task_failed(self, error: BaseException) -> None:
-        """Without one of its tasks a sidecar is no use: it ends, and the lease frees its engine."""
-        assert self._peer is not None
-        self._peer.log.error("sidecar_task_broke", exc_info=error)
+        """Ends the sidecar, which needs all of its tasks; the lease then frees its engine."""
+        self._client.log.error("sidecar_task_broke", exc_info=error)
         self.death = self.death or f"the sidecar broke: {type(error).__name__}: {error}"
         self._ended.set()
 
     async def _watch_engine(self) -> None:
         self.death = await self.engine.died()
-        assert self._peer is not None
-        self._peer.note(Note("engine_died", "error", {"reason": self.death}))
+        self._client.note(Note("engine_died", "error", {"reason": self.death}))
         self._ended.set()
 
     async def _watch_load(self) -> None:
-        """Keep the number of requests that heartbeats tell up to date, and the lease."""
-        assert self._peer is not None
+        """Updates the lease page, and the number of requests that heartbeats report."""
         while True:
             self._write_lease()
             with contextlib.suppress(Exception):  # an adapter may raise anything
                 self.session.pause.in_flight = await self.engine.in_flight()
-            await anyio.sleep(self._peer.link.heartbeat_ms / 1000)
+            await anyio.sleep(self._client.link.heartbeat_ms / 1000)
 
     async def _watch_core(self) -> None:
-        """Tell the broker what the engine's core does; the page is there when nothing answers."""
-        assert self._peer is not None
+        """Reports the core's status page to the broker, also while the core answers nobody."""
         while True:
             view = self.engine.core_view()
             if view is not None and view.is_frozen is not self._is_frozen:
                 self._is_frozen = not self._is_frozen
                 event = "core_frozen" if self._is_frozen else "core_runs"
-                self._peer.note(Note(event, "warning", {"pid": view.pid, "phase": view.phase}))
-            if view is not None and self._peer.link.state is LinkState.JOINED:
-                self._peer.send(view.message())
-            await anyio.sleep(self._peer.link.heartbeat_ms / 1000)
+                self._client.note(Note(event, "warning", {"pid": view.pid, "phase": view.phase}))
+            if view is not None and self._client.link.state is LinkState.JOINED:
+                self._client.send(view.message())
+            await anyio.sleep(self._client.link.heartbeat_ms / 1000)

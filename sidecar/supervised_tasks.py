@@ -1,4 +1,4 @@
-"""Background tasks of a sidecar: a failure of one is reported, never lost."""
+"""Background tasks of a sidecar. Every failure of one is reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SupervisedTasks:
     """Runs coroutines as tasks.
 
     Args:
-        on_failure: is called with the exception of a task that raised one.
+        on_failure: called with the exception of a task that raised one.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
@@ -21,14 +21,14 @@ class SupervisedTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run it as a task of its own."""
+        """Runs a coroutine as a task of its own."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
         return task
 
     async def cancel(self) -> None:
-        """Cancel those that run; return when they have ended."""
+        """Cancels the running tasks, and waits until they have ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

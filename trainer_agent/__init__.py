@@ -1,4 +1,4 @@
-"""The library that a trainer imports."""
+"""The library for trainers: updates of weights, and rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer's updates of LoRA adapters, which leave the model's weights as they are."""
+"""Updates LoRA adapters, without the model's weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Adapters:
-    """A part of :class:`trainer_agent.TrainerAgent`, which has all that is named here."""
+    """A part of :class:`trainer_agent.TrainerAgent`, which has these attributes."""
 
     ranks: int
     verify: Verify
@@ -42,29 +42,35 @@ class Adapters:
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
     ) -> int:
-        """Send one LoRA adapter to every engine and have them serve it, in place of the one of
-        that name: as :meth:`update_weights` does, with all else as it is. Engines read it by its
-        path on tmpfs, so they run on this host.
+        """Sends one LoRA adapter to every engine, which then serve it in place of the last one.
+
+        The model's weights stay as they are. Engines read the adapter from a folder on tmpfs, so
+        they must run on this host.
 
         Args:
-            adapter: its name: what clients of served engines ask for as their model, and what
+            adapter: its name, which clients of served engines ask for as their model, and which
                 :meth:`sidecar.vllm.inprocess_engine.VllmEngine.lora_request` takes.
             source: all of its tensors, by the names that PEFT gives them in a checkpoint
-                (``base_model.model.….lora_A.weight``); of a module its LoRA parameters are taken.
-            config: PEFT's ``adapter_config``, such as ``LoraConfig.to_dict()`` gives: ``r``,
-                ``lora_alpha``, ``target_modules`` and what else there is.
+                (``base_model.model.….lora_A.weight``); or a module with LoRA parameters.
+            config: PEFT's ``adapter_config``, such as ``LoraConfig.to_dict()`` returns: ``r``,
+                ``lora_alpha``, ``target_modules`` and any other keys.
+            label: as :meth:`update_weights`.
+            mode: as :meth:`paused`.
+            clear_cache: as :meth:`paused`.
+            wait_s: as :meth:`paused`.
+            escalate: as :meth:`paused`.
 
         Returns:
-            The version the bus gave; the model's weights and adapters share one count.
+            The version that the bus assigned; the model's weights and adapters share one count.
 
         Raises:
             ManifestRefused: an engine's model doesn't take these tensors, or its
                 ``max_lora_rank`` is too low.
-            UpdateFailed: it was given up: with code ``backend_missing``, before anything
-                happened, because an engine has no LoRA enabled. Engines that had loaded it have
-                the one before again.
-            Refused, BusTimeout: as :meth:`update_weights`.
-            UsageError: name, source or config can't be an adapter's; or the trainer has several
+            UpdateFailed: the update failed, and engines serve the adapter that they had before.
+                Code ``backend_missing``: an engine has no LoRA enabled, and nothing has happened.
+            Refused: as :meth:`update_weights`.
+            BusTimeout: as :meth:`update_weights`.
+            UsageError: name, source or config are not an adapter's; or the trainer has several
                 ranks: gather the adapter first, and give rank 0 an agent of its own for it.
         """
         if self.ranks != 1:

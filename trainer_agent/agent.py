@@ -1,4 +1,4 @@
-"""The trainer's library: pause engines, send weights, resume; all in one call."""
+"""The trainer agent: pauses engines, sends weights and resumes, in one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from bus.messages import (
     Escalation,
     GroupView,
     PauseMode,
-    StaleEngines,
     Status,
     Target,
     Verify,
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class TrainerAgent(Pauses, Adapters, VllmApi):
-    """A trainer on the bus: holds one group of engines.
+    """Connects a trainer to the bus, where it owns one group of engines.
 
     ::
 
@@ -65,43 +64,48 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             await agent.wait_for_engines(2, timeout_s=60)
             version = await agent.update_weights(model, label=f"step {step}")
 
-    The event loop must stay free while you train, or the bus takes you for dead
-    after some seconds: run training steps in a thread, or use
+    The event loop must stay free while you train: after some seconds without it, the broker takes
+    the trainer for dead. Run training steps in a thread, or use
     :class:`trainer_agent.SyncTrainerAgent`, which keeps a thread for the bus.
 
     Args:
         broker: the broker's address.
-        group: the engines to hold; one trainer holds a group at a time.
+        group: the group of engines; it has one trainer at a time.
         name: this trainer's name on the bus. Default: from host and pid.
-        rank: this process's rank in a trainer of several processes (FSDP). Every rank has an
-            agent, and all call :meth:`update_weights` with their part of the same model. Rank 0
-            holds the group and sends.
+        rank: this process's rank, if the trainer has several processes (FSDP). Every rank has an
+            agent, and all ranks call :meth:`update_weights` with their part of the same model.
+            Rank 0 owns the group and sends.
         ranks: how many processes the trainer has.
         backend: how tensors travel: ``shm`` (one host), ``gloo`` (TCP, any number of hosts),
             ``nccl`` (from GPU to GPU), ``ipc`` (engines on the trainer's GPU), or one of your own
             (:func:`bus.weight_transfer.registry.register_sender`).
-        chunk_bytes: at most so much is in one chunk. A larger tensor gets a chunk of its own.
-        buffers: how many chunks are under way at a time, with memory for each. Default: two, of
-            ``nccl`` three, or what a backend of your own says.
-        packed: chunks go through buffers. ``nccl``, ``ipc``, and ``shm`` with weights in shared
-            memory (:func:`trainer_agent.share_memory`) can do without: tensors are then sent
-            from where they are, and must stay as they are until the update ends.
-        device: the GPU that ``nccl`` and ``ipc`` send from. Default: the current one of the
-            thread that makes the agent, if it uses one already, or else the first.
-        keep_last: keep the model's weights of the last update that was committed, in CPU memory.
-            Engines that join late, restart, or were quarantined are brought to the group's version
-            from there, in the background, while the others serve. Takes the weights' size twice,
-            from the second update on; of a trainer of several ranks, rank 0 alone keeps any.
-        verify: how chunks are checked before engines load them: ``sample`` looks at 4,096 words
-            of each tensor, ``full`` at all (about a second per 2 GB and core), ``off`` at none.
-        lease_ms: how long engines stay paused when trainer and broker are both gone.
-        timeout_s: how long a step (a pause, an ack of all engines) may take, from when the one
-            before was done; and the source, for one tensor. A broker that is not heard for so long
-            fails it, too. More than its ``--step-timeout-ms`` (300 s), after which it leaves out
-            who has not answered, and the others go on.
+        chunk_bytes: the most bytes in one chunk. A larger tensor gets a chunk of its own.
+        buffers: how many chunks are under way at a time, with memory for each. Default: two; three
+            for ``nccl``; or as your own backend says.
+        packed: whether chunks go through buffers. ``nccl``, ``ipc``, and ``shm`` with weights in
+            shared memory (:func:`trainer_agent.share_memory`) can do without buffers: tensors are
+            then sent from where they are, and must not change until the update ends.
+        device: the GPU that ``nccl`` and ``ipc`` send from. Default: the current GPU of the thread
+            that makes the agent if that thread already uses one, else the first.
+        keep_last: whether to keep the weights of the last committed update of the model in CPU
+            memory. Engines that join late, restart, or were quarantined then catch up from there,
+            in the background, while the others serve. Takes the size of the weights twice, from the
+            second update on. If the trainer has several ranks, only rank 0 keeps weights.
+        verify: how much of each chunk is compared before engines load it: ``sample`` 4,096 words of
+            each tensor, ``full`` all words (about one second per 2 GB and core), ``off`` nothing.
+        lease_ms: how long engines stay paused if trainer and broker are both gone.
+        timeout_s: how long one step (a pause, an acknowledgement of all engines) may take after the
+            step before it; also how long the source may take for one tensor, and how long the
+            broker may be silent. Choose more than the broker's ``--step-timeout-ms`` (300 s), after
+            which the broker excludes engines that have not answered, and the others continue.
         key: file with this trainer's secret key (`wavebus keygen`). Default: WAVEBUS_KEY, or none.
         broker_key: file with the broker's public key. Default: WAVEBUS_BROKER_KEY, or none.
-        insecure: go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
+        insecure: whether to go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
+        transport: in place of a ZeroMQ connection to ``broker``; for tests.
+        link_config: timeouts of the link to the broker.
+
+    Raises:
+        UsageError: an argument is wrong.
     """
 
     def __init__(
@@ -158,17 +162,23 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             security=security(key, broker_key, insecure=insecure),
             transport=transport,
             link_config=link_config,
-            kept_version=lambda: self._snapshot.version if self._snapshot else 0,
-            on_stale=self._on_stale,
         )
         self._steps = Steps(self._connection, lease_ms=lease_ms, timeout_s=timeout_s)
-        sender = make_sender(backend, buffers=buffers, packed=packed, device=self.device)
-        self._transport = Transport(backend, sender, self._connection, self._steps)
-        self._updates = Updates(
-            self._connection, self._steps, alone=ranks == 1, snapshot=self._snapshot
-        )
+        make = functools.partial(make_sender, backend, buffers=buffers, device=self.device)
+        self._transport = Transport(backend, make(packed=packed), self._steps)
+        self._updates = Updates(self._steps, alone=ranks == 1, snapshot=self._snapshot)
         self._sending: asyncio.Task[int] | None = None
-        self._catch_up = self._make_catch_up()
+        self._catch_up: CatchUp | None = None
+        if self._snapshot is not None:
+            self._catch_up = CatchUp(
+                self._snapshot,
+                self._steps.fork(),
+                self._transport,
+                is_idle=self._is_idle,
+                make_sender=functools.partial(make, packed=True),
+                chunk_bytes=chunk_bytes,
+                verify=verify,
+            )
         self._engine_session = TrainerEngineSession(
             self._connection,
             self._steps,
@@ -181,49 +191,28 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             suspend_catch_up=self._suspend_catch_up,
         )
 
-    def _make_catch_up(self) -> CatchUp | None:
-        if self._snapshot is None:
-            return None
-        return CatchUp(
-            self._snapshot,
-            self._connection,
-            Steps(
-                self._connection,
-                lease_ms=self.lease_ms,
-                timeout_s=self.timeout_s,
-                ids=self._steps.ids,
-            ),
-            self._transport,
-            is_idle=lambda: (
-                not (self._updates.is_busy or self._steps.holds_pause or self._transport.is_foreign)
-            ),
-            make_sender=lambda: make_sender(
-                self.backend, buffers=self.buffers, packed=True, device=self.device
-            ),
-            chunk_bytes=self.chunk_bytes,
-            verify=self.verify,
-        )
+    def _is_idle(self) -> bool:
+        transport = self._transport
+        return not (self._updates.is_busy or self._steps.holds_pause or transport.is_foreign)
 
-    def _on_stale(self, stale: StaleEngines) -> None:
-        if self._catch_up is not None:
-            self._catch_up.on_stale(stale)
-
-    # -- coming and going -------------------------------------------------------
+    # -- connection -------------------------------------------------------------
 
     async def connect(self) -> Self:
-        """Join the bus and take the group.
+        """Joins the bus and becomes the group's owner.
 
         Raises:
             BusTimeout: no broker answers at the address within ``timeout_s``.
-            Refused: the name is taken, or another trainer holds the group.
+            Refused: the name is taken, or another trainer owns the group.
         """
         await self._connection.open()
         self._engine_session.loop = asyncio.get_running_loop()
         return self
 
     async def close(self) -> None:
-        """Leave the bus. A pause that is still held is resumed by the broker; an update that was
-        not awaited, is given up."""
+        """Leaves the bus.
+
+        The broker ends a pause that is still held. An update that was not awaited is aborted.
+        """
         if self._sending is not None:
             await cancel_and_wait(self._sending)
         if self._catch_up is not None:
@@ -232,7 +221,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         self._transport.close()
 
     async def close_transport(self) -> None:
-        """Destroy the transport's sending end and free its memory. The next update opens it anew.
+        """Destroys the transport's sender and frees its memory; the next update opens a new one.
 
         Raises:
             UsageError: an update is under way.
@@ -251,13 +240,20 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
     ) -> None:
         await self.close()
 
-    # -- what trainers call -----------------------------------------------------
+    # -- updates ----------------------------------------------------------------
 
     async def wait_for_engines(self, count: int, timeout_s: float = 60.0) -> list[EngineView]:
-        """Wait until ``count`` engines have joined the group; return all that have.
+        """Waits until ``count`` engines have joined the group.
+
+        Args:
+            count: how many engines; at least one.
+            timeout_s: how long to wait, in seconds.
+
+        Returns:
+            All engines of the group.
 
         Raises:
-            Refused: with code ``timeout`` and the names of those that are there.
+            Refused: code ``timeout``, with the names of the engines that have joined.
         """
         if count < 1:
             raise UsageError(f"count={count}: wait for one engine at least")
@@ -268,7 +264,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         return list(view.engines)
 
     async def status(self) -> Status:
-        """The broker's whole view."""
+        """Returns what the broker knows of all groups and engines."""
         return await self._connection.status()
 
     async def update_weights(
@@ -291,64 +287,66 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         check_finite: bool = False,
         on_sent: Callable[[], None] = do_nothing,
     ) -> int:
-        """Send weights to every engine and have them serve them.
+        """Sends weights to every engine of the group, which then serve them.
 
-        ``staged``, engines receive them beside those that they serve, and go on serving: arm, send,
-        commit, at which each swaps between two of its steps. Nothing stops, and nothing has
-        changed before the swap. ``paused``: arm, pause, send, commit, resume; it takes no memory.
-        The pause's arguments are those of :meth:`paused`; inside one, the pause is that one, and
-        inside :meth:`asleep`, weights wake first.
+        A staged update loads the weights into spare memory while engines serve; each engine swaps
+        them between two steps at the commit. Nothing has changed before the swap. A paused update
+        pauses all engines, loads and resumes, and takes no extra memory. Inside :meth:`paused` the
+        update uses that pause; inside :meth:`asleep` the weights wake first.
 
         Args:
             source: an ``nn.Module``, a state dict, ``(name, tensor)`` pairs, or a
-                :class:`trainer_agent.weights.source.WeightSource`; all weights of the model,
-                by their Hugging Face names.
-            config: of a state dict of transformers, the model's configuration. Models, and state
-                dicts with one, are sent as ``save_pretrained`` would write them: experts that
-                transformers fuses are sent one by one, in views.
+                :class:`trainer_agent.weights.source.WeightSource`: all weights of the model, by
+                their Hugging Face names.
+            config: the model's configuration, for a state dict of transformers. Models, and state
+                dicts with a configuration, are sent as ``save_pretrained`` would write them:
+                experts that transformers fuses are sent one by one, as views.
             dtype: ``engine`` casts floating-point tensors to the dtype of the engines' model, chunk
-                by chunk on their own device, before checksums: what engines get is what they
-                would load from the cast checkpoint. ``source`` sends tensors as they are.
-            target: ``draft`` updates the draft model of the engines' speculative decoding. What
-                it shares with the model that it drafts for (embeddings, output head) is not
-                part of it, and is refused.
+                by chunk on their own device, before checksums: engines get what they would load
+                from the cast checkpoint. ``source`` sends tensors as they are.
+            target: ``draft`` updates the draft model of the engines' speculative decoding. Tensors
+                that the draft shares with the model (embeddings, output head) are refused.
             label: your own name of these weights, for logs and status.
-            canary: fixed probes that every engine runs before it serves the weights; who differs
-                is quarantined, and named in :attr:`last_update`. On vLLM it needs
+            mode: as :meth:`paused`.
+            clear_cache: as :meth:`paused`. Staged: whether requests recompute keys and values
+                after the swap, or continue with those they have.
+            wait_s: as :meth:`paused`.
+            escalate: as :meth:`paused`.
+            canary: fixed probes that every engine runs before it serves the weights. Engines that
+                differ are quarantined, and named in :attr:`last_update`. On vLLM it needs
                 ``mode="abort"``.
-            quorum: how many DP groups (an engine alone is one) must have all weights, for those to
-                serve them; the others are quarantined. ``all``: all that are there when it begins.
-                With fewer the update is given up, as soon as that is known. Default: one; or all,
-                if some engines prefill for others that decode (`wavebus sidecar --role`).
-            how: ``auto`` stages it where every engine has the memory, and nothing else asks for a
-                pause (a canary, a ``mode`` that ends requests, a pause that is held);
-                :attr:`last_update` says which it was, and why.
-            clear_cache: staged: requests compute keys and values anew after the swap; or go on with
-                those that they have.
-            staging_bytes: at most so much may staging take, in each worker of an engine. Default:
-                what is free there.
-            keep_staging: that memory stays, for the next update.
-            check_finite: search all weights for NaN and Inf, and give the update up if there are
-                any. Default: a warning (``weights_not_finite``) if what ``verify`` looks at has.
+            quorum: how many DP groups (an engine alone is one) must have all weights for them to be
+                committed; the other DP groups are quarantined. ``all``: all that are there when the
+                update begins. With fewer the update fails as soon as that is known. Default: one;
+                or all, if some engines prefill for others that decode (`wavebus sidecar --role`).
+            how: ``staged``, ``paused``, or ``auto``: staged if every engine has the memory and
+                nothing needs a pause (a canary, a ``mode`` that ends requests, a pause that is
+                held). :attr:`last_update` says which it was, and why.
+            staging_bytes: the most memory that staging may take in each worker of an engine, in
+                bytes. Default: what is free there.
+            keep_staging: whether that memory stays allocated for the next update.
+            check_finite: whether to search all weights for NaN and Inf, and to fail the update if
+                there are any. Default: a warning (``weights_not_finite``) if the words that
+                ``verify`` reads have any.
             on_sent: called as soon as the source's tensors may change; see :meth:`send_weights`,
                 which waits for that.
 
         Returns:
-            The version the bus gave. :attr:`last_update` tells the rest.
+            The version that the bus assigned. :attr:`last_update` has the details.
 
         Raises:
-            ManifestRefused: an engine's model doesn't take these tensors; nothing was
-                loaded, and the old weights serve on.
-            Refused: with code ``draft_missing``, if an engine has no draft model.
-            PauseFailed: see :meth:`paused`.
-            CanaryFailed: the canary has proven no engine; all are quarantined.
-            Refused: with code ``staging_refused``, if it must be staged and can't.
-            NonFiniteWeights: ``check_finite`` has found one; engines are as after UpdateFailed.
-            UpdateFailed: it was given up; engines that had loaded a part are quarantined
-                until the next whole update (staged, none has). With code ``quorum_missing``: too
-                few were left.
-            BusTimeout: somebody did not answer in time: it has ``peer``, ``step``, ``chunk`` and
-                ``heard_s``. If that is the broker, what was begun is undone once it is back.
+            ManifestRefused: an engine's model doesn't take these tensors. Nothing was loaded, and
+                engines serve the old weights.
+            Refused: code ``draft_missing`` if an engine has no draft model; ``staging_refused`` if
+                staging is required and impossible.
+            PauseFailed: as :meth:`paused`.
+            CanaryFailed: no engine passed the canary; all are quarantined.
+            NonFiniteWeights: ``check_finite`` found one; engines are as after UpdateFailed.
+            UpdateFailed: the update failed. Engines that had loaded a part are quarantined until
+                the next whole update; of a staged update, none has. Code ``quorum_missing``: too
+                few DP groups were left.
+            BusTimeout: a peer did not answer in time; the error has ``peer``, ``step``, ``chunk``
+                and ``heard_s``. If the peer is the broker, the update is undone once it is back.
         """
         self._require_no_other()
         if dtype not in ("source", "engine"):
@@ -378,8 +376,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
     async def send_weights(
         self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateArguments]
     ) -> asyncio.Task[int]:
-        """As :meth:`update_weights`, for a trainer that goes on meanwhile: returns as soon as the
-        source's tensors may change, and what it returns is awaited for the version.
+        """Begins an update, and returns as soon as you may modify your tensors again.
 
         ::
 
@@ -387,17 +384,22 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             ...  # the next step
             version = await update
 
-        That is when the last of them is in the sender's buffers; without these (``packed=False``),
-        when engines have taken it. An agent makes one update at a time: await one before the next.
-        To cancel it gives the update up.
+        That is when the last tensor is in the sender's buffers; without buffers (``packed=False``),
+        when engines have received it. An agent makes one update at a time: await one before the
+        next. Cancelling the returned task aborts the update.
 
         Args:
-            snapshot: copy the tensors, each where it lies, and send the copy: returns when they are
-                copied. Takes as much memory once more, until all are sent.
-            options: as :meth:`update_weights` has them.
+            source: as :meth:`update_weights`.
+            snapshot: whether to copy the tensors first, each on its device, and to send the copy.
+                Takes the size of the weights until all are sent.
+            options: as :meth:`update_weights`.
+
+        Returns:
+            A task that returns the version.
 
         Raises:
-            UsageError: a snapshot, with several ranks, each of which has a part of the tensors.
+            UsageError: a snapshot was asked for, and the trainer has several ranks, each with a
+                part of the tensors.
         """
         self._require_no_other()
         if snapshot:
@@ -410,19 +412,22 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
 
     @property
     def last_update(self) -> UpdateReport | None:
-        """The last update that was committed, by whichever way."""
+        """The report of the last committed update; None before the first."""
         return self._updates.last
 
     def commits_since(self, version: int) -> int:
-        """Returns how many versions newer than ``version`` this agent has committed: its age.
+        """Returns how many versions newer than ``version`` this agent has committed.
 
-        Versions have gaps, since an update that is refused or fails uses up its number.
-        Adapters and draft models count as well. Commits of earlier trainers are not known.
+        Versions have gaps, because an update that is refused or fails uses up its number. Adapters
+        and draft models count as well. Commits of earlier trainers are not known.
+
+        Args:
+            version: the version whose age is asked for.
         """
         return self._updates.count_after(version)
 
     def _require_no_other(self) -> None:
-        """None that was sent is still under way; it may not even have begun."""
+        """Raises ``UsageError`` if an update is under way that :meth:`send_weights` has begun."""
         sending = self._sending
         if sending is not None and not sending.done() and sending is not asyncio.current_task():
             raise UsageError("an update is under way; await it first")

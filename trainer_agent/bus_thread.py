@@ -1,4 +1,4 @@
-"""Async clients of the bus for callers that have no event loop: most trainers have none."""
+"""Runs async clients of the bus for callers without an event loop, such as most trainers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Client = TypeVar("Client", bound=contextlib.AbstractAsyncContextManager[Any])
 
 
 class BusThread(Generic[Client]):
-    """Runs an async client in a thread of its own, which keeps its connection alive.
+    """Runs an async client in a thread of its own, which keeps the connection alive.
 
-    Any thread may call.
+    Any thread may call it.
 
     Args:
-        make: makes the client, in that thread.
+        make: makes the client; called in that thread.
     """
 
     def __init__(self, make: Callable[[], Client]) -> None:
@@ -44,7 +44,7 @@ class BusThread(Generic[Client]):
         self._client: Client | None = None
 
     def connect(self) -> Self:
-        """Start the thread and join the bus. Errors are those of the client's ``connect``."""
+        """Starts the thread and joins the bus. Errors are those of the client's ``connect``."""
         with contextlib.ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal("asyncio"))
             self._client = self._portal.call(self._make)
@@ -53,7 +53,7 @@ class BusThread(Generic[Client]):
         return self
 
     def close(self) -> None:
-        """Leave the bus and end the thread. Calls that are under way raise ``BusClosed``."""
+        """Leaves the bus and ends the thread. Calls under way raise ``BusClosed``."""
         self._portal = None
         self._stack.close()
 
@@ -69,16 +69,16 @@ class BusThread(Generic[Client]):
         self.close()
 
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run it in the thread. An interrupted caller waits until it has been undone."""
+        """Runs work in the thread. If the caller is interrupted, waits until it is undone."""
         ended = threading.Event()
-        scopes: list[anyio.CancelScope] = []  # of the work, from when it begins
+        scopes: list[anyio.CancelScope] = []  # the work's, once it has begun
 
         async def run() -> T:
             try:
                 with anyio.CancelScope() as scope:
                     scopes.append(scope)
                     return await work()
-                raise BusClosed("interrupted")  # to nobody: the caller has been
+                raise BusClosed("interrupted")  # nobody receives it: the caller was interrupted
             finally:
                 ended.set()
 
@@ -94,15 +94,14 @@ class BusThread(Generic[Client]):
             except RuntimeError as error:  # closed meanwhile
                 raise BusClosed(str(error)) from None
             return future.result()
-        except KeyboardInterrupt:  # it may have come before we had the future, and the task runs
+        except KeyboardInterrupt:  # perhaps before the future was there, while the task runs
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 if portal.call(cancel):
                     ended.wait(2 * CLEANUP_S)
             raise
 
     def _iterate(self, items: AsyncGenerator[T]) -> Generator[T]:
-        """Its items. Closing this generator closes it."""
-
+        """Yields the items of an async generator, and closes it at the end."""
         try:
             while (item := self._call(lambda: anext(items, None))) is not None:
                 yield item
@@ -112,7 +111,7 @@ class BusThread(Generic[Client]):
 
     @contextlib.contextmanager
     def _block(self, context: contextlib.AbstractAsyncContextManager[T]) -> Iterator[T]:
-        """An async context of the client. An interrupt while it is entered leaves it, too."""
+        """Enters an async context of the client, also if an interrupt comes meanwhile."""
         block = _Block(context)
         try:
             yield self._call(block.enter)
@@ -122,6 +121,10 @@ class BusThread(Generic[Client]):
         else:
             self._call(functools.partial(block.leave, sys.exc_info()))
 
+    @property
+    def _async(self) -> Client:
+        return self._connected()[1]
+
     def _connected(self) -> tuple[BlockingPortal, Client]:
         if self._portal is None or self._client is None:
             raise BusClosed("connect() first, or use `with`")
@@ -129,15 +132,17 @@ class BusThread(Generic[Client]):
 
 
 class _Block(Generic[T]):
-    """An async context that one call enters and another leaves. A task of its own does both, since
-    the context may have cancel scopes."""
+    """An async context that one call enters and another one leaves.
+
+    One task does both, because the context may have cancel scopes.
+    """
 
     def __init__(self, context: contextlib.AbstractAsyncContextManager[T]) -> None:
         self._context = context
         self._task: asyncio.Task[bool | None] | None = None
 
     async def enter(self) -> T:
-        """The context's value. Cancelled, it is left before this raises."""
+        """Returns the context's value. If cancelled, leaves the context before it raises."""
         loop = asyncio.get_running_loop()
         entered: asyncio.Future[T] = loop.create_future()
         self._body: asyncio.Future[_ExcInfo] = loop.create_future()
@@ -155,7 +160,7 @@ class _Block(Generic[T]):
         return entered.result()
 
     async def leave(self, body: _ExcInfo) -> bool | None:
-        """Whether the context has dealt with the error of its body. An interrupt waits for it."""
+        """Returns whether the context has handled the error of its body."""
         if self._task is None or self._task.done():
             return False
         self._body.set_result(body)

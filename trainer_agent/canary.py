@@ -1,13 +1,13 @@
-"""The canary: what every engine gives for fixed probes, compared before anybody serves the update.
+"""The canary: compares what engines generate for fixed probes, before an update is committed.
 
-Checksums tell that each tensor has arrived as it was sent, and not that an engine has put it where
-it belongs. Probes do: greedy tokens, with the log-probability of each, of the weights that are
-loaded and not committed.
+Checksums prove that each tensor arrived as it was sent, but not that an engine put it in the right
+place. Probes do: greedy tokens with their log-probabilities, of weights that are loaded and not
+committed.
 
-Two judges. With ``score``, the trainer's own model: an engine differs whose log-probabilities of
-the tokens that it gave are further from the trainer's than the tolerance. (Tokens may part where
-two are nearly as probable, as in bfloat16: that is no fault.) Without it, the tokens that the most
-engines gave are right, so that one engine alone is always right.
+With ``score``, the trainer's model is the judge: an engine fails if its log-probabilities of its
+own tokens differ from the trainer's by more than the tolerance. (Two near-equal tokens may be
+picked differently, as in bfloat16; that alone is not a failure.) Without ``score``, an engine whose
+tokens differ from the majority's fails, so a single engine always passes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from bus.errors import Refused
 
 Tokens: TypeAlias = tuple[int, ...]
-# Takes a prompt and the tokens behind it; gives the log-probability of each of these.
+# Takes a prompt and the tokens after it; returns the log-probability of each of these tokens.
 Score: TypeAlias = Callable[[Tokens, Tokens], Sequence[float]]
 _MAX_NAMED = 8
 _MAX_TEXT = 256
@@ -46,16 +46,16 @@ class Canary:
     """Probes for :meth:`TrainerAgent.update_weights`.
 
     Args:
-        prompts: token ids of each; at most 16, of 4,096 tokens each.
-        max_tokens: how many greedy tokens each gives, past any end of sequence; at most 64.
-        score: the trainer's own model, with the weights that were sent: called with a prompt and
-            the tokens that an engine gave, it returns the natural logarithm of each one's
-            probability, given all before it (teacher-forced), before temperature. It runs in a
-            thread. None: engines are compared with each other alone.
-        tolerance: how far an engine's log-probability may be from that.
+        prompts: token ids of each prompt; at most 16 prompts of 4,096 tokens each.
+        max_tokens: how many greedy tokens each prompt gets, past any end of sequence; at most 64.
+        score: the trainer's own model, with the weights that were sent. It takes a prompt and the
+            tokens that an engine generated, and returns the natural logarithm of each token's
+            probability, given all tokens before it (teacher-forced), before temperature. It is
+            called in a thread. None: engines are only compared with each other.
+        tolerance: by how much an engine's log-probability may differ from that.
 
     Raises:
-        UsageError: one of them can't be; the text names it.
+        UsageError: an argument is wrong; the text names it.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -78,27 +78,27 @@ class Canary:
 
     @property
     def token_ids(self) -> tuple[Tokens, ...]:
-        """The prompts, as they travel."""
+        """The prompts, as they are sent."""
         return tuple(tuple(int(token) for token in prompt) for prompt in self.prompts)
 
     def probe(self, update_id: str, version: int) -> Probe:
-        """The message."""
+        """Returns the request that runs the probes."""
         salt = f"wavebus-{update_id}-{version}"
         return Probe(update_id, self.token_ids, self.max_tokens, salt)
 
 
 def digest(tokens: Sequence[int]) -> str:
-    """A short name of just these tokens."""
+    """Returns a short hash of tokens."""
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:12]
 
 
 def compare(canary: Canary, report: ProbeReport) -> tuple[Differing, ...]:
-    """Who is not to serve the update: each engine with the first probe that it differs on.
+    """Returns the engines that fail, each with the first probe that it differs on.
 
     Raises:
-        CanaryFailed: all engines differ from the trainer; or, without a score, nobody can tell
-            which half of them is right.
-        UsageError: the score gives another number of log-probabilities than it was asked for.
+        CanaryFailed: all engines differ from the trainer; or, without a score, two equally large
+            groups of engines differ from each other.
+        UsageError: the score returned a wrong number of log-probabilities.
     """
     found: dict[str, Differing] = {}
     for number, prompt in enumerate(canary.token_ids):

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import click
 
 from bus.cli.options import (
-    broker_option,
+    GroupPlan,
+    Keys,
     configure_log,
-    group_option,
     json_option,
     key_options,
     log_options,
@@ -124,7 +124,6 @@ def demo(*, plan: DemoPlan, as_json: bool) -> None:
 
 
 def _demo(plan: DemoPlan, *, as_json: bool) -> None:
-    """The demo itself."""
     from trainer_agent.demo import report  # noqa: PLC0415 - after --help
     from trainer_agent.demo.run import DemoOptions, run_demo  # noqa: PLC0415
 
@@ -151,7 +150,7 @@ def _demo(plan: DemoPlan, *, as_json: bool) -> None:
 
 
 def _undisturbed(plan: DemoPlan, *, as_json: bool) -> None:
-    """The demo with faults, or that of the undisturbed twin."""
+    """Runs the demo with faults, or with its undisturbed twin."""
     alone = "--chaos" if plan.chaos else "--sessions"
     plain = (plan.engine, plan.dp_size, plan.how, plan.withhold_weights, plan.updates)
     if plain != ("embedded", 1, "auto", False, None) or (plan.chaos and plan.sessions is not None):
@@ -182,7 +181,7 @@ def _undisturbed(plan: DemoPlan, *, as_json: bool) -> None:
 
 
 def _tell(result: ChaosResult | TwinResult, *, as_json: bool) -> None:
-    """Print what happened; exit with 1 if something was wrong."""
+    """Prints the result; exits with 1 if something was wrong."""
     answer = result.as_json()
     if as_json:
         click.echo(json.dumps(answer))
@@ -194,52 +193,38 @@ def _tell(result: ChaosResult | TwinResult, *, as_json: bool) -> None:
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM and SIGHUP stop the demo as Ctrl-C does, its processes with it."""
+    """Stops the demo and its processes on SIGTERM and SIGHUP, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
+@dataclass(frozen=True)
+class RolloutsPlan(GroupPlan):
+    """Options of ``wavebus rollouts``."""
+
+    listen: str = option(
+        "127.0.0.1:8000", "Where to serve; port 0 takes any free one.", metavar="HOST:PORT"
+    )
+    tokenizer: str | None = option(
+        None,
+        "Folder of a tokenizer, for prompts and answers as text, and stop strings; it needs "
+        "transformers. Chat needs it where engines have no render route.",
+        type=click.Path(exists=True, file_okay=False),
+    )
+    api_key: str = option(
+        "",
+        "What requests must bring as bearer token.  [env: WAVEBUS_API_KEY]",
+        envvar="WAVEBUS_API_KEY",
+    )
+    engine_api_key: str | None = option(
+        None, "The engines' own, if they have one.  [env: VLLM_API_KEY]", envvar=API_KEY_VARIABLE
+    )
+
+
 @click.command(short_help="Serve generation over HTTP, whatever happens to engines.")
-@broker_option
-@group_option
-@click.option(
-    "--listen",
-    default="127.0.0.1:8000",
-    show_default=True,
-    metavar="HOST:PORT",
-    help="Where to serve; port 0 takes any free one.",
-)
-@click.option(
-    "--tokenizer",
-    type=click.Path(exists=True, file_okay=False),
-    help="Folder of a tokenizer, for prompts and answers as text, and stop strings; it needs "
-    "transformers. Chat needs it where engines have no render route.",
-)
-@click.option(
-    "--api-key",
-    envvar="WAVEBUS_API_KEY",
-    default="",
-    help="What requests must bring as bearer token.  [env: WAVEBUS_API_KEY]",
-)
-@click.option(
-    "--engine-api-key",
-    envvar=API_KEY_VARIABLE,
-    help="The engines' own, if they have one.  [env: VLLM_API_KEY]",
-)
+@options_of(RolloutsPlan)
 @key_options
 @log_options
-def rollouts(
-    broker: str,
-    group: str,
-    listen: str,
-    tokenizer: str | None,
-    api_key: str,
-    engine_api_key: str | None,
-    key: Path | None,
-    broker_key: Path | None,
-    insecure: bool,
-    log_level: str,
-    log_format: str,
-) -> None:
+def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
     """Serve a group's engines to OpenAI clients at one address.
 
     A request survives updates, pauses and dead engines: it goes on elsewhere where it was. Routes:
@@ -247,34 +232,34 @@ def rollouts(
     /health. Requests of one session (header X-Session-ID, or field session_id or user) go to one
     engine. Prints its URL once it listens. Beyond loopback it needs --api-key, or --insecure.
     """
-    configure_log(log_level, log_format)
+    listen = plan.listen
     try:
         host, port = urlsplit(f"//{listen}").hostname, urlsplit(f"//{listen}").port
     except ValueError:
         host = port = None
     if host is None or port is None:
         raise UsageError(f"--listen {listen}: a host and a port are needed, as 127.0.0.1:8000")
-    if not (api_key or insecure or is_loopback_host(host)):
+    if not (plan.api_key or keys.insecure or is_loopback_host(host)):
         raise UsageError(
             f"--listen {listen}: others can reach it: give --api-key, or --insecure to let anyone "
             "generate"
         )
     from trainer_agent.rollouts import client, front  # noqa: PLC0415 - after --help
 
-    loaded = _load_tokenizer(tokenizer) if tokenizer is not None else None
+    loaded = _load_tokenizer(plan.tokenizer) if plan.tokenizer is not None else None
 
     async def main(stop: asyncio.Event) -> None:
         async with (
             client.RolloutClient(
-                broker,
-                group=group,
+                plan.broker,
+                group=plan.group,
                 tokenizer=loaded,
-                api_key=engine_api_key,
-                key=key,
-                broker_key=broker_key,
-                insecure=insecure,
+                api_key=plan.engine_api_key,
+                key=keys.key,
+                broker_key=keys.broker_key,
+                insecure=keys.insecure,
             ) as rollouts,
-            front.serve(rollouts, host, port, tokenizer=loaded, api_key=api_key) as url,
+            front.serve(rollouts, host, port, tokenizer=loaded, api_key=plan.api_key) as url,
         ):
             click.echo(url)
             await stop.wait()
@@ -283,7 +268,7 @@ def rollouts(
 
 
 def _load_tokenizer(folder: str) -> Any:
-    """One of transformers that leaves special tokens out of texts, as vLLM does."""
+    """Loads a tokenizer of transformers that leaves out special tokens, as vLLM does."""
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415 - optional
 

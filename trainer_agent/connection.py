@@ -1,22 +1,19 @@
-"""A trainer rank's line to the broker: join, ask until answered, leave."""
+"""Connects a trainer rank or an observer to the broker, and repeats requests until answered."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
 
 import bus.log
 from bus.errors import BusClosed, BusTimeout, Refused, UsageError, refusal
-from bus.ids import new_boot
 from bus.keys import silence_hint
 from bus.messages import (
     Envelope,
     GroupAck,
     Heartbeat,
-    Join,
     Message,
     Nack,
     NackCode,
@@ -28,9 +25,7 @@ from bus.messages import (
 )
 from bus.messages.codec import encode_body
 from bus.protocol.core.link import LinkConfig, LinkState
-from bus.runtime.clock import AsyncioScheduler
-from bus.runtime.peer import HOST, PeerClient, route_of
-from bus.runtime.zmq_transport import ZmqClient
+from bus.runtime.peer import PeerClient
 from trainer_agent.failures import silent_broker, silent_engines
 from trainer_agent.guaranteed_delivery import GuaranteedDelivery
 
@@ -53,14 +48,15 @@ _SLOW_S: Final = 10.0  # then the log says who is waited for
 
 
 class Connection:
-    """One life of a peer. Arguments are those of :class:`trainer_agent.TrainerAgent`;
-    ``kept_version`` says of which version it keeps the weights, ``on_stale`` hears who lacks them,
-    and ``on_routes``, of an observer, where each group's requests go.
+    """Connects one life of a peer. Arguments are as in :class:`trainer_agent.TrainerAgent`.
 
     Attributes:
-        delivery: what the bus is told even when nobody waits for it.
-        tensors_taken: from the source of the update under way; heartbeats tell the broker.
-        lost_rank: says which other rank of the trainer is gone, since the update has begun.
+        delivery: repeats messages that nobody waits for.
+        kept_version: returns the version whose weights this peer keeps; heartbeats report it.
+        on_stale: receives the engines that lack that version.
+        on_routes: receives the routes of each group, if this peer is an observer.
+        tensors_taken: tensors read from the source of the update under way; heartbeats report it.
+        lost_rank: the broker's NACK if another rank of the trainer is gone; else None.
     """
 
     def __init__(
@@ -74,9 +70,6 @@ class Connection:
         security: Security | None = None,
         transport: ClientTransport | None = None,
         link_config: LinkConfig | None = None,
-        kept_version: Callable[[], int] = lambda: 0,
-        on_stale: Callable[[StaleEngines], None] = lambda _stale: None,
-        on_routes: Callable[[str, Routes], None] = lambda _group, _routes: None,
     ) -> None:
         self.broker = broker
         self._role: Role = role
@@ -86,9 +79,9 @@ class Connection:
         self._security = security
         self._transport = transport
         self._link_config = link_config
-        self._kept_version = kept_version
-        self._on_stale = on_stale
-        self._on_routes = on_routes
+        self.kept_version: Callable[[], int] = lambda: 0
+        self.on_stale: Callable[[StaleEngines], None] = lambda _stale: None
+        self.on_routes: Callable[[str, Routes], None] = lambda _group, _routes: None
         self._peer: PeerClient | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._steps: dict[int, Message] = {}  # those that wait for all engines, in their order
@@ -99,7 +92,7 @@ class Connection:
         self.lost_rank: Nack | None = None
 
     async def open(self) -> None:
-        """Join the bus.
+        """Joins the bus.
 
         Raises:
             BusTimeout: no broker answers at the address within ``timeout_s``.
@@ -107,18 +100,16 @@ class Connection:
         """
         if self._peer is not None:
             raise UsageError("this agent is connected already")
-        boot = new_boot()
         self._peer = PeerClient(
             name=self._name,
             group=self._group,
-            boot=boot,
-            transport=self._transport
-            or ZmqClient(self.broker, route_of(self._name, boot), self._security),
-            scheduler=AsyncioScheduler(),
-            join=lambda: Join(self._role, HOST, os.getpid(), None, None),
-            beat=lambda: Heartbeat("running", self._kept_version(), self.tensors_taken, ""),
+            role=self._role,
+            broker=self.broker,
+            security=self._security,
+            transport=self._transport,
+            beat=lambda: Heartbeat("running", self.kept_version(), self.tensors_taken, ""),
             on_message=self._on_message,
-            on_state=self._on_state,
+            on_state=lambda _state: self._changed.set(),
             link_config=self._link_config,
         )
         self._peer.start()
@@ -136,7 +127,7 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Leave the bus."""
+        """Leaves the bus; requests under way fail with ``BusClosed``."""
         if self._peer is not None:
             self._peer.close("trainer closed")
         for future in self._answers.values():
@@ -145,17 +136,17 @@ class Connection:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the broker has let us in, and is heard."""
+        """Whether the broker has accepted the join and sends frames."""
         return self._require_peer().link.state is LinkState.JOINED
 
     @property
     def epoch(self) -> int:
-        """The fencing number that the broker gave."""
+        """The fencing epoch that the broker assigned."""
         return self._require_peer().link.epoch
 
     @property
     def boot(self) -> int:
-        """The number of this life."""
+        """The number of this life of the peer."""
         return self._require_peer().boot
 
     async def ask(
@@ -166,17 +157,22 @@ class Connection:
         timeout_s: float | None = None,
         even_if_silent: bool = False,
     ) -> M:
-        """Send until answered. The broker knows the id, and does nothing twice.
+        """Sends a request until it is answered. The broker knows its id, and does nothing twice.
 
         Args:
-            timeout_s: how long to wait; for a step of all engines from when one was last done: it
-                may be asked for long before its turn.
-            even_if_silent: also to a broker that is missed: it may hear us all the same.
+            message: the request.
+            expect: the type of the answer.
+            timeout_s: how long to wait. A step of all engines may be sent long before its turn, so
+                its time counts from the end of the last step. Default: as the constructor's.
+            even_if_silent: whether to send also to a broker that is silent: it may receive.
+
+        Returns:
+            The answer.
 
         Raises:
             Refused: the answer is a NACK.
-            BusTimeout: there was none; it says who is waited for.
-            BusClosed: the agent was closed.
+            BusTimeout: there is no answer; the text says which peer is waited for.
+            BusClosed: the connection was closed.
         """
         wait_s = self.timeout_s if timeout_s is None else timeout_s
         peer = self._require_peer()
@@ -216,19 +212,19 @@ class Connection:
         return answer
 
     async def status(self) -> Status:
-        """The broker's whole view."""
+        """Returns what the broker knows of all groups and engines."""
         return await self.ask(StatusRequest(), Status, timeout_s=min(self.timeout_s, _STATUS_S))
 
     async def engines(self) -> tuple[EngineView, ...]:
-        """Those of the group."""
+        """Returns the engines of the group."""
         status = await self.status()
         return next((group.engines for group in status.groups if group.name == self._group), ())
 
     async def engine_dtype(self) -> str:
-        """The dtype of the group's models, by torch's name; empty if no engine is there.
+        """Returns the dtype of the group's models, by torch's name; empty without engines.
 
         Raises:
-            UsageError: the engines have different ones, or one does not report its own.
+            UsageError: the dtypes differ, or an engine does not report its own.
         """
         dtypes = {engine.name: engine.dtype for engine in await self.engines()}
         found = sorted(set(dtypes.values()))
@@ -240,16 +236,16 @@ class Connection:
         return found[0] if found else ""
 
     async def wait_until_delivered(self, message: Message, timeout_s: float) -> None:
-        """Wait until nothing is owed, before ``message`` is asked for.
+        """Waits until all messages of :attr:`delivery` are delivered, before ``message`` is sent.
 
         Raises:
-            BusTimeout: something still is.
+            BusTimeout: one of them is still undelivered.
         """
         if not await self.delivery.drain(timeout_s):
             raise await self._explain_timeout(message, timeout_s)
 
     async def _explain_timeout(self, message: Message, wait_s: float) -> BusTimeout:
-        """Who has not answered, as far as anybody can tell."""
+        """Returns the error of a request without an answer; it names who has not answered."""
         peer = self._require_peer()
         beats_ms = _BEATS_MISSED * peer.link.heartbeat_ms
         heard_ms = peer.now_ms() - peer.link.last_heard_ms
@@ -266,9 +262,9 @@ class Connection:
 
     def _on_message(self, envelope: Envelope, message: Message) -> None:
         if isinstance(message, StaleEngines):
-            self._on_stale(message)
+            self.on_stale(message)
         elif isinstance(message, Routes):
-            self._on_routes(envelope.group, message)
+            self.on_routes(envelope.group, message)
         if type(message) is Nack and message.code is NackCode.PEER_LOST and not envelope.reply_to:
             self.lost_rank = message
         future = self._answers.get(envelope.reply_to or self._refused_unread(message))
@@ -281,14 +277,11 @@ class Connection:
         future.set_result(message)
 
     def _refused_unread(self, message: Message) -> int:
-        """The id of the request whose frame was too large for the broker to read: the largest."""
+        """Returns the id of the request that was too large for the broker: the largest one."""
         if not isinstance(message, Nack) or message.code is not NackCode.OVERSIZED:
             return 0
         sizes = {each: len(bytes(encode_body(step))) for each, step in self._steps.items()}
         return max(sizes, key=sizes.__getitem__, default=0)
-
-    def _on_state(self, _state: LinkState) -> None:
-        self._changed.set()
 
     async def _wait_until_joined(self) -> None:
         link = self._require_peer().link

@@ -1,4 +1,4 @@
-"""What `wavebus doctor` checks on a trainer's host."""
+"""The checks of `wavebus doctor` for a trainer's host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def checks(options: Options) -> list[Check]:
-    """The transports that a trainer can send through; which of vLLM's trainer engines can."""
+    """Checks the trainer's transports, and which of vLLM's trainer engines can be used."""
     del options
     found = [Check("trainer transports", "ok", ", ".join(sender_backends()))]
     tree = SourceTree.installed()

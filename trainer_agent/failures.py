@@ -1,6 +1,6 @@
-"""Failures that the trainer's side reports itself.
+"""Errors that the trainer's side makes itself.
 
-NACKs that no broker sent, and the :class:`bus.errors.BusTimeout` of a step without an answer: it
+NACKs that no broker sent, and the :class:`bus.errors.BusTimeout` of a step without an answer, which
 names the peer that is waited for, the chunk, and when the peer was last heard.
 """
 
@@ -35,7 +35,7 @@ def own_nack(
     peer: str = "",
     hint: str = "",
 ) -> Nack:
-    """A NACK of nobody else's."""
+    """Returns a NACK that the trainer's side makes itself."""
     return Nack(
         code=code,
         step=step,
@@ -51,7 +51,7 @@ def own_nack(
 
 
 def nack_of(error: BaseException) -> Nack:
-    """What others are told of a failure here."""
+    """Returns the NACK that tells the other ranks of a failure here."""
     if isinstance(error, Refused):
         return error.nack
     detail = f"rank 0: {type(error).__name__}: {error}"
@@ -61,12 +61,12 @@ def nack_of(error: BaseException) -> Nack:
     return own_nack(NackCode.CANCELLED, detail)
 
 
-# So many engines are named.
+# How many engines an error names.
 _MAX_NAMED = 8
 
 
 def silent_broker(asked: Message, wait_s: float, address: str, heard_s: float) -> BusTimeout:
-    """The broker does not answer. ``heard_s``: how long ago it was last heard."""
+    """Returns the error of a broker that does not answer, last heard ``heard_s`` seconds ago."""
     return BusTimeout(
         f"no answer to {_request(asked)} within {wait_s:g} s; the broker at {address} is silent, "
         f"last heard {heard_s:.1f} s ago",
@@ -80,7 +80,14 @@ def silent_broker(asked: Message, wait_s: float, address: str, heard_s: float) -
 def silent_engines(
     asked: Message, wait_s: float, name: str, group: GroupStatus | None
 ) -> BusTimeout:
-    """The broker is there, and waits itself. ``group``: the one called ``name``, if it knows it."""
+    """Returns the error of a broker that waits for engines itself.
+
+    Args:
+        asked: the request.
+        wait_s: how long it was waited for, in seconds.
+        name: the group's name.
+        group: the group's status; None if the broker does not know it.
+    """
     what = f"no answer to {_request(asked)} within {wait_s:g} s"
     step, chunk = _step(asked), _chunk(asked)
     if group is None:
@@ -88,7 +95,7 @@ def silent_engines(
         return BusTimeout(detail, peer=BROKER_NAME, step=step, chunk=chunk)
     silent_s = {engine.name: engine.last_heard_ms / 1000 for engine in group.engines}
     waits = [wait for wait in group.waits if wait.engine]
-    # Several chunks may be under way: who holds up the one that was asked for, comes first.
+    # Several chunks may be under way: engines that hold up this one come first.
     waits.sort(key=lambda wait: (wait.step, wait.chunk) != (step, chunk or 0))
     described = [_describe_wait(wait, silent_s.get(wait.engine)) for wait in waits[:_MAX_NAMED]]
     return BusTimeout(
@@ -114,7 +121,7 @@ def _request(asked: Message) -> str:
 
 
 def _step(asked: Message) -> str:
-    """As NACKs call it; of a message that asks for none, its own name."""
+    """Returns a request's step, as NACKs name it; or the message's own name."""
     step = GROUP_STEPS.get(type(asked))
     return WIRE_NAMES[type(asked)] if step is None else step.value
 

@@ -1,9 +1,9 @@
-"""What the bus must hear of in any case: asked until it is answered.
+"""Delivers undo commands (ABORT, RESUME, TRAINER_STEP) even while the broker is down.
 
-While the broker is heard, whoever owes it waits for the answer. A silent one keeps nobody: engines
-end their pause when its lease is over. It is told as soon as it is heard again, since it may never
-have missed this trainer, and hold its engines for it still; what the trainer asks for next comes
-behind that.
+:meth:`GuaranteedDelivery.send` waits for the answer while the broker is reachable. Otherwise it
+returns ``BusTimeout`` and repeats the commands in the background until the broker is back, because
+the broker may still hold the engines for this trainer. New requests wait until all are delivered,
+so that they cannot overtake an undo.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from bus.protocol.broker.config import BROKER_NAME
 UndoMessage: TypeAlias = Abort | Resume | TrainerStep
 M = TypeVar("M", bound=Message)
 
-# With a broker that is there, so long is waited for its answers.
+# How long to wait for the answers of a broker that is reachable.
 CLEANUP_S: Final = 30.0
 _POLL_S: Final = 0.05
 
 
 class Requester(Protocol):
-    """What is needed of a :class:`trainer_agent.connection.Connection`."""
+    """The part of :class:`trainer_agent.connection.Connection` that is used here."""
 
     @property
     def is_joined(self) -> bool:
-        """Whether the broker has let us in, and is heard."""
+        """Whether the broker has accepted the join and sends frames."""
 
     async def ask(
         self,
@@ -41,11 +41,11 @@ class Requester(Protocol):
         timeout_s: float | None = None,
         even_if_silent: bool = False,
     ) -> M:
-        """Send until answered."""
+        """Sends a request until it is answered."""
 
 
 class GuaranteedDelivery:
-    """One connection's."""
+    """Repeats the undo commands of one connection until they are answered."""
 
     def __init__(self, connection: Requester) -> None:
         self._connection = connection
@@ -53,11 +53,12 @@ class GuaranteedDelivery:
         self._log = bus.log.logger()
 
     async def send(self, *messages: UndoMessage) -> WavebusError | None:
-        """Ask for these, in this order; return when they are answered, or the broker is missed:
-        then they are asked for until it is back. No cancelled scope keeps them from it.
+        """Sends messages in this order, and waits for the answers while the broker is reachable.
+
+        A cancelled scope of the caller does not stop them.
 
         Returns:
-            What could not be had; None if all was.
+            The first error; None if all were answered.
         """
         sending = asyncio.ensure_future(self._send_all(messages))
         self._open_tasks.add(sending)
@@ -71,13 +72,13 @@ class GuaranteedDelivery:
         return BusTimeout("the broker has not answered; it is told when it does", peer=BROKER_NAME)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Whether nothing is owed any more; waits for it."""
+        """Waits until all messages are answered; returns whether they are."""
         if self._open_tasks:
             await asyncio.wait(self._open_tasks, timeout=timeout_s)
         return all(each.done() for each in self._open_tasks)
 
     async def _send_all(self, messages: tuple[UndoMessage, ...]) -> WavebusError | None:
-        """None waits for the answer to the one before: a broker that can't be heard obeys all."""
+        # Sent at once: a broker that receives, and whose answers are lost, carries out all of them.
         refused = await asyncio.gather(
             *(self._send_until_answered(message) for message in messages)
         )
@@ -91,7 +92,7 @@ class GuaranteedDelivery:
                     message, expect, timeout_s=CLEANUP_S, even_if_silent=True
                 )
             except BusTimeout as late:
-                if late.peer != BROKER_NAME:  # it knows, and sees to it
+                if late.peer != BROKER_NAME:  # the broker has it, and waits for an engine
                     return late
             except (Refused, BusClosed) as error:
                 return error

@@ -1,4 +1,4 @@
-"""How a group is to be paused, and how an update is to be made."""
+"""Options of a pause and of an update."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
     from bus.messages import Escalation, PauseMode, Target
     from trainer_agent.canary import Canary
 
-# Staged: while engines serve. Auto: so, where it can be.
+# staged: while engines serve. auto: staged if possible, else paused.
 How: TypeAlias = Literal["auto", "staged", "paused"]
-# How many DP groups at least must have all weights, for those to serve them. None: one, or all of
-# them if some engines prefill for others that decode.
+# How many DP groups must have all weights for a commit. None: one; or all, if some engines prefill
+# for others that decode.
 Quorum: TypeAlias = int | Literal["all"] | None
 # Tensors as the source has them, or cast to the dtype of the engines' model.
 SentDtype: TypeAlias = Literal["source", "engine"]
 _MOST_GROUPS: Final = 65_536
-# It travels in milliseconds, in 32 bits' worth of them.
+# It is sent in milliseconds, as 32 bits.
 _WAIT_MAX_S: Final = 2_000_000.0
 # How long a `wait` pause lets requests run, unless told otherwise.
 WAIT_S: Final = 60.0
 
 
 class PauseArguments(TypedDict, total=False):
-    """What :meth:`TrainerAgent.paused` takes, by name."""
+    """The arguments of :meth:`TrainerAgent.paused`."""
 
     mode: PauseMode
     clear_cache: bool
@@ -36,7 +36,7 @@ class PauseArguments(TypedDict, total=False):
 
 
 class UpdateArguments(PauseArguments, total=False):
-    """What :meth:`TrainerAgent.update_weights` takes beside its source, by name."""
+    """The keyword arguments of :meth:`TrainerAgent.update_weights`."""
 
     config: Any
     dtype: SentDtype
@@ -52,7 +52,7 @@ class UpdateArguments(PauseArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class PauseOptions:
-    """The arguments of :meth:`TrainerAgent.paused`.
+    """The checked arguments of :meth:`TrainerAgent.paused`.
 
     Raises:
         UsageError: ``wait_s`` is not a time that can be waited for.
@@ -67,18 +67,13 @@ class PauseOptions:
         if not 0 < self.wait_s < _WAIT_MAX_S:
             raise UsageError(f"wait_s={self.wait_s}: must be above 0 and below {_WAIT_MAX_S}")
 
-    @property
-    def ends_requests(self) -> bool:
-        """Whether the pause leaves none that has begun."""
-        return self.mode == "abort" or (self.mode == "wait" and self.escalate == "abort")
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """The arguments of :meth:`TrainerAgent.update_weights`; ``pause``: if it takes one.
+    """The arguments of :meth:`TrainerAgent.update_weights`; ``pause`` is used if it needs one.
 
     Raises:
-        UsageError: ``quorum`` is no number of DP groups; or what is to be ``staged`` needs a pause.
+        UsageError: an argument is wrong, or the update must be ``staged`` and needs a pause.
     """
 
     pause: PauseOptions
@@ -106,7 +101,7 @@ class UpdateOptions:
 
     @property
     def needs_pause(self) -> str:
-        """Why the update can't be staged, whatever the engines say; empty if it may."""
+        """Why the update can't be staged, apart from the engines' reasons; empty if it can."""
         if self.how == "paused":
             return "it was asked for"
         if self.canary is not None:

@@ -1,4 +1,4 @@
-"""A trainer's pauses of its group: engines stand still, or sleep, for the length of a block."""
+"""Pauses a trainer's group, or puts it to sleep, for the length of a block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Pauses:
-    """A part of :class:`trainer_agent.TrainerAgent`, which has all that is named here."""
+    """A part of :class:`trainer_agent.TrainerAgent`, which has these attributes."""
 
     _steps: Steps
     _sending: asyncio.Task[int] | None
@@ -34,21 +34,27 @@ class Pauses:
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
     ) -> AsyncIterator[GroupAck]:
-        """Keep the group paused for the length of a block. An update that :meth:`send_weights` has
-        begun is waited for first: its commit would wait for the block's end.
+        """Keeps the group paused for the length of a block.
+
+        An update that :meth:`send_weights` has begun is awaited first, because its commit would
+        wait for the end of the block.
 
         Args:
-            mode: ``keep`` freezes requests, ``wait`` lets running ones end, ``abort`` ends
-                all with the tokens they have.
-            clear_cache: kept requests recompute their KV cache with the weights they find
-                after the pause, and no prefix cache is kept.
-            wait_s: how long ``wait`` lets requests run.
-            escalate: what the pause becomes on engines whose requests have not ended by
+            mode: ``keep`` freezes requests, ``wait`` lets running ones end, ``abort`` ends all with
+                the tokens they have.
+            clear_cache: whether kept requests recompute their KV cache with the weights they find
+                after the pause, and the prefix cache is dropped.
+            wait_s: how long ``wait`` lets requests run, in seconds.
+            escalate: the mode that the pause changes to on engines whose requests have not ended by
                 then. The answer names these engines (``escalated``) and their requests
                 (``waited_for``).
 
+        Yields:
+            The group's answer to the pause.
+
         Raises:
-            PauseFailed: not every engine could be paused; those that were, have resumed.
+            PauseFailed: not every engine could be paused; paused engines have resumed.
+            UsageError: this agent holds a pause already.
         """
         if self._steps.holds_pause:
             raise UsageError("the group is paused already by this agent")
@@ -66,7 +72,7 @@ class Pauses:
             yield ack
         except BaseException as error:
             also = await self._steps.undo(Resume(update_id))
-            if also is not None:  # what went wrong first is what is to be known
+            if also is not None:  # the first error is the one to raise
                 error.add_note(f"and the engines could not be resumed: {also}")
             raise
         async with self._steps.resume_on_failure(update_id):
@@ -81,10 +87,9 @@ class Pauses:
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
     ) -> AsyncIterator[GroupAck]:
-        """Keep the group asleep for the length of a block: paused, with its memory given back, for
-        a trainer that shares its GPUs.
+        """Keeps the group paused and its memory freed for the length of a block.
 
-        ::
+        For a trainer that shares its GPUs with the engines::
 
             async with agent.asleep(level=2):
                 train()                             # the GPU is yours
@@ -92,23 +97,28 @@ class Pauses:
                 model.cpu()                         # make room
             # everything is awake, and serves the new weights
 
-        The pause is that of :meth:`paused`, and always drops KV caches: kept requests compute
-        theirs anew. The trainer's event loop must stay free here, too.
+        The pause always drops KV caches, so kept requests recompute theirs. The trainer's event
+        loop must stay free here, too.
 
         Args:
-            level: 1 keeps the weights in the host's memory; without an update, the old ones are
-                served afterwards. 2 discards them: until an update, engines sleep on.
+            level: 1 keeps the weights in the host's memory; without an update, engines serve the
+                old ones afterwards. 2 discards them; engines sleep until an update.
+            mode: as :meth:`paused`.
+            wait_s: as :meth:`paused`.
+            escalate: as :meth:`paused`.
+
+        Yields:
+            The group's answer to the sleep.
 
         Raises:
-            PauseFailed: see :meth:`paused`.
-            Refused: an engine can't sleep (with code ``wrong_state``, before any does), or
-                failed to; or, when the block ends, no engine could be woken, for want of
-                weights or of memory. One of several is named in the log, and is asked again
-                until it has room.
+            PauseFailed: as :meth:`paused`.
+            Refused: an engine can't sleep (code ``wrong_state``, before any engine does) or failed
+                to; or no engine could be woken at the end, because weights or memory are missing.
+                If some could be woken, the log names the others, and the broker asks them again.
         """
         async with self.paused(mode=mode, wait_s=wait_s, escalate=escalate) as paused:
             yield await self._steps.step(Sleep(paused.update_id, level))
 
     def _suspend_catch_up(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """What the trainer asks for goes before engines that catch up."""
+        """Suspends catch-ups for the length of a block, because the trainer has priority."""
         return contextlib.nullcontext() if self._catch_up is None else self._catch_up.suspend()

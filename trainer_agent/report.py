@@ -1,4 +1,4 @@
-"""What the bus says of a pause and of an update."""
+"""The report of a committed update."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One update that was committed. Times are the broker's, in milliseconds.
+    """One update that was committed. Times are measured by the broker, in milliseconds.
 
     Attributes:
-        version: given by the bus; label: the trainer's own.
-        target: ``model``, or ``draft``.
-        engines: how many serve the version.
-        excluded: engines that fell out on the way: dead, quarantined, or still paused, since
-            they could not resume (the broker asks those again).
+        version: the version that the bus assigned.
+        label: the trainer's own name of the weights.
+        target: ``model`` or ``draft``.
+        update_id: the update's id in logs.
+        engines: how many engines serve the version.
+        excluded: engines that dropped out: dead, quarantined, or still paused because they could
+            not resume (the broker asks those again).
         interrupted: requests in flight at the swap, or held by the pause, over all engines.
-        arm_ms: the manifest check, before the pause.
-        pause_ms: from the first PAUSE_LOCAL to the last engine idle.
-        paused_ms: from the first PAUSE_LOCAL to the last engine resumed; 0 inside
+        arm_ms: time of the manifest check, before the pause.
+        pause_ms: from the first PAUSE_LOCAL until the last engine was idle.
+        paused_ms: from the first PAUSE_LOCAL until the last engine had resumed; 0 inside
             ``agent.paused()``, which ends later.
-        slowest: who was last to ack the pause.
-        size_bytes, chunks: what was sent.
+        slowest: the engine that acknowledged the pause last.
+        size_bytes: how many bytes were sent.
+        chunks: how many chunks were sent.
+        verified: how much was compared before it was loaded; ``unsupported`` if the backend can't.
         differing: engines that the canary found to differ, each with its probe, what was expected
-            and what was found. They are among the excluded, with all ranks of their DP groups.
-        kept_bytes: CPU memory that the snapshot takes (``keep_last``): the weights' size, and from
-            the second update on twice that; 0 without one.
-        how: ``staged``, while engines served, or ``paused``; why_paused: why it was not staged.
-        staging_bytes: what staging took, in the worker that needed most; 0 if it was not.
-        commit_ms: from COMMIT to the last engine's ack; staged, the swap is in it.
-        verified: how much of it was checked before it was loaded; ``unsupported`` where the
-            backend can't.
+            and what was found. They are excluded, with all ranks of their DP groups.
+        kept_bytes: CPU memory of the snapshot (``keep_last``): the size of the weights, from the
+            second update on twice that; 0 without a snapshot.
+        how: ``staged`` or ``paused``.
+        why_paused: why the update was not staged; empty if it was.
+        staging_bytes: memory that staging took, in the worker that needed most; 0 if paused.
+        commit_ms: from COMMIT until the last engine's acknowledgement; includes a staged swap.
     """
 
     version: int
@@ -67,7 +70,7 @@ class UpdateReport:
         resumed: GroupAck | None,
         **others: Any,
     ) -> Self:
-        """What the group's answers to an update's steps say; ``others``: the other fields."""
+        """Makes the report from the group's answers; ``others`` are the remaining fields."""
         unresumed = resumed.excluded if resumed else ()
         return cls(
             version=committed.version,

@@ -1,7 +1,6 @@
-"""The trainer's library without an event loop: most trainers have none.
+"""The trainer agent for trainers without an event loop.
 
-A thread of its own keeps the bus alive, so that training steps may take as long as
-they like. Everything else is :class:`trainer_agent.TrainerAgent`'s.
+A thread of its own keeps the connection to the bus alive, so a training step may take any time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class SyncTrainerAgent(BusThread[TrainerAgent]):
-    """:class:`trainer_agent.TrainerAgent`, blocking. Same arguments, same errors.
+    """Blocks where :class:`trainer_agent.TrainerAgent` awaits; arguments and errors are the same.
 
     ::
 
@@ -40,17 +39,20 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
             version = agent.update_weights(model, label=f"step {step}")
 
     Use it from one thread at a time.
+
+    Args:
+        args: as :class:`trainer_agent.TrainerAgent`.
+        kwargs: as :class:`trainer_agent.TrainerAgent`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # The device is asked here: the agent is made in the bus's own thread.
+        # The caller's current GPU: the agent itself is made in the bus's thread.
         self._kwargs = {"device": current_gpu(), **kwargs}
         super().__init__(functools.partial(TrainerAgent, *args, **self._kwargs))
 
     def wait_for_engines(self, count: int, timeout_s: float = 60.0) -> list[EngineView]:
         """See :meth:`TrainerAgent.wait_for_engines`."""
-        portal, agent = self._connected()
-        return portal.call(agent.wait_for_engines, count, timeout_s)
+        return self._call(lambda: self._async.wait_for_engines(count, timeout_s))
 
     def update_weights(
         self,
@@ -60,14 +62,12 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         **options: Unpack[UpdateArguments],
     ) -> int:
         """See :meth:`TrainerAgent.update_weights`. ``on_sent`` is called in the bus's thread."""
-        return self._call(
-            lambda: self._connected()[1].update_weights(source, on_sent=on_sent, **options)
-        )
+        return self._call(lambda: self._async.update_weights(source, on_sent=on_sent, **options))
 
     def send_weights(
         self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateArguments]
     ) -> Future[int]:
-        """See :meth:`TrainerAgent.send_weights`: ``.result()`` is the version."""
+        """See :meth:`TrainerAgent.send_weights`; the version is the future's result."""
         portal, agent = self._connected()
         update = self._call(lambda: agent.send_weights(source, snapshot=snapshot, **options))
 
@@ -87,7 +87,7 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
     ) -> int:
         """See :meth:`TrainerAgent.update_adapter`."""
         return self._call(
-            lambda: self._connected()[1].update_adapter(
+            lambda: self._async.update_adapter(
                 adapter, source, config=config, label=label, **options
             )
         )
@@ -95,7 +95,7 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
     @contextlib.contextmanager
     def paused(self, **options: Unpack[PauseArguments]) -> Iterator[GroupAck]:
         """See :meth:`TrainerAgent.paused`."""
-        with self._block(self._connected()[1].paused(**options)) as ack:
+        with self._block(self._async.paused(**options)) as ack:
             yield ack
 
     @contextlib.contextmanager
@@ -107,9 +107,8 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
     ) -> Iterator[GroupAck]:
-        """See :meth:`TrainerAgent.asleep`. The bus hears from this trainer meanwhile."""
-        agent = self._connected()[1]
-        sleep = agent.asleep(level=level, mode=mode, wait_s=wait_s, escalate=escalate)
+        """See :meth:`TrainerAgent.asleep`. The connection to the bus stays alive meanwhile."""
+        sleep = self._async.asleep(level=level, mode=mode, wait_s=wait_s, escalate=escalate)
         with self._block(sleep) as ack:
             yield ack
 
@@ -128,31 +127,31 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         **options: Unpack[PauseArguments],
     ) -> BusWeightSyncClient:
         """See :meth:`TrainerAgent.client`."""
-        return self._connected()[1].client(
+        return self._async.client(
             chunk_bytes=chunk_bytes, target=target, canary=canary, quorum=quorum, **options
         )
 
     def source(self, weights: Weights) -> BusWeightSource:
         """See :meth:`TrainerAgent.source`."""
-        return self._connected()[1].source(weights)
+        return self._async.source(weights)
 
     def patches(self, patches: Iterable[AnyPatch], *, base: int | None = None) -> BusPatches:
         """See :meth:`TrainerAgent.patches`."""
-        return self._connected()[1].patches(patches, base=base)
+        return self._async.patches(patches, base=base)
 
     def close_transport(self) -> None:
         """See :meth:`TrainerAgent.close_transport`."""
-        self._call(self._connected()[1].close_transport)
+        self._call(self._async.close_transport)
 
     def commits_since(self, version: int) -> int:
         """See :meth:`TrainerAgent.commits_since`."""
-        return self._connected()[1].commits_since(version)
+        return self._async.commits_since(version)
 
     def status(self) -> Status:
         """See :meth:`TrainerAgent.status`."""
-        return self._call(self._connected()[1].status)
+        return self._call(self._async.status)
 
     @property
     def last_update(self) -> UpdateReport | None:
         """See :attr:`TrainerAgent.last_update`."""
-        return self._connected()[1].last_update
+        return self._async.last_update

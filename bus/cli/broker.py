@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 import bus.log
-from bus.cli.options import configure_log, insecure_option, log_options, run_until_stopped
+from bus.cli.options import INSECURE_HELP, log_options, option, options_of, run_until_stopped
 from bus.errors import UsageError
 from bus.ids import new_boot
 from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES, JournalWriter
-from bus.keys import read_keyring
+from bus.keys import INSECURE_VARIABLE, read_keyring
 from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.effects import Note
 from bus.runtime.clock import AsyncioScheduler
@@ -25,93 +26,72 @@ if TYPE_CHECKING:
     from bus.runtime.broker_server import BrokerServer
 
 
+@dataclass(frozen=True)
+class BrokerPlan:
+    """Options of ``wavebus broker``."""
+
+    listen: str = option(
+        DEFAULT_BROKER,
+        "Where to listen; port * takes any free one.  [env: WAVEBUS_LISTEN]",
+        envvar="WAVEBUS_LISTEN",
+        metavar="ADDRESS",
+    )
+    heartbeat_ms: int = option(1000, "How often every peer says that it lives.", min=10, max=60_000)
+    peer_timeout_ms: int = option(
+        5000, "Silence after which a peer is lost; at least three heartbeats.", min=50, max=600_000
+    )
+    step_timeout_ms: int = option(
+        300_000,
+        "How long an engine that lives may take for one step of a pause or update.",
+        min=100,
+        max=86_400_000,
+    )
+    curve_keys: Path | None = option(
+        None,
+        "A folder with broker.secret, and the public keys of all peers in authorized/; read anew "
+        "on SIGHUP. Nobody else is let in then.  [env: WAVEBUS_CURVE_KEYS]",
+        type=click.Path(file_okay=False, path_type=Path),
+        envvar="WAVEBUS_CURVE_KEYS",
+    )
+    insecure: bool = option(False, INSECURE_HELP, envvar=INSECURE_VARIABLE)
+    journal: Path | None = option(
+        None,
+        "Record every control message here, for `wavebus journal`, `why`, `replay` and `trace`; "
+        "a commit is recorded before anybody serves it.  [env: WAVEBUS_JOURNAL]",
+        envvar="WAVEBUS_JOURNAL",
+        metavar="DIR",
+        type=click.Path(file_okay=False, path_type=Path),
+    )
+    journal_bytes: int = option(
+        DEFAULT_BYTES,
+        "What the journal takes at most; beyond it the oldest of its files goes.  "
+        "[env: WAVEBUS_JOURNAL_BYTES]",
+        envvar="WAVEBUS_JOURNAL_BYTES",
+        min=LEAST_BYTES,
+        max=MOST_BYTES,
+    )
+
+
 @click.command()
-@click.option(
-    "--listen",
-    envvar="WAVEBUS_LISTEN",
-    default=DEFAULT_BROKER,
-    show_default=True,
-    metavar="ADDRESS",
-    help="Where to listen; port * takes any free one.  [env: WAVEBUS_LISTEN]",
-)
-@click.option(
-    "--heartbeat-ms",
-    type=click.IntRange(10, 60_000),
-    default=1000,
-    show_default=True,
-    help="How often every peer says that it lives.",
-)
-@click.option(
-    "--peer-timeout-ms",
-    type=click.IntRange(50, 600_000),
-    default=5000,
-    show_default=True,
-    help="Silence after which a peer is lost; at least three heartbeats.",
-)
-@click.option(
-    "--step-timeout-ms",
-    type=click.IntRange(100, 86_400_000),
-    default=300_000,
-    show_default=True,
-    help="How long an engine that lives may take for one step of a pause or update.",
-)
-@click.option(
-    "--curve-keys",
-    type=click.Path(file_okay=False, path_type=Path),
-    envvar="WAVEBUS_CURVE_KEYS",
-    default=None,
-    help="A folder with broker.secret, and the public keys of all peers in authorized/; read anew "
-    "on SIGHUP. Nobody else is let in then.  [env: WAVEBUS_CURVE_KEYS]",
-)
-@insecure_option
-@click.option(
-    "--journal",
-    envvar="WAVEBUS_JOURNAL",
-    default=None,
-    metavar="DIR",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Record every control message here, for `wavebus journal`, `why`, `replay` and `trace`; "
-    "a commit is recorded before anybody serves it.  [env: WAVEBUS_JOURNAL]",
-)
-@click.option(
-    "--journal-bytes",
-    envvar="WAVEBUS_JOURNAL_BYTES",
-    type=click.IntRange(LEAST_BYTES, MOST_BYTES),
-    default=DEFAULT_BYTES,
-    show_default=True,
-    help="What the journal takes at most; beyond it the oldest of its files goes.  "
-    "[env: WAVEBUS_JOURNAL_BYTES]",
-)
+@options_of(BrokerPlan)
 @log_options
-def broker(
-    listen: str,
-    heartbeat_ms: int,
-    peer_timeout_ms: int,
-    step_timeout_ms: int,
-    curve_keys: Path | None,
-    insecure: bool,
-    journal: Path | None,
-    journal_bytes: int,
-    log_level: str,
-    log_format: str,
-) -> None:
+def broker(plan: BrokerPlan) -> None:
     """Run the broker until SIGINT or SIGTERM.
 
     It prints its address on stdout once it listens. Its log, on stderr, tells every
     update: who joined, pause asked, local and global, chunks, commit, resume, and who
     was slowest. Engines go on generating when it stops; peers find the next one.
     """
-    configure_log(log_level, log_format)
-    if peer_timeout_ms < 3 * heartbeat_ms:
+    if plan.peer_timeout_ms < 3 * plan.heartbeat_ms:
         raise UsageError(
-            f"--peer-timeout-ms={peer_timeout_ms}: must be at least three heartbeats "
-            f"({3 * heartbeat_ms})"
+            f"--peer-timeout-ms={plan.peer_timeout_ms}: must be at least three heartbeats "
+            f"({3 * plan.heartbeat_ms})"
         )
-    keyring = read_keyring(curve_keys) if curve_keys is not None else None
+    keyring = read_keyring(plan.curve_keys) if plan.curve_keys is not None else None
     config = BrokerConfig(
-        heartbeat_ms=heartbeat_ms,
-        peer_timeout_ms=peer_timeout_ms,
-        step_timeout_ms=step_timeout_ms,
+        heartbeat_ms=plan.heartbeat_ms,
+        peer_timeout_ms=plan.peer_timeout_ms,
+        step_timeout_ms=plan.step_timeout_ms,
     )
 
     # A help text needs none of the machines.
@@ -120,14 +100,14 @@ def broker(
     async def serve(stop: asyncio.Event) -> None:
         log = bus.log.logger()
         scheduler = AsyncioScheduler()
-        transport = ZmqServer(listen, keyring=keyring, insecure=insecure)
+        transport = ZmqServer(plan.listen, keyring=keyring, insecure=plan.insecure)
         roles = keyring.roles() if keyring else None
         boot = new_boot()
         recorder = None
-        if journal is not None:
+        if plan.journal is not None:
             recorder = JournalWriter(
-                journal,
-                limit_bytes=journal_bytes,
+                plan.journal,
+                limit_bytes=plan.journal_bytes,
                 boot=boot,
                 config=config,
                 keys=roles,
@@ -137,9 +117,10 @@ def broker(
             )
         server = BrokerServer(transport, scheduler, config, roles, boot=boot, journal=recorder)
         server.start()
-        if curve_keys is not None:
-            reload = KeyReload(curve_keys, transport, server)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+        if plan.curve_keys is not None:
+            asyncio.get_running_loop().add_signal_handler(
+                signal.SIGHUP, reload_keys, plan.curve_keys, transport, server
+            )
         keys = len(roles) if roles is not None else None
         log.info("broker_listening", address=transport.address, keys=keys)
         click.echo(transport.address)
@@ -150,21 +131,14 @@ def broker(
     run_until_stopped(serve)
 
 
-class KeyReload:
-    """SIGHUP: the folder's keys count from now on, or, if one is wrong, those from before."""
-
-    def __init__(self, folder: Path, transport: ZmqServer, server: BrokerServer) -> None:
-        self._folder = folder
-        self._transport = transport
-        self._server = server
-
-    def __call__(self) -> None:
-        log = bus.log.logger()
-        try:
-            keyring = read_keyring(self._folder)
-        except UsageError as error:
-            bus.log.write(log, Note("keys_not_reloaded", "error", {"detail": str(error)}))
-            return
-        self._transport.keyring = keyring
-        self._server.rekey(keyring.roles())
-        log.info("keys_reloaded", keys=len(keyring.authorized))
+def reload_keys(folder: Path, transport: ZmqServer, server: BrokerServer) -> None:
+    """Reads the folder of keys again; keeps the old keys if a file is wrong."""
+    log = bus.log.logger()
+    try:
+        keyring = read_keyring(folder)
+    except UsageError as error:
+        bus.log.write(log, Note("keys_not_reloaded", "error", {"detail": str(error)}))
+        return
+    transport.keyring = keyring
+    server.rekey(keyring.roles())
+    log.info("keys_reloaded", keys=len(keyring.authorized))

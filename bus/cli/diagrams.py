@@ -1,7 +1,7 @@
-"""The diagrams of the docs, from the machines' tables; a tool of ours, no user's command.
+"""Draws the diagrams of the docs from the machines' tables. For developers of wavebus.
 
-``python -m bus.cli.diagrams --write docs/waves.md`` brings a page up to date; without
-``--write`` it says whether it is (exit code 1: it is not).
+``python -m bus.cli.diagrams --write docs/waves.md`` updates a page; without ``--write`` the exit
+code 1 says that it is outdated.
 """
 
 from __future__ import annotations

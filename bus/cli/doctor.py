@@ -1,7 +1,7 @@
-"""`wavebus doctor`: what is here, what is missing, and what to do about it.
+"""`wavebus doctor`: checks what is installed here, and says what to do about what is missing.
 
-The bus checks itself; installed roles add their checks by the entry point group
-``wavebus.doctor``: functions ``(Options) -> list[Check]``.
+Installed roles add their checks by the entry point group ``wavebus.doctor``: functions
+``(Options) -> list[Check]``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import click
 from bus.cli import features
 from bus.cli.options import broker_option, json_option, key_options
 from bus.errors import BusTimeout, UsageError, WavebusError
-from bus.keys import Security, security
 from bus.net import is_loopback
 from bus.runtime.event_loop import choose_loop, run
 from bus.runtime.status_client import fetch_status
 from bus.runtime.zmq_transport import ZmqServer, library_version
 
 if TYPE_CHECKING:
+    from bus.cli.options import BrokerAddress, Keys
+    from bus.keys import Security
     from bus.seams import Registry, Report
 
 State: TypeAlias = Literal["ok", "note", "warn", "fail"]
@@ -37,7 +38,7 @@ _COLOURS: Final[dict[str, str]] = {"ok": "green", "note": "cyan", "warn": "yello
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. ``hint`` says what to do when it isn't ok."""
+    """One finding. ``hint`` says what to do if its state is not ok."""
 
     name: str
     state: State
@@ -75,13 +76,11 @@ class Options:
 @key_options
 @json_option
 def doctor(
-    broker: str,
+    address: BrokerAddress,
     attach: str | None,
     wheels: tuple[Path, ...],
     markdown: bool,
-    key: Path | None,
-    broker_key: Path | None,
-    insecure: bool,
+    keys: Keys,
     as_json: bool,
 ) -> None:
     """Check this machine: versions, vLLM and its RL routes, plugin, ports, shared memory, clock.
@@ -92,7 +91,7 @@ def doctor(
         _show_features(wheels, markdown=markdown, as_json=as_json)
     if markdown:
         raise UsageError("--markdown goes with --vllm PATH")
-    options = Options(broker, attach, security(key, broker_key, insecure=insecure))
+    options = Options(address.broker, attach, keys.security())
     checks = bus_checks(options)
     for entry in sorted(entry_points(group="wavebus.doctor"), key=lambda e: e.name):
         try:
@@ -128,8 +127,7 @@ def _show_features(wheels: tuple[Path, ...], *, markdown: bool, as_json: bool) -
 
 
 def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]:
-    """What the installed vLLM supports of a registry: one line for all, and one for each that is
-    off."""
+    """Returns one check for all features of a registry, and one for each that is off."""
     off = report.off
     works = len(registry.features) - len(off)
     return [
@@ -142,7 +140,7 @@ def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]
 
 
 def bus_checks(options: Options) -> list[Check]:
-    """What every host of the bus needs."""
+    """Returns the checks of every host of the bus."""
     return [
         _python(),
         _packages(),
@@ -177,7 +175,6 @@ def _loop() -> Check:
 
 
 def _clock() -> Check:
-    """Leases and heartbeats run on the monotonic clock; logs of several hosts on the other."""
     resolution_ms = time.get_clock_info("monotonic").resolution * 1000
     if resolution_ms > 1:
         return Check(
@@ -199,7 +196,7 @@ def _clock() -> Check:
 
 
 def _files() -> Check:
-    """A broker holds one descriptor per peer."""
+    """Checks the limit of file descriptors, of which a broker needs one per peer."""
     import resource  # noqa: PLC0415 - not on every system
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -214,7 +211,7 @@ def _files() -> Check:
 
 
 def _broker(address: str, how: Security | None) -> Check:
-    """A broker answers there, or could listen there."""
+    """Checks that a broker answers at the address, or could listen there."""
     try:
         status = run(fetch_status(address, timeout_s=1.0, security=how))
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""What `wavebus doctor --vllm` shows: which features some versions of vLLM support."""
+"""Tables of `wavebus doctor --vllm`: which features several versions of vLLM support."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def reports(paths: Sequence[Path]) -> list[Report]:
-    """Check the registries of all roles that are installed against each vLLM.
+    """Checks the registries of all installed roles against each vLLM.
 
     Args:
-        paths: wheels, unpacked or not. Nothing of theirs is imported.
+        paths: wheels, unpacked or not. Nothing in them is imported.
 
     Raises:
         UsageError: no vLLM is there, or none of the roles is installed.
@@ -51,7 +51,7 @@ def _all_seams() -> Registry:
 
 
 def as_json(paths: Sequence[Path], found: Sequence[Report]) -> list[dict[str, Any]]:
-    """The reports as plain objects."""
+    """Returns the reports as plain objects."""
     return [
         {
             "path": str(path),
@@ -65,13 +65,15 @@ def as_json(paths: Sequence[Path], found: Sequence[Report]) -> list[dict[str, An
 
 
 def has_all_features(report: Report) -> bool:
-    """Whether this vLLM supports every feature."""
+    """Returns whether this vLLM supports every feature."""
     return not unsupported_reason(report.version) and not report.off
 
 
 def table(found: Sequence[Report]) -> str:
-    """A row per feature and a column per vLLM; below it, the reasons. Of one vLLM, also what each
-    feature is for."""
+    """Returns a text table of features by vLLM, with the reasons of those that are off.
+
+    With a single vLLM, the table also says what each feature is for.
+    """
     names = list(found[0].features)
     columns = [["feature", *names]]
     columns += [[f"vLLM {each.version or '?'}", *(_mark(each, n) for n in names)] for each in found]
@@ -87,7 +89,7 @@ def table(found: Sequence[Report]) -> str:
 
 
 def markdown(found: Sequence[Report]) -> str:
-    """The same as a table of a document, with what each feature is for."""
+    """Returns the table in Markdown, with what each feature is for."""
     words = _all_seams().features
     head = "| feature | what for |" + "".join(f" {each.version} |" for each in found)
     rule = "|---|---|" + "---|" * len(found)

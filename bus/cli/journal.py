@@ -1,17 +1,16 @@
-"""`wavebus journal`: what a broker has recorded, line by line."""
+"""`wavebus journal`: shows what a broker has recorded, line by line."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING
 
 import click
 
-from bus.cli.options import journal_argument
+from bus.cli.options import journal_argument, option, options_of
 from bus.errors import UsageError
 from bus.journal.reader import Gap, read
 from bus.journal.records import FrameReceived, FrameRefused, FrameSent, TimerFired
@@ -19,12 +18,9 @@ from bus.journal.render import as_json, decode_frame, line, peer_of, wall_s
 from bus.messages import WIRE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from bus.journal.reader import Entry
-
-F = TypeVar("F", bound="Callable[..., Any]")
 
 
 @click.group()
@@ -37,7 +33,7 @@ def journal() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """``wall``: seconds since 1970; otherwise seconds on the broker's clock."""
+    """A time in seconds: since 1970 if ``wall``, else on the broker's clock."""
 
     seconds: float
     wall: bool
@@ -73,17 +69,37 @@ def _kinds(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -
     return kinds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Filters:
-    """What is to be shown; what is None or empty shows all."""
+    """Which records are shown, and how. A filter that is None or empty lets all pass."""
 
-    updates: tuple[str, ...]
-    engines: tuple[str, ...]
-    groups: tuple[str, ...]
-    kinds: tuple[str, ...]
-    since: _Moment | None
-    until: _Moment | None
-    timers: bool
+    updates: tuple[str, ...] = option(
+        (), "Messages of this update or pause.", "--update", type=str, multiple=True
+    )
+    engines: tuple[str, ...] = option(
+        (), "From or to this peer, by name.", "--engine", type=str, multiple=True
+    )
+    groups: tuple[str, ...] = option(
+        (), "Messages of this group.", "--group", type=str, multiple=True
+    )
+    kinds: tuple[str, ...] = option(
+        (),
+        "By wire name, such as COMMIT.",
+        "--message",
+        type=str,
+        multiple=True,
+        metavar="NAME",
+        callback=_kinds,
+    )
+    since: _Moment | None = option(
+        None, "Not before this time (see above).", type=str, metavar="TIME", callback=_moment
+    )
+    until: _Moment | None = option(
+        None, "Not after this time.", type=str, metavar="TIME", callback=_moment
+    )
+    timers: bool = option(False, "Also each time that the broker's timer rang.")
+    as_lines: bool = option(False, "One JSON object per line.", "--json")
+    full: bool = option(False, "With --json: long lists whole, such as a manifest's.")
 
     def pass_(self, entry: Entry) -> bool:
         """Whether the record is one of these."""
@@ -115,49 +131,10 @@ def _at(entry: Entry, moment: _Moment) -> float:
     return entry.record.now_ms / 1000 if seconds is None else seconds
 
 
-def _filter_options(command: F) -> F:
-    """The options of both commands; they arrive as ``filters``, ``as_lines`` and ``full``."""
-    options = (
-        click.option(
-            "--update", "updates", multiple=True, help="Messages of this update or pause."
-        ),
-        click.option("--engine", "engines", multiple=True, help="From or to this peer, by name."),
-        click.option("--group", "groups", multiple=True, help="Messages of this group."),
-        click.option(
-            "--message",
-            "kinds",
-            multiple=True,
-            metavar="NAME",
-            callback=_kinds,
-            help="By wire name, such as COMMIT.",
-        ),
-        click.option(
-            "--since", metavar="TIME", callback=_moment, help="Not before this time (see above)."
-        ),
-        click.option("--until", metavar="TIME", callback=_moment, help="Not after this time."),
-        click.option("--timers", is_flag=True, help="Also each time that the broker's timer rang."),
-        click.option("--json", "as_lines", is_flag=True, help="One JSON object per line."),
-        click.option(
-            "--full", is_flag=True, help="With --json: long lists whole, such as a manifest's."
-        ),
-    )
-    names = [each.name for each in fields(Filters)]
-
-    @wraps(command)
-    def packed(**given: Any) -> Any:
-        filters = Filters(**{name: given.pop(name) for name in names})
-        return command(filters=filters, **given)
-
-    wrapped: Callable[..., Any] = packed
-    for option in reversed(options):
-        wrapped = option(wrapped)
-    return cast("F", wrapped)
-
-
 @journal.command()
 @journal_argument
-@_filter_options
-def show(source: Path, filters: Filters, as_lines: bool, full: bool) -> None:
+@options_of(Filters, "filters")
+def show(source: Path, filters: Filters) -> None:
     """Show the records of a journal: a file, or the folder of a broker's --journal.
 
     A line has the record's number in this life of the broker, the time (UTC), the way
@@ -167,14 +144,14 @@ def show(source: Path, filters: Filters, as_lines: bool, full: bool) -> None:
 
     Times are seconds since the broker began (12.5), or UTC (2026-03-01T12:00:00).
     """
-    _print(source, filters, None, as_lines=as_lines, full=full)
+    _print(source, filters, None)
 
 
 @journal.command()
 @click.argument("pattern")
 @journal_argument
-@_filter_options
-def grep(pattern: str, source: Path, filters: Filters, as_lines: bool, full: bool) -> None:
+@options_of(Filters, "filters")
+def grep(pattern: str, source: Path, filters: Filters) -> None:
     """Show the records whose line (as `show` prints it) has PATTERN, a regular expression.
 
     Exits with 1 if there is none. Times are as in `wavebus journal show`.
@@ -183,14 +160,12 @@ def grep(pattern: str, source: Path, filters: Filters, as_lines: bool, full: boo
         wanted = re.compile(pattern)
     except re.error as error:
         raise UsageError(f"PATTERN {pattern!r} is no regular expression: {error}") from error
-    if not _print(source, filters, wanted, as_lines=as_lines, full=full):
+    if not _print(source, filters, wanted):
         raise click.exceptions.Exit(1)
 
 
-def _print(
-    source: Path, filters: Filters, pattern: re.Pattern[str] | None, *, as_lines: bool, full: bool
-) -> int:
-    """Print what passes; return how many those were. Gaps are told on stderr."""
+def _print(source: Path, filters: Filters, pattern: re.Pattern[str] | None) -> int:
+    """Prints the records that pass, and gaps to stderr; returns how many records that were."""
     printed = 0
     for item in read(source):
         if isinstance(item, Gap):
@@ -202,5 +177,5 @@ def _print(
         if pattern is not None and not pattern.search(text):
             continue
         printed += 1
-        click.echo(json.dumps(as_json(item, full=full)) if as_lines else text)
+        click.echo(json.dumps(as_json(item, full=filters.full)) if filters.as_lines else text)
     return printed

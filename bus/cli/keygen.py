@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -14,7 +14,18 @@ if TYPE_CHECKING:
     from bus.keys import FileRole
 
 
-@click.command()
+_HELP: Final = """Make a pair of keys: NAME.secret, which stays where it is used, and NAME.pub.
+
+\b
+wavebus keygen broker --role broker -o keys          # wavebus broker --curve-keys keys
+wavebus keygen engine-1 --role engine                # its engine-1.pub goes to
+                                                     # keys/authorized, then SIGHUP
+
+Files that are there are never overwritten.
+"""
+
+
+@click.command(help=_HELP)
 @click.argument("name")
 @click.option(
     "--role",
@@ -31,15 +42,7 @@ if TYPE_CHECKING:
     help="The folder that the files are written to.",
 )
 def keygen(name: str, role: FileRole, output: Path) -> None:
-    """Make a pair of keys: NAME.secret, which stays where it is used, and NAME.pub.
-
-    \b
-    wavebus keygen broker --role broker -o keys          # wavebus broker --curve-keys keys
-    wavebus keygen engine-1 --role engine                # its engine-1.pub goes to
-                                                         # keys/authorized, then SIGHUP
-
-    Files that are there are never overwritten.
-    """
+    """Runs `wavebus keygen`."""
     public, secret = new_pair()
     secret_path, public_path = write_pair(output, Key(name, role, public, secret))
     click.echo(f"{secret_path}: keep it secret")

@@ -1,7 +1,7 @@
-"""The command `wavebus`: what the bus itself knows, and what installed roles add.
+"""The command `wavebus`: the bus's own subcommands, and those of installed roles.
 
-Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong usage; 3 the bus
-could not be reached, or did not answer in time; 4 the engine died.
+Exit codes: 0 done; 1 failed, with the reason on stderr; 2 wrong usage; 3 the bus could not be
+reached, or did not answer in time; 4 the engine died.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import click
 
 from bus import settings
 from bus.cli import broker, doctor, journal, keygen, replay, routes, status, trace, why
-from bus.errors import BusTimeout, EngineDead, UsageError, WavebusError
+from bus.errors import BusTimeout, UsageError, WavebusError
 from bus.messages import NackCode
 
 EXIT_FAILED: Final = 1
@@ -37,13 +37,15 @@ _OWN: Final[dict[str, click.Command]] = {
 
 
 class CommandGroup(click.Group):
-    """Own commands, then those of the entry point group ``wavebus.commands``, loaded late."""
+    """Has wavebus's commands, and those of the entry point group ``wavebus.commands``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Returns the names of all commands."""
         del ctx
         return [*_OWN, *sorted(_entries())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Returns a command, with its defaults from the TOML file."""
         if cmd_name in _OWN:
             _defaults_of(ctx, cmd_name, _OWN[cmd_name])
             return _OWN[cmd_name]
@@ -78,13 +80,13 @@ def _extra(command: str) -> str:
 
 
 def _defaults_of(ctx: click.Context, name: str, command: click.Command) -> None:
-    """What the TOML file says for this command, below flags and environment."""
+    """Takes a command's defaults from the TOML file, below flags and environment."""
     defaults = settings.load(ctx.params.get("config"), name, _options(command))
     ctx.default_map = {**(ctx.default_map or {}), name: defaults}
 
 
 def _options(command: click.Command) -> dict[str, Any]:
-    """The option names of a command, of its subcommands too, as a tree."""
+    """Returns the option names of a command and its subcommands, as a tree."""
     found: dict[str, Any] = {
         param.name: None
         for param in command.params
@@ -116,12 +118,12 @@ def wavebus(config: Path | None) -> None:
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Runs the command `wavebus`."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command, turning what goes wrong into one line on stderr and an exit code."""
+    """Runs a command; reports an error as one line on stderr, and returns the exit code."""
     try:
         code = wavebus.main(arguments, prog_name="wavebus", standalone_mode=False)
     except click.exceptions.Exit as leaving:
@@ -134,24 +136,22 @@ def run(arguments: list[str]) -> int:
         code = EXIT_FAILED
     except (click.Abort, KeyboardInterrupt):
         code = 130
-    except UsageError as error:
-        code = _say(error, EXIT_USAGE)
-    except BusTimeout as error:
-        code = _say(error, EXIT_UNREACHABLE)
-    except EngineDead as error:
-        code = _say(error, EXIT_ENGINE_DEAD)
     except WavebusError as error:
-        dead = getattr(error, "code", None) is NackCode.ENGINE_DEAD
-        code = _say(error, EXIT_ENGINE_DEAD if dead else EXIT_FAILED)
+        click.echo(f"wavebus: {error}", err=True)
+        code = _exit_code(error)
     except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         code = EXIT_FAILED
     return code if isinstance(code, int) else 0
 
 
-def _say(error: WavebusError, code: int) -> int:
-    click.echo(f"wavebus: {error}", err=True)
-    return code
+def _exit_code(error: WavebusError) -> int:
+    if isinstance(error, UsageError):
+        return EXIT_USAGE
+    if isinstance(error, BusTimeout):
+        return EXIT_UNREACHABLE
+    is_dead = getattr(error, "code", None) is NackCode.ENGINE_DEAD
+    return EXIT_ENGINE_DEAD if is_dead else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -1,48 +1,27 @@
-"""Options that several commands share, and how a command's main loop is run."""
+"""Options that several commands share, options made of dataclasses, and the main loop."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import signal
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import click
 
 import bus.log
-from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE
+from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE, Security, security
 from bus.runtime.event_loop import run
 from bus.settings import DEFAULT_BROKER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-F = TypeVar("F", bound="Callable[..., Any]")
-
-broker_option = click.option(
-    "--broker",
-    envvar="WAVEBUS_BROKER",
-    default=DEFAULT_BROKER,
-    show_default=True,
-    metavar="ADDRESS",
-    help="The broker's address.  [env: WAVEBUS_BROKER]",
-)
-group_option = click.option(
-    "--group",
-    envvar="WAVEBUS_GROUP",
-    default="policy",
-    show_default=True,
-    help="The engines that take the same weights.  [env: WAVEBUS_GROUP]",
-)
-insecure_option = click.option(
-    "--insecure",
-    is_flag=True,
-    envvar=INSECURE_VARIABLE,
-    help="Allow connections beyond loopback without keys. Anyone who can reach the port can then "
-    "control the engines.  "
-    f"[env: {INSECURE_VARIABLE}]",
+INSECURE_HELP: Final = (
+    "Allow connections beyond loopback without keys. Anyone who can reach the port can then "
+    f"control the engines.  [env: {INSECURE_VARIABLE}]"
 )
 journal_argument = click.argument(
     "source",
@@ -63,7 +42,7 @@ def option(default: Any, help: str, *names: str, **more: Any) -> Any:  # noqa: A
     """Declares a dataclass field that :func:`options_of` makes an option of.
 
     Args:
-        default: of the field and of the option.
+        default: default value of the field and of the option.
         help: the option's help text.
         names: what the option is called. Default: as the field.
         more: ``min`` and ``max`` bound a number; other words are :func:`click.option`'s.
@@ -71,11 +50,14 @@ def option(default: Any, help: str, *names: str, **more: Any) -> Any:  # noqa: A
     return field(default=default, metadata={"help": help, "names": names, **more})
 
 
-def options_of(plan: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command one option for each field of a dataclass, and an instance of it as ``plan``.
+def options_of(
+    plan: type[Any], name: str = "plan"
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command one option for each declared field of a dataclass.
 
-    Fields that :func:`option` has not declared keep their defaults. The annotation chooses the
-    option's type: a number, a ``Literal``, a path, or a flag.
+    The command receives an instance of the dataclass as its argument ``name``. Fields that
+    :func:`option` has not declared keep their defaults. The annotation chooses the option's type:
+    a number, a ``Literal``, a path, or a flag.
     """
     hints, declared = get_type_hints(plan), [each for each in fields(plan) if each.metadata]
 
@@ -83,7 +65,7 @@ def options_of(plan: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., 
         @functools.wraps(command)
         def with_plan(**values: Any) -> Any:
             own = {each.name: values.pop(each.name) for each in declared}
-            return command(plan=plan(**own), **values)
+            return command(**{name: plan(**own)}, **values)
 
         for each in reversed(declared):
             hint, more = hints[each.name], dict(each.metadata)
@@ -99,61 +81,103 @@ def options_of(plan: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., 
             more.setdefault("type", hint)
             if is_flag:
                 more["is_flag"] = True
-            more["show_default"] = not is_flag and each.default not in (None, "")
+            more.setdefault("show_default", not is_flag and each.default not in (None, "", ()))
             click.option(*names, each.name, default=each.default, **more)(with_plan)
         return with_plan
 
     return decorate
 
 
-def key_options(command: F) -> F:
-    """``--key``, ``--broker-key`` and ``--insecure``, for :func:`bus.keys.security`."""
-    command = insecure_option(command)
-    command = click.option(
-        "--broker-key",
-        envvar=BROKER_KEY_VARIABLE,
-        type=click.Path(path_type=Path),
-        default=None,
-        help=f"The broker's public key (broker.pub).  [env: {BROKER_KEY_VARIABLE}]",
-    )(command)
-    return click.option(
-        "--key",
+@dataclass(frozen=True)
+class BrokerAddress:
+    """The broker that a command asks."""
+
+    broker: str = option(
+        DEFAULT_BROKER,
+        "The broker's address.  [env: WAVEBUS_BROKER]",
+        envvar="WAVEBUS_BROKER",
+        metavar="ADDRESS",
+    )
+
+
+@dataclass(frozen=True)
+class GroupPlan(BrokerAddress):
+    """The group of engines that a command is about, and its broker."""
+
+    group: str = option(
+        "policy",
+        "The engines that take the same weights.  [env: WAVEBUS_GROUP]",
+        envvar="WAVEBUS_GROUP",
+    )
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys that a command connects with."""
+
+    key: Path | None = option(
+        None,
+        f"The own secret key (NAME.secret of `wavebus keygen`).  [env: {KEY_VARIABLE}]",
         envvar=KEY_VARIABLE,
         type=click.Path(path_type=Path),
-        default=None,
-        help=f"The own secret key (NAME.secret of `wavebus keygen`).  [env: {KEY_VARIABLE}]",
-    )(command)
+    )
+    broker_key: Path | None = option(
+        None,
+        f"The broker's public key (broker.pub).  [env: {BROKER_KEY_VARIABLE}]",
+        envvar=BROKER_KEY_VARIABLE,
+        type=click.Path(path_type=Path),
+    )
+    insecure: bool = option(False, INSECURE_HELP, envvar=INSECURE_VARIABLE)
+
+    def security(self) -> Security:
+        """Reads the keys.
+
+        Raises:
+            UsageError: a file is missing or wrong.
+        """
+        return security(self.key, self.broker_key, insecure=self.insecure)
 
 
-def log_options(command: F) -> F:
-    """``--log-level`` and ``--log-format``; they take effect before the command's body."""
-    command = click.option(
-        "--log-level",
+@dataclass(frozen=True)
+class _LogPlan:
+    log_format: Literal["auto", "console", "json"] = option(
+        "auto",
+        "auto: console on a terminal, JSON otherwise.  [env: WAVEBUS_LOG_FORMAT]",
+        envvar="WAVEBUS_LOG_FORMAT",
+    )
+    log_level: str = option(
+        "info",
+        "Log lines at least this important.  [env: WAVEBUS_LOG_LEVEL]",
         type=click.Choice(bus.log.LEVELS),
         envvar="WAVEBUS_LOG_LEVEL",
-        default="info",
-        show_default=True,
-        help="Log lines at least this important.  [env: WAVEBUS_LOG_LEVEL]",
-    )(command)
-    return click.option(
-        "--log-format",
-        type=click.Choice(["auto", "console", "json"]),
-        envvar="WAVEBUS_LOG_FORMAT",
-        default="auto",
-        show_default=True,
-        help="auto: console on a terminal, JSON otherwise.  [env: WAVEBUS_LOG_FORMAT]",
-    )(command)
+    )
+
+
+broker_option = options_of(BrokerAddress, "address")
+key_options = options_of(Keys, "keys")
+
+
+def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds ``--log-level`` and ``--log-format``, which take effect before the command's body."""
+
+    @options_of(_LogPlan, "log")
+    @functools.wraps(command)
+    def with_log(log: _LogPlan, **values: Any) -> Any:
+        configure_log(log.log_level, log.log_format)
+        return command(**values)
+
+    return with_log
 
 
 def configure_log(log_level: str, log_format: str) -> None:
-    """Set up logging as the options say."""
+    """Sets up logging as the options say."""
     bus.log.configure(level=log_level, json=None if log_format == "auto" else log_format == "json")
 
 
 def run_until_stopped(
     main: Callable[[asyncio.Event], Coroutine[Any, Any, None]],
 ) -> None:
-    """Run ``main(stop)``; SIGINT and SIGTERM set ``stop``, and it ends in order."""
+    """Runs ``main(stop)`` to its end; SIGINT and SIGTERM set ``stop``."""
 
     async def guarded() -> None:
         stop = asyncio.Event()

@@ -1,4 +1,4 @@
-"""`wavebus replay`: what the broker did, done again from what it heard."""
+"""`wavebus replay`: runs a recorded broker again, and compares what it does."""
 
 from __future__ import annotations
 

@@ -22,14 +22,17 @@ _REJOIN_S: Final = 30.0  # engines find a broker that was started anew
 
 
 class RouterWorkers:
-    """Adds engines that are routed to a router's list, and removes those that are not.
+    """Adds routed engines to a router's list of workers, and removes those that are not routed.
 
-    The list is read every second, and what is wrong in it is mended; so a router that was down, or
-    was started anew, is put right. Workers that the group never had are left alone.
+    The list is read and corrected every second, so a router may restart. Workers that the group
+    never had are left alone.
 
     Args:
-        url: the router.
-        group: whose engines.
+        url: the router's base URL.
+        group: the group of engines.
+
+    Raises:
+        UsageError: the URL is malformed.
     """
 
     def __init__(self, url: str, group: str) -> None:
@@ -47,14 +50,13 @@ class RouterWorkers:
         self._log = bus.log.logger(group=group, router=url)
 
     def on_rejoined(self) -> None:
-        """Another broker has let us in: for a while, an engine that it does not know is no reason
-        to remove it."""
+        """Handles a join at another broker, which does not know all engines for a while."""
         self._absent_until_s = asyncio.get_running_loop().time() + _REJOIN_S
         self._present = set()  # the broker before said who was there
         self._revision = None
 
     def on_routes(self, group: str, routes: Routes) -> None:
-        """Take where requests go."""
+        """Takes the routes of a group."""
         if group == self._group:
             self._routed = {each.endpoint for each in routes.engines if each.endpoint}
             self._known |= self._routed
@@ -62,7 +64,7 @@ class RouterWorkers:
             self._changed.set()
 
     def on_status(self, status: Status) -> None:
-        """Take who is there."""
+        """Takes the engines that are there."""
         engines = (
             each for group in status.groups if group.name == self._group for each in group.engines
         )
@@ -72,9 +74,12 @@ class RouterWorkers:
     async def follow(
         self, ask_status: Callable[[], object], confirm: Callable[[int], object]
     ) -> None:
-        """Keep the list right until cancelled; then it stays as it is. ``ask_status`` has the
-        broker say who is there, routed or not; ``confirm`` tells it which revision of the routes
-        the router has taken."""
+        """Keeps the router's list equal to the routes until cancelled.
+
+        Args:
+            ask_status: requests the broker's status, which names all engines, routed or not.
+            confirm: tells the broker which revision of the routes the router has.
+        """
         is_reachable = True
         try:
             while True:

@@ -7,72 +7,56 @@ import contextlib
 import os
 import select
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
 
 from bus.cli.options import (
-    broker_option,
+    GroupPlan,
+    Keys,
     configure_log,
-    group_option,
     json_option,
     key_options,
+    option,
+    options_of,
     run_until_stopped,
     timeout_option,
 )
 from bus.cli.router_workers import RouterWorkers
 from bus.errors import BusTimeout, refusal
-from bus.ids import new_boot
-from bus.keys import security, silence_hint
-from bus.messages import (
-    Envelope,
-    Heartbeat,
-    Join,
-    Message,
-    Routes,
-    RoutesTaken,
-    Status,
-    StatusRequest,
-)
+from bus.keys import silence_hint
+from bus.messages import Envelope, Message, Routes, RoutesTaken, Status, StatusRequest
 from bus.protocol.core.link import LinkState
-from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.event_loop import run
-from bus.runtime.peer import HOST, PeerClient, default_name, route_of
+from bus.runtime.peer import PeerClient, default_name
 from bus.runtime.status_client import fetch_status
-from bus.runtime.zmq_transport import ZmqClient
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bus.keys import Security
 
 _STDOUT: Final = 1
 
 
+@dataclass(frozen=True)
+class RoutesPlan(GroupPlan):
+    """Options of ``wavebus routes``."""
+
+    follow: bool = option(False, "Go on, and print each change.", "--follow", "-f")
+    router: str | None = option(
+        None,
+        "Keep the worker list of this vllm-router right for --group, and follow.",
+        metavar="URL",
+    )
+
+
 @click.command()
-@broker_option
-@group_option
-@click.option("--follow", "-f", is_flag=True, help="Go on, and print each change.")
-@click.option(
-    "--router",
-    metavar="URL",
-    help="Keep the worker list of this vllm-router right for --group, and follow.",
-)
+@options_of(RoutesPlan)
 @timeout_option
 @key_options
 @json_option
-def routes(
-    broker: str,
-    group: str,
-    follow: bool,
-    router: str | None,
-    timeout_s: float,
-    key: Path | None,
-    broker_key: Path | None,
-    insecure: bool,
-    as_json: bool,
-) -> None:
+def routes(plan: RoutesPlan, timeout_s: float, keys: Keys, as_json: bool) -> None:
     """Show which engines requests are to be sent to: those that serve their group's version.
 
     With --router, an engine that is no longer routed leaves the router's list of workers, and
@@ -82,30 +66,29 @@ def routes(
     With --json, one object for each group (and, with --follow, for each change). Exits with 3 if no
     broker answers.
     """
-    how = security(key, broker_key, insecure=insecure)
-    if not (follow or router):
-        answer = run(fetch_status(broker, timeout_s=timeout_s, security=how))
+    security = keys.security()
+    if not (plan.follow or plan.router):
+        answer = run(fetch_status(plan.broker, timeout_s=timeout_s, security=security))
         for each in answer.groups:
             _print(each.name, each.routes, as_json=as_json)
         return
-    configure_log("info" if router else "warning", "auto")
-    workers = RouterWorkers(router, group) if router else None
+    configure_log("info" if plan.router else "warning", "auto")
+    workers = RouterWorkers(plan.router, plan.group) if plan.router else None
     run_until_stopped(
-        lambda stop: _follow(broker, group, how, timeout_s, stop, workers, as_json=as_json)
+        lambda stop: _follow(plan, security, timeout_s, stop, workers, as_json=as_json)
     )
 
 
 async def _follow(
-    broker: str,
-    group: str,
-    how: Security,
+    plan: RoutesPlan,
+    security: Security,
     timeout_s: float,
     stop: asyncio.Event,
     workers: RouterWorkers | None,
     *,
     as_json: bool,
 ) -> None:
-    name, boot = default_name("observer"), new_boot()
+    name = default_name("observer")
     ended = asyncio.Event()
     joined = asyncio.Event()
 
@@ -130,11 +113,8 @@ async def _follow(
     peer = PeerClient(
         name=name,
         group="",
-        boot=boot,
-        transport=ZmqClient(broker, route_of(name, boot), how),
-        scheduler=AsyncioScheduler(),
-        join=lambda: Join("observer", HOST, os.getpid(), None, None),
-        beat=lambda: Heartbeat("running", 0, 0, ""),
+        broker=plan.broker,
+        security=security,
         on_message=on_message,
         on_state=on_state,
     )
@@ -145,14 +125,16 @@ async def _follow(
         try:
             await asyncio.wait_for(joined.wait(), timeout_s)
         except TimeoutError:
-            raise BusTimeout(f"no broker at {broker} let {name} in{silence_hint(how)}") from None
+            raise BusTimeout(
+                f"no broker at {plan.broker} let {name} in{silence_hint(security)}"
+            ) from None
         waits: list[asyncio.Task[object]] = [
             asyncio.create_task(each.wait()) for each in (stop, ended)
         ]
         if workers is not None:
             follow = workers.follow(
                 lambda: peer.send(StatusRequest()),
-                lambda revision: peer.send(RoutesTaken(group, revision)),
+                lambda revision: peer.send(RoutesTaken(plan.group, revision)),
             )
             waits.append(asyncio.create_task(follow))
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +148,7 @@ async def _follow(
 
 
 def _watch_output(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    """Set ``ended`` when the reader of the output is gone, though nothing is written."""
+    """Sets ``ended`` when the reader of the output is gone, even if nothing is written."""
     output = select.poll()
     output.register(_STDOUT, 0)  # errors and hang-ups are reported always
     output.poll()

@@ -10,13 +10,11 @@ import msgspec
 
 from bus.cli.options import broker_option, json_option, key_options, timeout_option
 from bus.errors import UsageError
-from bus.keys import security
 from bus.runtime.event_loop import run
 from bus.runtime.status_client import fetch_status
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from bus.cli.options import BrokerAddress, Keys
     from bus.messages import EngineView, GroupStatus, Status
 
 _NAMED: Final = 4  # engines of which one line says the same
@@ -29,20 +27,13 @@ _NAMED: Final = 4  # engines of which one line says the same
 @key_options
 @json_option
 def status(
-    broker: str,
-    group: str | None,
-    timeout_s: float,
-    key: Path | None,
-    broker_key: Path | None,
-    insecure: bool,
-    as_json: bool,
+    address: BrokerAddress, group: str | None, timeout_s: float, keys: Keys, as_json: bool
 ) -> None:
     """Show the broker's view: groups, engines, versions, and who is waited for.
 
     Exits with 3 if no broker answers.
     """
-    how = security(key, broker_key, insecure=insecure)
-    answer = run(fetch_status(broker, timeout_s=timeout_s, security=how))
+    answer = run(fetch_status(address.broker, timeout_s=timeout_s, security=keys.security()))
     if group is not None:
         chosen = tuple(g for g in answer.groups if g.name == group)
         if not chosen:
@@ -52,7 +43,7 @@ def status(
     if as_json:
         click.echo(msgspec.json.encode(answer).decode())
     else:
-        click.echo(_table(broker, answer))
+        click.echo(_table(address.broker, answer))
 
 
 def _table(address: str, answer: Status) -> str:
@@ -94,7 +85,7 @@ def _table(address: str, answer: Status) -> str:
 
 
 def _serves(group: GroupStatus, engine: EngineView) -> str:
-    """Whether requests are to be sent to the engine; if not, what it waits for."""
+    """Returns whether requests are sent to the engine; if not, what it waits for."""
     if engine.name in group.routable:
         return "yes"
     dp_group = next((each for each in group.dp_groups if each.name == engine.dp_group), None)
@@ -134,7 +125,6 @@ def _some(names: list[str]) -> str:
 
 
 def _dp_groups(group: GroupStatus) -> list[str]:
-    """Their waves, their cores, and what is wrong with them."""
     if not group.dp_groups:
         return []
     lines = ["", "  waves:"]

@@ -1,4 +1,4 @@
-"""`wavebus trace`: a journal as a picture of who did what, when."""
+"""`wavebus trace`: draws a journal as a trace of all peers."""
 
 from __future__ import annotations
 

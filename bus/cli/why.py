@@ -1,4 +1,4 @@
-"""`wavebus why`: who is waited for."""
+"""`wavebus why`: names the peers that are waited for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bus.cli.options import broker_option, json_option, key_options, timeout_opt
 from bus.errors import JournalError
 from bus.journal.explain import findings
 from bus.journal.reader import read
-from bus.keys import security
 from bus.runtime.event_loop import run
 from bus.runtime.status_client import fetch_status
 
 if TYPE_CHECKING:
+    from bus.cli.options import BrokerAddress, Keys
     from bus.journal.replay import Replay
     from bus.messages import Status
 
@@ -36,12 +36,10 @@ if TYPE_CHECKING:
 @json_option
 def why(
     about: str,
-    broker: str,
+    address: BrokerAddress,
     journal_path: Path | None,
     timeout_s: float,
-    key: Path | None,
-    broker_key: Path | None,
-    insecure: bool,
+    keys: Keys,
     as_json: bool,
 ) -> None:
     """Say why nothing moves: who has not acked what, for how long, and what is known of them.
@@ -56,8 +54,7 @@ def why(
     if journal_path is not None:
         status = _final_status(journal_path)
     else:
-        how = security(key, broker_key, insecure=insecure)
-        status = run(fetch_status(broker, timeout_s=timeout_s, security=how))
+        status = run(fetch_status(address.broker, timeout_s=timeout_s, security=keys.security()))
     found = findings(status, about)
     waiting = any(each.waiting for each in found)
     if as_json:

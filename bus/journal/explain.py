@@ -1,4 +1,4 @@
-"""Why nothing moves: who has not acked what, for how long, and what is known of them."""
+"""Explains a status: which peers have not acknowledged what, for how long, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IDLE: Final = ("running", "idle")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One reason. ``step`` is what has not been acked, or empty; ``waited_ms`` for how long."""
+    """One reason. ``step`` was not acknowledged (or empty), for ``waited_ms``."""
 
     group: str
     peer: str
@@ -38,7 +38,7 @@ class Finding:
 
 
 def findings(status: Status, about: str = "") -> list[Finding]:
-    """What holds up the groups of a status, the longest wait first; then who is out.
+    """Returns what holds up the groups of a status, the longest wait first; then absent engines.
 
     Args:
         status: the broker's view.
@@ -92,13 +92,12 @@ def _judge(engine: EngineView | None, group: GroupStatus, status: Status) -> tup
 
 
 def _wave(dp_group: DpGroupView) -> str:
-    """Where the waves of a DP group stand."""
     by = f", begun by rank {dp_group.started_by}" if dp_group.started_by is not None else ""
     return f"DP group {dp_group.name} is {dp_group.state}, wave {dp_group.wave}{by}"
 
 
 def _between_steps(group: GroupStatus, status: Status) -> list[Finding]:
-    """No engine is to ack anything; a pause or an update may be under way all the same."""
+    """Explains a pause or update under way in which no engine has to acknowledge anything."""
     if group.pause in _IDLE and group.update in _IDLE:
         return []
     where = f"the update {group.update_id} is {group.update}"

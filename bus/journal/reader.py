@@ -1,8 +1,8 @@
-"""A journal read back: record by record, with what is torn or damaged told apart.
+"""Reads a journal back, record by record, and reports what is torn or damaged.
 
-A process that dies in the middle of a write leaves the beginning of a record, and nothing
-after it: **torn**. A record that is not what was written, or bytes that are no record at all,
-with other records after them, are **damaged**; reading goes on with the next whole record.
+A process that dies in the middle of a write leaves the beginning of a record, and nothing after it:
+**torn**. A record with a wrong checksum, or bytes that are no record, with other records after
+them, are **damaged**; reading continues with the next whole record.
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A whole record. ``number`` counts those of one life of the broker from 1, over all of its
-    files; a :class:`FileBegan` is 0. ``began`` is its file's, or None if that is damaged."""
+    """A whole record of a journal.
+
+    Attributes:
+        path: its file.
+        offset: where it begins in the file, in bytes.
+        number: its number in this life of the broker, from 1; a :class:`FileBegan` is 0.
+        record: the record.
+        began: the first record of its file; None if that is damaged.
+    """
 
     path: Path
     offset: int
@@ -33,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Bytes that are no record."""
+    """Bytes of a journal that are not a record."""
 
     path: Path
     offset: int
@@ -56,7 +63,7 @@ Item: TypeAlias = Entry | Gap
 
 
 def read(source: Path) -> Iterator[Item]:
-    """What stands in a file, or in all files of a folder, in the order in which it was written.
+    """Yields the records of a file, or of all files of a folder, in the order of writing.
 
     Raises:
         JournalError: there is no journal, or it can't be read.
@@ -120,8 +127,7 @@ def _gap(path: Path, data: bytes, offset: int) -> Gap:
 
 
 def _is_torn(data: bytes, offset: int) -> bool:
-    """Whether this is the beginning of a record whose end is missing; or nothing but zeros, as a
-    file system leaves them that lost its power."""
+    """Returns whether a record begins here and has no end, or only zeros follow (power loss)."""
     rest = data[offset : offset + PREFIX_BYTES]
     if len(rest) < PREFIX_BYTES:
         return MARK.startswith(rest[: len(MARK)]) or not any(rest)

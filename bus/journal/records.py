@@ -27,12 +27,17 @@ PREFIX_BYTES: Final = _PREFIX.size
 
 
 class FileBegan(msgspec.Struct, frozen=True, array_like=True, tag="began"):
-    """A file begins. ``boot`` names the broker's life; ``file`` counts its files from 0, and
-    ``records`` those records of this life that stand in earlier files.
+    """A file begins.
 
-    ``now_ms`` is the clock of all other records, the broker's own; ``wall_s`` is what the wall
-    clock said then, in seconds since 1970. ``config`` has the limits of peers, too; ``keys`` the
-    authorised public keys, or None of a broker that has none.
+    Attributes:
+        boot: the broker's life.
+        file: the number of the file in this life, from 0.
+        records: how many records of this life are in earlier files.
+        now_ms: the broker's clock, as in all other records.
+        wall_s: the wall clock at that time, in seconds since 1970.
+        software: the version of wavebus.
+        config: the broker's configuration.
+        keys: roles by authorised public key; None if the broker uses no keys.
     """
 
     boot: int
@@ -46,8 +51,7 @@ class FileBegan(msgspec.Struct, frozen=True, array_like=True, tag="began"):
 
 
 class FrameReceived(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="in"):
-    """A frame came from the peer with this route, and was read. ``user``: the public key of its
-    connection; empty where there are none."""
+    """A frame was received and read; ``user`` is its connection's public key, or empty."""
 
     now_ms: float
     route: bytes
@@ -56,9 +60,9 @@ class FrameReceived(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
 
 
 class FrameRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="refused"):
-    """A frame came and was not read, for its size or for how many came; its sender is told.
+    """A frame was refused unread, for its size or its sender's rate.
 
-    What is dropped without a word is not recorded: it changes nothing
+    Frames that are dropped without an answer are not recorded, because they change nothing
     (:meth:`bus.protocol.broker.broker.Broker.admit`).
     """
 
@@ -75,7 +79,7 @@ class KeysChanged(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
 
 
 class TimerFired(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="tick"):
-    """The broker's timer rang."""
+    """The broker's timer fired."""
 
     now_ms: float
 
@@ -89,13 +93,13 @@ class FrameSent(msgspec.Struct, frozen=True, array_like=True, tag="out"):
 
 
 class BrokerClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
-    """The broker ended in order. Without this one it was killed, or runs still."""
+    """The broker ended in order. Without this record it was killed, or still runs."""
 
     now_ms: float
 
 
 class RecordsLost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
-    """So many records before this one are missing: the disk refused them."""
+    """Records before this one are missing, because the disk refused them."""
 
     now_ms: float
     count: int
@@ -117,15 +121,15 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 def pack(record: Record) -> bytes:
-    """A record as it stands in the file."""
+    """Encodes a record for the file."""
     body = _encode(record)
     return _PREFIX.pack(MARK, len(body), crc32(body)) + body
 
 
 def body_span(data: bytes, offset: int) -> tuple[int, int] | None:
-    """Where the body of the record at ``offset`` begins and ends, which may be beyond ``data``.
+    """Returns where the body of the record at ``offset`` begins and ends, maybe beyond ``data``.
 
-    None where no record begins.
+    None if no record begins there.
     """
     begin = offset + PREFIX_BYTES
     if begin > len(data):
@@ -135,7 +139,7 @@ def body_span(data: bytes, offset: int) -> tuple[int, int] | None:
 
 
 def unpack(data: bytes, offset: int) -> tuple[Record, int] | None:
-    """The record at ``offset``, and where the next one begins; None if there is no whole one."""
+    """Returns the record at ``offset`` and the next offset; None if there is no whole record."""
     span = body_span(data, offset)
     if span is None or span[1] > len(data):
         return None

@@ -1,4 +1,4 @@
-"""Records as people and programs read them: a line, or a JSON object."""
+"""Renders records for people and programs: as a line, or as a JSON object."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHOWN_AS_ZERO: Final = ("chunk", "version", "wave", "rank")
 
 @dataclass(frozen=True, slots=True)
 class DecodedFrame:
-    """A frame of the journal, decoded; ``fault`` says why it can't be, or is empty."""
+    """A decoded frame of a journal; ``fault`` says why it can't be decoded, or is empty."""
 
     peers: tuple[str, ...]
     envelope: Envelope | None = None
@@ -43,23 +43,23 @@ class DecodedFrame:
 
     @property
     def kind(self) -> str:
-        """The message's wire name; ``?`` where it can't be read."""
+        """The message's wire name; ``?`` if it can't be read."""
         return self.envelope.kind if self.envelope else "?"
 
     @property
     def update_id(self) -> str:
-        """Of the pause or update that the message is about; empty if it is about none."""
+        """The id of the message's pause or update; empty if it has none."""
         update_id: str = getattr(self.message, "update_id", "")
         return update_id
 
 
 def peer_of(route: bytes) -> str:
-    """The name in a peer's route."""
+    """Returns the name in a peer's route."""
     return route.decode(errors="backslashreplace").rsplit("#", 1)[0]
 
 
 def decode_frame(record: FrameReceived | FrameSent) -> DecodedFrame:
-    """What a frame says."""
+    """Decodes the frame of a record."""
     routes = (record.route,) if isinstance(record, FrameReceived) else record.routes
     peers = tuple(peer_of(route) for route in routes)
     envelope = None
@@ -71,7 +71,7 @@ def decode_frame(record: FrameReceived | FrameSent) -> DecodedFrame:
 
 
 def describe(record: Record) -> str:
-    """A record in one line, without its time."""
+    """Returns a record as one line, without its time."""
     match record:
         case FileBegan():
             return f"the broker's life {record.boot:x} begins, or its file {record.file}"
@@ -98,7 +98,7 @@ def describe(record: Record) -> str:
 
 
 def summary(message: Message) -> str:
-    """What a message says, without what is empty, and with the sizes of what is long."""
+    """Returns a message's fields that are not empty, with the sizes of long ones."""
     fields = ((name, getattr(message, name)) for name in fields_of(message))
     return " ".join(
         f"{name}={_short(value)}"
@@ -108,20 +108,20 @@ def summary(message: Message) -> str:
 
 
 def fields_of(message: Message) -> tuple[str, ...]:
-    """The names of its fields."""
+    """Returns the names of a message's fields."""
     names: tuple[str, ...] = type(message).__match_args__
     return names
 
 
 def line(entry: Entry) -> str:
-    """A record in one line: number, time, way, and what it says."""
+    """Returns a record as one line: number, time, way and content."""
     ways = {FrameReceived: "<-", FrameRefused: "<-", FrameSent: "->", TimerFired: ".."}
     way = ways.get(type(entry.record), "==")
     return f"{entry.number:>7}  {_clock(entry)}  {way} {describe(entry.record)}"
 
 
 def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
-    """The same for programs. ``full`` has long lists whole, which may be a whole manifest."""
+    """Returns a record for JSON; ``full`` keeps long lists, such as a whole manifest."""
     record = entry.record
     found: dict[str, Any] = {
         "record": entry.number,
@@ -129,30 +129,18 @@ def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
         "offset": entry.offset,
         "now_ms": record.now_ms,
         "time": _wall(entry),
+        "what": type(record).__struct_config__.tag,
     }
-    match record:
-        case FileBegan():
-            config = msgspec.to_builtins(record.config)
-            return found | {
-                "what": "began",
-                "boot": record.boot,
-                "file_number": record.file,
-                "software": record.software,
-                "config": config,
-                "keys": record.keys,
-            }
-        case BrokerClosed() | TimerFired():
-            return found | {"what": "closed" if isinstance(record, BrokerClosed) else "tick"}
-        case KeysChanged():
-            return found | {"what": "keys", "keys": record.keys}
-        case RecordsLost():
-            return found | {"what": "lost", "count": record.count}
-        case FrameRefused():
-            peers = [peer_of(record.route)]
-            return found | {"what": "refused", "peers": peers, "size_bytes": record.size_bytes}
+    if isinstance(record, FrameRefused):
+        return found | {"peers": [peer_of(record.route)], "size_bytes": record.size_bytes}
+    if not isinstance(record, FrameReceived | FrameSent):
+        for name in ("boot", "file", "software", "config", "keys", "count"):
+            if hasattr(record, name):
+                shown = "file_number" if name == "file" else name
+                found[shown] = msgspec.to_builtins(getattr(record, name))
+        return found
     decoded = decode_frame(record)
     found |= {
-        "what": "in" if isinstance(record, FrameReceived) else "out",
         "kind": decoded.kind,
         "peers": list(decoded.peers),
         "size_bytes": len(record.frame),
@@ -171,7 +159,7 @@ def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
 
 
 def wall_s(entry: Entry) -> float | None:
-    """What the wall clock said, in seconds since 1970; None where the file's head is damaged."""
+    """Returns the wall clock, in seconds since 1970; None if the file's head is damaged."""
     if entry.began is None:
         return None
     return entry.began.wall_s + (entry.record.now_ms - entry.began.now_ms) / 1000

@@ -1,9 +1,8 @@
-"""The broker run again: what came in is given to a new machine, and what it does is compared
-with what the journal says went out.
+"""Replays a journal: gives the received frames to a new machine, and compares what it sends.
 
-The machine knows no clock and no chance, so the same frames at the same times make the same
-effects. Of those, heartbeats' answers alone are the shell's to time: it gathers them
-(:mod:`bus.runtime.heartbeat_acks`), and so does the replay.
+The machine has no clock and no randomness, so the same frames at the same times have the same
+effects. Only the answers to heartbeats are timed by the broker's shell, which gathers them
+(:mod:`bus.runtime.heartbeat_acks`); the replay does the same.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``expected`` is what the machine does, ``found`` what the journal has at ``entry``."""
+    """A record that differs: what the machine does, and what the journal has at ``entry``."""
 
     entry: Entry
     expected: str
@@ -64,7 +63,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """One record, replayed. ``notes`` are what the machine would log because of it."""
+    """One replayed record. ``notes`` are what the machine would log because of it."""
 
     entry: Entry
     notes: tuple[Note, ...] = ()
@@ -72,7 +71,7 @@ class ReplayStep:
 
 
 class Replay:
-    """One life of a broker. :meth:`feed` takes its records in order."""
+    """Replays one life of a broker. :meth:`feed` takes its records in order."""
 
     def __init__(self, began: FileBegan) -> None:
         self.boot = began.boot
@@ -86,15 +85,15 @@ class Replay:
 
     @property
     def unsent(self) -> int:
-        """Frames that the machine sends, and that the journal does not have (yet)."""
+        """How many frames the machine has sent that the journal does not have (yet)."""
         return len(self._due)
 
     def status(self) -> Status:
-        """The machine's view, now."""
+        """Returns the machine's status."""
         return self.machine.status(self.now_ms)
 
     def feed(self, entry: Entry) -> ReplayStep:
-        """One record. After a difference, what follows proves nothing."""
+        """Replays one record. After a difference, later steps prove nothing."""
         record = entry.record
         match record:
             case FrameReceived() | FrameRefused() | KeysChanged() | TimerFired():
@@ -127,7 +126,7 @@ class Replay:
     def _effects(
         self, record: FrameReceived | FrameRefused | KeysChanged | TimerFired
     ) -> list[Effect] | str:
-        """What the machine does; or, in words, what it does instead of what was recorded."""
+        """Returns the machine's effects; or, as text, what it does instead of what was recorded."""
         match record:
             case TimerFired():
                 return self.machine.tick(record.now_ms)
@@ -152,7 +151,6 @@ class Replay:
         return self.machine.receive(record.route, envelope, message, record.now_ms, record.user)
 
     def _perform(self, effects: Iterable[Effect]) -> tuple[Note, ...]:
-        """As the broker's shell does."""
         notes: list[Note] = []
         for effect in effects:
             if isinstance(effect, Note):
@@ -171,7 +169,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Unplayable:
-    """A life of a broker, or the rest of one, that can't be replayed, and why."""
+    """A life of a broker, or the rest of one, that can't be replayed."""
 
     reason: str
     damaged: bool
@@ -180,14 +178,13 @@ class Unplayable:
 def replay_lives(
     items: Iterable[Item], *, upto: int | None = None
 ) -> Iterator[tuple[Replay, ReplayStep] | Unplayable]:
-    """Replay all lives that a journal has, each from its beginning, up to the first difference.
+    """Replays all lives in a journal, each from its beginning, up to the first difference.
 
-    A life whose first file was dropped can't be replayed: what the broker knew by then is not
-    there. Nor can what follows a damaged record.
+    A life whose first file was dropped can't be replayed, nor can what follows a damaged record.
 
     Args:
-        items: what :func:`bus.journal.reader.read` tells.
-        upto: the last record of a life to replay.
+        items: the records, from :func:`bus.journal.reader.read`.
+        upto: the number of the last record of a life to replay.
     """
     replay: Replay | None = None
     boot = file = 0
@@ -232,7 +229,7 @@ def _describe_send(send: Send) -> str:
 
 
 def _mismatch(expected: Send, record: FrameSent) -> str:
-    """In what the frame is not the one that was to be sent; empty if it is."""
+    """Returns how a frame differs from the one that was to be sent; empty if it does not."""
     try:
         envelope, message = codec.decode(record.frame)
     except DecodeError as error:

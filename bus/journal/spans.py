@@ -1,8 +1,8 @@
-"""What took how long: a journal's frames as spans, of every engine and of the trainer.
+"""Turns a journal's frames into spans: how long each step of every engine and the trainer took.
 
-An engine does its steps one after the other, and acks them in that order. Commands may be
-sent ahead of it; so the span of a step begins when it was asked for, or when the engine was
-done with the step before, whichever is later. Spans of one peer never overlap.
+An engine does its steps one after the other, and acknowledges them in that order. Commands may be
+sent earlier, so a span begins when the step was requested or when the step before was done,
+whichever is later. Spans of one peer never overlap.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ _Key: TypeAlias = tuple[str, str, int]  # step, update, chunk
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """``name`` is the step, a chunk's with its number; ``phase`` what it is a part of: ``pause``,
-    ``transfer``, or the step itself. ``result`` is ``done``, a NACK's code, or ``unfinished``.
+    """One step of one peer. Times are in ms since the journal's first record.
 
-    Times are in ms since the journal's first record.
+    Attributes:
+        name: the step; of a chunk with its number.
+        phase: what the step is a part of: ``pause``, ``transfer``, or the step itself.
+        result: ``done``, a NACK's code, or ``unfinished``.
     """
 
     life: int
@@ -73,7 +75,7 @@ class TraceSpan:
 
 @dataclass(slots=True)
 class _Track:
-    """One peer. ``asked``: what it has not answered, and since when."""
+    """One peer's requests that are not answered, with the times at which they were sent."""
 
     role: Literal["trainer", "engine"]
     group: str
@@ -82,7 +84,7 @@ class _Track:
 
 
 def spans(items: Iterable[Item]) -> list[TraceSpan]:
-    """All that a journal tells, in the order in which it ended."""
+    """Returns all spans of a journal, in the order of their ends."""
     found: list[TraceSpan] = []
     first: FileBegan | None = None
     life: _Life | None = None
@@ -105,7 +107,7 @@ def spans(items: Iterable[Item]) -> list[TraceSpan]:
 
 
 class _Life:
-    """One life of the broker. ``shift_ms`` brings its clock to that of the first record."""
+    """Collects the spans of one life of the broker; ``shift_ms`` aligns its clock."""
 
     def __init__(self, began: FileBegan, shift_ms: float) -> None:
         self.boot = began.boot
@@ -117,7 +119,7 @@ class _Life:
         self._requests: dict[tuple[str, int], _Key | None] = {}
 
     def on_received(self, route: bytes, decoded: DecodedFrame) -> list[TraceSpan]:
-        """An engine's answer, or a trainer's command."""
+        """Handles an engine's answer, or a trainer's command."""
         (peer,), envelope, message = decoded.peers, decoded.envelope, decoded.message
         if envelope is None or message is None:
             return []
@@ -142,7 +144,7 @@ class _Life:
         return []
 
     def on_sent(self, routes: tuple[bytes, ...], decoded: DecodedFrame) -> list[TraceSpan]:
-        """A command to engines, or an answer to a trainer."""
+        """Handles a command to engines, or an answer to a trainer."""
         envelope, message = decoded.envelope, decoded.message
         if envelope is None or message is None:
             return []
@@ -166,7 +168,7 @@ class _Life:
         return []
 
     def unfinished(self) -> list[TraceSpan]:
-        """What was asked for and not answered when the journal ends."""
+        """Returns the requests without an answer at the end of the journal."""
         return [span for peer in self._tracks for span in self._end_open_span(peer)]
 
     def _on_asked(
@@ -187,7 +189,7 @@ class _Life:
         return [span]
 
     def _end_open_span(self, peer: str) -> list[TraceSpan]:
-        """The first of what the peer has not answered: there it stood."""
+        """Ends the first span that the peer has not answered."""
         track = self._tracks.get(peer)
         if track is None or not track.asked:
             return []

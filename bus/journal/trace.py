@@ -19,7 +19,7 @@ Event: TypeAlias = dict[str, Any]
 
 
 def trace(spans: Iterable[TraceSpan]) -> dict[str, Any]:
-    """The whole file, as what JSON is made of. Times in it are in microseconds."""
+    """Returns the whole trace as an object for JSON. Its times are in microseconds."""
     tracks: dict[tuple[int, str, str], list[TraceSpan]] = {}
     for span in spans:
         tracks.setdefault((span.life, span.group, span.peer), []).append(span)
@@ -46,7 +46,7 @@ def _sort_key(item: tuple[tuple[int, str, str], list[TraceSpan]]) -> tuple[int, 
 
 
 def _parent_spans(members: list[TraceSpan], process: int, thread: int) -> list[Event]:
-    """Spans of several steps; longer ones come before those that they hold."""
+    """Returns the spans of several steps, before the spans of the steps."""
     if members[0].role == "trainer":
         runs = groupby(members, key=lambda span: span.update_id)
         named = [(update_id, list(run)) for update_id, run in runs if update_id]

@@ -1,11 +1,11 @@
-"""The journal on disk: appended to, in files of bounded size, the oldest dropped.
+"""Writes the journal to disk, in files of bounded size; the oldest are dropped.
 
-What is written lies in a buffer for some milliseconds, then goes to the operating system
-in one call. A broker that is killed loses what lay in the buffer, and nothing else; who
-must not lose a record calls :meth:`JournalWriter.flush`.
+Records stay in a buffer for some milliseconds, then go to the operating system in one call. If the
+broker is killed, only the buffer is lost. A caller that must not lose a record calls
+:meth:`JournalWriter.flush`.
 
-When the disk refuses a write, the file ends with its last whole buffer. The writer then tries once
-a second to begin another file, whose first record says how many records were lost.
+If the disk refuses a write, the file ends with its last whole buffer. The writer then tries once a
+second to begin another file, whose first record says how many records were lost.
 """
 
 from __future__ import annotations
@@ -121,23 +121,28 @@ class JournalWriter:
     # -- what is recorded -----------------------------------------------------
 
     def on_received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
+        """Records a received frame."""
         self._append(pack(FrameReceived(now_ms, route, frame, user)))
 
     def on_refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
+        """Records a frame that was refused unread."""
         self._append(pack(FrameRefused(now_ms, route, size_bytes)))
 
     def on_keys_changed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
+        """Records the authorised keys."""
         self._append(pack(KeysChanged(now_ms, dict(keys))))
         self._keys = keys
 
     def on_timer(self, now_ms: float) -> None:
+        """Records that the timer fired."""
         self._append(pack(TimerFired(now_ms)))
 
     def on_sent(self, now_ms: float, routes: tuple[bytes, ...], frame: bytes) -> None:
+        """Records a frame that is about to be sent."""
         self._append(pack(FrameSent(now_ms, routes, frame)))
 
     def flush(self) -> None:
-        """All that was recorded is the operating system's when this returns."""
+        """Gives all records to the operating system."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -148,7 +153,7 @@ class JournalWriter:
                 self._pause_recording(error)
 
     def close(self) -> None:
-        """End in order."""
+        """Records the end of the broker, and closes the file."""
         self._append(pack(BrokerClosed(self._scheduler.now_ms())))
         self.flush()
         if self._retry is not None:
@@ -178,7 +183,6 @@ class JournalWriter:
             self._timer = self._scheduler.call_at(self._scheduler.now_ms() + _FLUSH_MS, self.flush)
 
     def _has_records(self) -> bool:
-        """Whether the file has more than its head."""
         return self._size > self._head_bytes
 
     def _write(self) -> None:
@@ -204,7 +208,7 @@ class JournalWriter:
             self._pause_recording(error)
 
     def _open(self, next_bytes: int = 0) -> None:
-        """The next file, for a record of so many bytes and more; older ones make room for it."""
+        """Begins the next file, for a record of ``next_bytes``, and drops old files for it."""
         now_ms = self._scheduler.now_ms()
         began = FileBegan(
             self._boot,
@@ -240,7 +244,7 @@ class JournalWriter:
         return self._folder / f"{number:08d}{SUFFIX}"
 
     def _pause_recording(self, error: OSError) -> None:
-        """Give up what is buffered, and try later: the bus goes on without a journal meanwhile."""
+        """Drops the buffer, and tries again later; the bus has no journal meanwhile."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._written_bytes)  # no half of a record stays
@@ -271,6 +275,6 @@ class JournalWriter:
 
 
 def journal_files(folder: Path) -> list[Path]:
-    """The files of a journal, oldest first."""
+    """Returns the files of a journal, oldest first."""
     found = folder.glob(f"*{SUFFIX}")
     return sorted(path for path in found if path.name.removesuffix(SUFFIX).isdigit())

@@ -1,0 +1,1 @@
+"""Sockets, timers, and the loops of the broker and the peers."""

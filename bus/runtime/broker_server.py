@@ -1,4 +1,4 @@
-"""The broker's shell: frames from the transport to the machine, effects back out."""
+"""Runs the broker's machine: passes it frames and timers, and carries out its effects."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class BrokerServer:
         self._acks_timer: Handle | None = None
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Starts to serve."""
         self._transport.listen(self._on_frame)
         self._arm()
 
     def close(self) -> None:
-        """Stop serving; peers keep what they have, and look for a broker."""
+        """Stops serving. Peers keep their state, and look for another broker."""
         self._alarm.cancel()
         if self._acks_timer is not None:
             self._acks_timer.cancel()
@@ -72,7 +72,7 @@ class BrokerServer:
             self._journal.close()
 
     def rekey(self, keys: Mapping[str, KeyRole]) -> None:
-        """Other keys count from now on."""
+        """Replaces the authorised keys."""
         now_ms = self._scheduler.now_ms()
         if self._journal is not None:
             self._journal.on_keys_changed(now_ms, keys)
@@ -121,7 +121,6 @@ class BrokerServer:
             bus.log.write(self._log, note)
 
     def _acknowledge(self, ack: HeartbeatAck, send: Send) -> None:
-        """Answer a heartbeat, soon."""
         self._acks.add(ack, send)
         if self._acks_timer is None:
             due_ms = self._scheduler.now_ms() + _ACKS_WAIT_MS
@@ -160,17 +159,16 @@ class BrokerServer:
             bus.log.write(self._log, Note("unreachable", "debug", fields))
 
     def _arm(self) -> None:
-        """One timer for everything, set to the machine's next deadline."""
         self._alarm.ring_by(self.machine.next_deadline_ms())
 
 
 def _is_commit(message: Message) -> bool:
-    """Whether a version may be served, or be told of, because of this one."""
+    """Returns whether a version may be served, or reported, because of this message."""
     return type(message) is Commit or (isinstance(message, Ack) and message.step is Step.COMMIT)
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process; 0 where the system doesn't tell."""
+    """Returns the resident memory of this process; 0 if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

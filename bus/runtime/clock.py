@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AsyncioScheduler:
-    """The running loop's timers, and the system's monotonic clock.
+    """Uses the running loop's timers and the system's monotonic clock.
 
     Not the loop's own clock: uvloop's stands still for a whole millisecond, and durations
     on the bus are shorter than that.
@@ -27,14 +27,16 @@ class AsyncioScheduler:
         self._start_s = time.monotonic()
 
     def now_ms(self) -> float:
+        """Returns the time since this scheduler was made, in milliseconds."""
         return (time.monotonic() - self._start_s) * 1000.0
 
     def call_at(self, when_ms: float, callback: Callable[[], None]) -> Handle:
+        """Calls back at ``when_ms``, or soon after."""
         return self._loop.call_later(max(0.0, when_ms - self.now_ms()) / 1000.0, callback)
 
 
 class Alarm:
-    """Rings at the earliest deadline that was set, once; then it is to be set anew.
+    """Calls back once, at the earliest deadline that was set.
 
     A deadline that is later than the one set changes nothing: whoever is rung looks at
     what is due, and sets the next.
@@ -49,7 +51,7 @@ class Alarm:
         self._due_ms = float("inf")
 
     def ring_by(self, due_ms: float) -> None:
-        """Ring at ``due_ms`` (of the scheduler's clock), or earlier if that is set."""
+        """Calls back at ``due_ms`` of the scheduler's clock, or earlier if that is set."""
         if due_ms >= self._due_ms:
             return
         if self._timer is not None:
@@ -58,7 +60,7 @@ class Alarm:
         self._timer = self._scheduler.call_at(due_ms, self._on_timer)
 
     def cancel(self) -> None:
-        """Ring no more, unless it is set again."""
+        """Cancels the deadline."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None

@@ -1,4 +1,4 @@
-"""Which event loop a process runs on: uvloop where it is installed, else asyncio's own."""
+"""Chooses a process's event loop: uvloop if it is installed, else asyncio's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def choose_loop(loop: LoopChoice = "auto") -> Literal["asyncio", "uvloop"]:
-    """What ``auto`` comes to on this host.
+    """Returns the event loop that ``auto`` chooses on this host.
 
     Raises:
         UsageError: uvloop was asked for and is not installed.
@@ -31,7 +31,7 @@ def choose_loop(loop: LoopChoice = "auto") -> Literal["asyncio", "uvloop"]:
 
 
 def run(main: Coroutine[None, None, T], *, loop: LoopChoice = "auto") -> T:
-    """Run ``main`` to its end, as :func:`asyncio.run` does.
+    """Runs ``main`` to its end, as :func:`asyncio.run` does.
 
     Raises:
         UsageError: as :func:`chosen`.

@@ -1,4 +1,4 @@
-"""Answers to heartbeats, gathered: those that are alike are one frame to many peers."""
+"""Gathers answers to heartbeats, so that equal answers are one frame to many peers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 class HeartbeatAcks:
-    """Those that are yet to be sent, in the order in which they came."""
+    """Gathers answers to heartbeats, so that equal ones become one frame."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[HeartbeatAck, str, int], list[bytes]] = {}
 
     def add(self, ack: HeartbeatAck, send: Send) -> None:
-        """This is to be sent."""
+        """Adds an answer."""
         self._waiting.setdefault((ack, send.group, send.epoch), []).extend(send.routes)
 
     def take(self) -> list[Send]:
-        """All that are to be sent; afterwards none are."""
+        """Returns and removes all answers, in the order in which they came."""
         waiting, self._waiting = self._waiting, {}
         return [
             Send(ack, tuple(routes), 0, group, epoch)

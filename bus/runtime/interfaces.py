@@ -1,7 +1,7 @@
-"""What the shells need of the world: time and a network. Real, in memory, or simulated.
+"""Interfaces of time and network: real, in memory, or simulated.
 
-Everything here calls back synchronously, on one thread: between a frame's arrival
-and its effect there is no queue and no task switch.
+All callbacks are synchronous, on one thread: between a frame's arrival and its effect there is no
+queue and no task switch.
 """
 
 from __future__ import annotations
@@ -20,70 +20,72 @@ class Handle(Protocol):
     """A timer that is set."""
 
     def cancel(self) -> None:
-        """Make it not fire."""
+        """Cancels the timer."""
 
 
 class Scheduler(Protocol):
-    """A clock that never goes back, and timers on it."""
+    """A monotonic clock, and timers on it."""
 
     def now_ms(self) -> float:
-        """Milliseconds since some fixed moment."""
+        """Returns the milliseconds since some fixed moment."""
 
     def call_at(self, when_ms: float, callback: Callable[[], None]) -> Handle:
-        """Call once, at ``when_ms`` or soon after."""
+        """Calls back once, at ``when_ms`` or soon after."""
 
 
 class ServerTransport(Protocol):
-    """The broker's end: many peers, each with a route.
+    """The broker's end of a network: many peers, each with a route.
 
     At most once: a frame arrives whole or not at all, in order per peer unless the
     network is one that disorders on purpose. Nothing here blocks.
     """
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
-        """Begin; ``on_frame(route, frame, user)`` is called for every frame. ``user`` is the key
-        that its connection has proven to have; empty where there are none."""
+        """Starts to receive; calls ``on_frame(route, frame, user)`` for every frame.
+
+        ``user`` is the key that the frame's connection has proven; empty without keys.
+        """
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
-        """Send to each route; return those that can't be reached now."""
+        """Sends to each route; returns those that can't be reached now."""
 
     def close(self) -> None:
-        """End; no callback comes after this."""
+        """Closes the transport; no callback comes after this."""
 
 
 class Journal(Protocol):
-    """Where a broker records what happens to it, and what it does. Nothing here blocks for long."""
+    """Records what a broker receives and sends. Nothing here blocks for long."""
 
     def on_received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
-        """A frame came over a connection of this key; recorded before it is acted on."""
+        """Records a received frame, before the broker acts on it."""
 
     def on_refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
-        """A frame came and is not read, of which its sender is about to be told."""
+        """Records a frame that is refused unread."""
 
     def on_keys_changed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
-        """Other keys are about to count."""
+        """Records new authorised keys, before they are used."""
 
     def on_timer(self, now_ms: float) -> None:
-        """The broker's timer rang."""
+        """Records that the broker's timer fired."""
 
     def on_sent(self, now_ms: float, routes: tuple[bytes, ...], frame: bytes) -> None:
-        """A frame is about to be sent."""
+        """Records a frame that is about to be sent."""
 
     def flush(self) -> None:
-        """All that was recorded outlives this process when this returns."""
+        """Makes all records outlive this process."""
 
     def close(self) -> None:
-        """The broker ends in order."""
+        """Records the end of the broker."""
 
 
 class ClientTransport(Protocol):
-    """A peer's end. It reconnects by itself."""
+    """A peer's end of a network. It reconnects by itself."""
 
     def listen(self, on_frame: OnFrame) -> None:
-        """Begin; ``on_frame(frame)`` is called for every frame."""
+        """Starts to receive; calls ``on_frame(frame)`` for every frame."""
 
     def send(self, frame: bytes) -> bool:
-        """Send; False if the broker can't be reached now."""
+        """Sends; returns False if the broker can't be reached now."""
 
     def close(self) -> None:
         """End; no callback comes after this. What was sent is still delivered if it can be."""

@@ -1,4 +1,4 @@
-"""One process drives another: commands come as lines on stdin, answers go as JSON lines.
+"""Lets one process drive another: commands are lines on stdin, answers are JSON lines.
 
 The driven process ends when its stdin does, so it never outlives its driver.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 async def read_commands() -> AsyncIterator[str]:
-    """The lines of stdin, until its end.
+    """Yields the lines of stdin until its end.
 
     A Ctrl-C on the terminal reaches the driver too, which ends stdin in order: so
     it is ignored here.
@@ -31,6 +31,6 @@ async def read_commands() -> AsyncIterator[str]:
 
 
 def write_answer(**fields: object) -> None:
-    """One line on stdout."""
+    """Writes one JSON line to stdout."""
     sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()

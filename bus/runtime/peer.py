@@ -1,4 +1,4 @@
-"""A peer's shell: what trainers, sidecars and observers have in common."""
+"""One peer of the bus: what trainers, sidecars and observers have in common."""
 
 from __future__ import annotations
 
@@ -11,15 +11,27 @@ from typing import TYPE_CHECKING, Final
 import bus.log
 from bus.errors import DecodeError, refusal
 from bus.ids import new_boot
-from bus.messages import MAX_FRAME_BYTES, WIRE_NAMES, Envelope, Join, Message, Nack, NackCode, codec
+from bus.messages import (
+    MAX_FRAME_BYTES,
+    WIRE_NAMES,
+    Envelope,
+    Heartbeat,
+    Join,
+    Message,
+    Nack,
+    NackCode,
+    codec,
+)
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.link import LINK_MESSAGES, Link, LinkConfig, LinkState
-from bus.runtime.clock import Alarm
+from bus.runtime.clock import Alarm, AsyncioScheduler
+from bus.runtime.zmq_transport import ZmqClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from bus.messages import Heartbeat
+    from bus.keys import Security
+    from bus.messages import Role
     from bus.runtime.interfaces import ClientTransport, Scheduler
 
 # Refusals come late, but not after so many more JOINs.
@@ -28,22 +40,38 @@ HOST = socket.gethostname()[:256]
 
 
 def default_name(role: str) -> str:
-    """A readable peer name that two processes will not share: role, host, pid."""
+    """Returns a readable name that no other process has: role, host and pid."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", HOST.split(".")[0]) or "host"
     return f"{role}-{host}-{os.getpid()}"[:128]
 
 
 def route_of(name: str, boot: int) -> bytes:
-    """The transport's name of one life of a peer."""
+    """Returns the transport's name of one life of a peer."""
     return f"{name}#{boot:x}".encode()
 
 
 class PeerClient:
-    """One peer on a transport.
+    """Runs the link of one peer on a transport, and sends and receives messages over it.
 
-    ``on_message`` gets every fresh frame that is not of the membership itself;
-    ``on_state`` every change of the link's state; ``on_tick`` is called with the
-    current time whenever ``next_deadline_ms`` (of the owner) may have passed.
+    Args:
+        name: the peer's name.
+        group: its group; empty for an observer of all groups.
+        on_message: receives every fresh message. Messages of the link itself are handled first.
+        role: the peer's role, for the default of ``join``.
+        broker: the broker's address, for the default of ``transport``.
+        security: the keys to connect with, for the default of ``transport``.
+        boot: the number of this life. Default: random.
+        transport: Default: a ZeroMQ connection to ``broker``.
+        scheduler: Default: the running event loop.
+        join: makes the JOIN. Default: one of a peer that has no more to say than its role.
+        beat: makes the heartbeat. Default: one that says no more than that the peer lives.
+        on_state: receives every change of the link's state.
+        on_tick: called with the current time when ``next_deadline_ms`` may have passed.
+        next_deadline_ms: returns the owner's next deadline in ms, or None.
+        link_config: timeouts of the link.
+
+    Raises:
+        UsageError: the address is malformed, or beyond loopback without keys.
     """
 
     def __init__(
@@ -51,12 +79,15 @@ class PeerClient:
         *,
         name: str,
         group: str,
-        boot: int | None = None,
-        transport: ClientTransport,
-        scheduler: Scheduler,
-        join: Callable[[], Join],
-        beat: Callable[[], Heartbeat],
         on_message: Callable[[Envelope, Message], None],
+        role: Role = "observer",
+        broker: str = "",
+        security: Security | None = None,
+        boot: int | None = None,
+        transport: ClientTransport | None = None,
+        scheduler: Scheduler | None = None,
+        join: Callable[[], Join] | None = None,
+        beat: Callable[[], Heartbeat] = lambda: Heartbeat("running", 0, 0, ""),
         on_state: Callable[[LinkState], None] = lambda _state: None,
         on_tick: Callable[[float], None] = lambda _now_ms: None,
         next_deadline_ms: Callable[[], float | None] = lambda: None,
@@ -64,10 +95,11 @@ class PeerClient:
     ) -> None:
         self.name = name
         self.boot = new_boot() if boot is None else boot
+        join = join or (lambda: Join(role, HOST, os.getpid(), None, None))
         self.link = Link(group=group, join=join, beat=beat, config=link_config)
         self.log = bus.log.logger(peer=name, group=group)
-        self._transport = transport
-        self._scheduler = scheduler
+        self._transport = transport or ZmqClient(broker, route_of(name, self.boot), security)
+        self._scheduler = scheduler or AsyncioScheduler()
         self._on_message = on_message
         self._on_state = on_state
         self._on_tick = on_tick
@@ -75,36 +107,45 @@ class PeerClient:
         self._seq = 0
         self._last_id = 0
         self._joins: deque[int] = deque(maxlen=_JOINS_KEPT)  # their ids
-        self._alarm = Alarm(scheduler, self._on_alarm)
+        self._alarm = Alarm(self._scheduler, self._on_alarm)
         self._closed = False
 
     def start(self) -> None:
-        """Begin to join."""
+        """Starts to join."""
         self._transport.listen(self._on_frame)
         self.perform(self.link.start(self._scheduler.now_ms()))
 
     def now_ms(self) -> float:
+        """Returns the scheduler's time in milliseconds."""
         return self._scheduler.now_ms()
 
     def new_id(self) -> int:
-        """An id for a message that may be sent several times."""
+        """Returns an id for a message that may be sent several times."""
         self._last_id += 1
         return self._last_id
 
     def send(self, message: Message, *, msg_id: int = 0, reply_to: int = 0) -> int:
-        """Send to the broker, with the link's epoch; return the message's id.
+        """Sends a message to the broker, with the link's epoch.
 
-        It is lost if the broker can't be reached: who wants an answer asks again.
+        A message is lost if the broker can't be reached: repeat it if it needs an answer.
+
+        Args:
+            message: the message.
+            msg_id: its id, if it is sent again. Default: a new one.
+            reply_to: the id of the message that it answers.
+
+        Returns:
+            The message's id.
 
         Raises:
-            Refused: with code ``oversized``; the message would be a larger frame than the wire has.
+            Refused: code ``oversized``: the frame would be larger than the wire allows.
         """
         msg_id = msg_id or self.new_id()
         self._transmit(message, msg_id, reply_to, self.link.epoch)
         return msg_id
 
     def perform(self, effects: Iterable[Effect]) -> None:
-        """Do what a machine wants done, then set the timer anew."""
+        """Carries out a machine's effects, then sets the timer."""
         for effect in effects:
             if isinstance(effect, Send):
                 msg_id = self.new_id()
@@ -116,31 +157,30 @@ class PeerClient:
         self.arm()
 
     def note(self, note: Note) -> None:
+        """Writes a machine's note to the log."""
         bus.log.write(self.log, note)
 
     def close(self, reason: str = "closed") -> None:
-        """Leave in order, and end."""
+        """Sends LEAVE and closes the transport. A second call does nothing."""
         if self._closed:
             return
         self.perform(self.link.leave(reason))
-        self._closed = True
-        self._alarm.cancel()
-        self._transport.close()
+        self.kill()
 
     def kill(self) -> None:
-        """End without a word, as a process that was killed does. For tests."""
+        """Closes the transport without LEAVE, as the kernel does for a killed process."""
         self._closed = True
         self._alarm.cancel()
         self._transport.close()
 
     def arm(self) -> None:
-        """One timer, set to the earliest of the link's and the owner's deadlines."""
+        """Sets the one timer to the earliest deadline of the link and the owner."""
         for due_ms in (self.link.next_deadline_ms(), self._next_deadline_ms()):
             if due_ms is not None:
                 self.arm_by(due_ms)
 
     def arm_by(self, due_ms: float) -> None:
-        """Set the timer to ``due_ms``, unless it is set to an earlier moment."""
+        """Sets the timer to ``due_ms``, unless it is set to an earlier moment."""
         if not self._closed:
             self._alarm.ring_by(due_ms)
 
@@ -177,8 +217,7 @@ class PeerClient:
         self._on_message(envelope, message)
 
     def _is_link_message(self, envelope: Envelope, message: Message) -> bool:
-        """A refusal may be the answer to something else, that was asked before the broker was
-        missed."""
+        # A NACK may answer another request, which was sent before the broker fell silent.
         if not isinstance(message, Nack) or message.code is NackCode.NOT_JOINED:
             return True
         return envelope.reply_to in self._joins
@@ -205,7 +244,6 @@ class PeerClient:
 
 
 def _oversized_nack(message: Message, size_bytes: int) -> Nack:
-    """What a broker can't answer to the request itself, since it does not read the frame."""
     kind, update_id = WIRE_NAMES[type(message)], str(getattr(message, "update_id", ""))
     detail = f"{kind} would be a frame of {size_bytes} bytes; at most {MAX_FRAME_BYTES}"
     hint = "a manifest is smaller with fewer tensors, or with shorter names"
@@ -215,6 +253,5 @@ def _oversized_nack(message: Message, size_bytes: int) -> Nack:
 
 
 def _version_nack(error: DecodeError) -> Nack:
-    """What the broker would say, if it could be read."""
     hint = "use the same wavebus on both sides"
     return Nack(NackCode.WIRE_VERSION, "", "", 0, error.detail, error.field, "broker", "", hint, 0)

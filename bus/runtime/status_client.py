@@ -1,4 +1,4 @@
-"""Ask a broker for its status, without joining."""
+"""Requests a broker's status, without joining."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RESEND_S: Final = 0.2
 async def fetch_status(
     address: str, *, timeout_s: float, security: Security | None = None
 ) -> Status:
-    """The broker's view.
+    """Requests a broker's status, without joining.
 
     Raises:
         BusTimeout: no broker answers there in time.

@@ -66,11 +66,11 @@ class ConnectionGuard:
         self._checks = self._checks_after_cut = 0
 
     def close(self) -> None:
-        """End; no connection is cut by that."""
+        """Closes the guard; no connection is cut by that."""
         self._files.close()
 
     def check(self) -> None:
-        """Look at the memory, and cut connections; to be called every :data:`CHECK_S` seconds."""
+        """Checks the memory, and cuts connections. Call it every :data:`CHECK_S` seconds."""
         resident_bytes = self._resident_bytes()
         self._normal_bytes = min(self._normal_bytes, resident_bytes)
         finished, self.finished = self.finished, None
@@ -102,8 +102,10 @@ class ConnectionGuard:
         self.finished = set()
 
     def _connections(self) -> Iterator[tuple[int, socket.socket, tuple[str, int], int]]:
-        """Of the port: the descriptor, a socket until the next is asked for, the peer's address,
-        and how much ZeroMQ has read."""
+        """Yields the port's connections: descriptor, socket, peer address, and bytes read.
+
+        A socket is valid until the next one is yielded.
+        """
         try:
             descriptors = [int(each.name) for each in Path("/proc/self/fd").iterdir()]
         except OSError:  # all are in use

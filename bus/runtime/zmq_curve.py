@@ -1,8 +1,8 @@
-"""CURVE on ZeroMQ sockets: who has no authorised key gets no connection.
+"""CURVE on ZeroMQ sockets: a client without an authorised key gets no connection.
 
-ZeroMQ asks a handler on ``inproc://zeromq.zap.01`` about every client's key (ZAP, RFC 27). Its
-answer names the client by its public key, and ZeroMQ puts that name on each message that comes over
-the connection: so a frame's key is known without asking the frame.
+ZeroMQ asks a handler on ``inproc://zeromq.zap.01`` about every client's key (ZAP, RFC 27). The
+answer contains the client's public key, and ZeroMQ attaches it to each message of the connection.
+So the key of a frame is known without trusting the frame.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LOGGED: Final = 1000
 
 
 def new_pair() -> tuple[str, str]:
-    """A public and a secret key, in Z85."""
+    """Returns a new public and secret key, in Z85."""
     _require_curve()
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 
 
 def secure_server(socket: zmq.Socket[bytes], own: Key) -> None:
-    """Let in who has a key that the context's handler knows. Before it is bound."""
+    """Admits only clients whose key the context's handler knows. Call it before bind."""
     _require_curve()
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
@@ -46,7 +46,7 @@ def secure_server(socket: zmq.Socket[bytes], own: Key) -> None:
 
 
 def secure_client(socket: zmq.Socket[bytes], security: Security) -> None:
-    """Prove the own key, and have the server prove its own. Before it connects."""
+    """Sets the client's keys and the server's public key. Call it before connect."""
     if security.own is None:
         return
     _require_curve()
@@ -56,7 +56,7 @@ def secure_client(socket: zmq.Socket[bytes], security: Security) -> None:
 
 
 class ZapHandler:
-    """The handler of one context.
+    """Answers ZeroMQ's requests about keys in one context.
 
     Args:
         knows: whether a public key (Z85) is authorised.
@@ -71,6 +71,7 @@ class ZapHandler:
         self._socket.listen(self._on_request)
 
     def close(self) -> None:
+        """Closes the handler's socket."""
         self._socket.close()
 
     def _on_request(self, parts: list[bytes]) -> None:

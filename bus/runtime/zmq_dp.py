@@ -1,4 +1,4 @@
-"""The three sockets between a DP group's coordinator, and vLLM's front ends and engine cores.
+"""The three sockets between a DP group's coordinator and vLLM's front ends and engine cores.
 
 ============ =========== ========= ===================================================
 name         coordinator rank      what goes over it
@@ -31,12 +31,45 @@ _MAX_RECV_BYTES: Final = 1024 * 1024
 
 _BOUNDED: Final[Mapping[int, int]] = {zmq.MAXMSGSIZE: _MAX_RECV_BYTES}
 
-# Verbose: every subscription is told, not the first alone.
+# Verbose: the coordinator receives every subscription, not only the first.
 _PUBLISHES: Final[Mapping[int, int]] = {**_BOUNDED, zmq.XPUB_VERBOSE: 1}
 
 
-class DpCoordinatorSockets:
-    """The three sockets, bound on ``host`` and watched by the running loop.
+class _DpSockets:
+    """The three sockets of one process, watched by the running loop."""
+
+    def __init__(
+        self,
+        kinds: Sequence[int],
+        addresses: Sequence[str],
+        options: Sequence[Mapping[int, int | bytes]],
+        *,
+        bind: bool,
+    ) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._front, self._core_in, self._core_out = (
+                MultipartSocket(self._context, kind, address, option, bind=bind)
+                for kind, address, option in zip(kinds, addresses, options, strict=True)
+            )
+        except UsageError:
+            self._context.destroy(linger=0)
+            raise
+
+    def close(self) -> None:
+        """Closes the sockets; what was sent is still delivered if possible."""
+        for socket in (self._front, self._core_in, self._core_out):
+            socket.close()
+        self._context.term()
+
+
+class DpCoordinatorSockets(_DpSockets):
+    """The coordinator's sockets, bound on ``host``.
+
+    Attributes:
+        front: the address of the socket for front ends.
+        core_in: the address where cores listen.
+        core_out: the address where cores report.
 
     Raises:
         UsageError: the host is not one of this machine's.
@@ -44,14 +77,8 @@ class DpCoordinatorSockets:
 
     def __init__(self, host: str) -> None:
         address = f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            self._front = MultipartSocket(self._context, zmq.XPUB, address, _PUBLISHES, bind=True)
-            self._core_in = MultipartSocket(self._context, zmq.XPUB, address, _PUBLISHES, bind=True)
-            self._core_out = MultipartSocket(self._context, zmq.PULL, address, _BOUNDED, bind=True)
-        except UsageError:
-            self._context.destroy(linger=0)
-            raise
+        kinds, options = (zmq.XPUB, zmq.XPUB, zmq.PULL), (_PUBLISHES, _PUBLISHES, _BOUNDED)
+        super().__init__(kinds, [address] * 3, options, bind=True)
         self.front = self._front.address
         self.core_in = self._core_in.address
         self.core_out = self._core_out.address
@@ -59,65 +86,45 @@ class DpCoordinatorSockets:
     def listen(
         self, *, on_front: OnParts, on_core_subscription: OnParts, on_core_report: OnParts
     ) -> None:
-        """Begin; each is called with the parts of every message."""
+        """Starts to receive; each handler is called with the parts of every message."""
         self._core_in.listen(on_core_subscription)
         self._front.listen(on_front)
         self._core_out.listen(on_core_report)
 
     def publish_to_fronts(self, frame: bytes) -> None:
-        """Publish to every front end."""
+        """Publishes a frame to every front end."""
         self._front.send(frame)
 
     def publish_to_cores(self, parts: Sequence[bytes]) -> None:
-        """Publish to every core."""
+        """Publishes a message to every core."""
         self._core_in.send(*parts)
 
-    def close(self) -> None:
-        """End; what was sent is still delivered if it can be."""
-        for socket in (self._front, self._core_in, self._core_out):
-            socket.close()
-        self._context.term()
 
-
-class DpRankSockets:
-    """One rank's sockets, watched by the running loop.
+class DpRankSockets(_DpSockets):
+    """The sockets of one rank, connected to the coordinator's.
 
     Raises:
-        UsageError: an address is none.
+        UsageError: an address is malformed.
     """
 
     def __init__(self, rank: int, *, front: str, core_in: str, core_out: str) -> None:
-        identity: dict[int, bytes] = {zmq.IDENTITY: rank.to_bytes(2, "little")}
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            self._front = MultipartSocket(self._context, zmq.XSUB, front, identity, bind=False)
-            self._core_in = MultipartSocket(self._context, zmq.XSUB, core_in, identity, bind=False)
-            self._core_out = MultipartSocket(
-                self._context, zmq.PUSH, core_out, identity, bind=False
-            )
-        except UsageError:
-            self._context.destroy(linger=0)
-            raise
+        identity: dict[int, int | bytes] = {zmq.IDENTITY: rank.to_bytes(2, "little")}
+        kinds = (zmq.XSUB, zmq.XSUB, zmq.PUSH)
+        super().__init__(kinds, (front, core_in, core_out), [identity] * 3, bind=False)
 
     def listen(self, *, on_front: OnParts, on_core: OnParts) -> None:
-        """Begin; each is called with the parts of every message."""
+        """Starts to receive; each handler is called with the parts of every message."""
         self._front.listen(on_front)
         self._core_in.listen(on_core)
 
     def send_as_front(self, frame: bytes) -> None:
-        """Say this as the front end."""
+        """Sends a frame as the front end."""
         self._front.send(frame)
 
     def subscribe_as_core(self, frame: bytes) -> None:
-        """Say this where the core listens."""
+        """Sends a subscription as the core."""
         self._core_in.send(frame)
 
     def report_as_core(self, frame: bytes) -> None:
-        """Report this as the core."""
+        """Sends a report as the core."""
         self._core_out.send(frame)
-
-    def close(self) -> None:
-        """End; what was sent is still delivered if it can be."""
-        for socket in (self._front, self._core_in, self._core_out):
-            socket.close()
-        self._context.term()

@@ -32,7 +32,7 @@ _EVENTS: Final = int(zmq.EVENTS)
 
 
 class ZmqSocket(ABC):
-    """A zmq socket in an asyncio loop."""
+    """A ZeroMQ socket in an asyncio loop."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
@@ -46,11 +46,12 @@ class ZmqSocket(ABC):
         weakref.finalize(self, socket.close).atexit = False
 
     def watch(self) -> None:
+        """Starts to receive in the event loop."""
         self._loop.add_reader(self._descriptor, self.drain)
         self.drain_soon()
 
     def drain_soon(self) -> None:
-        """Drain soon if events are there: the descriptor may not tell of them.
+        """Schedules a drain if frames are there, because the descriptor may not report them.
 
         While draining this needs nothing: a drain ends only when nothing is left.
         """
@@ -59,11 +60,11 @@ class ZmqSocket(ABC):
             self._loop.call_soon(self.drain)
 
     def _has_more(self) -> bool:
-        """Whether a frame is there; cheaper than an attempt that fails."""
+        """Returns whether a frame is there, which is cheaper than an attempt that fails."""
         return int(self.socket.getsockopt(_EVENTS)) & _POLLIN != 0
 
     def drain(self) -> None:
-        """Take what is there, without blocking."""
+        """Receives what is there, without blocking."""
         if self._closed:
             return
         emptied = False
@@ -77,9 +78,10 @@ class ZmqSocket(ABC):
 
     @abstractmethod
     def receive_batch(self) -> bool:
-        """Take a batch; True if then nothing was left."""
+        """Receives a batch; returns whether nothing is left."""
 
     def close(self) -> None:
+        """Closes the socket; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._descriptor)
@@ -94,7 +96,7 @@ _NOBLOCK: Final = int(zmq.NOBLOCK)
 
 
 class MultipartSocket(ZmqSocket):
-    """One socket, bound or connected to ``address``. One that nobody listens to only sends.
+    """A socket for multipart messages, bound or connected to ``address``.
 
     Args:
         options: set before that, beside what all of these have.
@@ -130,11 +132,12 @@ class MultipartSocket(ZmqSocket):
         self._on_parts: OnParts | None = None
 
     def listen(self, on_parts: OnParts) -> None:
-        """Hand over each message from now on."""
+        """Starts to pass on each message."""
         self._on_parts = on_parts
         self.watch()
 
     def receive_batch(self) -> bool:
+        """Receives messages; returns whether none is left."""
         assert self._on_parts is not None
         for _ in range(_BATCH):
             try:
@@ -147,7 +150,7 @@ class MultipartSocket(ZmqSocket):
         return False
 
     def send(self, *parts: bytes) -> None:
-        """Send one message; it waits for no peer."""
+        """Sends one message, without waiting for a peer."""
         self.socket.send_multipart(parts, _NOBLOCK)
         if self._on_parts is not None:
             self.drain_soon()

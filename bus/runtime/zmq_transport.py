@@ -75,17 +75,20 @@ _SILENCE_LIMIT_S: Final = 6.0
 _MAX_SILENCE_LIMIT_S: Final = 30.0
 _SCHEMES: Final = ("tcp", "ipc", "inproc")
 _LOOKS_LIKE: Final = "an address looks like tcp://127.0.0.1:7710"
-_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}  # by process: forks need their own
-_locked: list[tuple[int, zmq.Context[zmq.Socket[bytes]]]] = []  # of brokers with keys
+# By process, because forks need their own: the first is that of sockets without a handler for keys,
+# the others have one handler each.
+_contexts: dict[int, list[zmq.Context[zmq.Socket[bytes]]]] = {}
 
 
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    """This process's context: ours alone, so that it can be ended when the process ends."""
-    context = _contexts.get(os.getpid())
-    if context is None:
-        context = _contexts[os.getpid()] = _new_context()
-        atexit.register(_flush, os.getpid())
-    return context
+def _context(*, has_handler: bool = False) -> zmq.Context[zmq.Socket[bytes]]:
+    """Returns the context of this process, or a new one for a handler for keys."""
+    pid = os.getpid()
+    if pid not in _contexts:
+        _contexts[pid] = [_new_context()]
+        atexit.register(_flush, pid)
+    if has_handler:
+        _contexts[pid].append(_new_context())
+    return _contexts[pid][-1 if has_handler else 0]
 
 
 def _new_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -94,21 +97,11 @@ def _new_context() -> zmq.Context[zmq.Socket[bytes]]:
     return context
 
 
-def _own_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """One more: a context has one handler that is asked about keys."""
-    _context()
-    context = _new_context()
-    _locked.append((os.getpid(), context))
-    return context
-
-
 def _flush(pid: int) -> None:
-    """At exit: let go what was sent last, such as a LEAVE; without this it is lost."""
+    """Sends what was sent last, such as LEAVE, before the process ends."""
     if pid == os.getpid():
-        _contexts.pop(pid).destroy(linger=_LINGER_MS)
-        for owner, context in _locked:
-            if owner == pid:
-                context.destroy(linger=_LINGER_MS)
+        for context in _contexts.pop(pid):
+            context.destroy(linger=_LINGER_MS)
 
 
 def _harden(socket: zmq.Socket[bytes], address: str) -> None:
@@ -121,7 +114,7 @@ def _harden(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> None:
-    """Bind; a socket of ours that was closed just now may hold the port a moment longer."""
+    """Binds; waits a moment if a socket that was just closed still has the port."""
     deadline_s = time.monotonic() + _REBIND_S
     while True:
         try:
@@ -137,7 +130,7 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def _is_taken(path: str) -> bool:
-    """Whether somebody listens at a Unix socket."""
+    """Returns whether another process listens at a Unix socket."""
     with contextlib.suppress(OSError), unix_socket.socket(unix_socket.AF_UNIX) as probe:
         probe.connect(path)
         return True
@@ -145,13 +138,14 @@ def _is_taken(path: str) -> bool:
 
 
 class ZmqServer(ZmqSocket):
-    """The broker's ROUTER, bound to ``address`` (``tcp://127.0.0.1:7710``; port ``*`` or 0:
-    any free one, see :attr:`address`).
+    """The broker's ROUTER socket.
 
     Args:
-        keyring: its own key, and those of peers that may come; :attr:`keyring` may be replaced
+        address: where to bind, such as ``tcp://127.0.0.1:7710``; port ``*`` or 0 is any free port
+            (see :attr:`address`).
+        keyring: the broker's key and those of authorised peers; the attribute may be replaced
             later. None: no keys, on loopback alone.
-        insecure: without keys, beyond loopback, too.
+        insecure: whether to bind beyond loopback without keys.
 
     Raises:
         UsageError: the address is malformed, in use, or open to others without keys.
@@ -163,7 +157,7 @@ class ZmqServer(ZmqSocket):
         if keyring is None:
             _refuse_open(address, insecure=insecure, what="anyone who reaches it may")
         self.keyring = keyring
-        context = _own_context() if keyring else _context()
+        context = _context(has_handler=keyring is not None)
         socket = context.socket(zmq.ROUTER)
         _harden(socket, address)
         socket.setsockopt(zmq.RCVHWM, _UNREAD)
@@ -193,6 +187,7 @@ class ZmqServer(ZmqSocket):
         self._is_skipping = False  # the rest of a message of more parts than ours have
 
     def close(self) -> None:
+        """Closes the socket; no callback comes after this."""
         if self._check is not None:
             self._check.cancel()
         self._guard.close()
@@ -204,6 +199,7 @@ class ZmqServer(ZmqSocket):
         return self.keyring is not None and public in self.keyring.authorized
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
+        """Starts to receive."""
         self._on_frame = on_frame
         self.watch()
         self._check_connections()
@@ -213,6 +209,7 @@ class ZmqServer(ZmqSocket):
         self._check = self._loop.call_later(CHECK_S, self._check_connections)
 
     def receive_batch(self) -> bool:
+        """Receives frames; returns whether none is left."""
         assert self._on_frame is not None
         on_frame, socket, finished = self._on_frame, self.socket, self._guard.finished
         for _ in range(_BATCH):
@@ -237,6 +234,7 @@ class ZmqServer(ZmqSocket):
         return False
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
+        """Sends a frame to each route; returns those that can't be reached now."""
         socket = self.socket
         unreachable: list[bytes] = []
         for route in routes:
@@ -252,9 +250,12 @@ class ZmqServer(ZmqSocket):
 
 
 class ZmqClient(ZmqSocket):
-    """A peer's DEALER, connected to the broker at ``address``.
+    """A peer's DEALER socket, connected to the broker.
 
-    ``route`` must be unique among all peers and all lives of them.
+    Args:
+        address: the broker's address.
+        route: the peer's route; unique among all peers and all their lives.
+        security: the keys to connect with. None: no keys, on loopback alone.
 
     Raises:
         UsageError: the address is malformed, or beyond loopback and ``security`` has no keys.
@@ -292,10 +293,12 @@ class ZmqClient(ZmqSocket):
         self._on_frame: OnFrame | None = None
 
     def listen(self, on_frame: OnFrame) -> None:
+        """Starts to receive."""
         self._on_frame = on_frame
         self.watch()
 
     def receive_batch(self) -> bool:
+        """Receives frames; returns whether none is left."""
         assert self._on_frame is not None
         recv, on_frame = self.socket.recv, self._on_frame
         for _ in range(_BATCH):
@@ -310,6 +313,7 @@ class ZmqClient(ZmqSocket):
         return False
 
     def send(self, frame: bytes) -> bool:
+        """Sends a frame; returns False if the broker can't be reached now."""
         try:
             _send(self.socket, frame, _NOBLOCK)
         except zmq.Again:
@@ -331,15 +335,17 @@ class ZmqClient(ZmqSocket):
         return True
 
     def _reconnect_if_idle(self) -> None:
-        """Connect anew, if nothing went out for a while: ZeroMQ gives up on a broker that once
-        refused the handshake, and its keys may be others by now."""
+        """Reconnects if nothing was sent for a while.
+
+        ZeroMQ gives up on a broker that once refused the handshake, and its keys may have changed.
+        """
         if time.monotonic() < self._reached_s + _RECONNECT_S:
             return
         self._reached_s = time.monotonic()
         self._reconnect()
 
     def _reconnect(self) -> None:
-        """End the connection, and make another when the broker has found that it has ended."""
+        """Ends the connection; makes another one when the broker has found that it has ended."""
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self._address)
         self._loop.call_later(_RECONNECT_PAUSE_S, self._connect)
@@ -380,5 +386,5 @@ def _explain(address: str, error: zmq.ZMQError) -> str:
 
 
 def library_version() -> str:
-    """The version of the ZeroMQ library itself."""
+    """Returns the version of the ZeroMQ library."""
     return zmq.zmq_version()

@@ -1,4 +1,4 @@
-"""Simulated time: a scheduler whose clock moves when it is told to."""
+"""Simulated time: a scheduler whose clock moves only when a test moves it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ class SimScheduler:
         self._count = 0
 
     def now_ms(self) -> float:
+        """Returns the simulated time in milliseconds."""
         return self._now_ms
 
     def call_at(self, when_ms: float, callback: Callable[[], None]) -> _Timer:
+        """Calls back at ``when_ms`` of simulated time."""
         self._count += 1
         timer = _Timer(max(when_ms, self._now_ms), self._count, callback)
         heapq.heappush(self._timers, timer)
@@ -67,7 +69,7 @@ class SimScheduler:
         return True
 
     def _due_by(self, until_ms: float) -> bool:
-        """Whether a timer that was not cancelled falls due; those that were go away."""
+        """Returns whether a timer is due, and drops cancelled ones."""
         while self._timers and self._timers[0].cancelled:
             heapq.heappop(self._timers)
         return bool(self._timers) and self._timers[0].when_ms <= until_ms

@@ -1,8 +1,7 @@
-"""A network in memory, honest or bad on purpose, seeded.
+"""A network in memory, with optional faults that a seed determines.
 
-The same interface as ZeroMQ's, for tests of anything that speaks it. With
-:class:`Faults` it drops, delays, doubles and reorders frames, every time the same
-for one seed and one order of sends.
+It has the same interfaces as the ZeroMQ transport. With :class:`Faults` it drops, delays,
+duplicates and reorders frames, always in the same way for the same seed and order of sends.
 """
 
 from __future__ import annotations
@@ -78,18 +77,22 @@ class MemoryNetwork:
         self._cut -= {(route, BROKER), (BROKER, route)}
 
     def send_to_server(self, route: bytes, frame: bytes) -> None:
+        """Carries a frame from a peer to the broker."""
         self._carry(route, BROKER, frame)
 
     def send_to_client(self, route: bytes, frame: bytes) -> bool:
+        """Carries a frame to a peer; returns False if there is none."""
         if route not in self._clients:
             return False
         self._carry(BROKER, route, frame)
         return True
 
     def discard_client(self, route: bytes) -> None:
+        """Removes a peer's end."""
         self._clients.pop(route, None)
 
     def discard_server(self, server: MemoryServer) -> None:
+        """Removes the broker's end."""
         if self._server is server:
             self._server = None
 
@@ -141,12 +144,15 @@ class MemoryServer:
         self.on_frame: OnRoutedFrame | None = None
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
+        """Starts to receive."""
         self.on_frame = on_frame
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
+        """Sends to each route; returns those that are not there."""
         return [route for route in routes if not self._network.send_to_client(route, frame)]
 
     def close(self) -> None:
+        """Closes this end."""
         self.on_frame = None
         self._network.discard_server(self)
 
@@ -160,12 +166,15 @@ class MemoryClient:
         self.on_frame: OnFrame | None = None
 
     def listen(self, on_frame: OnFrame) -> None:
+        """Starts to receive."""
         self.on_frame = on_frame
 
     def send(self, frame: bytes) -> bool:
+        """Sends a frame to the broker."""
         self._network.send_to_server(self.route, frame)
         return True
 
     def close(self) -> None:
+        """Closes this end."""
         self.on_frame = None
         self._network.discard_client(self.route)

@@ -1,4 +1,4 @@
-"""``python -m sidecar.dp_coordinator``: the process."""
+"""Runs a DP coordinator: ``python -m sidecar.dp_coordinator``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import json
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 import bus.log
-from bus.cli.options import configure_log, log_options
+from bus.cli.options import log_options
 from bus.errors import WavebusError
 from bus.ids import check_name
 from bus.runtime.event_loop import run
@@ -32,35 +32,24 @@ EXIT_USAGE: Final = 2
 @click.option("--broker", default="", metavar="ADDRESS", help="Ask this broker, if it is there.")
 @click.option("--group", default="policy", show_default=True, help="The group on the bus.")
 @log_options
-def coordinator(
-    dp_group: str,
-    size: int,
-    host: str,
-    broker: str,
-    group: str,
-    log_level: str,
-    log_format: str,
-) -> None:
+def coordinator(**place: Any) -> None:
     """Coordinate one DP group, until stdin ends, the parent dies, or SIGTERM.
 
     Prints one JSON line: the addresses of the three sockets, and the pid. SIGINT is
     ignored: Ctrl-C is for the front end, and the DP coordinator ends with that.
     """
-    configure_log(log_level, log_format)
-    check_name(dp_group, "--dp-group")
-    check_name(group, "--group")
-    run(_serve(dp_group, size, host, broker, group))
+    check_name(place["dp_group"], "--dp-group")
+    check_name(place["group"], "--group")
+    run(_serve(place))
 
 
-async def _serve(dp_group: str, size: int, host: str, broker: str, group: str) -> None:
+async def _serve(place: dict[str, Any]) -> None:
     parent = os.getppid()
     end = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, end.set)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = DpCoordinatorServer(
-        dp_group=dp_group, size=size, host=host, broker=broker, group=group
-    )
+    server = DpCoordinatorServer(**place)
     with _end_of_parent(parent, end):
         server.start()
         click.echo(
@@ -113,6 +102,7 @@ def _end_of_parent(parent: int, end: asyncio.Event) -> Iterator[None]:
 
 
 def main() -> int:
+    """Runs the command, and returns its exit code."""
     try:
         coordinator.main(standalone_mode=False)
     except click.ClickException as error:

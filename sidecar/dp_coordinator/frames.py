@@ -61,19 +61,8 @@ class BadFrame(WavebusError):
 
 
 @dataclass(frozen=True, slots=True)
-class FrontSubscribed:
-    """A front end listens from now on."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrontGone:
-    """A front end listens no more."""
-
-
-@dataclass(frozen=True, slots=True)
 class FirstRequest:
-    """A front end gives a request to ``rank``, and believes that no wave runs; the next one,
-    as far as it has heard, is ``wave``."""
+    """A front end sends a request to ``rank`` while no wave runs; it expects ``wave`` next."""
 
     rank: int
     wave: int
@@ -107,19 +96,18 @@ class StartWave:
 # -- the coordinator's side ----------------------------------------------------------
 
 
-def decode_front_frame(
-    parts: Sequence[bytes], size: int
-) -> FrontSubscribed | FrontGone | FirstRequest | None:
-    """What a front end of a group of ``size`` ranks says.
+def decode_front_frame(parts: Sequence[bytes], size: int) -> FirstRequest | bool:
+    """Decodes a frame of a front end of a group of ``size`` ranks.
+
+    Returns:
+        A request; or whether the front end subscribes (else it unsubscribes).
 
     Raises:
         BadFrame: it is none of a front end's frames.
     """
     frame = _only(parts)
-    if frame == SUBSCRIBE:
-        return FrontSubscribed()
-    if frame == UNSUBSCRIBE:
-        return FrontGone()
+    if frame in (SUBSCRIBE, UNSUBSCRIBE):
+        return frame == SUBSCRIBE
     try:
         rank, wave = _first_req.decode(frame)
     except (msgspec.DecodeError, ValueError) as error:

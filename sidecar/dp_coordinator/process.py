@@ -1,7 +1,7 @@
-"""Start a DP coordinator as a child process, and know when it dies. The standard library alone.
+"""Starts a DP coordinator as a child process, and watches it. Uses the standard library alone.
 
-For vLLM's plugin and for the embedded engine. The DP coordinator ends with this process, however
-that ends; it shares neither its terminal nor its process group.
+For vLLM's plugin and the embedded engine. The DP coordinator ends with this process, however that
+ends; it shares neither its terminal nor its process group.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class DpCoordinatorAddresses:
 
 
 class DpCoordinatorProcess:
-    """One coordinator, from construction to :meth:`stop`. Looks like a ``multiprocessing.Process``
-    to those who watch one: ``pid``, ``name``, ``sentinel``, ``exitcode`` and so on.
+    """Runs one DP coordinator as a child process, from construction to :meth:`stop`.
+
+    It has the attributes of a ``multiprocessing.Process`` that vLLM watches: ``pid``, ``name``,
+    ``sentinel``, ``exitcode`` and so on.
 
     Args:
         dp_group: the DP group's name on the bus.
@@ -99,6 +101,7 @@ class DpCoordinatorProcess:
         return self._process.poll()
 
     def is_alive(self) -> bool:
+        """Returns whether the process runs."""
         return self._process.poll() is None
 
     def terminate(self) -> None:
@@ -107,6 +110,7 @@ class DpCoordinatorProcess:
         self._process.terminate()
 
     def kill(self) -> None:
+        """Kills the process."""
         self._stopping = True
         self._process.kill()
 

@@ -1,6 +1,6 @@
-"""The DP coordinator's shell: three sockets to the DP group, a peer on the bus, one timer.
+"""Runs a DP coordinator: three sockets to the DP group, a peer on the bus, and one timer.
 
-A broker is asked when there is one and waited for by nobody: see
+The broker decides if there is one, and nothing ever waits for it: see
 :mod:`bus.protocol.dp.coordinator`.
 """
 
@@ -10,17 +10,15 @@ import os
 from typing import TYPE_CHECKING, Final
 
 import bus.log
-from bus.ids import new_boot
 from bus.keys import security
-from bus.messages import CoordinatorFacts, Heartbeat, Join
+from bus.messages import CoordinatorFacts, Join
 from bus.net import is_loopback
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.link import LinkState
 from bus.protocol.dp.coordinator import DpCoordinator, Publish, Ready, StartCores
 from bus.runtime.clock import Alarm, AsyncioScheduler
-from bus.runtime.peer import HOST, PeerClient, default_name, route_of
+from bus.runtime.peer import HOST, PeerClient, default_name
 from bus.runtime.zmq_dp import DpCoordinatorSockets
-from bus.runtime.zmq_transport import ZmqClient
 from sidecar.dp_coordinator import frames
 
 if TYPE_CHECKING:
@@ -106,14 +104,11 @@ class DpCoordinatorServer:
         except frames.BadFrame as error:
             self._on_bad_frame(error)
             return
-        match said:
-            case frames.FirstRequest(rank, wave):
-                broker = self._on_joined()
-                self._perform(self.machine.first_req(rank, wave, now_ms, broker=broker))
-            case frames.FrontSubscribed():
-                self._perform(self.machine.on_front_subscribed(now_ms))
-            case frames.FrontGone():
-                pass
+        if isinstance(said, frames.FirstRequest):
+            effects = self.machine.first_req(said.rank, said.wave, now_ms, broker=self._is_joined())
+            self._perform(effects)
+        elif said:
+            self._perform(self.machine.on_front_subscribed(now_ms))
 
     def _on_core_subscription(self, parts: list[bytes]) -> None:
         try:
@@ -142,20 +137,18 @@ class DpCoordinatorServer:
     def _make_peer(self) -> PeerClient | None:
         if not self._broker:
             return None
-        boot = new_boot()
         return PeerClient(
             name=self.name,
             group=self._group,
-            boot=boot,
-            transport=ZmqClient(self._broker, route_of(self.name, boot), self._security),
+            broker=self._broker,
+            security=self._security,
             scheduler=self._scheduler,
             join=self._join,
-            beat=lambda: Heartbeat("running", 0, 0, ""),
             on_message=self._on_message,
             on_state=self._on_state,
         )
 
-    def _on_joined(self) -> bool:
+    def _is_joined(self) -> bool:
         return self._peer is not None and self._peer.link.state is LinkState.JOINED
 
     def _join(self) -> Join:
@@ -166,7 +159,7 @@ class DpCoordinatorServer:
         return Join("coordinator", HOST, os.getpid(), None, facts)
 
     def _on_message(self, _envelope: Envelope, message: Message) -> None:
-        if self._on_joined():
+        if self._is_joined():
             self._perform(self.machine.on_message(message, self._scheduler.now_ms()))
 
     def _on_state(self, state: LinkState) -> None:
@@ -198,7 +191,7 @@ class DpCoordinatorServer:
                     )
                 case Ready():
                     self.sockets.publish_to_cores((frames.READY,))
-                case Send() if self._on_joined():
+                case Send() if self._is_joined():
                     assert self._peer is not None
                     self._peer.perform([effect])
                 case Note():

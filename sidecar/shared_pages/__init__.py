@@ -1,0 +1,1 @@
+"""Pages in shared memory between engine cores and sidecars."""

@@ -1,12 +1,12 @@
 """The status page of an engine core, which the core writes at every step.
 
-A core that blocks in a collective answers nobody, so what it does must be readable from outside: it
-writes into a small shared page (:mod:`sidecar.shared_pages.two_slot_page`), and its sidecar reads
-that.
+A core that blocks in a collective answers nobody, so its state must be readable from outside: the
+core writes into a small shared page (:mod:`sidecar.shared_pages.two_slot_page`), and its sidecar
+reads that.
 
 The page's record: pid, step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes
-of a host), waiting, running, untagged, rank, phase, flags. Behind it the process writes the time,
-whatever its core does (0: it writes none).
+of a host), waiting, running, untagged, rank, phase, flags. After the record, a thread of the
+process writes the time, whatever the core does (0: it writes none).
 """
 
 from __future__ import annotations
@@ -85,17 +85,20 @@ class CoreStatusView:
 
 
 class CoreStatusPage:
-    """The core's end. ``path`` is made, readable for its owner alone; None keeps the page in
-    this process's memory (see :meth:`view`).
+    """Writes the status page of one engine core.
 
     Numbers set by :meth:`count` are written with the next :meth:`enter`.
+
+    Args:
+        path: the page's file, readable for its owner alone; None keeps it in this process's memory.
+        rank: the core's rank in its DP group.
     """
 
     def __init__(self, path: Path | None, *, rank: int = 0) -> None:
         self.path = path
         self._rank = rank
-        self._flags = self._step = self._wave = self._waiting = self._running = 0
-        self._untagged = 0
+        self._step, self._wave, self._flags = 0, 0, 0
+        self._requests = (0, 0, 0)  # waiting, running, untagged
         self._memory = make_page(path, _KIND, _LAYOUT, PAGE_BYTES)
         self._record = _record(self._memory)
         self.enter("idle")
@@ -118,7 +121,7 @@ class CoreStatusPage:
     ) -> None:
         """New numbers; ``untagged``: see :class:`bus.messages.CoreStatus`."""
         self._step, self._wave, self._flags = step, wave, flags
-        self._waiting, self._running, self._untagged = waiting, running, untagged
+        self._requests = (waiting, running, untagged)
 
     def enter(self, phase: CorePhase) -> None:
         """The core begins to do this, now."""
@@ -127,9 +130,7 @@ class CoreStatusPage:
             self._step,
             self._wave,
             time.monotonic_ns(),
-            self._waiting,
-            self._running,
-            self._untagged,
+            *self._requests,
             self._rank,
             _NUMBER[phase],
             self._flags,

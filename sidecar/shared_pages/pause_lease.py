@@ -1,10 +1,9 @@
-"""The lease page of an engine core: by what right the engine is paused, and until when.
+"""The lease page of an engine core: who paused the engine, and until when.
 
-It lies beside the core's status page (:mod:`sidecar.shared_pages.core_status`). The sidecar writes
-by whom the pause is held and when its lease ends, before each call that would leave something to be
-undone; so a sidecar that dies leaves behind what it takes to end the pause without it. The core
-writes what it made of a hold whose lease had ended (:mod:`sidecar.vllm.plugin.core.lease_guard`),
-and a sidecar that comes (back) finds it here.
+It is beside the core's status page (:mod:`sidecar.shared_pages.core_status`). The sidecar writes
+the lease of the pause before each call that would have to be undone. If the sidecar dies, the core
+reads the page and ends the pause itself (:mod:`sidecar.vllm.plugin.core.lease_guard`); it writes
+what it did, for a sidecar that comes later.
 
 The page has two records (:mod:`sidecar.shared_pages.two_slot_page`), each a MessagePack map: the
 sidecar's and the core's.
@@ -77,8 +76,7 @@ class PauseLease(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LeaseOutcome:
-    """What the core has made of a hold on its own account. From then on that hold is void:
-    whoever holds it may update nothing."""
+    """What the core did when a lease was over. That lease permits no update any more."""
 
     serial: Count
     state: OutcomeState
@@ -180,8 +178,7 @@ def deadline_ns(left_ms: float) -> int:
 
 
 def stat_of(pid: int) -> list[str]:
-    """What the kernel tells of a process behind its name: its state, its parent, and so on. Empty
-    if it is gone."""
+    """Returns the fields of ``/proc/PID/stat`` after the name, from the state on; [] if gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,10 +1,10 @@
-"""Shared-memory pages whose records readers always find whole.
+"""Shared-memory pages whose records are always whole for readers.
 
 A page is a small file, on tmpfs if there is one, that one process makes and others map. Each record
 has two slots, written in turn: checksum (CRC-32 of what follows it), length, number of the write,
-body. Readers take the newest slot that is whole. So a writer that is interrupted, or dies, in the
-middle of a write keeps no reader waiting, in whatever order its stores become visible. A write
-costs a few microseconds, and no system call.
+body. Readers take the newest whole slot. So a writer that dies in the middle of a write never
+blocks a reader, in whatever order its stores become visible. A write takes a few microseconds and
+no system call.
 """
 
 from __future__ import annotations
@@ -126,14 +126,14 @@ class TwoSlotRecord:
         raise NoPage("no slot is whole")
 
     def _numbers(self) -> tuple[int, int]:
-        """The number of the write that each slot is of, whole or not."""
+        """Returns the write number of each slot, whole or not."""
         first, second = self._slots
         (one,) = _NUMBER.unpack_from(self._memory, first + _NUMBER_AT)
         (other,) = _NUMBER.unpack_from(self._memory, second + _NUMBER_AT)
         return one, other
 
     def _whole(self) -> list[tuple[int, bytes]]:
-        """Number and body of each slot that is whole."""
+        """Returns write number and body of each whole slot."""
         found: list[tuple[int, bytes]] = []
         for at in self._slots:
             slot = self._memory[at : at + _SLOT_HEAD.size + self._body_bytes]

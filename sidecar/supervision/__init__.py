@@ -1,0 +1,1 @@
+"""Starts, guards and restarts the processes of engines."""

@@ -1,4 +1,4 @@
-"""What starting a process beside the sidecar takes: a port, and a guard over it."""
+"""Helpers to start a process beside the sidecar: a free port, and a guard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TRIES: Final = 100
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of ``host`` (a numeric address or a name of this host) that nobody listens on now.
+    """Returns a port of ``host`` (an address or name of this host) that is free now.
 
     Any below the ephemeral range, so that no outgoing connection gets it, and not the
     first one, so that two who look at once differ.
@@ -44,7 +44,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def with_reaper(argv: Sequence[str], grace_s: float) -> list[str]:
-    """The command that runs ``argv`` under :mod:`sidecar.supervision.reaper`.
+    """Returns the command that runs ``argv`` under :mod:`sidecar.supervision.reaper`.
 
     It ends when this process does, even by SIGKILL: in order, or killed after ``grace_s``.
     """

@@ -1,10 +1,9 @@
-"""All ranks of one DP group on this host: started together, and together started anew. Or one
-engine with its sidecar, which is a DP group of one.
+"""Starts and restarts all ranks of one DP group on this host, or one engine with its sidecar.
 
-Each rank is a `wavebus sidecar` of its own, with its engine. A rank that dies leaves its
-peer ranks in collectives that will never end, and a rank cannot rejoin: so when one ends, all
-are ended, and the DP group begins anew with another rendezvous. The broker sees it DOWN,
-and up again when all ranks have joined.
+Each rank is a `wavebus sidecar` of its own, with its engine. A rank that dies leaves its peer ranks
+in collectives that never end, and a rank cannot rejoin. So when one rank ends, all are ended, and
+the DP group starts again with a new rendezvous. The broker sees the DP group down, and then up when
+all ranks have joined.
 
 ::
 
@@ -28,7 +27,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final, Protocol
+from typing import IO, TYPE_CHECKING, Final
 
 import bus.log
 from bus.errors import EngineError, UsageError, WavebusError
@@ -40,78 +39,31 @@ if TYPE_CHECKING:
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _USAGE: Final = 2
-# Longer than a rank's sidecar gives its server: what a rank started is gone with it.
+# Longer than a rank's sidecar gives its server, so that the server ends with its rank.
 STOP_GRACE_S: Final = 45.0
-# A DP group that lived for so long starts with a clean sheet.
+# Failures of a DP group that lived for so long are no longer counted.
 CLEAN_AFTER_S: Final = 600.0
 _BACKOFF_S: Final = (0.5, 2.0, 5.0, 15.0, 30.0)
 
 
-class LaunchPlan(Protocol):
-    """What is started."""
-
-    @property
-    def dp_group(self) -> str:
-        """Its name, for the log."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks."""
-
-    @property
-    def host(self) -> str:
-        """Where they meet."""
-
-    def argv(self, rank: int, meeting_port: int) -> list[str]:
-        """The command line of one rank, for the rendezvous at ``meeting_port``."""
-
-    def environment(self, rank: int) -> dict[str, str]:
-        """What one rank's environment has beyond this process's."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLaunchPlan:
-    """One sidecar with its engine.
-
-    Args:
-        name: the engine's, the same in each life.
-        options: options of `wavebus sidecar`, but for the name.
-        command: the command of a vLLM server; empty for an embedded engine, or one that runs.
-    """
-
-    name: str
-    options: tuple[str, ...]
-    command: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    size: int = 1
-
-    @property
-    def dp_group(self) -> str:
-        return self.name
-
-    def environment(self, rank: int) -> dict[str, str]:  # noqa: ARG002 - there is one
-        return {}
-
-    def argv(self, rank: int, meeting_port: int) -> list[str]:  # noqa: ARG002 - it meets nobody
-        line = [sys.executable, "-m", "bus.cli.main", "sidecar", *self.options]
-        line += ["--name", self.name, "--restarts", "0"]
-        return [*line, "--", *self.command] if self.command else line
-
-
 @dataclass(frozen=True, slots=True)
 class RankLaunchPlan:
-    """What all ranks have in common.
+    """How the ranks of one DP group are started; a DP group of one is one sidecar with its engine.
 
     Args:
-        dp_group: its name; rank ``r`` is the engine ``dp_group-r``.
+        dp_group: the DP group's name. Rank ``r`` is the engine ``dp_group-r``; an engine alone has
+            the name itself.
         size: how many ranks.
         options: options of `wavebus sidecar`, for every rank.
-        command: the command of a vLLM server, without its data parallel options;
-            empty for embedded engines.
-        port: where rank 0 serves requests, the others on the ports after it; 0: any.
+        command: the command of a vLLM server, without its data parallel options; empty for embedded
+            engines, and for a server that runs already.
+        port: where rank 0 serves requests, the others on the ports after it; 0: any port.
         host: where ranks meet; this host's own address.
-        gpus: those of this host, by the names of ``CUDA_VISIBLE_DEVICES``, shared out evenly
-            to the ranks; none: ranks see what this process sees.
+        gpus: GPUs of this host, by the names of ``CUDA_VISIBLE_DEVICES``, distributed evenly over
+            the ranks; none: ranks see what this process sees.
+
+    Raises:
+        UsageError: there are fewer GPUs than ranks.
     """
 
     dp_group: str
@@ -130,16 +82,19 @@ class RankLaunchPlan:
             )
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What one rank's environment has beyond this process's."""
+        """Returns what one rank's environment has beyond this process's."""
         if not self.gpus:
             return {}
         share = len(self.gpus) // self.size
         return {_VISIBLE: ",".join(self.gpus[rank * share : (rank + 1) * share])}
 
     def argv(self, rank: int, meeting_port: int) -> list[str]:
-        """The command line of one rank, for the rendezvous at ``meeting_port``."""
-        own = ["--name", f"{self.dp_group}-{rank}", "--dp-group", self.dp_group]
-        line = [sys.executable, "-m", "bus.cli.main", "sidecar", *self.options, *own]
+        """Returns the command line of one rank, for the rendezvous at ``meeting_port``."""
+        line = [sys.executable, "-m", "bus.cli.main", "sidecar", *self.options]
+        if self.size == 1:
+            line += ["--name", self.dp_group, "--restarts", "0"]
+            return [*line, "--", *self.command] if self.command else line
+        line += ["--name", f"{self.dp_group}-{rank}", "--dp-group", self.dp_group]
         port = str(self.port + rank)
         if not self.command:
             line += ["--dp-size", str(self.size), "--dp-rank", str(rank)]
@@ -152,7 +107,7 @@ class RankLaunchPlan:
 
 
 def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str]:
-    """Those of a vLLM server that is one rank of a DP group, and takes requests by itself."""
+    """Returns the options of a vLLM server that is one rank and takes requests by itself."""
     return [
         *("--data-parallel-size", str(size), "--data-parallel-rank", str(rank)),
         *("--data-parallel-address", host, "--data-parallel-rpc-port", str(meeting_port)),
@@ -161,10 +116,10 @@ def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str
 
 
 def parse_server_command(command: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """A vLLM server's command without its ``--port``, and that port (0 if there is none).
+    """Returns a vLLM server's command without ``--port``, and that port; 0 if there is none.
 
     Raises:
-        UsageError: it chooses ranks itself, or the port is not a number.
+        UsageError: the command chooses ranks itself, or the port is not a number.
     """
     rest: list[str] = []
     port = "0"
@@ -186,7 +141,7 @@ def parse_server_command(command: Sequence[str]) -> tuple[tuple[str, ...], int]:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that this process may use; empty without any."""
+    """Returns the GPUs that this process may use, by the names of ``CUDA_VISIBLE_DEVICES``."""
     visible = os.environ.get(_VISIBLE)
     if visible is not None:
         return tuple(name for name in visible.split(",") if name)
@@ -195,18 +150,18 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 class RankSupervisor:
-    """Runs a plan until it is stopped, or it dies too often.
+    """Runs the ranks of a plan until it is stopped, or until they die too often.
 
     Args:
-        plan: see there.
-        restarts: how often in a row the DP group is started anew.
-        output: where ranks write; this process's own stdout and stderr if not given.
-        env: their environment; this process's if not given.
+        plan: how the ranks are started.
+        restarts: how many times in a row the DP group is restarted.
+        output: where ranks write. Default: this process's stdout and stderr.
+        env: their environment. Default: this process's.
     """
 
     def __init__(
         self,
-        plan: LaunchPlan,
+        plan: RankLaunchPlan,
         *,
         restarts: int = 5,
         output: IO[bytes] | None = None,
@@ -221,10 +176,10 @@ class RankSupervisor:
         self._log = bus.log.logger(dp_group=plan.dp_group)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop``.
+        """Runs the ranks until ``stop`` is set.
 
         Raises:
-            EngineError: ranks died too often; ``code`` engine_dead.
+            EngineError: code ``engine_dead``: ranks died too often.
             WavebusError: a rank refuses its options.
         """
         failures = 0
@@ -275,7 +230,7 @@ class RankSupervisor:
         )
 
     async def _first_to_end(self, stop: asyncio.Event) -> tuple[int | None, int]:
-        """The first rank that ends, with its code; no rank if all are to stop."""
+        """Returns the first rank that ends, with its exit code; no rank once ``stop`` is set."""
         waits = {
             asyncio.create_task(process.wait()): rank for rank, process in enumerate(self._ranks)
         }
@@ -291,7 +246,7 @@ class RankSupervisor:
                 task.cancel()
 
     async def _end(self) -> None:
-        """SIGTERM to all ranks, SIGKILL after the grace; return when they are gone."""
+        """Sends SIGTERM to all ranks, SIGKILL after the grace, and waits for them."""
         for process in self._ranks:
             _signal(process, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):

@@ -42,12 +42,13 @@ ARGUMENTS = 3
 
 
 def die_with_parent(signum: int) -> None:
-    """Have the kernel send this process ``signum`` when its parent's thread ends. Linux only."""
+    """Makes the kernel signal this process when its parent's thread ends. Linux only."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def main(arguments: list[str]) -> int:
+    """Runs a command under guard, and returns its exit code."""
     parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
     stop = threading.Event()
     received: list[int] = []
@@ -88,7 +89,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _clean_up(group: int) -> None:
-    """Kill what is left of the group; of its shared memory, leave no name that nobody else uses."""
+    """Kills the rest of the group, and removes its shared memory that nobody else uses."""
     names = _names(_members(group))
     until = time.monotonic() + GONE_S
     while (left := _members(group)) and time.monotonic() < until:
@@ -104,8 +105,10 @@ def _clean_up(group: int) -> None:
 
 
 def _is_resource_tracker(pid: int) -> bool:
-    """Whether it is a resource tracker of multiprocessing: when all whom it watches have ended, it
-    takes the names that they have left, and ends."""
+    """Returns whether a process is multiprocessing's resource tracker.
+
+    It removes the names of its processes when they have ended, and then ends itself.
+    """
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -113,7 +116,6 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 def _members(group: int) -> set[int]:
-    """The processes of a process group that live."""
     found = set()
     for pid in _processes():
         with contextlib.suppress(OSError):
@@ -129,7 +131,7 @@ def _processes() -> set[int]:
 
 
 def _names(processes: set[int]) -> set[str]:
-    """Names of shared memory that these processes have mapped."""
+    """Returns the names of shared memory that these processes have mapped."""
     found = set()
     for pid in processes:
         with contextlib.suppress(OSError):

@@ -1,8 +1,7 @@
-"""Start a vLLM API server beside the sidecar, and let it never outlive it.
+"""Starts a vLLM API server beside the sidecar, which the server never outlives.
 
-The user gives the command as they would type it; what the RL routes need is added
-where they didn't say otherwise. The server runs under
-:mod:`sidecar.supervision.reaper`, in a process group of its own.
+Options that the RL routes need are added to the user's command if they are missing. The server runs
+under :mod:`sidecar.supervision.reaper`, in a process group of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from sidecar.vllm.plugin.front_end import DataRoutesOnly
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
     from typing import Self
 
     from sidecar.vllm.plugin.environment import BusAddress
@@ -55,8 +53,15 @@ _HEALTH_LINE: Final = '"GET /health HTTP/1.1" 200'
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A server's command and environment, complete. ``base_url``: where this host reaches it;
-    ``endpoint``: where it listens; ``api_key``: what its data routes ask for, or empty."""
+    """The complete command of a server.
+
+    Attributes:
+        argv: the command.
+        env: its environment.
+        base_url: where this host reaches the server.
+        endpoint: where it listens.
+        api_key: the key that its data routes require; empty: none.
+    """
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -66,7 +71,7 @@ class ServerCommand:
 
 
 def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerCommand:
-    """Complete the command of a vLLM API server.
+    """Completes the command of a vLLM API server.
 
     Adds ``--host 127.0.0.1``, a free ``--port``, the weight transfer backend and
     ``--enable-scale-out`` (the token-in, token-out route) where they are missing, and
@@ -132,7 +137,7 @@ def _for_other_hosts(host: str, api_key: str, env: Mapping[str, str]) -> list[st
 
 
 class SupervisedServer:
-    """One server process, from start to stop.
+    """Runs one server process, from start to stop.
 
     Args:
         argv: the command, such as ``python -m vllm.entrypoints.openai.api_server
@@ -156,7 +161,6 @@ class SupervisedServer:
         env: Mapping[str, str] | None = None,
         ready_timeout_s: float = 600.0,
         grace_s: float = 20.0,
-        prefix: str = "vllm| ",
         coordinate: BusAddress | None = None,
     ) -> None:
         variables = {} if coordinate is None else coordinate.variables()
@@ -166,7 +170,6 @@ class SupervisedServer:
         self.base_url = self.prepared.base_url
         self._ready_timeout_s = ready_timeout_s
         self._grace_s = grace_s
-        self._prefix = prefix
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._last: deque[str] = deque(maxlen=LAST_LINES)
@@ -174,11 +177,11 @@ class SupervisedServer:
 
     @property
     def pid(self) -> int:
-        """Of the guard, whose child the server is; 0 before the start."""
+        """The pid of the guard, whose child the server is; 0 before the start."""
         return self._process.pid if self._process is not None else 0
 
     async def start(self) -> str:
-        """Start it, and return its URL once it is healthy. Once only.
+        """Starts the server, once, and returns its URL when it is healthy.
 
         Raises:
             EngineDead: it ended before that; with its exit code and last lines.
@@ -207,7 +210,7 @@ class SupervisedServer:
         return self.base_url
 
     async def wait_for_exit(self) -> str:
-        """Return when it has ended, with how."""
+        """Waits until the server has ended; returns how."""
         process = self._process
         if process is None:
             raise EngineError("start() comes first")
@@ -215,21 +218,12 @@ class SupervisedServer:
         return self._reason(process)
 
     def send_signal(self, signum: int) -> None:
-        """Pass SIGINT or SIGTERM on: the server ends in order, or is killed after the grace."""
+        """Passes SIGINT or SIGTERM on; the server ends, or is killed after the grace."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signum)
 
-    async def forward_signals(self) -> None:
-        """Pass on every SIGINT and SIGTERM that this process gets; runs until cancelled.
-
-        The server is in a process group of its own, so Ctrl-C reaches only us.
-        """
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for signum in signals:
-                self.send_signal(signum)
-
     async def stop(self) -> None:
-        """End it and its whole process group: SIGTERM, and SIGKILL after the grace."""
+        """Ends the server and its process group: SIGTERM, and SIGKILL after the grace."""
         process = self._process
         if process is None:
             return
@@ -249,18 +243,13 @@ class SupervisedServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     # -- inside ------------------------------------------------------------------------
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
-        """In a thread, so that a busy event loop never blocks the server's output."""
+        """Reads the server's output in a thread, so that a busy event loop never blocks it."""
         assert process.stdout is not None
         with process.stdout as output:
             for raw in output:
@@ -268,7 +257,7 @@ class SupervisedServer:
                 if _HEALTH_LINE in line and not bus.log.is_debug():
                     continue
                 self._last.append(line)
-                sys.stderr.write(f"{self._prefix}{line}\n")
+                sys.stderr.write(f"vllm| {line}\n")
 
     async def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
         timeout = aiohttp.ClientTimeout(total=HEALTH_ANSWER_S)
@@ -295,7 +284,7 @@ class SupervisedServer:
 
 
 def _options(argv: Sequence[str]) -> dict[str, str]:
-    """``--long options`` with their values (empty for flags); underscores become hyphens."""
+    """Returns ``--long options`` with their values; empty for flags."""
     found: dict[str, str] = {}
     for index, argument in enumerate(argv):
         if not argument.startswith("--") or argument == "--":
@@ -308,7 +297,7 @@ def _options(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _transfer_options(options: Mapping[str, str]) -> list[str]:
-    """The option that chooses the backend, if the user left it out; a dotted one counts."""
+    """Returns the option that chooses the transfer backend, if the command has none."""
     name = "weight-transfer-config"
     chosen = options.get(f"{name}.backend")
     if name in options:

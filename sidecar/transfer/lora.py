@@ -42,6 +42,7 @@ class LoraReceiver(Receiver):
         return "" if self._folder is None else str(_path(self._folder))
 
     def open(self, params: bytes, place: RankAssignment) -> None:  # noqa: ARG002 - all are equal
+        """Opens the folder that ``params`` names; see :class:`Receiver`."""
         self._folder = None
         folder = decode_received(params, AdapterFolder)
         self.config = _read_config(folder)
@@ -50,6 +51,7 @@ class LoraReceiver(Receiver):
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
+        """Reads the adapter's tensors; see :class:`Receiver`."""
         folder = decode_received(handle, AdapterFolder)
         if folder != self._folder:
             raise transfer_failed(f"the adapter in {folder.folder} is not the one that was opened")
@@ -66,6 +68,7 @@ class LoraReceiver(Receiver):
             raise transfer_failed(f"{WEIGHTS_FILE} in {folder.folder}: {error}") from error
 
     def close(self) -> None:
+        """Closes the folder."""
         self._folder = None
 
 

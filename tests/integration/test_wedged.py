@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.cli_embedded import ONE_PHASE_PAUSE
+from sidecar.cli_plan import ONE_PHASE_PAUSE
 from tests.integration.test_dp_restart import PROMPT, group
 from tests.integration.test_killed import LEASE_MS, engines, generate
 from tests.support.checkpoints import Checkpoint, make_checkpoint

@@ -1,8 +1,6 @@
-"""One request to one engine, over HTTP, which always streams; and the prompt of one, computed by a
-prefill engine before.
+"""Sends one request to one engine over HTTP, as a stream, and its prompt to a prefill engine.
 
-What comes is checked before it is believed: an answer that makes no sense ends the attempt by the
-engine's name, and the tokens that came before it stay.
+Answers are checked: one that makes no sense ends the attempt, and the tokens before it stay.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ _HAND_OVER: Final = {
 
 
 class Cut(Exception):
-    """An attempt has ended early; for ``how`` see
-    :class:`~trainer_agent.rollouts.results.Attempt`."""
+    """An attempt ended early; ``how`` as in :class:`~trainer_agent.rollouts.results.Attempt`."""
 
     def __init__(self, how: How, detail: str) -> None:
         super().__init__(f"{how}: {detail}")
@@ -50,7 +47,7 @@ class Cut(Exception):
 
 
 class PieceSpan(msgspec.Struct, frozen=True):
-    """Tokens ``start`` to ``end`` of this attempt's output; ``version`` is a label."""
+    """Tokens ``start`` to ``end`` (exclusive) of an attempt's output; ``version`` is a label."""
 
     version: str | int | None
     start: int
@@ -66,7 +63,7 @@ class _LogProbs(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What an event says of one choice."""
+    """The part of an event that is about one choice."""
 
     index: int
     token_ids: list[int] | None = None
@@ -77,6 +74,8 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
+    """One event of an engine's answer."""
+
     choices: list[Piece] | None = None
     error: Any = None
 
@@ -93,7 +92,7 @@ _ENCODER: Final = msgspec.json.Encoder()
 async def pieces(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> AsyncGenerator[list[Piece]]:
-    """Send a request; yield what comes together, until the engine says that it has ended.
+    """Sends a request, and yields the pieces of its answer as they come, until its end.
 
     Raises:
         UsageError: the engine refuses the request itself.
@@ -119,13 +118,14 @@ async def pieces(
 async def prefill(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> dict[str, Any]:
-    """Have a prefill engine compute the prompt of a request that another engine gets.
+    """Has a prefill engine compute the prompt of a request that another engine gets.
 
     Returns:
-        ``kv_transfer_params``, by which that engine fetches the prompt's keys and values.
+        ``kv_transfer_params``, with which that engine fetches the prompt's keys and values.
 
     Raises:
-        UsageError, Cut: as :func:`pieces`.
+        UsageError: as :func:`pieces`.
+        Cut: as :func:`pieces`.
     """
     sampling = {"max_tokens": 1, "temperature": 0.0}  # of a token that nobody reads
     asked = {"sampling_params": sampling, "stream": False, "kv_transfer_params": _HAND_OVER}
@@ -144,7 +144,7 @@ async def prefill(
 async def _posted(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> AsyncGenerator[aiohttp.ClientResponse]:
-    """An engine's answer; what breaks it off, while it is read, is a :class:`Cut`."""
+    """Posts a request; raises a :class:`Cut` if the connection fails, also in the block."""
     sent = False
     try:
         async with session.post(
@@ -165,7 +165,7 @@ async def _posted(
 
 
 def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exception]:
-    """The pieces that have come before the end, and that: none yet, or the error that it is."""
+    """Returns the pieces of a chunk, and the end: False, True, or the error that it is."""
     batch: list[Piece] = []
     try:
         for data in events.feed(chunk):
@@ -181,7 +181,7 @@ def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exce
 
 
 def refused(status: int, raw: bytes) -> UsageError | Cut:
-    """What an answer other than 200 means: a request that is at fault, or an engine."""
+    """Returns the error of an answer other than 200: the request's or the engine's fault."""
     text = raw[:_SHOWN].decode(errors="replace")
     if status in _LATER:
         return Cut("rejected", f"{status}: {text}")
@@ -193,7 +193,7 @@ def refused(status: int, raw: bytes) -> UsageError | Cut:
 
 
 def _failed(error: Any) -> Exception:
-    """An event that is an error: vLLM checks a request that streams when its answer has begun."""
+    """Returns the error of an event: vLLM checks a request after its stream has begun."""
     if is_rejected({"error": error}):
         return Cut("rejected", "the engine takes no requests")
     if isinstance(error, dict) and error.get("code") in _BAD_REQUEST:

@@ -1,7 +1,7 @@
-"""Chat: messages become a prompt, and tokens become messages.
+"""Turns chat messages into a prompt, and tokens into messages.
 
 Engines do both by vLLM's render and derender routes, with the template and the parsers that they
-were started with. Where they have no such routes (embedded engines, vLLM without a tokenizer), the
+were started with. If they have no such routes (embedded engines, vLLM without a tokenizer), the
 client's tokenizer renders and decodes; it parses neither tool calls nor reasoning.
 """
 
@@ -39,15 +39,21 @@ _HANDED_ON: Final = (
 async def ask_any(
     pool: EnginePool, http: aiohttp.ClientSession, path: str, body: Any = None
 ) -> Any:
-    """Ask a routed engine for JSON, by GET, or with a body by POST; another one if it fails.
+    """Requests JSON from a routed engine, and from another one if that fails.
+
+    Args:
+        pool: the engines.
+        http: the client's session.
+        path: the route.
+        body: the JSON to POST. Default: a GET.
 
     Returns:
         The answer; None if engines have no such route.
 
     Raises:
         UsageError: the request itself is refused.
-        NoEngine: nobody is there to ask.
-        RolloutFailed: five in a row failed.
+        NoEngine: no engine is there.
+        RolloutFailed: five engines in a row failed.
     """
     avoid: set[str] = set()
     failures = 0
@@ -81,7 +87,7 @@ async def ask_any(
 
 
 class ChatClient:
-    """What a rollout client asks engines for beside tokens."""
+    """The part of a rollout client that requests other things than tokens."""
 
     _pool: EnginePool
     _http: aiohttp.ClientSession | None
@@ -90,7 +96,7 @@ class ChatClient:
 
     @property
     def engines(self) -> list[str]:
-        """Those that are routed now."""
+        """The names of the engines that are routed now."""
         return list(self._pool.router.engines)
 
     async def chat(
@@ -103,12 +109,18 @@ class ChatClient:
         on_inexact: OnInexact = "restart",
         **extra: Any,
     ) -> ChatCompletion:
-        """Generate the next message of a conversation; otherwise as ``generate``.
+        """Generates the next message of a conversation. Other errors are those of ``generate``.
 
         Args:
-            messages: as OpenAI has them.
-            tools: as OpenAI has them.
+            messages: the conversation, as in OpenAI's API.
+            tools: the tools, as in OpenAI's API.
+            sampling_params: as ``generate``.
+            session_id: as ``generate``.
+            on_inexact: as ``generate``.
             extra: other fields of vLLM's chat request: ``tool_choice``, ``chat_template_kwargs``, …
+
+        Returns:
+            The completion, with the message of each choice.
 
         Raises:
             UsageError: also if neither the engines nor the client's tokenizer render messages.
@@ -122,7 +134,7 @@ class ChatClient:
         return ChatCompletion(done.request_id, done.prompt_token_ids, done.choices, answers)
 
     def make_chat(self, messages: Any, **fields: Any) -> Chat:
-        """A chat of this client's; arguments are those of :meth:`chat`."""
+        """Returns one turn of a conversation; arguments are those of :meth:`chat`."""
         return Chat(self.ask, self._tokenizer, {"messages": messages, **fields})
 
     async def ask(self, path: str, body: Any = None) -> Any:
@@ -136,15 +148,15 @@ class ChatClient:
 
 
 class Chat:
-    """The next message of one conversation.
+    """Renders one conversation, and makes messages of the tokens generated for it.
 
     Args:
-        ask: an engine, for JSON.
-        tokenizer: for engines that lack the routes.
+        ask: requests JSON from an engine.
+        tokenizer: used if engines lack the routes.
         request: vLLM's chat request without sampling parameters: ``messages``, ``tools``, …
 
     Attributes:
-        is_parsed: engines have rendered it, and parse the answer.
+        is_parsed: whether engines have rendered it, and will parse the answer.
     """
 
     def __init__(
@@ -164,12 +176,15 @@ class Chat:
     async def render(
         self, sampling_params: Mapping[str, Any]
     ) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
-        """The prompt, the sampling parameters that it takes, and other fields of the request that
-        generates.
+        """Renders the messages.
+
+        Returns:
+            The prompt's token ids, its sampling parameters, and other fields of the request.
 
         Raises:
-            UsageError: nobody can render these messages.
-            NoEngine, RolloutFailed: as :func:`ask_any`.
+            UsageError: neither engines nor the client's tokenizer can render these messages.
+            NoEngine: as :func:`ask_any`.
+            RolloutFailed: as :func:`ask_any`.
         """
         decodes = self._tokenizer is not None
         make_request(  # bad ones are refused before an engine is asked
@@ -208,10 +223,12 @@ class Chat:
             raise UsageError(f"messages: the chat template refuses them: {error}") from None
 
     async def messages(self, done: Completion) -> tuple[dict[str, Any], ...]:
-        """The message of each choice: ``role``, ``content``, and what parsers found.
+        """Returns the message of each choice: ``role``, ``content``, and what parsers found.
 
         Raises:
-            UsageError, NoEngine, RolloutFailed: as :func:`ask_any`.
+            UsageError: as :func:`ask_any`.
+            NoEngine: as :func:`ask_any`.
+            RolloutFailed: as :func:`ask_any`.
         """
         choices = [
             {"index": c.index, "token_ids": c.token_ids} for c in done.choices if c.token_ids
@@ -228,7 +245,7 @@ class Chat:
 
 
 def _message(choice: Choice, parsed: dict[str, Any] | None) -> dict[str, Any]:
-    """A choice's message, which ends before the stop string."""
+    """Returns a choice's message, up to the stop string."""
     message = parsed or {"role": "assistant", "content": choice.text or ""}
     text = message.get("content")
     if isinstance(choice.stop_reason, str) and isinstance(text, str):

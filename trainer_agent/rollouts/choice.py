@@ -1,4 +1,4 @@
-"""One choice of a request, as its tokens come, over all attempts."""
+"""Collects the tokens of one choice of a request, over all attempts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """What the client needs of one; those of transformers have it."""
+    """The methods of a tokenizer that the client needs; those of transformers have them."""
 
-    def decode(self, token_ids: Sequence[int], /) -> str: ...
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        """Returns the text of tokens."""
 
 
 class ChoiceState:
-    """What a choice has so far.
+    """Collects the tokens of one choice over all attempts.
 
     Args:
         request: whose choice it is.
@@ -58,12 +59,12 @@ class ChoiceState:
 
     @property
     def attempts(self) -> int:
-        """How many have ended."""
+        """How many attempts have ended."""
         return len(self._attempts)
 
     @property
     def gained(self) -> int:
-        """How many tokens the last of them gave."""
+        """How many tokens the last attempt gave."""
         return self._attempts[-1].tokens
 
     @property
@@ -72,7 +73,7 @@ class ChoiceState:
         return bool(self._finish)
 
     def take(self, piece: Piece, engine: str) -> TokenDelta | None:
-        """Take what an engine says; None if that is nothing for the caller.
+        """Takes a piece of an engine's answer; returns what the caller gets of it, or None.
 
         Raises:
             Cut: it makes no sense.
@@ -115,7 +116,7 @@ class ChoiceState:
         )
 
     def end_attempt(self, engine: str, cut: str = "") -> None:
-        """The attempt under way is over; ``cut``: what ended it early.
+        """Ends the attempt under way; ``cut`` says what ended it early.
 
         Raises:
             Cut: the engine has ended it in a way that makes no sense.
@@ -147,11 +148,11 @@ class ChoiceState:
             raise Cut("broken", f"the answer ends without choice {self.index}'s end")
 
     def mark_inexact(self, reasons: Sequence[str]) -> None:
-        """The next attempt continues it, and may differ for these reasons."""
+        """Records why the next attempt may differ."""
         self._inexact += [each for each in reasons if each not in self._inexact]
 
     def restart(self) -> None:
-        """Drop all tokens: the next attempt starts anew."""
+        """Drops all tokens; the next attempt starts again."""
         self.token_ids.clear()
         self._logprobs.clear()
         self._spans.clear()
@@ -160,7 +161,7 @@ class ChoiceState:
             self._stop_search = _StopSearch(self._tokenizer)
 
     def result(self) -> Choice:
-        """The whole choice, which is done."""
+        """Returns the finished choice."""
         text = None
         if self._tokenizer is not None:
             text = self._tokenizer.decode(self.token_ids)
@@ -181,7 +182,7 @@ class ChoiceState:
         )
 
     def _search_stop(self, fresh: list[int]) -> list[int]:
-        """The fresh tokens up to the one that completes a stop string; later ones are dropped."""
+        """Returns the fresh tokens up to the end of a stop string; drops later ones."""
         assert self._stop_search is not None
         first = len(self.token_ids) - len(fresh)
         for place, token in enumerate(fresh):
@@ -195,7 +196,7 @@ class ChoiceState:
 
 
 class GrowingText:
-    """The text of tokens, as they come.
+    """Decodes tokens as they come.
 
     A token may be part of a character, and decode otherwise after others; so new text is what a
     window of tokens decodes to beyond the same window without the new ones.
@@ -207,7 +208,7 @@ class GrowingText:
         self._read = 0  # tokens of the window whose text was taken
 
     def add(self, token: int) -> str:
-        """What it adds; empty in the middle of a character."""
+        """Returns the text that a token adds; empty in the middle of a character."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         if text.endswith("�"):
@@ -219,14 +220,14 @@ class GrowingText:
 
 
 class _StopSearch:
-    """Finds stop strings in text that grows token by token, across the seams of attempts."""
+    """Finds stop strings in growing text, also across attempts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._text = GrowingText(tokenizer)
         self._tail = ""
 
     def add(self, token: int, stops: Sequence[str]) -> str:
-        """The stop string that this token completes; empty if none."""
+        """Returns the stop string that this token completes; empty if none."""
         fresh = self._text.add(token)
         if not fresh:
             return ""
@@ -238,7 +239,7 @@ class _StopSearch:
 
 
 def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:
-    """Contiguous, from 0 to ``tokens``."""
+    """Raises ``Cut`` unless spans are contiguous, from 0 to ``tokens``."""
     at = 0
     for span in spans:
         if span.start != at or span.end < at:
@@ -249,6 +250,6 @@ def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:
 
 
 def _number(label: str | int | None) -> int | None:
-    """A version from its label; 0 for one that is not of wavebus, such as vLLM's ``default``."""
+    """Returns a label's version; 0 for a foreign label, such as vLLM's ``default``."""
     text = str(label)
     return int(text) if text.isdecimal() else None if label is None else 0

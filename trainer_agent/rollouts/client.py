@@ -1,4 +1,4 @@
-"""The rollout client: generation that survives updates, pauses, preemption and dead engines."""
+"""The rollout client: generates tokens despite updates, pauses, preemption and dead engines."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from trainer_agent.rollouts.request import OnInexact
     from trainer_agent.rollouts.results import Completion, TokenDelta
 
-# A connection that the server closes at the moment of its reuse loses a request: let go of idle
-# ones before servers do (after 5 s, vLLM's).
+# A request is lost if the server closes its connection at the moment of reuse. So idle connections
+# are closed before the server does (vLLM: after 5 s).
 _IDLE_S: Final = 2.0
 _CONNECT_S: Final = 5.0
 
@@ -46,22 +46,25 @@ class RolloutClient(ChatClient):
             done = await rollouts.generate([5, 9, 77], {"max_tokens": 64, "logprobs": 0})
             print(done.choices[0].token_ids, done.choices[0].spans)
 
-    A request goes on where it was interrupted, on whichever engine is routed; see
-    :class:`~trainer_agent.rollouts.router.Router` for which. While all engines are paused, asleep
-    or stale, requests wait. If the broker is gone, the last routes stay in use.
+    An interrupted request continues where it was, on another routed engine if necessary;
+    :class:`~trainer_agent.rollouts.router.Router` chooses which. While all engines are paused,
+    asleep or stale, requests wait. If the broker is gone, the last routes stay in use.
 
     Args:
         broker: the broker's address.
-        group: whose engines.
-        name: this client's name on the bus. Default: from host and pid, and a random part.
-        tokenizer: decodes texts, and is needed for stop strings.
-        stall_s: an engine that runs, and gives a request no token for so long, is left.
-        unavailable_s: how long a request waits while no engine is there.
-        timeout_s: how long the broker may take to let the client in.
-        api_key: of the engines, if they need one. Default: as VLLM_API_KEY says.
-        key: as for :class:`trainer_agent.TrainerAgent`.
-        broker_key: as for :class:`trainer_agent.TrainerAgent`.
-        insecure: as for :class:`trainer_agent.TrainerAgent`.
+        group: the group of engines.
+        name: this client's name on the bus. Default: from host, pid, and a random part.
+        tokenizer: decodes texts; needed for stop strings.
+        stall_s: a running engine that gives a request no token for so long, in seconds, is left.
+        unavailable_s: how long a request waits while no engine is there, in seconds.
+        timeout_s: how long the broker may take to accept the join, in seconds.
+        api_key: the engines' API key, if they need one. Default: VLLM_API_KEY.
+        key: as :class:`trainer_agent.TrainerAgent`.
+        broker_key: as :class:`trainer_agent.TrainerAgent`.
+        insecure: as :class:`trainer_agent.TrainerAgent`.
+
+    Raises:
+        UsageError: an argument is wrong.
     """
 
     def __init__(
@@ -87,17 +90,15 @@ class RolloutClient(ChatClient):
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         name = check_name(name or f"{default_name('rollouts')}-{secrets.token_hex(3)}", "name")
-        keys = security(key, broker_key, insecure=insecure)
         self._pool = EnginePool(
             self.group,
-            lambda on_routes: Connection(
+            Connection(
                 broker,
                 role="observer",
                 name=name,
                 group=self.group,
                 timeout_s=timeout_s,
-                security=keys,
-                on_routes=on_routes,
+                security=security(key, broker_key, insecure=insecure),
             ),
             stall_s=stall_s,
             unavailable_s=unavailable_s,
@@ -106,11 +107,11 @@ class RolloutClient(ChatClient):
         self._http: aiohttp.ClientSession | None = None
 
     async def connect(self) -> Self:
-        """Join the bus.
+        """Joins the bus.
 
         Raises:
             BusTimeout: no broker answers.
-            Refused: it does not let the client in.
+            Refused: the broker refuses the join.
         """
         async with contextlib.AsyncExitStack() as stack:
             http = await stack.enter_async_context(
@@ -127,7 +128,7 @@ class RolloutClient(ChatClient):
         return self
 
     async def close(self) -> None:
-        """Leave the bus; requests that are under way end by ``BusClosed``."""
+        """Leaves the bus; requests under way raise ``BusClosed``."""
         self._http = None
         await self._stack.aclose()
 
@@ -147,7 +148,7 @@ class RolloutClient(ChatClient):
         on_delta: Callable[[TokenDelta], None] | None = None,
         **extra: Any,
     ) -> Completion:
-        """Generate ``n`` choices.
+        """Generates ``n`` choices for one prompt.
 
         Args:
             prompt_token_ids: the prompt.
@@ -159,10 +160,13 @@ class RolloutClient(ChatClient):
             on_delta: called with new tokens as they come, as :meth:`stream` yields them.
             extra: other fields of vLLM's request: ``cache_salt``, ``priority``, ``model``.
 
+        Returns:
+            All choices, with the engine and the weight version of each token.
+
         Raises:
-            UsageError: the request can't be served; names the field at fault.
-            NoEngine: nobody is there to take it.
-            RequestPoisoned: two engines died while they ran it.
+            UsageError: the request can't be served; the text names the field at fault.
+            NoEngine: no engine was there in time.
+            RequestPoisoned: two engines died while they ran the request.
             RolloutFailed: five attempts in a row gave no token, or ``on_inexact="raise"``.
         """
         rollout = self._make(
@@ -179,9 +183,11 @@ class RolloutClient(ChatClient):
         on_inexact: OnInexact = "continue",
         **extra: Any,
     ) -> AsyncGenerator[TokenDelta]:
-        """The same, token by token as they come. What was given can't be taken back, so
-        ``on_inexact="restart"`` restarts only a choice that has given no token yet, and raises
-        otherwise. Arguments and errors are those of :meth:`generate`."""
+        """Generates as :meth:`generate`, with its arguments, and yields new tokens as they come.
+
+        Tokens that were yielded can't be taken back, so ``on_inexact="restart"`` only restarts a
+        choice without tokens, and raises otherwise.
+        """
         deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
         rollout = self._make(
             prompt_token_ids, sampling_params, session_id, on_inexact, extra, deltas.put_nowait
@@ -207,15 +213,23 @@ class RolloutClient(ChatClient):
         on_inexact: OnInexact = "restart",
         **extra: Any,
     ) -> AsyncGenerator[tuple[int, Completion]]:
-        """Generate for many prompts, at most ``concurrency`` at a time.
+        """Generates for many prompts. An error of one prompt cancels the others.
 
-        Yields the index of a prompt and its completion, in the order of the prompts, or
-        ``as_completed``. With a ``seed``, each prompt draws from its own: ``seed`` plus its index
-        times ``n``. Errors are those of :meth:`generate`; one ends the others. With ``progress``,
-        tqdm shows a bar of the prompts that are done.
+        Args:
+            prompts: token ids of each prompt.
+            sampling_params: as :meth:`generate`. With a ``seed``, each prompt has its own: ``seed``
+                plus its index times ``n``.
+            concurrency: how many prompts are under way at a time, at most.
+            as_completed: whether to yield in the order of completion, not of the prompts.
+            progress: whether tqdm shows how many prompts are done.
+            on_inexact: as :meth:`generate`.
+            extra: as :meth:`generate`.
+
+        Yields:
+            The index of a prompt, and its completion.
 
         Raises:
-            UsageError: ``progress`` without tqdm.
+            UsageError: also if ``progress`` is set and tqdm is not installed.
         """
         if concurrency < 1:
             raise UsageError(f"concurrency={concurrency}: must be at least 1")
@@ -251,7 +265,7 @@ class RolloutClient(ChatClient):
                 await asyncio.wait(under_way)
 
     def finish_session(self, session_id: str) -> None:
-        """Forget a session: its engine may take another."""
+        """Discards a session: its engine may take another."""
         self._pool.router.finish_session(session_id)
 
     def _make(
@@ -276,7 +290,6 @@ class RolloutClient(ChatClient):
 
 
 def _progress_bar(prompts: Iterable[Sequence[int]]) -> Any:
-    """A bar of tqdm's, up to the number of prompts if that is known."""
     try:
         from tqdm.auto import tqdm  # noqa: PLC0415 - installed or not
     except ImportError:

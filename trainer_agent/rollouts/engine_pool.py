@@ -1,4 +1,4 @@
-"""The engines of a group as a client sees them: whose turn it is, who stalls, who is there."""
+"""The engines of a group as a client sees them, and the requests that wait for one of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from bus.errors import NoEngine, WavebusError
 from trainer_agent.rollouts.router import Router
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import anyio
 
     from bus.messages import EngineView, Routes
@@ -36,7 +34,7 @@ class _Waiter:
 
 @dataclass(eq=False, slots=True)
 class AttemptWatch:
-    """An attempt under way: ``scope`` is cancelled when no token came since ``last_s``."""
+    """An attempt under way; ``scope`` is cancelled too long after the last token at ``last_s``."""
 
     engine: str
     scope: anyio.CancelScope
@@ -44,23 +42,23 @@ class AttemptWatch:
 
 
 class EnginePool:
-    """The routed engines of ``group``, and the requests that wait for one.
+    """Assigns the routed engines of a group to requests, and watches for stalled engines.
 
     Args:
-        group: whose engines.
-        connect: makes the connection to the broker, given what hears of routes.
+        group: the group.
+        connection: an observer's connection to the broker.
         stall_s: an engine that runs, and gives an attempt no token for so long, is left.
-        unavailable_s: how long a request waits while no engine is there.
+        unavailable_s: how long a request waits while no engine is there, in seconds.
 
     Attributes:
-        attempts: those under way.
-        requests: the scopes of those under way; they are cancelled when the pool is closed.
+        attempts: the attempts under way.
+        requests: cancel scopes of the requests under way; cancelled when the pool is closed.
     """
 
     def __init__(
         self,
         group: str,
-        connect: Callable[[Callable[[str, Routes], None]], Connection],
+        connection: Connection,
         *,
         stall_s: float,
         unavailable_s: float,
@@ -71,7 +69,8 @@ class EnginePool:
         self.stall_s = stall_s
         self._group = group
         self._unavailable_s = unavailable_s
-        self._connection = connect(self._on_routes)
+        self._connection = connection
+        connection.on_routes = self._on_routes
         self._routed = asyncio.Event()
         self._waiting: deque[_Waiter] = deque()
         self._for_prefill: deque[_Waiter] = deque()  # those that have a decode engine
@@ -80,18 +79,18 @@ class EnginePool:
         self._last_token_s = 0.0
 
     async def open(self) -> None:
-        """Join the bus.
+        """Joins the bus.
 
         Raises:
             BusTimeout: no broker answers.
-            Refused: it does not let the client in.
+            Refused: the broker refuses the join.
         """
         await self._connection.open()
         self._last_token_s = self.now_s()
         self._watch = asyncio.create_task(self._watch_engines())
 
     def close(self) -> None:
-        """Leave the bus, and end what is under way."""
+        """Leaves the bus, and cancels all requests under way."""
         for scope in self.requests:
             scope.cancel()
         self._connection.close()
@@ -100,23 +99,28 @@ class EnginePool:
             self._watch.cancel()
 
     def on_token(self, attempt: AttemptWatch) -> None:
-        """A token came."""
+        """Records that an attempt has received a token."""
         attempt.last_s = self._last_token_s = self.now_s()
 
     async def acquire(
         self, session: str | None, sequences: int, avoid: frozenset[str]
     ) -> EngineLoad:
-        """The engine that a request goes to, when it is its turn.
+        """Waits for the request's turn, and returns its engine.
+
+        Args:
+            session: the request's session, or None.
+            sequences: how many sequences it has.
+            avoid: names of engines that failed it.
 
         Raises:
-            NoEngine: there is none.
+            NoEngine: no engine was there in time.
         """
         load = await self._wait(self._waiting, session, sequences, avoid)
         assert load is not None
         return load
 
     async def acquire_prefill(self, avoid: frozenset[str]) -> EngineLoad | None:
-        """The prefill engine for one sequence, when it is its turn; None if there is none.
+        """Waits for a prefill engine for one sequence; returns None if the group has none.
 
         Raises:
             NoEngine: as :meth:`acquire`.
@@ -147,7 +151,7 @@ class EnginePool:
             raise
 
     async def until_routed(self) -> None:
-        """Return when an engine is routed.
+        """Waits until an engine is routed.
 
         Raises:
             NoEngine: as :meth:`acquire`.
@@ -159,12 +163,12 @@ class EnginePool:
                 await self._require_engines()
 
     def release(self, load: EngineLoad, sequences: int) -> None:
-        """A request is over there; the next may come."""
+        """Ends the use of an engine by a request, and grants it to waiting requests."""
         self.router.release(load, sequences)
         self._grant()
 
     def _grant(self) -> None:
-        """Let those go whose turn it is, in the order in which they came."""
+        """Grants engines to waiting requests, in the order of their arrival."""
         now_s = self.now_s()
         for waiter in list(self._for_prefill):
             load = self.router.pick_prefill(now_s, waiter.avoid)
@@ -174,7 +178,7 @@ class EnginePool:
             elif not waiter.avoid:
                 break
         for waiter in list(self._waiting):
-            if not any(load.has_room(1, now_s) for load in self.router.samplers().values()):
+            if not any(load.has_room(1, now_s) for load in self.router.samplers.values()):
                 break
             load = self.router.pick(waiter.session, waiter.sequences, now_s, waiter.avoid)
             if load is not None:
@@ -186,10 +190,10 @@ class EnginePool:
             self._timer = asyncio.get_running_loop().call_at(release_s, self._grant)
 
     async def _require_engines(self) -> None:
-        """After a long wait: go on waiting if somebody works, or will.
+        """Raises unless an engine gives tokens, or is paused and will.
 
         Raises:
-            NoEngine: otherwise; it says who was waited for.
+            NoEngine: the text names the engines that are there.
         """
         if self.now_s() - self._last_token_s < self._unavailable_s:
             return
@@ -210,8 +214,7 @@ class EnginePool:
         )
 
     async def _watch_engines(self) -> None:
-        """While requests are under way: take engines' figures, and leave those that run and give no
-        tokens."""
+        """Reads the engines' loads, and cancels attempts whose engine runs and gives no tokens."""
         while True:
             await asyncio.sleep(min(_FIGURES_S, self.stall_s / 4))
             engines: tuple[EngineView, ...] = ()
@@ -239,5 +242,5 @@ class EnginePool:
             self._timer = None
 
     def now_s(self) -> float:
-        """The time of the event loop."""
+        """Returns the event loop's time in seconds."""
         return asyncio.get_running_loop().time()

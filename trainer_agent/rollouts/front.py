@@ -64,7 +64,7 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Common(msgspec.Struct):
-    """What a body has on each route, beside its prompt and sampling parameters."""
+    """Fields of a body on every route, besides its prompt and sampling parameters."""
 
     model: str | None = None
     cache_salt: str | None = None
@@ -76,7 +76,7 @@ class _Common(msgspec.Struct):
 
 
 class _Asked:
-    """A request that was read. ``params``: what else its body has."""
+    """A parsed request. ``params`` are the other fields of its body."""
 
     def __init__(self, http: web.Request, raw: bytes) -> None:
         prompt, kind = _ROUTES[http.path]
@@ -107,7 +107,7 @@ class _Asked:
         self._head["object"] = kind + (".chunk" if self.is_stream and self.is_chat else "")
 
     def frame(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-        """An answer, or an event of one."""
+        """Returns an answer, or one event of it."""
         rest = {"model": self.extra.get("model", ""), "choices": choices, "usage": usage}
         raw = msgspec.json.encode({**self._head, **rest})
         return b"data: " + raw + b"\n\n" if self.is_stream else raw
@@ -115,7 +115,7 @@ class _Asked:
     def choice(
         self, index: int, part: TokenDelta | Choice | None, text: str, message: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Tokens of a choice, for all routes: a piece, or the whole."""
+        """Returns a part of a choice, or the whole, in the form of all routes."""
         ids, logprobs = (part.token_ids, part.logprobs) if part is not None else ((), None)
         shown = {"index": index, "token_ids": ids, "text": text, "logprobs": None}
         if self.is_chat:
@@ -129,7 +129,7 @@ class _Asked:
 
 
 class _Reader:
-    """What the reader of a stream has of one choice."""
+    """Tracks what the reader of a stream has received of one choice."""
 
     def __init__(self, tokenizer: Any, params: Mapping[str, Any]) -> None:
         self._growing = GrowingText(tokenizer) if tokenizer else None
@@ -141,7 +141,7 @@ class _Reader:
         self.sent = 0
 
     def add(self, delta: TokenDelta) -> str:
-        """The text that may be sent now."""
+        """Returns the text that may be sent now."""
         if self._growing is not None:
             self._text += "".join(map(self._growing.add, delta.token_ids))
         end = self.sent if delta.finish_reason else max(self.sent, len(self._text) - self._held)
@@ -149,7 +149,7 @@ class _Reader:
         return text
 
     def message(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """A part of a message, as chunks have it."""
+        """Returns a part of a message, in the form of chunks."""
         shown = {name: value for name, value in part.items() if name != "role"} | self._role
         self._role = {}
         calls = enumerate(part.get("tool_calls") or ())
@@ -261,7 +261,7 @@ class _Front:
         chat: Chat | None,
         deltas: asyncio.Queue[tuple[int, TokenDelta] | None] | None,
     ) -> tuple[list[tuple[Choice, Mapping[str, Any]]], dict[str, int]]:
-        """All choices with their messages, and the usage. A prompt that fails ends the others."""
+        """Returns choices with their messages, and the usage. A failed prompt ends the others."""
 
         def generate(number: int, prompt: Any) -> Coroutine[Any, Any, Completion]:
             return self._client.generate(
@@ -291,7 +291,6 @@ class _Front:
 
 
 def _ending(choice: Choice, message: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of a choice at its end."""
     calls = message.get("tool_calls") and choice.finish_reason == "stop"
     return {
         "finish_reason": "tool_calls" if calls else choice.finish_reason,
@@ -314,7 +313,7 @@ def _error_of(http: web.Request, error: WavebusError) -> web.Response:
 
 
 def _error(http: web.Request, status: int, text: str) -> web.Response:
-    """What is wrong, in OpenAI's shape, with the route's names of fields."""
+    """Returns an error in OpenAI's form, with the field names of the route."""
     field, is_openai = _ROUTES.get(http.path, ("", ""))
     if text.startswith("prompt_token_ids"):
         text = field + text.removeprefix("prompt_token_ids")
@@ -332,17 +331,22 @@ def _error(http: web.Request, status: int, text: str) -> web.Response:
 async def serve(
     client: RolloutClient, host: str, port: int, *, tokenizer: Any = None, api_key: str = ""
 ) -> AsyncIterator[str]:
-    """Serve a client that is connected; yields the base URL.
+    """Serves a connected client over HTTP for the length of a block; yields the base URL.
 
     Args:
-        port: 0 takes any free one.
-        tokenizer: the client's, if it has one.
-        api_key: what requests must bring as bearer token; empty: nothing.
+        client: the client.
+        host: where to listen.
+        port: the port; 0 is any free one.
+        tokenizer: the client's tokenizer, if it has one.
+        api_key: the bearer token that requests need; empty: none.
+
+    Raises:
+        UsageError: the address can't be used.
     """
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Ask for the key, and answer errors as OpenAI does."""
+        """Checks the key, and answers errors as OpenAI does."""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
         if request.path != "/health" and not hmac.compare_digest(given, api_key.encode() or given):
             return _error(request, 401, "the API key is missing or wrong")

@@ -1,8 +1,8 @@
-"""A request for tokens: what is checked before it is sent, and how it goes on when interrupted.
+"""Checks a request for tokens, and makes the bodies of its attempts.
 
-An attempt that continues asks for the prompt and every token so far, with budgets less the tokens
-so far. What depends on the output alone starts anew there, so the result may differ: such
-parameters are named by :meth:`RolloutRequest.inexact`.
+An attempt that continues sends the prompt with every token so far, and reduces the budgets by them.
+Parameters that depend on the output alone start again there, so the result may differ:
+:meth:`RolloutRequest.inexact` names them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The names, meanings and defaults of vLLM's, except that ``max_tokens`` None (the default)
-    goes up to the model's length. ``stop`` needs the client's tokenizer."""
+    """Sampling parameters, with the names, meanings and defaults of vLLM.
+
+    Except that ``max_tokens=None`` (the default) generates up to the model's length. ``stop`` needs
+    the client's tokenizer.
+    """
 
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
@@ -72,7 +75,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A request that was checked.
+    """A checked request.
 
     Args:
         id: names it in engines' logs; each attempt adds its number.
@@ -92,12 +95,12 @@ class RolloutRequest:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings of which any ends a choice."""
+        """The stop strings; any of them ends a choice."""
         stop = self.params.stop
         return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
     def budget(self, limits: RequestLimits) -> int | None:
-        """The most output tokens of a choice; None if nobody knows."""
+        """Returns the most output tokens of a choice; None if unknown."""
         room = limits.max_model_len - len(self.prompt) if limits.max_model_len else None
         known = [each for each in (self.params.max_tokens, room) if each is not None]
         return min(known) if known else None
@@ -105,13 +108,14 @@ class RolloutRequest:
     def body(
         self, so_far: Sequence[int], index: int, count: int, limits: RequestLimits, attempt: int
     ) -> dict[str, Any]:
-        """The JSON of an attempt, by ``POST /inference/v1/generate``.
+        """Returns the JSON of an attempt, for ``POST /inference/v1/generate``.
 
         Args:
             so_far: the output tokens of choice ``index``; empty if the attempt starts anew.
-            count: choices that it asks for, from ``index`` on.
-            limits: of the engine that it goes to.
-            attempt: its number.
+            index: the first choice that it asks for.
+            count: how many choices it asks for.
+            limits: the limits of its engine.
+            attempt: the number of the attempt.
         """
         params = self.params
         sampling = dict(self.asked)
@@ -136,7 +140,7 @@ class RolloutRequest:
         }
 
     def inexact(self, limits: RequestLimits) -> tuple[str, ...]:
-        """Why a continuation on an engine of these limits may differ; empty if it is exact."""
+        """Returns why a continuation on such an engine may differ; empty if it is exact."""
         params = self.params
         default = SamplingParameters()
         reasons = [
@@ -148,7 +152,7 @@ class RolloutRequest:
         return tuple(reasons)
 
     def check(self, limits: RequestLimits) -> None:
-        """Check against what engines take.
+        """Checks the request against the engines' limits.
 
         Raises:
             UsageError: names the field at fault.
@@ -190,13 +194,18 @@ def make_request(
     decodes: bool,
     extra: Mapping[str, Any],
 ) -> RolloutRequest:
-    """Check a request, as far as that can be done without engines.
+    """Checks a request, as far as that is possible without engines.
 
     Args:
-        decodes: the client has a tokenizer.
+        prompt_token_ids: the prompt.
+        sampling_params: the sampling parameters.
+        session_id: the session, or None.
+        on_inexact: what to do if an interrupted request can't continue exactly.
+        decodes: whether the client has a tokenizer.
+        extra: other fields of vLLM's request.
 
     Raises:
-        UsageError: names the field at fault.
+        UsageError: the text names the field at fault.
     """
     try:
         prompt = msgspec.convert(list(prompt_token_ids), tuple[_Token, ...])
@@ -225,7 +234,7 @@ def make_request(
 
 
 def named(field: str, error: Exception) -> str:
-    """What msgspec says is wrong, after the name of the field at fault."""
+    """Returns msgspec's error, after the name of the field at fault."""
     detail, _, path = str(error).partition(" - at ")
     name = field + path.strip("`").removeprefix("$")
     _, _, unknown = detail.partition("contains unknown field ")

@@ -1,4 +1,4 @@
-"""What a rollout gives back: tokens, and which engine and which weights each of them is from."""
+"""Results of rollouts: tokens, with the engine and the weight version of each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Output tokens ``start`` to ``end`` (exclusive) of a choice were sampled by ``engine`` under
-    ``version`` of the weights; None: the engine died before it said which."""
+    """Output tokens of a choice that one engine sampled with one version of the weights.
+
+    Attributes:
+        version: the version; None if the engine died before it reported it.
+        start: the first token.
+        end: the token after the last one.
+        engine: the engine's name.
+    """
 
     version: int | None
     start: int
@@ -22,12 +28,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One request to one engine: the new ``tokens`` that it gave, and what ended it.
+    """One request to one engine.
 
-    ``ended_by``: the finish reason, or ``abort`` (the engine ended it: a pause, a quarantine),
-    ``rejected`` (it took no requests), ``unreachable``, ``died``, ``broken`` (its answer made no
-    sense), ``stalled`` (no token for too long), ``unfetched`` (it could not fetch what a prefill
-    engine had computed).
+    Attributes:
+        engine: the engine's name.
+        tokens: how many new tokens it gave.
+        ended_by: the finish reason, or ``abort`` (the engine ended it: a pause, a quarantine),
+            ``rejected`` (the engine took no requests), ``unreachable``, ``died``, ``broken`` (its
+            answer made no sense), ``stalled`` (no token for too long), ``unfetched`` (it could not
+            fetch what a prefill engine had computed).
     """
 
     engine: str
@@ -75,16 +84,21 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion(Completion):
-    """The same, with the message of each choice: ``role``, ``content``, and ``tool_calls`` and
-    ``reasoning`` where the engines parse them."""
+    """A completion with the message of each choice.
+
+    A message has ``role``, ``content``, and ``tool_calls`` and ``reasoning`` if engines parse them.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens of choice ``index``, or its end, or both. ``version``: as in :class:`Span`, None
-    also where the engine says it only at the end; the :class:`Completion` has it then."""
+    """New tokens of choice ``index``, or its end, or both.
+
+    ``version`` is as in :class:`Span`; it is also None if the engine reports it only at the end,
+    with the :class:`Completion`.
+    """
 
     index: int
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""One request for tokens, over as many attempts as it takes."""
+"""Runs one request for tokens, over as many attempts as it takes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _POISONED: Final = 2
 
 
 class RolloutRun:
-    """A request under way.
+    """Runs one request until all of its choices are done.
 
     Args:
         request: what is asked.
@@ -58,7 +58,7 @@ class RolloutRun:
         self._last = ""  # what ended the last attempt that failed, and where
 
     async def run(self) -> Completion:
-        """Ask until all choices are done.
+        """Sends attempts until all choices are done.
 
         Raises:
             UsageError, RolloutFailed: as :meth:`RolloutClient.generate`.
@@ -78,7 +78,7 @@ class RolloutRun:
     async def _run(self) -> Completion:
         request = self._request
         await self._pool.until_routed()
-        limits = self._pool.router.limits()
+        limits = self._pool.router.limits
         request.check(limits)
         choices = [
             ChoiceState(request, index, self._tokenizer, limits)
@@ -86,8 +86,7 @@ class RolloutRun:
         ]
         # One request for all choices; where engines are split, what is handed over is for one.
         while not (
-            self._pool.router.is_split()
-            or any(choice.token_ids or choice.done for choice in choices)
+            self._pool.router.is_split or any(choice.token_ids or choice.done for choice in choices)
         ):
             await self._attempt(choices)
         try:
@@ -100,12 +99,11 @@ class RolloutRun:
         return Completion(request.id, request.prompt, tuple(choice.result() for choice in choices))
 
     async def _finish(self, choice: ChoiceState) -> None:
-        """Attempts for one choice, until it is done."""
         while not choice.done:
             await self._attempt([choice])
 
     async def _attempt(self, choices: Sequence[ChoiceState]) -> None:
-        """Ask one engine for these choices: all from the start, or one from where it is."""
+        """Sends one request for these choices: all from the start, or one from where it is."""
         request, first = self._request, choices[0]
         load = await self._pool.acquire(request.session_id, len(choices), frozenset(self._avoid))
         route = load.route
@@ -136,7 +134,7 @@ class RolloutRun:
         self._judge(choices, load, cut)
 
     def _prepare(self, choice: ChoiceState, reasons: Sequence[str]) -> None:
-        """Decide how a choice that has tokens goes on."""
+        """Decides how a choice with tokens continues."""
         if not reasons:
             return
         request = self._request
@@ -174,8 +172,9 @@ class RolloutRun:
                             return
 
     async def _prefill(self, body: dict[str, Any]) -> str:
-        """Have a prefill engine compute the prompt, and add to ``body`` how a decode engine fetches
-        that. Returns the prefill engine's name; empty if none does it: then the decode engine does.
+        """Has a prefill engine compute the prompt, and adds its ``kv_transfer_params`` to ``body``.
+
+        Returns the prefill engine's name; empty if the decode engine must compute the prompt.
         """
         tried: set[str] = set()
         while load := await self._pool.acquire_prefill(frozenset(self._avoid | tried)):

@@ -45,8 +45,13 @@ AgePolicy: TypeAlias = Literal["drop", "raise"]
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch(Generic[T]):
-    """What was taken. ``ages``: of each sample, in commits of the model. ``dropped``: samples that
-    were too old, since the batch before."""
+    """Samples that were taken together.
+
+    Attributes:
+        samples: the samples.
+        ages: the age of each sample, in commits of the model.
+        dropped: how many samples were dropped since the last batch, because they were too old.
+    """
 
     samples: tuple[T, ...]
     ages: tuple[int, ...]
@@ -54,7 +59,7 @@ class RolloutBatch(Generic[T]):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``age_mean``, ``age_max`` and ``dropped``, for a trainer's log."""
+        """Metrics for a trainer's log: ``age_mean``, ``age_max`` and ``dropped``."""
         mean = sum(self.ages) / len(self.ages)
         return {"age_mean": mean, "age_max": max(self.ages), "dropped": self.dropped}
 
@@ -68,7 +73,7 @@ class BufferedRollout(Generic[T]):
         self.sample: tuple[T] | None = None
 
     def add(self, sample: T, *completions: Completion) -> bool:
-        """It has finished.
+        """Adds the sample, which finishes the rollout.
 
         Args:
             sample: what the trainer takes: completions with their rewards, for example.
@@ -86,7 +91,7 @@ class BufferedRollout(Generic[T]):
 
 
 class RolloutBuffer(Generic[T]):
-    """Finished rollouts, until the trainer takes them; it limits how old they are then.
+    """Keeps finished rollouts until the trainer takes them, and limits their age.
 
     ::
 
@@ -134,15 +139,18 @@ class RolloutBuffer(Generic[T]):
         self._has_samples = asyncio.Event()
 
     def capacity(self) -> int:
-        """How many rollouts may start now and still be young enough when they are used, if each
-        step uses ``samples_per_step``. Those under way, and what this step has taken, count."""
+        """Returns how many rollouts may start now and still be young enough when they are used.
+
+        That assumes that each step uses ``samples_per_step``. Rollouts under way, finished samples
+        and those that this step has taken count.
+        """
         ahead = self._taken + len(self._order)
         return max(0, (self.max_age_steps + 1) * self.samples_per_step - ahead)
 
     def valid_count(
         self, current_version: int | None = None, max_age_steps: int | None = None
     ) -> int:
-        """How many finished samples are young enough.
+        """Returns how many finished samples are young enough.
 
         Args:
             current_version: ages are up to this one; samples of later commits don't count. Default:
@@ -154,14 +162,19 @@ class RolloutBuffer(Generic[T]):
         return sum(0 <= age <= limit for age in ages)
 
     def ready_for(self, step: int) -> int:
-        """How many finished samples are meant for that step alone: rollouts are meant for steps in
-        the order in which they start, ``samples_per_step`` for each."""
+        """Returns how many finished samples are meant for one step.
+
+        Rollouts are meant for steps in the order in which they start, ``samples_per_step`` each.
+
+        Args:
+            step: the number of the step.
+        """
         first = (step - self.step) * self.samples_per_step - self._taken
         meant = islice(self._order, max(0, first), max(0, first + self.samples_per_step))
         return sum(r.sample is not None and self._age(r) <= self.max_age_steps for r in meant)
 
     def on_commit(self, version: int) -> None:
-        """The engines serve a new version of the model: what ``update_weights`` returned.
+        """Records a new version of the model, as ``update_weights`` returned it.
 
         Raises:
             UsageError: a later one was committed before.
@@ -177,8 +190,7 @@ class RolloutBuffer(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def rollout(self) -> AsyncGenerator[BufferedRollout[T]]:
-        """Wait for capacity, then count a rollout as under way, until it adds its sample or the
-        block ends."""
+        """Waits for capacity, then counts a rollout as under way until its sample or the end."""
         await _until(self._has_capacity, lambda: self.capacity() > 0)
         rollout = BufferedRollout(self, self._commits[-1] if self._commits else 0)
         self._order[rollout] = None
@@ -189,7 +201,7 @@ class RolloutBuffer(Generic[T]):
                 self._remove(rollout)
 
     async def take(self, count: int | None = None, *, in_order: bool = False) -> RolloutBatch[T]:
-        """Wait for so many finished samples and take them, those that started first.
+        """Waits for finished samples and takes them, in the order in which they started.
 
         Args:
             count: how many. Default: ``samples_per_step``.
@@ -235,7 +247,7 @@ class RolloutBuffer(Generic[T]):
         return True
 
     def _drop_old(self, among: dict[BufferedRollout[T], None]) -> list[int]:
-        """Drop the finished samples that are too old; returns their ages."""
+        """Drops the finished samples that are too old; returns their ages."""
         ages = {r: age for r in among if r.sample and (age := self._age(r)) > self.max_age_steps}
         for rollout in ages:
             self._remove(rollout)
@@ -247,7 +259,7 @@ class RolloutBuffer(Generic[T]):
         return list(ages.values())
 
     def _age(self, rollout: BufferedRollout[T], current: int | None = None) -> int:
-        """In commits; negative if all of it is of later commits than ``current``."""
+        """Returns the age in commits; negative if all of it is newer than ``current``."""
         commits, place = self._commits, bisect.bisect_right
         if current is None:
             return len(commits) - place(commits, rollout.version)

@@ -1,22 +1,22 @@
-"""Which engine a request goes to. No I/O, and no clock but the times it is given, in seconds.
+"""Chooses the engine of each request. No I/O; callers pass the time, in seconds.
 
 ========================  ===================================================================
 a request                 goes to
 ========================  ===================================================================
 of a session              the engine that served the session last, while that is routed
-of a new session          by rendezvous hashing: the engine of the highest score that has at
+of a new session          by rendezvous hashing: the engine with the highest score that has at
                           most 1.25 times the mean of sessions
-of no session             the least loaded engine
+without a session         the least loaded engine
 ========================  ===================================================================
 
-A prefill engine is none of these while any other engine is routed. It computes the prompts of
-requests that decode engines have (:meth:`Router.pick_prefill`).
+Prefill engines are not chosen while another engine is routed. They compute the prompts of requests
+that run on decode engines (:meth:`Router.pick_prefill`).
 
-Invariants: at most ``window`` sequences are in flight on an engine, unless one request alone has
-more; a window is at least one and at most the engine's slots; it halves by rejections and while
-requests wait in the engine, and grows by completions: by one each up to its goal, and by one in all
-for a window's worth of them beyond; a session moves only when its engine leaves
-the routes, or its request must avoid it.
+Invariants: at most ``window`` sequences are in flight on an engine, unless a single request has
+more. A window is at least one and at most the engine's slots. It halves on rejections and while
+requests wait in the engine. It grows on completions: by one each up to its goal, beyond that by one
+per window of completions. A session moves only if its engine leaves the routes, or if its request
+must avoid the engine.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _LOAD_BOUND: Final = 1.25
 _UNKNOWN_SLOTS: Final = 256
 _HOLD_S: Final = 0.05
 _LONGEST_HOLD_S: Final = 1.0
-# An engine that was closed or paused for a while takes as many as before. One in which requests
-# waited had too many: as many again would be preempted again.
+# The part of a halved window that completions soon bring back. An engine that was closed or paused
+# takes as many requests as before. One in which requests waited had too many.
 _AFTER_REJECTION: Final = 1.0
 _AFTER_QUEUE: Final = 0.75
 _PEAKS: Final = 3  # figures kept; what an engine counted may be so many of them old
@@ -48,12 +48,18 @@ _PEAKS: Final = 3  # figures kept; what an engine counted may be so many of them
 
 @dataclass(slots=True)
 class EngineLoad:
-    """A routed engine, and what is on it: ``in_flight`` sequences of ours, and ``others``.
+    """A routed engine and its load.
 
-    ``window``: how many of ours may be. No request is sent to it before ``held_until_s``;
-    ``hold_s``: how long the next hold is. ``peaks``: the most of ours that were in flight since the
-    last figures, and before each of those; ``queued``: how many requests it had by the last
-    figures, if some of them waited; 0 if none did. ``goal``: up to which the window grows fast.
+    Attributes:
+        route: where it is, and what it accepts.
+        window: how many of this client's sequences may be in flight there.
+        in_flight: how many are.
+        held_until_s: no request is sent to it before this time.
+        hold_s: how long the next hold lasts, in seconds.
+        others: how many sequences of other clients it has.
+        peaks: this client's greatest load since the last figures, and before each of those.
+        queued: how many requests it had by the last figures if some of them waited; else 0.
+        goal: the window up to which it grows fast.
     """
 
     route: Route
@@ -68,36 +74,45 @@ class EngineLoad:
 
     @property
     def slots(self) -> int:
+        """How many sequences the engine runs at once."""
         return self.route.limits.slots or _UNKNOWN_SLOTS
 
     @property
     def fill(self) -> float:
-        """Which part of its slots is in use."""
+        """The part of its slots that is in use."""
         return (self.in_flight + self.others) / self.slots
 
     def has_room(self, sequences: int, now_s: float) -> bool:
-        """Whether so many more may be sent to it now."""
+        """Returns whether so many more sequences may be sent to it now."""
         fits = not self.in_flight or self.in_flight + sequences <= self.window
         return fits and now_s >= self.held_until_s
 
     def halve_window(self, regained: float) -> None:
-        """Send half as many; completions soon bring back the ``regained`` part of what it was."""
+        """Halves the window; completions soon bring back the ``regained`` part of it."""
         self.goal = regained * max(self.window, self.goal)
         self.window = max(1.0, self.window / 2)
 
 
 class Router:
-    """The engines of one group, from ROUTES, and the sessions that they serve."""
+    """The routed engines of one group, and the sessions that they serve.
+
+    Attributes:
+        engines: the routed engines, by name.
+        samplers: those that sample: all but prefill engines, or all if there are no others.
+        limits: what all of them accept; 0 where no engine reports a limit.
+        is_split: whether some engines prefill for others that decode.
+    """
 
     def __init__(self) -> None:
         self.engines: dict[str, EngineLoad] = {}
-        # By engine and endpoint: the routed ones, and those with requests of ours.
+        # By engine and endpoint: the routed engines, and those with requests of this client.
         self._loads: dict[tuple[str, str], EngineLoad] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()  # the least recently used first
         self._count: Counter[str] = Counter()  # sessions of each engine
+        self.update(())
 
     def update(self, routes: Iterable[Route]) -> None:
-        """Take the engines that are routed now."""
+        """Takes the engines that are routed now."""
         now: dict[str, EngineLoad] = {}
         for route in routes:
             if not route.endpoint:
@@ -113,27 +128,17 @@ class Router:
         self.engines = now
         kept = self._loads.items()
         self._loads = {key: e for key, e in kept if e.in_flight or now.get(key[0]) is e}
-
-    def limits(self) -> RequestLimits:
-        """What all of them take; what none reports is 0."""
-        all_of = [load.route.limits for load in self.engines.values()]
-
-        def least(values: Iterable[int]) -> int:
-            return min((value for value in values if value), default=0)
-
-        return RequestLimits(
-            vocab_size=least(each.vocab_size for each in all_of),
-            max_model_len=least(each.max_model_len for each in all_of),
-            slots=least(each.slots for each in all_of),
-            exact_seeds=all(each.exact_seeds for each in all_of),
-        )
+        others = {n: load for n, load in now.items() if load.route.pd_role != "prefill"}
+        self.samplers = others or now
+        self.is_split = {"prefill", "decode"} <= {load.route.pd_role for load in now.values()}
+        self.limits = _strictest([load.route.limits for load in now.values()])
 
     def take_figures(self, engines: Iterable[EngineView]) -> None:
-        """How many requests engines have in all, as far as the broker has heard; what it does not
-        name, or did not know of late, counts as ours alone.
+        """Takes the number of requests of each engine, as the broker knows it.
 
-        An engine that queues by figures twice in a row, though it has no more than before, does so
-        for want of slots or memory; where more have come, they wait for its next step.
+        An engine that is not named is assumed to have no requests of other clients. The window of
+        an engine is halved if requests wait there twice in a row and the engine has no more than
+        before: it lacks slots or memory. New requests may just wait for its next step.
         """
         known = {(each.name, each.endpoint): each for each in engines}
         for key, load in self._loads.items():
@@ -148,63 +153,64 @@ class Router:
     def pick(
         self, session: str | None, sequences: int, now_s: float, avoid: Collection[str] = ()
     ) -> EngineLoad | None:
-        """The engine to send a request of so many sequences to, which count as in flight there
-        until :meth:`release`; None if it must wait. ``avoid``: engines that failed it."""
-        able = self.samplers()
-        able = {name: load for name, load in able.items() if name not in avoid} or able
+        """Chooses the engine of a request; its sequences are in flight there until :meth:`release`.
+
+        Args:
+            session: the request's session, or None.
+            sequences: how many sequences it has.
+            now_s: the time.
+            avoid: names of engines that failed it, used only if there are no others.
+
+        Returns:
+            The engine; None if the request must wait.
+        """
+        able = self.samplers
+        if avoid:
+            able = {name: load for name, load in able.items() if name not in avoid} or able
         if session is None:
             return _take(able.values(), sequences, now_s)
         name = self._place(session, able)
         return _take([able[name]], sequences, now_s) if name is not None else None
 
     def pick_prefill(self, now_s: float, avoid: Collection[str] = ()) -> EngineLoad | None:
-        """The least loaded prefill engine, as :meth:`pick`, for one sequence."""
+        """Chooses the least loaded prefill engine for one sequence, as :meth:`pick`."""
         return _take(self.prefills(avoid), 1, now_s)
 
-    def samplers(self) -> dict[str, EngineLoad]:
-        """Engines that sample: all but prefill engines, or all if there are no others."""
-        found = {n: load for n, load in self.engines.items() if load.route.pd_role != "prefill"}
-        return found or self.engines
-
     def prefills(self, avoid: Collection[str] = ()) -> list[EngineLoad]:
-        """Prefill engines, except these."""
+        """Returns all prefill engines except these."""
         found = (load for load in self.engines.values() if load.route.pd_role == "prefill")
         return [load for load in found if load.route.engine not in avoid]
 
-    def is_split(self) -> bool:
-        """Whether some engines prefill for others."""
-        return {"prefill", "decode"} <= {each.route.pd_role for each in self.engines.values()}
-
     def release(self, load: EngineLoad, sequences: int) -> None:
-        """They are no longer in flight there."""
+        """Records that sequences are no longer in flight there."""
         load.in_flight -= sequences
 
     def succeeded(self, load: EngineLoad) -> None:
-        """A sequence has ended there by itself."""
+        """Records that a sequence has ended there by itself."""
         grown = load.window + (1 if load.window < load.goal else 1 / load.window)
         load.window = min(load.slots, grown)
         load.hold_s = _HOLD_S
 
     def rejected(self, load: EngineLoad, now_s: float) -> None:
-        """It takes no requests now, or can't be reached: leave it alone for a while."""
+        """Records that it rejects requests or can't be reached, and holds requests to it."""
         if now_s >= load.held_until_s:  # once for all that were under way
             load.halve_window(_AFTER_REJECTION)
             load.held_until_s = now_s + load.hold_s
             load.hold_s = min(2 * load.hold_s, _LONGEST_HOLD_S)
 
     def next_release_s(self, now_s: float) -> float | None:
-        """When the next engine that is left alone may be tried again; None if none is."""
+        """Returns when the next held engine may be tried again; None if no engine is held."""
         held = [load.held_until_s for load in self.engines.values() if load.held_until_s > now_s]
         return min(held, default=None)
 
     def finish_session(self, session: str) -> None:
-        """Forget it."""
+        """Discards a session: its engine may take another."""
         engine = self._sessions.pop(session, None)
         if engine is not None:
             self._count[engine] -= 1
 
     def engine_of(self, session: str) -> str | None:
-        """Which engine a session is on."""
+        """Returns the name of a session's engine, or None."""
         return self._sessions.get(session)
 
     def _place(self, session: str, able: dict[str, EngineLoad]) -> str | None:
@@ -227,8 +233,20 @@ class Router:
         return chosen
 
 
+def _strictest(limits: Collection[RequestLimits]) -> RequestLimits:
+    def least(values: Iterable[int]) -> int:
+        return min((value for value in values if value), default=0)
+
+    return RequestLimits(
+        vocab_size=least(each.vocab_size for each in limits),
+        max_model_len=least(each.max_model_len for each in limits),
+        slots=least(each.slots for each in limits),
+        exact_seeds=all(each.exact_seeds for each in limits),
+    )
+
+
 def _take(able: Iterable[EngineLoad], sequences: int, now_s: float) -> EngineLoad | None:
-    """The least loaded with room for so many sequences, which count as in flight there."""
+    """Takes the least loaded engine with room for so many sequences, and adds them to it."""
     for load in sorted(able, key=lambda e: (e.fill, e.route.engine)):
         if load.has_room(sequences, now_s):
             load.in_flight += sequences
@@ -238,5 +256,5 @@ def _take(able: Iterable[EngineLoad], sequences: int, now_s: float) -> EngineLoa
 
 
 def _score(session: str, engine: str) -> bytes:
-    """The same in each process."""
+    """Returns a score that is the same in every process."""
     return hashlib.blake2b(f"{session}\0{engine}".encode(), digest_size=8).digest()

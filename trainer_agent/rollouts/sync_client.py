@@ -1,4 +1,4 @@
-"""The rollout client without an event loop."""
+"""The rollout client for programs without an event loop."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 
 
 class SyncRolloutClient(BusThread[RolloutClient]):
-    """:class:`trainer_agent.RolloutClient`, blocking. Same arguments, same errors.
+    """Blocks where :class:`trainer_agent.RolloutClient` awaits; arguments and errors are the same.
 
     ::
 
         with SyncRolloutClient("tcp://127.0.0.1:7710", group="policy") as rollouts:
             done = rollouts.generate([5, 9, 77], {"max_tokens": 64})
 
-    Several threads may call it at a time. Each generator is for one thread; close it, or use it up.
+    Several threads may call it at a time. Each generator is for one thread: exhaust or close it.
+
+    Args:
+        args: as :class:`trainer_agent.RolloutClient`.
+        kwargs: as :class:`trainer_agent.RolloutClient`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -34,25 +38,23 @@ class SyncRolloutClient(BusThread[RolloutClient]):
     ) -> Completion:
         """See :meth:`RolloutClient.generate`, whose options these are."""
         return self._call(
-            lambda: self._connected()[1].generate(prompt_token_ids, sampling_params, **options)
+            lambda: self._async.generate(prompt_token_ids, sampling_params, **options)
         )
 
     def stream(
         self, prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], **options: Any
     ) -> Generator[TokenDelta]:
         """See :meth:`RolloutClient.stream`, whose options these are."""
-        return self._iterate(
-            self._connected()[1].stream(prompt_token_ids, sampling_params, **options)
-        )
+        return self._iterate(self._async.stream(prompt_token_ids, sampling_params, **options))
 
     def generate_many(
         self, prompts: Iterable[Sequence[int]], sampling_params: Mapping[str, Any], **options: Any
     ) -> Generator[tuple[int, Completion]]:
-        """See :meth:`RolloutClient.generate_many`, whose options these are. All prompts are read
-        before the first request is sent, in the caller's thread."""
-        return self._iterate(
-            self._connected()[1].generate_many(list(prompts), sampling_params, **options)
-        )
+        """See :meth:`RolloutClient.generate_many`, whose options these are.
+
+        All prompts are read before the first request is sent, in the caller's thread.
+        """
+        return self._iterate(self._async.generate_many(list(prompts), sampling_params, **options))
 
     def chat(
         self,
@@ -62,9 +64,7 @@ class SyncRolloutClient(BusThread[RolloutClient]):
         **options: Any,
     ) -> ChatCompletion:
         """See :meth:`RolloutClient.chat`, whose options these are."""
-        return self._call(
-            lambda: self._connected()[1].chat(messages, tools, sampling_params, **options)
-        )
+        return self._call(lambda: self._async.chat(messages, tools, sampling_params, **options))
 
     def finish_session(self, session_id: str) -> None:
         """See :meth:`RolloutClient.finish_session`."""

@@ -1,0 +1,1 @@
+"""One update, from the plan of its chunks to the commit."""

@@ -1,10 +1,9 @@
-"""Engines that are behind are brought to the group's version, by themselves, from the snapshot.
+"""Brings stale engines to the group's version, in the background, from the snapshot.
 
-The broker tells who is behind (see :mod:`bus.protocol.group.catch_up`). Each catch-up is an update
-of those alone, over a transport of its own, beside engines that go on serving and a trainer that
-trains. Whatever the trainer asks for goes first: a catch-up under way is undone, and waited for.
-One that fails is tried again, after a second at first, then less and less often; who has failed,
-alone, so that nobody waits for it.
+The broker reports stale engines (see :mod:`bus.protocol.group.catch_up`). A catch-up is an update
+of these engines alone, over its own transport, while the others serve and the trainer trains. The
+trainer's own requests take priority: a catch-up under way is undone first. A catch-up that fails is
+repeated with growing delays, one DP group at a time, so that no other engine waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
     from bus.messages import Verify
     from bus.weight_transfer.base import Sender
-    from trainer_agent.connection import Connection
     from trainer_agent.update.steps import Steps
     from trainer_agent.weights.snapshot import Snapshot
 
@@ -38,20 +36,21 @@ _OPTIONS: Final = UpdateOptions(PauseOptions())
 
 
 class CatchUp:
-    """One trainer's, of rank 0.
+    """Runs the catch-ups of one trainer, on rank 0.
 
     Args:
-        snapshot: where from.
-        steps: of its own, beside the trainer's.
-        is_idle: whether the trainer itself has nothing under way.
-        transport: the trainer's, which engines let go when they open this one.
-        make_sender: a new sending end.
+        snapshot: the weights to send.
+        steps: steps of the catch-ups alone.
+        transport: the trainer's transport, which engines close when they open that of a catch-up.
+        is_idle: returns whether the trainer has nothing under way.
+        make_sender: makes a new sender.
+        chunk_bytes: as :class:`trainer_agent.TrainerAgent`.
+        verify: as :class:`trainer_agent.TrainerAgent`.
     """
 
     def __init__(
         self,
         snapshot: Snapshot,
-        connection: Connection,
         steps: Steps,
         transport: Transport,
         *,
@@ -61,23 +60,25 @@ class CatchUp:
         verify: Verify,
     ) -> None:
         self._snapshot = snapshot
-        self._connection = connection
         self._steps = steps
-        self._updates = Updates(connection, steps, alone=True)
+        self._updates = Updates(steps, alone=True)
         self._transport = transport
         self._is_idle = is_idle
         self._make_sender = make_sender
         self._chunk_bytes = chunk_bytes
         self._verify: Verify = verify
         self._log = bus.log.logger()
-        self._suspensions = 0  # who goes first, and is under way
+        self._suspensions = 0
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
-        self._retries: dict[str, _Retry] = {}  # of DP groups that have failed
+        # By DP group that has failed: the delay, and when it may be tried again, in seconds.
+        self._retries: dict[str, tuple[float, float]] = {}
+        steps.connection.kept_version = lambda: snapshot.version
+        steps.connection.on_stale = self.on_stale
 
     @contextlib.asynccontextmanager
     async def suspend(self) -> AsyncIterator[None]:
-        """For the length of a block nobody catches up: what is under way is undone first."""
+        """Undoes a catch-up under way, and begins none for the length of a block."""
         self._suspensions += 1
         try:
             await self.stop()
@@ -86,7 +87,7 @@ class CatchUp:
             self._suspensions -= 1
 
     async def stop(self) -> None:
-        """Undo what is under way; return when it is."""
+        """Undoes the catch-up under way, if there is one, and waits for that."""
         task = self._task
         if task is None or task.done():
             return
@@ -96,7 +97,7 @@ class CatchUp:
         await asyncio.wait([task])
 
     def on_stale(self, stale: StaleEngines) -> None:
-        """The broker's word. It comes again for as long as it is so."""
+        """Begins a catch-up if possible. The broker repeats its report while engines are stale."""
         if stale.version != self._snapshot.version or self._suspensions or not self._is_idle():
             return
         if self._task is not None and not self._task.done():
@@ -107,13 +108,13 @@ class CatchUp:
             self._task = asyncio.create_task(self._catch_up(StaleEngines(stale.version, scope)))
 
     def _due(self, dp_groups: tuple[str, ...]) -> tuple[str, ...]:
-        """Those that have not failed, together; or one of those that have, when it is time."""
+        """Returns all DP groups that have not failed; else one that is due again."""
         self._retries = {name: self._retries[name] for name in dp_groups if name in self._retries}
         fresh = tuple(name for name in dp_groups if name not in self._retries)
         if fresh:
             return fresh
         now_s = asyncio.get_running_loop().time()
-        due = (name for name in dp_groups if self._retries[name].at_s <= now_s)
+        due = (name for name in dp_groups if self._retries[name][1] <= now_s)
         return tuple(due)[:1]
 
     async def _catch_up(self, stale: StaleEngines) -> None:
@@ -124,7 +125,7 @@ class CatchUp:
         except asyncio.CancelledError:
             self._log.info("catch_up_gave_way", dp_groups=names, version=stale.version)
             raise
-        except Exception as error:  # noqa: BLE001 - a trainer that trains is not to hear of it
+        except Exception as error:  # noqa: BLE001 - it must not disturb training
             self._on_failed(stale, str(error))
             return
         if excluded:
@@ -136,23 +137,25 @@ class CatchUp:
 
     def _on_failed(self, stale: StaleEngines, detail: str) -> None:
         now_s = asyncio.get_running_loop().time()
-        retries = [_Retry.after(self._retries.get(name), now_s) for name in stale.dp_groups]
-        self._retries.update(zip(stale.dp_groups, retries, strict=True))
+        for name in stale.dp_groups:
+            last_s, _ = self._retries.get(name, (FIRST_RETRY_S / 2, 0.0))
+            delay_s = min(2 * last_s, LAST_RETRY_S)
+            self._retries[name] = delay_s, now_s + delay_s
         self._log.warning(
             "catch_up_failed",
             dp_groups=list(stale.dp_groups),
             version=stale.version,
             detail=detail,
-            retry_s=min(retry.wait_s for retry in retries),
+            retry_s=min(self._retries[name][0] for name in stale.dp_groups),
         )
 
     async def _send(self, stale: StaleEngines) -> tuple[str, ...]:
-        """All of the snapshot, to these; returns who fell out on the way."""
+        """Sends the snapshot to these DP groups, and returns the engines that dropped out."""
         kept = self._snapshot.kept
         assert kept is not None
         sender = self._make_sender()
         backend = self._transport.own_backend
-        transport = Transport(backend, sender, self._connection, self._steps, stale.dp_groups)
+        transport = Transport(backend, sender, self._steps, stale.dp_groups)
         stream = ChunkStream(kept, sender, chunk_bytes=self._chunk_bytes, verify=self._verify)
         self._transport.invalidate()
         try:
@@ -162,16 +165,3 @@ class CatchUp:
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(transport.close)
-
-
-class _Retry:
-    """When a DP group that has failed is tried again."""
-
-    def __init__(self, wait_s: float, now_s: float) -> None:
-        self.wait_s = wait_s
-        self.at_s = now_s + wait_s
-
-    @classmethod
-    def after(cls, last: _Retry | None, now_s: float) -> _Retry:
-        wait_s = FIRST_RETRY_S if last is None else min(2 * last.wait_s, LAST_RETRY_S)
-        return cls(wait_s, now_s)

@@ -7,6 +7,7 @@ from ARM to the commit.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import threading
 import time
@@ -18,8 +19,8 @@ import anyio
 import anyio.lowlevel
 import torch
 
-from bus.errors import BusTimeout, Refused, WavebusError, refusal
-from bus.messages import ChunkSent, NackCode, Step
+from bus.errors import BusTimeout, WavebusError, refusal
+from bus.messages import ChunkSent, Step
 from bus.protocol.trainer.chunk_window import ChunkWindow
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import announce_chunk, flat_task_group
@@ -46,15 +47,15 @@ _LOOK_S: Final = 0.5  # how often a source that is waited for is looked at
 class ChunkStream:
     """Sends a source chunk by chunk, with as many under way as the sender has room for.
 
-    Of each chunk engines hear twice: before it is sent, so that they receive it, and after
-    that, with its checksums, so that they load it.
+    Engines receive two messages per chunk: one before it is sent, so that they receive it, and one
+    after that with its checksums, so that they load it.
 
     Attributes:
-        all_sent: the last chunk has left, and engines have been told so.
-        on_released: called when the source's tensors may change: all of them are in the sender's
-            buffers; or, of one that sends them from where they are, engines have taken them.
-        copy: what is taken from the source is copied there.
-        connection: bounds the time that the source takes for a tensor.
+        all_sent: set when the last chunk has left, and engines know that.
+        on_released: called when the source's tensors may change: all are in the sender's buffers;
+            or, without buffers, engines have received them.
+        copy: receives a copy of every tensor; None: nothing is copied.
+        connection: limits the time that the source may take for a tensor.
     """
 
     def __init__(
@@ -79,15 +80,18 @@ class ChunkStream:
         self.verify: Verify = verify if sender.is_bit_exact else "unsupported"
 
     async def fill(self) -> None:
-        """Take from the source what there is room for. Nothing leaves: engines generate on."""
+        """Reads chunks from the source into the sender's buffers, and sends nothing yet."""
         while len(self._filled) < min(self._sender.prefetch_depth, self.plan.chunks):
             self._filled.append(await self._put(len(self._filled)))
 
     async def send(self, update: Update, step: SendStep) -> None:
-        """Tell of every chunk once the engines are paused, and send it once they have started;
-        return when every engine has applied every one.
+        """Announces every chunk once engines are paused, and sends it once they have started.
 
-        ``step`` sends one message and waits for all engines' acks.
+        Returns when every engine has applied every chunk.
+
+        Args:
+            update: the update.
+            step: sends one message and waits until all engines have acknowledged it.
         """
         sender = self._sender
         window = ChunkWindow(
@@ -106,7 +110,7 @@ class ChunkStream:
     async def _send(
         self, update: Update, chunk: _FilledChunk, step: SendStep, window: ChunkWindow
     ) -> None:
-        """Tell, send, and tell that it is sent; both words are answered when it is applied."""
+        """Announces a chunk, sends it, and reports it sent; waits until it is applied."""
         seq = chunk.seq
         window.on_announced(seq)
         async with announce_chunk(step, self.plan.chunk_meta(update.id, seq, chunk.handle)):
@@ -137,13 +141,12 @@ class ChunkStream:
             await self._changed.wait()
 
     def _note(self, event: Callable[[int], None], seq: int) -> None:
-        """Tell the window, and all who wait for it."""
         event(seq)
         self._changed.set()
         self._changed = anyio.Event()
 
     def drain(self) -> None:
-        """Take what is left of the source, for those who gather it with us."""
+        """Reads the rest of the source, for the other ranks that gather it."""
         if self._is_stuck:
             return
         with self._take_lock:
@@ -167,7 +170,7 @@ class ChunkStream:
         return await anyio.to_thread.run_sync(self._fill, seq, await taking)
 
     def _check_stuck(self, seq: int, waited_s: float) -> WavebusError | None:
-        """Why the source is waited for no longer."""
+        """Returns the error of a source that is stuck; None while it may continue."""
         self.connection.tensors_taken = self._taken
         if self.connection.lost_rank is not None:
             return refusal(self.connection.lost_rank)
@@ -180,7 +183,7 @@ class ChunkStream:
         return BusTimeout(text, step=Step.CHUNK, chunk=seq)
 
     def _take(self, seq: int) -> list[torch.Tensor]:
-        """Take the chunk's tensors from the source; runs in a thread."""
+        """Reads a chunk's tensors from the source; runs in a thread."""
         chunk: list[torch.Tensor] = []
         with self._take_lock:
             for _, tensor in itertools.islice(self._tensors, self.plan.tensor_count(seq)):
@@ -191,7 +194,7 @@ class ChunkStream:
         return chunk
 
     def _fill(self, seq: int, chunk: list[torch.Tensor]) -> _FilledChunk:
-        """Offer the chunk; runs in a thread."""
+        """Puts a chunk into the sender; runs in a thread."""
         if self.copy is not None:
             self.copy.copy_from(self.plan.manifest.part(seq).start, chunk)
         handle = self._sender.put(seq, chunk)
@@ -199,25 +202,27 @@ class ChunkStream:
 
 
 async def _in_thread(call: Callable[[int], None], seq: int) -> None:
-    """Who gives up, does not wait for it: it ends by itself."""
+    """Calls in a thread. If cancelled, the call ends by itself later."""
     await anyio.to_thread.run_sync(call, seq, abandon_on_cancel=True)
 
 
 async def open_source(weights: Weights, config: Any) -> WeightSource:
-    """Returns the source of an update's weights: in a thread, of a module. One with many experts
-    takes seconds, once."""
+    """Returns the source of an update's weights.
+
+    A module's is made in a thread, because many experts take seconds, once.
+    """
     if config is None and not isinstance(weights, torch.nn.Module):
         return as_source(weights)
     return await anyio.to_thread.run_sync(as_source, weights, config)
 
 
 def do_nothing() -> None:
-    """Nobody is to be told."""
+    """The default of callbacks: does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _FilledChunk:
-    """One that was put."""
+    """A chunk that is in the sender's buffers."""
 
     seq: int
     handle: bytes
@@ -227,18 +232,14 @@ class _FilledChunk:
 async def send_stream(
     update: Update, stream: ChunkStream, transport: Transport, steps: Steps, label: str
 ) -> UpdateReport:
-    """Have the engines of the update take the stream's weights, and serve them. Its end is the
-    caller's, who hears of whatever goes wrong."""
+    """Sends a stream's weights to the engines of an update, and commits it.
+
+    The caller ends the update.
+    """
     stream.connection = steps.connection
     await transport.open(stream.buffer_bytes)
-    try:
-        await update.arm(stream.plan, transport.backend, transport.communicator, label)
-    except Refused as refused:
-        # One that joined since the transport was opened has no end of it.
-        if refused.code is not NackCode.TRANSFER_CLOSED:
-            raise
-        await transport.reopen(stream.buffer_bytes)
-        await update.arm(stream.plan, transport.backend, transport.communicator, label)
+    reopen = functools.partial(transport.reopen, stream.buffer_bytes)
+    await transport.arm(update, stream.plan, label, reopen)
     await update.release_ranks(stream.drain)
     await stream.fill()
     try:

@@ -1,4 +1,4 @@
-"""A LoRA adapter alone: written to tmpfs, and told of as an update of one chunk."""
+"""Sends a LoRA adapter alone: a folder on tmpfs, announced as an update of one chunk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import anyio.to_thread
 import torch
 from safetensors.torch import save_file
 
-from bus.errors import Refused, UsageError, WavebusError
+from bus.errors import UsageError, WavebusError
 from bus.locked_paths import LockedFolder
 from bus.lora import (
     CONFIG_FILE,
@@ -25,8 +25,9 @@ from bus.lora import (
     AdapterFolder,
     adapter_backend,
 )
-from bus.messages import ChunkSent, NackCode, TransferInit
+from bus.messages import ChunkSent, TransferInit
 from bus.weight_transfer.formats import SHM_FOLDER, encode
+from trainer_agent.update.chunk_stream import do_nothing
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import announce_chunk
 from trainer_agent.weights.any_source import as_source
@@ -46,7 +47,7 @@ _OF_MODULE: Final = re.compile(r"(\.lora_[AB])\.[^.]+\.weight\Z")
 
 
 class Adapter:
-    """One version of an adapter, read and checked on the trainer's side.
+    """One version of an adapter, read and checked by the trainer.
 
     Args:
         name: what engines and their clients call it.
@@ -65,7 +66,7 @@ class Adapter:
         self.plan = UpdatePlan.of_source(metas, chunk_bytes=sys.maxsize)
 
     def sums(self, verify: Verify) -> tuple[int, ...]:
-        """Of its tensors, where they are."""
+        """Returns the checksums of its tensors."""
         return self.plan.sums(0, list(self.tensors.values()), verify)
 
 
@@ -97,7 +98,7 @@ class WrittenAdapter:
         self.handle = encode(AdapterFolder(self._folder.path.name, digest))
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Removes the folder."""
         self._folder.close()
 
 
@@ -110,23 +111,21 @@ async def send_adapter(
     label: str,
     verify: Verify,
 ) -> UpdateReport:
-    """Have every engine load an adapter, and serve it: one update, whose end is the caller's.
+    """Has every engine load and serve an adapter, as one update that the caller ends.
 
     Engines have read the folder when this returns, and need it no more.
     """
     written = await anyio.to_thread.run_sync(WrittenAdapter, adapter)
+
+    async def open_folder() -> None:
+        init = TransferInit(steps.new_id(), adapter.backend, written.handle, 0, 0, {})
+        await transport.open_foreign(init)
+
     try:
-        await _open(adapter, written, transport, steps)
-        try:
-            await update.arm(adapter.plan, adapter.backend, 0, label)
-        except Refused as refused:
-            # One that has joined since has not opened it.
-            if refused.code is not NackCode.TRANSFER_CLOSED:
-                raise
-            await _open(adapter, written, transport, steps)
-            await update.arm(adapter.plan, adapter.backend, 0, label)
+        await open_folder()
+        await transport.arm(update, adapter.plan, label, open_folder)
         sums = await anyio.to_thread.run_sync(adapter.sums, verify)
-        await update.release_ranks(_nothing_left)
+        await update.release_ranks(do_nothing)
         await update.start()
         async with announce_chunk(
             steps.step, adapter.plan.chunk_meta(update.id, 0, written.handle)
@@ -135,23 +134,12 @@ async def send_adapter(
         adapter.plan.warn_of_nonfinite(update.id)
         return await update.commit(label, verify)
     finally:
-        transport.invalidate()  # engines have let go what was open before
+        transport.invalidate()  # engines have closed what was open before
         written.close()
 
 
-async def _open(
-    adapter: Adapter, written: WrittenAdapter, transport: Transport, steps: Steps
-) -> None:
-    opening = TransferInit(steps.new_id(), adapter.backend, written.handle, 0, 0, {})
-    await transport.open_foreign(opening)
-
-
-def _nothing_left() -> None:
-    """Nobody gathers an adapter with us."""
-
-
 def adapter_tensors(source: Weights) -> dict[str, torch.Tensor]:
-    """Tensors by the names that PEFT gives them in a checkpoint.
+    """Returns tensors by the names that PEFT gives them in a checkpoint.
 
     Raises:
         UsageError: there are none, or those of two adapters.
@@ -174,7 +162,7 @@ def adapter_tensors(source: Weights) -> dict[str, torch.Tensor]:
 
 
 def config_text(config: Mapping[str, Any]) -> bytes:
-    """PEFT's ``adapter_config.json``.
+    """Returns PEFT's ``adapter_config.json``.
 
     Raises:
         UsageError: names the key that is missing or wrong.
@@ -202,7 +190,7 @@ def config_text(config: Mapping[str, Any]) -> bytes:
 
 
 def _listed(value: object) -> list[Any]:
-    """PEFT keeps some lists as sets."""
+    """Makes lists of the sets that PEFT has in its config."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     raise TypeError(f"a {type(value).__name__} has no place in JSON")

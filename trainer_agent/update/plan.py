@@ -1,4 +1,4 @@
-"""What an update will send, from its metadata alone."""
+"""Plans what an update sends, from the metadata alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class UpdatePlan:
-    """What is sent of which tensors; made by one of the class methods.
+    """Plans which tensors an update sends, and in which chunks.
 
     Attributes:
         base: the version that a patch is a difference from; 0 for a source.
@@ -41,7 +41,7 @@ class UpdatePlan:
 
     @classmethod
     def of_source(cls, metas: Sequence[TensorMeta], *, chunk_bytes: int) -> Self:
-        """All of a source's tensors, in chunks.
+        """Plans all tensors of a source, in chunks.
 
         Raises:
             UsageError: the metadata contradicts itself.
@@ -53,7 +53,7 @@ class UpdatePlan:
 
     @classmethod
     def of_patch(cls, metas: Sequence[TensorMeta], counts: Sequence[int], *, base: int) -> Self:
-        """``counts`` elements of each tensor, onto version ``base``; all in one chunk.
+        """Plans ``counts`` elements of each tensor, onto version ``base``, in one chunk.
 
         Raises:
             UsageError: a tensor stands twice, or has fewer elements than are to be changed.
@@ -64,11 +64,11 @@ class UpdatePlan:
             raise UsageError(f"patches: {error}") from error
 
     def buffer_bytes(self, sender: Sender) -> int:
-        """What a sender needs for the largest chunk."""
+        """Returns the size of the buffer that a sender needs for the largest chunk."""
         return max(map(sender.packed_bytes, self._sizes_bytes))
 
     def tensor_count(self, seq: int) -> int:
-        """How many tensors a chunk has."""
+        """Returns how many tensors a chunk has."""
         return len(self.manifest.names[self.manifest.part(seq)])
 
     def sums(self, seq: int, tensors: Sequence[torch.Tensor], verify: Verify) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class UpdatePlan:
         return sums
 
     def warn_of_nonfinite(self, update_id: str) -> None:
-        """Warn of what is about to be committed, if a NaN or an Inf was found."""
+        """Warns before the commit if a NaN or an Inf was found."""
         if self.nonfinite:
             bus.log.logger().warning(
                 "weights_not_finite",
@@ -95,7 +95,7 @@ class UpdatePlan:
             )
 
     def chunk_meta(self, update_id: str, seq: int, handle: bytes) -> WeightChunkMeta:
-        """What engines hear of a chunk before it is sent."""
+        """Returns the message that announces a chunk."""
         manifest, part = self.manifest, self.manifest.part(seq)
         return WeightChunkMeta(
             update_id,

@@ -1,9 +1,8 @@
-"""Trainers of several ranks: rank 0 leads an update, the others gather tensors beside it.
+"""Synchronizes the ranks of a trainer: rank 0 leads an update, the others gather tensors with it.
 
-With FSDP a full tensor is gathered in a collective of all ranks. So no rank may begin before
-every engine is ready, and none may stop in the middle: the others hear of GO over the bus, and
-rank 0, when its update fails, first gathers what is left, for their sake. See
-:mod:`bus.protocol.group.trainer_session`.
+With FSDP, a full tensor is gathered in a collective of all ranks. So no rank may begin before every
+engine is ready, and none may stop in the middle: the other ranks wait for GO on the bus, and rank 0
+gathers the remaining tensors if its update fails. See :mod:`bus.protocol.group.trainer_session`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _DRAIN_S: Final = 30.0
 
 
 class RankZero:
-    """Rank 0's part, around one update. ``alone``: there are no other ranks to tell."""
+    """Rank 0's part in one update. ``alone``: whether there are no other ranks."""
 
     def __init__(self, connection: Connection, number: int, *, alone: bool) -> None:
         self._connection = connection
@@ -38,30 +37,33 @@ class RankZero:
         connection.lost_rank = None
 
     async def release(self, drain: Callable[[], None]) -> None:
-        """Every engine waits for tensors: all ranks may gather them. ``drain`` gathers what
-        rank 0 has not gathered yet; it runs in a thread."""
+        """Lets all ranks gather tensors, once every engine waits for them.
+
+        Args:
+            drain: gathers what rank 0 has not gathered yet; called in a thread if the update fails.
+        """
         if not self._alone:
             self._drain = drain
             await self._send_go()
 
     async def share_rendezvous(self, meeting: bytes) -> None:
-        """All ranks may go to where they meet engines."""
+        """Sends all ranks the rendezvous at which they meet the engines."""
         if not self._alone:
             await self._send_go(meeting)
 
     async def finish(self, version: int, error: BaseException | None) -> None:
-        """It is committed, or has failed."""
+        """Tells the other ranks that the update is committed, or has failed with ``error``."""
         if self._alone:
             return
         if error is not None and self._drain is not None:
-            # A source that fails here, too, is not what went wrong first.
+            # The update's error is the one to report, even if the source fails here as well.
             with (
                 anyio.move_on_after(_DRAIN_S, shield=True),
                 contextlib.suppress(Exception),
             ):
                 await anyio.to_thread.run_sync(self._drain, abandon_on_cancel=True)
         failure = None if error is None else nack_of(error)
-        # What can't be told, the others hear from the broker when rank 0 is gone.
+        # If this can't be delivered, the broker tells the other ranks that rank 0 is gone.
         await self._connection.delivery.send(
             TrainerStep(self._number, "end", version, failure, b"")
         )
@@ -71,11 +73,11 @@ class RankZero:
 
 
 async def follow_rank_zero(connection: Connection, source: WeightSource, number: int) -> int:
-    """Another rank's part: wait, gather, wait; return the version that rank 0 was given.
+    """Takes part in an update as another rank; returns the version that rank 0 received.
 
     Raises:
-        Refused: what rank 0 raised, as far as it was a NACK; otherwise an
-            :class:`bus.errors.UpdateFailed` with its text.
+        Refused: the NACK that rank 0 raised, or an :class:`bus.errors.UpdateFailed` with the text
+            of its error.
     """
     await wait_for_rank_zero(connection, number, "go")
     await anyio.to_thread.run_sync(_gather, source)
@@ -85,10 +87,10 @@ async def follow_rank_zero(connection: Connection, source: WeightSource, number:
 async def wait_for_rank_zero(
     connection: Connection, number: int, point: TrainerPoint
 ) -> TrainerStep:
-    """Wait until rank 0 has come so far.
+    """Waits until rank 0 has reached a point of the update.
 
     Raises:
-        Refused: as :func:`follow_rank_zero` does.
+        Refused: as :func:`follow_rank_zero`.
     """
     step = await connection.ask(AwaitStep(number, point), TrainerStep)
     if step.failure is not None:

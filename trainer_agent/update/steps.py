@@ -1,7 +1,7 @@
 """Requests that all engines of the group answer, and the pause that is held meanwhile.
 
-A request is sent before its answer is waited for, so tasks that are started one after the other
-send theirs in that order. The helpers at the end ask for several at once.
+A request is sent before its answer is awaited, so tasks that are started one after the other send
+their requests in that order. The helpers at the end send several at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bus.messages import (
 from bus.protocol.trainer.pause_window import PauseWindow
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
     from anyio.abc import TaskGroup
 
@@ -39,43 +39,41 @@ if TYPE_CHECKING:
 
 
 class Steps:
-    """Of one trainer. Each method waits for all engines. ``ids``: of others beside these, so that
-    no two have the same.
+    """Sends the requests of one trainer, and waits until all engines have answered.
 
     Attributes:
-        version: the greatest that the bus has told of.
+        version: the greatest version that the bus has reported.
         window: the pause that the trainer holds.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        *,
-        lease_ms: int,
-        timeout_s: float,
-        ids: Iterator[int] | None = None,
-    ) -> None:
+    def __init__(self, connection: Connection, *, lease_ms: int, timeout_s: float) -> None:
         self.version = 0
         self.window = PauseWindow()
         self.connection = connection
         self._lease_ms = lease_ms
         self._timeout_s = timeout_s
-        self.ids: Iterator[int] = itertools.count(1) if ids is None else ids
+        self._ids = itertools.count(1)
         self._log = bus.log.logger()
+
+    def fork(self) -> Steps:
+        """Returns steps of another pause over the same connection, with ids that never collide."""
+        forked = Steps(self.connection, lease_ms=self._lease_ms, timeout_s=self._timeout_s)
+        forked._ids = self._ids
+        return forked
 
     @property
     def holds_pause(self) -> bool:
-        """Whether the group is paused by us."""
+        """Whether this trainer holds the group in a pause."""
         return self.window.is_open
 
     def new_id(self) -> str:
-        """For an update, or a pause."""
-        return new_update_id(self.connection.boot, next(self.ids))
+        """Returns a new id for an update or a pause."""
+        return new_update_id(self.connection.boot, next(self._ids))
 
     def pause_message(
         self, update_id: str, options: PauseOptions, scope: tuple[str, ...] = ()
     ) -> PauseLocal:
-        """What pauses the group, or these DP groups alone."""
+        """Returns the request that pauses the group, or only the DP groups of ``scope``."""
         return PauseLocal(
             update_id,
             options.mode,
@@ -88,18 +86,17 @@ class Steps:
         )
 
     async def pause(self, update_id: str, options: PauseOptions) -> GroupAck:
-        """Pause the group, and hold it. Given up, it is completed, and then resumed.
+        """Pauses the group and holds the pause. If this is cancelled, the group resumes.
 
         Raises:
-            PauseFailed: not every engine could be paused; those that were, have resumed.
+            PauseFailed: not every engine could be paused; paused engines have resumed.
         """
         async with self.resume_on_failure(update_id):
             return await self.step(self.pause_message(update_id, options))
 
     @contextlib.asynccontextmanager
     async def resume_on_failure(self, update_id: str) -> AsyncIterator[None]:
-        """For a step of this pause: when it has no answer, or nobody waits for one any more, the
-        pause is ended."""
+        """Ends a pause if its step in the block fails or is cancelled."""
         try:
             yield
         except BaseException as error:
@@ -107,23 +104,26 @@ class Steps:
             raise
 
     async def undo(self, *messages: Abort | Resume) -> WavebusError | None:
-        """Give an update up, end a pause, whoever holds it by now: what nobody goes on with would
-        stand in the way of the next. A broker that is silent is told later.
+        """Aborts an update or ends a pause, whoever owns the group by now.
+
+        A silent broker receives the messages when it is back.
 
         Returns:
-            What could not be had.
+            The first error; None if all were answered.
         """
         for message in messages:
             self.window.on_over(message)
         return await self.connection.delivery.send(*messages) if messages else None
 
     async def step(self, message: Message) -> GroupAck:
-        """One step; in a pause, only as the trainer that made it. Engines that can't resume are
-        named in the answer, and in the log: the broker asks them again, while the others serve.
+        """Sends one request and returns the group's answer.
+
+        In a pause, only the trainer that began the pause may send. The answer and the log name
+        engines that can't resume: the broker asks them again while the others serve.
 
         Raises:
             Refused: an engine or the broker answered with a NACK.
-            BusTimeout: somebody did not answer in time.
+            BusTimeout: a peer did not answer in time.
         """
         await self.connection.wait_until_delivered(message, self._timeout_s)
         self.window.on_asked(message, self.connection.epoch)
@@ -138,10 +138,11 @@ class Steps:
         return done
 
     async def probe(self, probe: Probe) -> ProbeReport:
-        """Run the canary's probes on all engines, and hear what they gave.
+        """Runs the canary's probes on all engines, and returns their results.
 
         Raises:
-            Refused, BusTimeout: as :meth:`step`.
+            Refused: as :meth:`step`.
+            BusTimeout: as :meth:`step`.
         """
         self.window.on_asked(probe, self.connection.epoch)
         return await self.connection.ask(probe, ProbeReport)
@@ -152,7 +153,7 @@ SendStep: TypeAlias = "Callable[[Message], Coroutine[object, object, GroupAck]]"
 
 @asynccontextmanager
 async def flat_task_group() -> AsyncIterator[TaskGroup]:
-    """A task group that raises what went wrong first, and not a group of it."""
+    """Opens a task group that raises its first error instead of an exception group."""
     try:
         async with anyio.create_task_group() as tasks:
             yield tasks
@@ -161,7 +162,7 @@ async def flat_task_group() -> AsyncIterator[TaskGroup]:
 
 
 async def ask_in_order(*asks: Callable[[], Coroutine[object, object, object]]) -> None:
-    """Ask for all, in this order; return when all are answered."""
+    """Sends requests in this order, and waits until all are answered."""
     async with flat_task_group() as tasks:
         for ask in asks:
             tasks.start_soon(ask)
@@ -169,16 +170,18 @@ async def ask_in_order(*asks: Callable[[], Coroutine[object, object, object]]) -
 
 @asynccontextmanager
 async def announce_chunk(step: SendStep, meta: WeightChunkMeta) -> AsyncIterator[None]:
-    """Engines are told of a chunk before the block; it is applied when that ends, in which the
-    word that it is sent must follow."""
+    """Announces a chunk to the engines, and waits after the block until they have applied it.
+
+    The block must send the chunk, and CHUNK_SENT.
+    """
     async with flat_task_group() as tasks:
         tasks.start_soon(step, meta)
-        await anyio.lowlevel.checkpoint()  # it is on its way
+        await anyio.lowlevel.checkpoint()  # the request has left
         yield
 
 
 def first_error(error: BaseException) -> BaseException:
-    """What went wrong first; chunks under way fail with it, for the same reason."""
+    """Returns the first error of a group; chunks under way fail for the same reason."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""The sending end of the transport, and what engines have opened of it."""
+"""The trainer's end of the transport, and which transport the engines have open."""
 
 from __future__ import annotations
 
@@ -14,33 +14,39 @@ from bus.weight_transfer.rendezvous import address_towards, host_of
 from trainer_agent.update.steps import flat_task_group
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from bus.weight_transfer.base import Sender
-    from trainer_agent.connection import Connection
+    from trainer_agent.update.plan import UpdatePlan
     from trainer_agent.update.steps import Steps
+    from trainer_agent.update.update import Update
 
 _OPENINGS: Final = 3
 
 
 class Transport:
-    """One agent's. Engines have one transport open at a time: the agent's own, or that of a
-    trainer engine of vLLM's kind, which opens its sending end itself.
+    """Opens and closes the transport of one trainer agent.
+
+    Engines have one transport open at a time: the agent's own, or that of a vLLM trainer engine,
+    which opens its sender itself.
 
     Args:
+        backend: the agent's backend.
+        sender: the agent's sender.
+        steps: sends the requests.
         scope: the DP groups that it is for; empty: all.
 
     Attributes:
-        sender: the agent's own sending end.
-        own_backend: the agent's own, which stays.
-        backend: of the transport that is open.
-        communicator: its number.
-        is_foreign: it is a trainer engine's.
+        own_backend: the agent's backend.
+        backend: the backend of the open transport.
+        communicator: the number of the open transport's communicator.
+        is_foreign: whether a vLLM trainer engine has opened it.
     """
 
     def __init__(
         self,
         backend: str,
         sender: Sender,
-        connection: Connection,
         steps: Steps,
         scope: tuple[str, ...] = (),
     ) -> None:
@@ -49,18 +55,21 @@ class Transport:
         self.communicator = 0
         self.is_foreign = False
         self.own_backend = backend
-        self._connection = connection
+        self._connection = steps.connection
         self._steps = steps
         self._buffer_bytes = 0
         self._scope = scope
 
     async def open(self, buffer_bytes: int) -> None:
-        """Open our own, if it isn't, or has too little room for a chunk."""
+        """Opens the agent's transport, unless it is open with buffers of that size."""
         if self._buffer_bytes < buffer_bytes:
             await self.reopen(buffer_bytes)
 
     async def reopen(self, buffer_bytes: int) -> None:
-        """Open our own, for those who are there now; again, if somebody comes or goes meanwhile."""
+        """Opens the agent's transport to the engines that are there now.
+
+        Repeats that if an engine joins or leaves meanwhile.
+        """
         self.invalidate()
         for left in reversed(range(_OPENINGS)):
             world = await self.plan() if self.sender.is_collective else ALONE
@@ -82,7 +91,7 @@ class Transport:
         self.communicator = world.number
 
     async def open_foreign(self, init: TransferInit) -> None:
-        """Have engines open their ends of a trainer engine's transport."""
+        """Has the engines open their ends of a vLLM trainer engine's transport."""
         self.invalidate()
         self.sender.close()
         await self._steps.step(init)
@@ -90,37 +99,51 @@ class Transport:
         self.communicator = init.communicator
         self.is_foreign = True
 
+    async def arm(
+        self, update: Update, plan: UpdatePlan, label: str, reopen: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Arms an update over the open transport.
+
+        Opens it again, once, if an engine that has joined since lacks its end.
+        """
+        try:
+            await update.arm(plan, self.backend, self.communicator, label)
+        except Refused as refused:
+            if refused.code is not NackCode.TRANSFER_CLOSED:
+                raise
+            await reopen()
+            await update.arm(plan, self.backend, self.communicator, label)
+
     async def plan(self, senders: int = 1) -> World:
-        """Who would meet in a communicator that is made now, with so many ranks of the trainer."""
+        """Returns the members of a communicator with so many ranks of the trainer, if made now."""
         plan = await self._connection.ask(PlanTransfer(self._scope), TransferPlan)
         address = address_towards(host_of(self._connection.broker))
         return World(plan.communicator, plan.world_size - 1 + senders, address, senders)
 
     def invalidate(self) -> None:
-        """What is open can't be used any more."""
+        """Marks the open transport as unusable."""
         self._buffer_bytes = 0
         self.is_foreign = False
 
     async def discard(self) -> None:
-        """As :meth:`invalidate`, and let our own go now: whoever waits in a broadcast, here or at
-        an engine, leaves it as soon as its end is one that can."""
+        """Invalidates the transport and closes the sender, which ends broadcasts where possible."""
         self.invalidate()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.sender.close)
 
     def close(self) -> None:
-        """Let our own go."""
+        """Closes the sender."""
         self.sender.close()
 
     async def _meet_all(self, init: TransferInit) -> None:
-        """Every engine opens its end; a sender with collectives meets them meanwhile."""
+        """Has every engine open its end; a collective sender meets them at the same time."""
         async with flat_task_group() as tasks:
             if self.sender.is_collective:
                 tasks.start_soon(self._meet)
             await self._steps.step(init)
 
     async def _meet(self) -> None:
-        """Wait in a thread until all ends are there; closed, the sender gives up waiting."""
+        """Waits in a thread until all ends have met. Closing the sender ends the wait."""
         try:
             await anyio.to_thread.run_sync(self.sender.meet, abandon_on_cancel=True)
         except BaseException:

@@ -1,16 +1,16 @@
-"""Drives one update through its steps, for the trainer agent and for vLLM's trainer engines.
+"""Takes one update through its steps, for the trainer agent and for vLLM's trainer engines.
 
-An update that was begun is committed or undone, and the trainer's other ranks are told which::
+An update that was begun is committed or undone, and the trainer's other ranks learn which::
 
     async with updates.begin(options) as update:
         await update.arm(plan, backend, communicator, label)
         await update.release_ranks(drain)
-        await update.start()            # beside and after it: chunks. Staged: without a pause
+        await update.start()            # chunks are sent during and after it
         await update.commit(label, verified)
 
-No step waits for the answer to the one before if the broker can wait instead: the broker keeps
-UPDATE_START until the group is paused, COMMIT until all engines have finished, and RESUME until
-all of them serve the version. So engines wait for the broker, and not for the trainer.
+Steps are sent ahead of their turn where the broker can hold them: UPDATE_START until the group is
+paused, COMMIT until all engines have finished, and RESUME until all of them serve the version. So
+engines never wait for the trainer's next request.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         Target,
         Verify,
     )
-    from trainer_agent.connection import Connection
     from trainer_agent.options import UpdateOptions
     from trainer_agent.update.plan import UpdatePlan
     from trainer_agent.update.steps import Steps
@@ -53,26 +52,28 @@ if TYPE_CHECKING:
 
 
 class Updates:
-    """A trainer's, one at a time. ``alone``: there are no other ranks. ``snapshot``: is kept, or
-    outdated, by each that is committed.
+    """Begins the updates of one trainer, one at a time, and records the commits.
+
+    Args:
+        steps: sends the requests.
+        alone: whether the trainer has no other ranks.
+        snapshot: replaced or outdated by each commit.
 
     Attributes:
-        last: the last one that was committed.
+        last: the report of the last committed update.
     """
 
-    def __init__(
-        self, connection: Connection, steps: Steps, *, alone: bool, snapshot: Snapshot | None = None
-    ) -> None:
+    def __init__(self, steps: Steps, *, alone: bool, snapshot: Snapshot | None = None) -> None:
         self.last: UpdateReport | None = None
         self._snapshot = snapshot
-        self._connection = connection
+        self._connection = steps.connection
         self._steps = steps
         self._alone = alone
-        self._begun = 0  # refused ones too: the other ranks count as well
+        self._begun = 0  # with refused ones, because the other ranks count them too
         self._committed: list[int] = []  # versions, ascending
         self._is_busy = False
         self._warned = False
-        self._last_reason = ""  # the reason for which engines were asked last
+        self._last_reason = ""  # the last reason for which the engines' features were read
 
     def begin(
         self,
@@ -82,14 +83,16 @@ class Updates:
         alone: bool = False,
         catch_up: StaleEngines | None = None,
     ) -> Update:
-        """Rank 0's part of the next one. It ends with :meth:`Update.end`, or as a context.
+        """Begins the next update, as rank 0. It ends with :meth:`Update.end`, or as a context.
 
         Args:
-            alone: the other ranks have no part in it, and don't count it.
-            catch_up: who catches up by it, and with which version; None: it is for all.
+            options: how it is made.
+            target: what it updates.
+            alone: whether the other ranks take no part in it, and don't count it.
+            catch_up: the stale engines that catch up, and their version; None: all engines.
 
         Raises:
-            UsageError: one is under way; or a draft's has a canary.
+            UsageError: another update is under way, or a draft's update has a canary.
         """
         if options.canary is not None and target != "model":
             raise UsageError("canary: a draft model changes no token: there is nothing to probe")
@@ -111,12 +114,12 @@ class Updates:
 
     @property
     def is_busy(self) -> bool:
-        """Whether one is under way."""
+        """Whether an update is under way."""
         return self._is_busy
 
     @contextlib.asynccontextmanager
     async def with_all_ranks(self) -> AsyncIterator[RankZero]:
-        """Rank 0's part of what is no update, but counts as one: all ranks meet the engines."""
+        """Runs a block as rank 0 that counts as an update: all ranks meet the engines in it."""
         rank_zero = RankZero(self._connection, self._claim(), alone=self._alone)
         failed: BaseException | None = None
         try:
@@ -132,7 +135,7 @@ class Updates:
 
     @contextlib.contextmanager
     def as_follower(self) -> Iterator[int]:
-        """Another rank's part of the next one, which has this number."""
+        """Takes part in the next update as another rank; yields the update's number."""
         number = self._claim()
         try:
             yield number
@@ -140,7 +143,7 @@ class Updates:
             self.release()
 
     def record_commit(self, report: UpdateReport, copy: WeightsCopy | None) -> UpdateReport:
-        """It is the last one from now on; what is kept of it, or of none, is of it, too."""
+        """Records a commit, with the copy of its weights if there is one."""
         if self._snapshot is not None:
             self._snapshot.on_committed(report.version, copy)
             report = replace(report, kept_bytes=self._snapshot.memory_bytes)
@@ -150,17 +153,19 @@ class Updates:
         return report
 
     def count_after(self, version: int) -> int:
-        """How many were committed with a greater version."""
+        """Returns how many updates with a greater version were committed."""
         return len(self._committed) - bisect.bisect_right(self._committed, version)
 
     def require_idle(self) -> None:
-        """Raises ``UsageError`` if one is under way."""
+        """Raises ``UsageError`` if an update is under way."""
         if self._is_busy:
             raise UsageError("an update is under way; await it first")
 
     async def warn_of_fallback(self, why_paused: str) -> None:
-        """Warn, once, if updates take a pause because of an engine's version of vLLM. Engines are
-        asked for it once per reason, which may be another one at first: want of memory, say."""
+        """Warns, once, if updates need a pause because of an engine's version of vLLM.
+
+        Engines' features are read once per reason, because the first reason may be another one.
+        """
         if self._warned or why_paused == self._last_reason:
             return
         self._last_reason = why_paused
@@ -180,7 +185,7 @@ class Updates:
             )
 
     def release(self) -> None:
-        """The next may begin."""
+        """Lets the next update begin."""
         self._is_busy = False
 
     def _claim(self, *, counts: bool = True) -> int:
@@ -191,12 +196,12 @@ class Updates:
 
 
 class Update:
-    """One update of the group. Whoever gets an error from a step, ends it with that.
+    """One update of the group. A step that raises must be followed by :meth:`end`.
 
     Attributes:
-        paused: every engine is, or it failed.
-        started: every engine waits for chunks, or it failed.
-        copy: has its weights, once they are sent; to be kept when they are committed.
+        paused: set when every engine is paused, or the update failed.
+        started: set when every engine waits for chunks, or the update failed.
+        copy: a copy of its weights, to be kept at the commit; None: nothing is kept.
     """
 
     def __init__(
@@ -231,12 +236,12 @@ class Update:
         await self.end(exc)
 
     async def arm(self, plan: UpdatePlan, backend: str, communicator: int, label: str) -> None:
-        """Every engine checks the manifest; weights that sleep are woken for it.
+        """Has every engine check the manifest, and wake weights that sleep.
 
         Raises:
             ManifestRefused: an engine's model doesn't take these tensors.
-            Refused: with code ``transfer_closed``, if an engine has no end of the transport;
-                it may then be armed again.
+            Refused: code ``transfer_closed`` if an engine has not opened the transport; the update
+                may then be armed again.
         """
         self._plan = plan
         machine = self._machine
@@ -255,13 +260,11 @@ class Update:
             await self._updates.warn_of_fallback(machine.armed.why_paused)
 
     async def release_ranks(self, drain: Callable[[], None]) -> None:
-        """Every engine has armed: all ranks may gather tensors. For ``drain`` see
-        :meth:`trainer_agent.update.rank_sync.RankZero.release`."""
+        """Lets all ranks gather tensors (see :meth:`.rank_sync.RankZero.release`)."""
         await self._rank_zero.release(drain)
 
     async def start(self) -> None:
-        """Pause, unless the group is held already, or the update is staged; and have every engine
-        wait for chunks."""
+        """Pauses the group if that is needed, and has every engine wait for chunks."""
         try:
             await ask_in_order(partial(self._ask, self._machine.start()), self._open_for_chunks)
         finally:
@@ -269,12 +272,12 @@ class Update:
             self.started.set()
 
     def finish(self) -> None:
-        """Ask every engine to finish, once the last chunk is sent; :meth:`commit` waits for it."""
+        """Asks every engine to finish, after the last chunk. Does not wait for the answer."""
         if self._finishing is None:
             self._finishing = asyncio.ensure_future(self._ask(self._machine.finish()))
 
     async def commit(self, label: str, verified: Verify) -> UpdateReport:
-        """Have every engine serve the weights, and resume, unless the group was held before."""
+        """Has every engine serve the weights, and ends the update's own pause."""
         await self.started.wait()
         self.finish()
         differing = await self._run_canary()
@@ -302,7 +305,6 @@ class Update:
         return self._updates.record_commit(report, self.copy)
 
     def _pause_reason(self, of_engines: str) -> str:
-        """Of an update that is not staged."""
         request = self._machine.request
         if self._machine.staging is not None:
             return of_engines
@@ -311,10 +313,10 @@ class Update:
         return self._options.needs_pause or f"a {request.target} is loaded in a pause"
 
     async def _run_canary(self) -> tuple[Differing, ...]:
-        """Have all engines that have finished run the canary's probes; who differs.
+        """Runs the canary's probes on all engines, and returns those that differ.
 
         Raises:
-            CanaryFailed: nobody is proven.
+            CanaryFailed: no engine passed.
         """
         canary = self._options.canary
         if canary is None:
@@ -329,7 +331,7 @@ class Update:
         return await anyio.to_thread.run_sync(compare, canary, report)
 
     async def end(self, error: BaseException | None) -> None:
-        """It is over; with an error, it is undone first, as far as it got."""
+        """Ends the update; with an error, undoes it first as far as it got."""
         try:
             if error is not None:
                 self._machine.describe_end(error)
@@ -339,8 +341,10 @@ class Update:
             self._updates.release()
 
     async def _undo(self) -> None:
-        """Give it up, and let the engines go on. What fails here, the broker mends: it aborts and
-        resumes for a trainer that is gone."""
+        """Aborts the update and resumes the engines.
+
+        If that fails, the broker does it, as for a trainer that is gone.
+        """
         if self._finishing is not None:
             self._finishing.cancel()
             with anyio.CancelScope(shield=True):
@@ -348,7 +352,7 @@ class Update:
         await self._steps.undo(*self._machine.undo())
 
     async def _ask(self, messages: Sequence[Message]) -> None:
-        """Ask for these, in this order and at once, and for what follows from each answer."""
+        """Sends messages in this order without waiting, and what follows from each answer."""
         if len(messages) == 1:
             await self._ask_one(messages[0])
         elif messages:
@@ -378,8 +382,12 @@ class _StartUpdate(Protocol):
 
 
 async def wait_until_sent(update: _StartUpdate, *, at_once: bool) -> asyncio.Task[int]:
-    """Begin it, and return it as soon as its source's tensors may change: ``at_once``, if they
-    may already. What fails before, is raised; who is cancelled before, gives it up."""
+    """Begins an update, and returns its task as soon as the source's tensors may change.
+
+    Args:
+        update: makes the update, and calls ``on_sent`` at that moment.
+        at_once: whether the tensors may change already.
+    """
     sent = asyncio.Event()
     task = asyncio.ensure_future(update(on_sent=sent.set))
     if at_once:
@@ -393,12 +401,12 @@ async def wait_until_sent(update: _StartUpdate, *, at_once: bool) -> asyncio.Tas
     finally:
         waiting.cancel()
     if not sent.is_set():
-        await task  # it has failed; or is another rank's, which has sent its part
+        await task  # it failed; or it is that of another rank, which has sent its part
     return task
 
 
 async def cancel_and_wait(task: asyncio.Task[int]) -> None:
-    """Return when it has ended, one way or the other."""
+    """Cancels a task and waits until it has ended."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await task

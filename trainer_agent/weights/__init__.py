@@ -1,0 +1,1 @@
+"""Sources of weights, and copies of them."""

@@ -1,4 +1,4 @@
-"""Makes a source of whatever a trainer has its weights in."""
+"""Makes a weight source of anything that a trainer has its weights in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def as_source(weights: Weights, config: Any = None) -> WeightSource:
-    """The source for a module, a state dict, pairs, or a source itself.
+    """Returns the source for a module, a state dict, pairs, or a source itself.
 
     Args:
         weights: a model of transformers is sent as ``save_pretrained`` would write it.

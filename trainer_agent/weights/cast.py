@@ -1,4 +1,4 @@
-"""Weights in another dtype than the trainer keeps them in, cast as they are sent."""
+"""Casts weights to another dtype than the trainer's as they are sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CAST: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
 class CastSource:
-    """Another source's tensors in one floating-point dtype.
+    """Casts another source's tensors to one floating-point dtype.
 
     Each is cast on its own device when its turn comes, so that one chunk is held twice at most.
     What is sharded is gathered first, in the trainer's dtype.

@@ -1,7 +1,7 @@
-"""Weights in CPU memory, taken at one moment and sent whenever.
+"""Copies weights into CPU memory once, to be sent later or several times.
 
-The trainer's next step may change the originals while these are sent, and what is sharded over
-ranks is gathered once, however often it is sent.
+The trainer's next step may change the originals meanwhile, and sharded tensors are gathered once,
+however often the copy is sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class CpuCache:
-    """A :class:`trainer_agent.weights.source.WeightSource` over a copy.
+    """Keeps a copy of weights in CPU memory, as a ``WeightSource``.
 
     ::
 
@@ -57,11 +57,11 @@ class CpuCache:
 
     @property
     def size_bytes(self) -> int:
-        """Of the copy."""
+        """The size of the copy."""
         return sum(memory.numel() * memory.element_size() for memory in self._memory)
 
     def store(self, weights: Weights) -> None:
-        """Copy these in place of what was stored; a collective, where they are sharded.
+        """Copies weights in place of the last ones; a collective if they are sharded.
 
         Raises:
             UsageError: an update reads the copy; or the source does not yield what its metadata
@@ -82,7 +82,7 @@ class CpuCache:
             self._metas = metas
 
     def metadata(self) -> list[TensorMeta]:
-        """What is stored.
+        """Returns the metadata of what is stored.
 
         Raises:
             UsageError: nothing is.
@@ -104,7 +104,7 @@ class CpuCache:
 
 
 def cpu_buffers(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-    """Memory for such tensors; pinned where there is a GPU, which copies faster to and from it."""
+    """Allocates CPU memory for tensors; pinned if there is a GPU."""
     pinned = torch.cuda.is_available()
     return [
         torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), pin_memory=pinned)
@@ -113,7 +113,7 @@ def cpu_buffers(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
 
 
 def _shared_buffers(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-    """All in one piece of shared memory."""
+    """Allocates all tensors in one piece of shared memory."""
     starts = [0, *itertools.accumulate(aligned(meta.size_bytes) for meta in metas)]
     memory = allocate(starts[-1])
     return [

@@ -1,4 +1,4 @@
-"""transformers' models by the names and shapes that their checkpoints have.
+"""Sends models of transformers with the names and shapes that their checkpoints have.
 
 transformers 5 keeps some weights in another form than checkpoints do: the experts of a layer are
 one tensor in memory, and one tensor per expert and projection in a file. Engines load checkpoints.
@@ -37,7 +37,7 @@ class _Piece:
 
 
 class SavedForm:
-    """A source of a model's tensors as its checkpoint has them.
+    """Yields a model's tensors as its checkpoint has them.
 
     Tensors that one piece of the checkpoint is made of are gathered together, when its turn comes.
 
@@ -100,7 +100,7 @@ def saved_form(
 
 @functools.lru_cache(maxsize=1)
 def _meta_model(fields: str, parse: Callable[[dict[str, Any]], Any]) -> torch.nn.Module:
-    """A model of a configuration, without memory."""
+    """Makes the model of a configuration on the meta device, without memory."""
     import transformers  # noqa: PLC0415 - only who gives a configuration has it for sure
 
     config = parse(json.loads(fields))

@@ -1,8 +1,7 @@
-"""Tensors in shared memory, from where ``shm`` sends them without a copy.
+"""Moves tensors into shared memory, from where ``shm`` sends them without a copy.
 
-The memory has no name (``memfd``), so nothing is left of it when its last tensor, and the last
-engine that has mapped it, are gone, whoever was killed. Engines find it through this process's
-descriptor.
+The memory has no name (``memfd``), so it is freed with its last tensor and the last engine that has
+mapped it, whichever process was killed. Engines find it through this process's descriptor.
 """
 
 from __future__ import annotations
@@ -15,22 +14,23 @@ from bus.weight_transfer.shm import allocate, is_shared
 
 
 def share_memory(model: torch.nn.Module) -> None:
-    """Move a model's parameters into shared memory, once; they stay the model's, and are trained
-    where they are now.
+    """Moves a model's parameters into shared memory, where they are then trained.
 
     ::
 
         share_memory(model)
         agent = TrainerAgent(broker, group="policy", backend="shm", packed=False)
 
-    Then ``shm`` need not copy them: engines read them where they are. For a moment the parameters
-    take twice their memory. What is taken out of there afterwards (``model.to(...)``) is copied
-    again, as is what never was there.
+    Engines then read the parameters where they are, without a copy by ``shm``. During the call the
+    parameters take twice their memory. Parameters that leave shared memory again
+    (``model.to(...)``) are copied by ``shm``, as any other tensor.
+
+    Args:
+        model: the model.
 
     Raises:
-        UsageError: a parameter is not in CPU memory, or a part of one that is spread over ranks.
-            Nothing has moved then.
-        WavebusError: there is not so much shared memory left; same.
+        UsageError: a parameter is not in CPU memory, or is spread over ranks. Nothing has moved.
+        WavebusError: there is not enough shared memory left. Nothing has moved.
     """
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():

@@ -1,11 +1,9 @@
-"""The weights of the last update that was committed, in CPU memory: what engines that are behind
-catch up from.
+"""Keeps the weights of the last committed update in CPU memory, from where stale engines catch up.
 
-A whole update of the model is copied chunk by chunk, as it is packed, into memory beside that of
-the last one, and takes its place when it is committed. So an update that fails spoils nothing; and
-from the second one on there are two copies. What else is committed (a patch, a draft, an adapter)
-gives a version of which no copy is kept: the snapshot is outdated until the next whole update of
-the model.
+A whole update of the model is copied chunk by chunk, as it is packed, into memory beside the last
+copy, and replaces that at the commit. So a failed update changes nothing, and there are two copies
+from the second update on. Other commits (a patch, a draft, an adapter) make the snapshot outdated
+until the next whole update of the model.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ if TYPE_CHECKING:
 
 
 class WeightsCopy:
-    """Memory for all of a model's weights; a :class:`trainer_agent.weights.source.WeightSource`
-    once it
-    is filled."""
+    """Memory for all weights of a model; once filled, it is a ``WeightSource``."""
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self._metas = tuple(metas)
@@ -34,18 +30,20 @@ class WeightsCopy:
 
     @property
     def size_bytes(self) -> int:
+        """The size of the copy."""
         return sum(meta.size_bytes for meta in self._metas)
 
     def is_for(self, metas: Sequence[TensorMeta]) -> bool:
-        """Whether such tensors have room here."""
+        """Returns whether the copy is one of such tensors."""
         return self._metas == tuple(metas)
 
     def copy_from(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy these tensors, of which ``first`` is the number of the first."""
+        """Copies consecutive tensors; ``first`` is the number of the first."""
         for place, tensor in enumerate(tensors, first):
             self._buffers[place].copy_(tensor)
 
     def metadata(self) -> Sequence[TensorMeta]:
+        """Returns names, dtypes and shapes, in the order of iteration."""
         return self._metas
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,11 +52,11 @@ class WeightsCopy:
 
 
 class Snapshot:
-    """One trainer's.
+    """Keeps the weights of one trainer's last commit.
 
     Attributes:
-        version: whose weights it has; 0: none.
-        kept: these.
+        version: the version of the kept weights; 0 if there are none.
+        kept: the copy of these weights.
     """
 
     def __init__(self) -> None:
@@ -69,11 +67,11 @@ class Snapshot:
 
     @property
     def memory_bytes(self) -> int:
-        """Of all copies."""
+        """The size of all copies."""
         return sum(copy.size_bytes for copy in (self.kept, self._spare) if copy is not None)
 
     def begin(self, metas: Sequence[TensorMeta]) -> WeightsCopy:
-        """Memory for the next update's weights, beside those that are kept. May take its time."""
+        """Returns memory for the next update's weights. Allocating it may take seconds."""
         spare = self._spare
         if spare is None or not spare.is_for(metas):
             self._spare = None
@@ -81,7 +79,7 @@ class Snapshot:
         return spare
 
     def on_committed(self, version: int, copy: WeightsCopy | None) -> None:
-        """An update was. ``copy`` has its weights, all of them; None: nobody has copied it."""
+        """Records a commit; ``copy`` has all of its weights, or is None."""
         if copy is None:
             if self.version:
                 fields = {"version": self.version, "outdated_by": version}

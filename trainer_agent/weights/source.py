@@ -1,9 +1,9 @@
-"""Where weights come from: anything that a trainer has them in, as one stream.
+"""Sources of weights: anything that a trainer has them in, as one stream.
 
-A source is read twice: once for names, dtypes and shapes (the manifest), once for
-the tensors, in the same order. Tied parameters appear once, as in
-``named_parameters()``. A ``DTensor`` (FSDP2, tensor parallelism) counts with its whole shape,
-and is gathered when its turn comes: a collective, which every rank of the trainer enters.
+A source is read twice: once for names, dtypes and shapes (the manifest), once for the tensors, in
+the same order. Tied parameters appear once, as in ``named_parameters()``. A ``DTensor`` (FSDP2,
+tensor parallelism) has its whole shape, and is gathered when it is read, in a collective that every
+rank of the trainer enters.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ class AnyMeta(Protocol):
     """A :class:`bus.manifest.TensorMeta`, or vLLM's ``ParamMeta``."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name in the checkpoint."""
 
     @property
     def dtype(self) -> Any:
         """A ``torch.dtype``, or its name."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Its whole shape."""
 
 
 @runtime_checkable
@@ -41,10 +43,10 @@ class WeightSource(Protocol):
     """
 
     def metadata(self) -> Sequence[AnyMeta]:
-        """Names, dtypes and full shapes, in the order of iteration."""
+        """Returns names, dtypes and whole shapes, in the order of iteration."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(name, tensor)``: the tensors that :meth:`metadata` told of."""
+        """Yields ``(name, tensor)`` for each tensor of :meth:`metadata`, in the same order."""
 
 
 Weights: TypeAlias = (
@@ -53,12 +55,13 @@ Weights: TypeAlias = (
 
 
 class PairSource:
-    """A source over ``(name, tensor)`` pairs that can be read again and again."""
+    """Yields ``(name, tensor)`` pairs, which can be read again and again."""
 
     def __init__(self, pairs: Mapping[str, torch.Tensor]) -> None:
         self._pairs = pairs
 
     def metadata(self) -> list[TensorMeta]:
+        """Returns names, dtypes and whole shapes."""
         return [meta_of(name, tensor) for name, tensor in self._pairs.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -69,27 +72,29 @@ class PairSource:
 
 
 class Devices:
-    """GPUs that tensors of a source lie on. What a trainer has asked of one, in whatever stream, is
-    done before the first tensor is read there; and what was read, before it goes on. (A source of
-    one's own that makes its tensors as they are asked for, sees to what it makes them of.)"""
+    """Synchronizes with the GPUs of a source's tensors.
+
+    The trainer's work on a GPU, in every stream, is finished before the first tensor is read there.
+    A source that makes its tensors on demand must itself wait for what it makes them of.
+    """
 
     def __init__(self) -> None:
         self._seen: set[torch.device] = set()
 
     def before_read(self, tensor: torch.Tensor) -> None:
-        """It is about to be read."""
+        """Waits for the trainer's work on a tensor's GPU, before the first read there."""
         if tensor.is_cuda and tensor.device not in self._seen:
             self._seen.add(tensor.device)
             torch.cuda.synchronize(tensor.device)
 
     def after_reads(self) -> None:
-        """All that were, have been."""
+        """Waits until all tensors are read."""
         for device in self._seen:
             torch.cuda.synchronize(device)
 
 
 def copy_source(source: WeightSource) -> PairSource:
-    """Its tensors as they are now, each where it lies; takes as much memory once more."""
+    """Copies a source's tensors, each on its device."""
     devices = Devices()
     copies: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -101,7 +106,7 @@ def copy_source(source: WeightSource) -> PairSource:
 
 
 def tensor_metas(metas: Iterable[AnyMeta]) -> list[TensorMeta]:
-    """What a source's metadata is for a manifest."""
+    """Returns a source's metadata in the form of a manifest."""
     return [
         meta
         if isinstance(meta, TensorMeta)
@@ -113,10 +118,10 @@ def tensor_metas(metas: Iterable[AnyMeta]) -> list[TensorMeta]:
 def as_described(
     metas: Iterable[TensorMeta], tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The source's tensors, as long as they are those that its metadata told of.
+    """Yields a source's tensors, and checks each against the metadata.
 
     Raises:
-        UsageError: names the tensor that is missing, or another one.
+        UsageError: a tensor is missing, or is another one; the text names it.
     """
     for meta in metas:
         name, tensor = next(tensors, ("", None))
@@ -131,7 +136,7 @@ def as_described(
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or all of one that is spread over ranks."""
+    """Returns a tensor; gathers it first if it is spread over ranks."""
     gather = getattr(tensor, "full_tensor", None)
     if gather is None:
         return tensor
@@ -141,11 +146,11 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:
-    """What a manifest says of one tensor."""
+    """Returns the metadata of one tensor."""
     return TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 @functools.cache  # there are few, and tensors are many
 def dtype_name(dtype: torch.dtype) -> str:
-    """As manifests have it."""
+    """Returns the name of a dtype in manifests, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

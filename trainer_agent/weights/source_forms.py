@@ -51,11 +51,12 @@ class Metadata(list[Any]):
     """
 
     def __call__(self) -> Metadata:
+        """Returns itself."""
         return self
 
 
 class EitherForm:
-    """A base class for sources that vLLM's trainer engines of both forms accept.
+    """The base class of sources that vLLM's trainer engines of both forms accept.
 
     Subclasses define :meth:`describe` and :meth:`iter_full`, or :meth:`iter_local`.
     """

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
+from bus.cli import options
 from bus.errors import UsageError
-from sidecar import cli
-from sidecar.cli import _vllm, sidecar
+from sidecar.cli import sidecar
+from sidecar.cli_plan import SidecarPlan, make_vllm
 from sidecar.vllm.http_engine import VllmHttpEngine
 from sidecar.vllm.plugin.environment import (
     BOOT_CLOSED,
@@ -25,8 +26,7 @@ def test_a_server_boots_with_closed_admission_unless_it_is_to_be_open(
     monkeypatch.delenv(BOOT_CLOSED, raising=False)
     if chosen is not None:
         monkeypatch.setenv(BOOT_CLOSED, chosen)
-    options = {"dp_size": 1, "dp_rank": None, "dp_master": None}
-    engine = _vllm(None, None, (sys.executable,), options, 1.0, None)  # type: ignore[arg-type]
+    engine = make_vllm(SidecarPlan(), (sys.executable,))
     assert isinstance(engine, VllmHttpEngine)
     assert engine._server is not None
     assert engine._server.prepared.env[BOOT_CLOSED] == given
@@ -37,13 +37,14 @@ def test_trusted_connectors_are_known_to_the_sidecar_and_its_server(
 ) -> None:
     """By the environment: a server that is started here has the sidecar's."""
     monkeypatch.setenv(TRUST_KV_CONNECTORS, "")
-    monkeypatch.setattr(cli, "configure_log", lambda *_: None)  # it would be that of later tests
+    monkeypatch.setattr(
+        options, "configure_log", lambda *_: None
+    )  # it would be that of later tests
     asked = ["--trust-kv-connector", "One", "--trust-kv-connector", "Two", "--engine", "vllm"]
     with pytest.raises(UsageError, match="--engine=vllm"):
         sidecar.main(asked, standalone_mode=False)
     assert trusted_kv_connectors() == {"One", "Two"}
-    options = {"dp_size": 1, "dp_rank": None, "dp_master": None}
-    engine = _vllm(None, None, (sys.executable,), options, 1.0, None)  # type: ignore[arg-type]
+    engine = make_vllm(SidecarPlan(), (sys.executable,))
     assert isinstance(engine, VllmHttpEngine)
     assert engine._server is not None
     assert trusted_kv_connectors(engine._server.prepared.env) == {"One", "Two"}

@@ -287,22 +287,3 @@ def test_a_killed_server_leaves_no_name_in_shared_memory(tmp_path: Path) -> None
         (shared / unknown).unlink()
 
     run(scenario())
-
-
-def test_signals_are_passed_on() -> None:
-    """The server is in a process group of its own: Ctrl-C would not reach it."""
-
-    async def scenario() -> None:
-        async with SupervisedServer(STAND_IN) as server, anyio.create_task_group() as tasks:
-
-            async def ended() -> None:
-                reason = await server.wait_for_exit()
-                assert "exit code" in reason
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(ended)
-            tasks.start_soon(server.forward_signals)
-            await anyio.wait_all_tasks_blocked()
-            os.kill(os.getpid(), signal.SIGINT)
-
-    run(scenario())

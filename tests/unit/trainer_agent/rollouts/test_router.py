@@ -238,7 +238,20 @@ def test_the_strictest_limits_hold_for_all() -> None:
             Route("b", "b", "http://b", RequestLimits(0, 32, 8)),
         ]
     )
-    assert router.limits() == RequestLimits(100, 32, 8)
+    assert router.limits == RequestLimits(100, 32, 8)
+
+
+def test_limits_and_samplers_follow_an_update() -> None:
+    """They are computed once per ROUTES, and not for each request."""
+    router = router_of("a", slots=4)
+    assert router.limits == RequestLimits(100, 64, 4)
+    (route,) = routes("b", slots=2)
+    router.update([replace(route, limits=RequestLimits(50, 32, 2))])
+    assert router.limits == RequestLimits(50, 32, 2)
+    assert set(router.samplers) == {"b"}
+    router.update([])
+    assert router.limits.slots == 0
+    assert router.samplers == {}
 
 
 def test_engines_without_an_endpoint_are_left_out() -> None:
@@ -255,17 +268,17 @@ def test_sessions_stay_on_decode_engines_and_prompts_go_to_the_least_loaded_pref
     prefills = [replace(route, pd_role="prefill") for route in routes("p", "q", slots=2)]
     decodes = [replace(route, pd_role="decode") for route in routes("a", "b", slots=2)]
     router.update([*prefills, *decodes])
-    assert router.is_split()
+    assert router.is_split
     assert {place(router, f"s{index}") for index in range(20)} == {"a", "b"}
     assert Counter(picked(router) for _ in range(5)) == {"a": 2, "b": 2, None: 1}
     loads = [router.pick_prefill(0.0) for _ in range(5)]
     assert Counter(load and load.route.engine for load in loads) == {"p": 2, "q": 2, None: 1}
     assert router.pick_prefill(0.0, {"p", "q"}) is None
     router.update(prefills)
-    assert not router.is_split()
+    assert not router.is_split
     assert place_of(router, "s0") in ("p", "q")
     router.update([*prefills, *routes("c")])
-    assert (place_of(router, "s0"), router.is_split()) == ("c", False)
+    assert (place_of(router, "s0"), router.is_split) == ("c", False)
 
 
 def place_of(router: Router, session: str) -> str | None:
