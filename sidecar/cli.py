@@ -414,11 +414,13 @@ def _vllm(
             "--engine=vllm: give --attach URL, or the server's command after --, such as "
             "-- python -m vllm.entrypoints.openai.api_server --model ..."
         )
+    from sidecar.vllm.connection_http import HttpConnection  # noqa: PLC0415 - only where it is used
+    from sidecar.vllm.engine import VllmAdapter  # noqa: PLC0415
+
     if command:
         if shutil.which(command[0]) is None:
             raise UsageError(f"{command[0]}: there is no such command; check it, and PATH")
-        from sidecar.supervision.server import SupervisedServer  # noqa: PLC0415 - only where it is used
-        from sidecar.vllm.http_engine import VllmHttpEngine  # noqa: PLC0415
+        from sidecar.supervision.server import SupervisedServer  # noqa: PLC0415
         from sidecar.vllm.plugin.environment import BOOT_CLOSED, DP_COORDINATOR  # noqa: PLC0415
 
         coordinator = "bus" if coordinate else "vllm"
@@ -428,13 +430,12 @@ def _vllm(
             ready_timeout_s=boot_timeout_s,
             coordinate=coordinate,
         )
-        return VllmHttpEngine(server=server, dp_coordinator="bus" if coordinate else "vllm")
-    from sidecar.vllm.http_engine import VllmHttpEngine  # noqa: PLC0415
-
-    assert attach is not None
-    return VllmHttpEngine(
-        attach,
-        ready_timeout_s=boot_timeout_s,
-        api_key=os.environ.get(API_KEY_VARIABLE, ""),
-        dp_coordinator="bus" if coordinate else "vllm",
-    )
+        connection = HttpConnection(server=server)
+    else:
+        assert attach is not None
+        connection = HttpConnection(
+            attach,
+            ready_timeout_s=boot_timeout_s,
+            api_key=os.environ.get(API_KEY_VARIABLE, ""),
+        )
+    return VllmAdapter(connection, "bus" if coordinate else "vllm")

@@ -45,7 +45,6 @@ LONG_CLASSES = {
     "TrainerAgent": 376,
     "TrainerEngineSession": 373,
     "UpdateMachine": 292,
-    "VllmHttpEngine": 397,
     "WavebusWeightTransferEngine": 384,
 }
 

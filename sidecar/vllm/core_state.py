@@ -1,23 +1,20 @@
-"""The state of a vLLM's engine cores as its sidecar sees it: status pages, ranks, coordinator,
-versions.
+"""The state of a vLLM's engine cores as its sidecar sees it.
 
-Both adapters share this module, whether they reach vLLM over HTTP or in process.
+That is their status pages and lease pages, their ranks, their DP coordinator and their versions.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 import bus.log
 from bus.errors import EngineError
 from bus.vllm_payloads import native_name
-from bus.vllm_versions import untested_reason
 from bus.weight_transfer.registry import receiver_backends
-from sidecar.engine import EngineInfo
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader
 from sidecar.shared_pages.pause_lease import (
     LeaseOutcome,
@@ -29,6 +26,7 @@ from sidecar.vllm.plugin import environment
 from sidecar.vllm.plugin.compat import BACKEND
 
 if TYPE_CHECKING:
+    from sidecar.engine import EngineInfo
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, OutcomeState, PauseLease
     from sidecar.vllm.plugin.environment import DpCoordinator
@@ -211,25 +209,3 @@ def driven_backends(chosen: str) -> tuple[str, ...]:
     """What an engine can be updated with that was booted with the backend ``chosen``."""
     ours = receiver_backends()
     return ours if chosen == BACKEND else (*ours, native_name(chosen))
-
-
-def server_info(
-    config: dict[str, Any], version: str, url: str, backend: str, *, draft: bool
-) -> EngineInfo:
-    parallel = config["parallel_config"]
-    external = bool(parallel["data_parallel_external_lb"])
-    world, dp_size = int(parallel["world_size"]), int(parallel["data_parallel_size"])
-    return EngineInfo(
-        kind="vllm-http",
-        software=f"vllm {version}",
-        model=str(config["model_config"]["model"]),
-        dp_rank=int(parallel["data_parallel_rank"]) if external else 0,
-        dp_size=dp_size if external else 1,
-        workers=world * (1 if external else dp_size),
-        backends=driven_backends(backend),
-        endpoint=url,
-        can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
-        draft=draft,
-        untested=untested_reason(version),
-        dtype=str(config["model_config"].get("dtype", "")).removeprefix("torch."),
-    )

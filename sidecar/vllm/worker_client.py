@@ -9,7 +9,6 @@ from bus.lora import adapter_of
 from bus.messages import NackCode
 from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity, combine, require_capacity
-from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.cache_control import CacheControl
 from sidecar.vllm.plugin import operations, worker_rpc
 from sidecar.vllm.plugin.staging import channel_messages
@@ -19,25 +18,25 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import Staging, Target, Verify
     from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.engine import Chunk, SleepLevel
-    from sidecar.shared_pages.core_status import CoreStatusView
-    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
-    from sidecar.vllm.core_state import CoreLink
+    from sidecar.engine import Chunk
 
 
-class VllmConnection(Protocol):
-    """vLLM's calls that an update needs, raising :class:`EngineError` when they fail."""
+class WorkerConnection(Protocol):
+    """Makes the calls of vLLM that an update needs; they raise :class:`EngineError`."""
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """vLLM's ``collective_rpc``, of a method in :mod:`sidecar.vllm.plugin.worker_rpc`; what
-        each
-        worker, or the core, has answered."""
+        """Call vLLM's ``collective_rpc``; return each worker's answer, or the core's.
+
+        Args:
+            method: one of :mod:`sidecar.vllm.plugin.worker_rpc`, or of vLLM's own.
+            kwargs: the method's arguments.
+        """
 
     async def load_adapter(self, name: str) -> None:
-        """vLLM's own in-place load of a LoRA adapter; workers take what they have staged."""
+        """Load a LoRA adapter in place by vLLM's own call; workers take what they have staged."""
 
     async def drop_adapter(self, name: str) -> None:
-        """The same undone."""
+        """Undo :meth:`load_adapter`."""
 
 
 class WorkerClient:
@@ -55,9 +54,9 @@ class WorkerClient:
     all have come, and are what was sent.
     """
 
-    def __init__(self, connection: VllmConnection) -> None:
+    def __init__(self, connection: WorkerConnection) -> None:
         self._connection = connection
-        self.caches = CacheControl(connection.ask)
+        self._caches = CacheControl(connection.ask)
         self._adapter = ""
         self._load_comes_with_receive = False
         self._staged = False
@@ -70,7 +69,7 @@ class WorkerClient:
         self._cannot_stage = ""
         self._is_one_core = True
 
-    async def hello(self, facts: worker_rpc.WorkerFacts, *, cores: int) -> None:
+    async def _hello(self, facts: worker_rpc.WorkerFacts, *, cores: int) -> None:
         """Does the plugin speak our protocol? What a sidecar before us has staged, or loaded of a
         LoRA adapter, and not committed, goes.
 
@@ -82,7 +81,7 @@ class WorkerClient:
         self._is_one_core = cores == 1
         why = facts.features.get("staged_updates", "")
         self._cannot_stage = f"this vLLM takes no staged updates: {why}" if why else ""
-        self.caches.learn(facts)
+        self._caches.learn(facts)
         await self._perform(operations.Hello(operations.PROTOCOL))
         await self._perform(operations.UndoAdapter(settled=False))
         if await self._cancel_swap() is None and not why:
@@ -91,8 +90,8 @@ class WorkerClient:
         await self._open_channels()
         await self._perform(operations.ReleaseStaging())
 
-    def close(self) -> None:
-        """Let the workers' staging channels go."""
+    def _close_channels(self) -> None:
+        """Close the connections to the workers' staging channels."""
         self._channels.close()
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
@@ -109,9 +108,9 @@ class WorkerClient:
         return prefetch_depth
 
     async def arm(
-        self, manifest: Manifest, target: Target, staging: Staging | None = None
+        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
-        self.caches.require_updatable()
+        self._caches.require_updatable()
         arm = operations.ArmManifest(
             manifest.names,
             manifest.dtypes,
@@ -128,7 +127,9 @@ class WorkerClient:
         self._armed = manifest if of_model else None
         return room if staging is None else require_capacity(staging, room)
 
-    async def start_update(self, *, recover: bool, target: Target, staged: bool = False) -> None:
+    async def start_update(
+        self, *, recover: bool, target: Target = "model", staged: bool = False
+    ) -> None:
         """See :class:`wire.Start`. LoRA adapters need none."""
         self._staged = staged
         self._sent.clear()
@@ -177,7 +178,7 @@ class WorkerClient:
         else:
             await self._perform(operations.LoadChunk(seq, verify, sums))
 
-    async def restore(self, target: Target) -> None:
+    async def restore(self, target: Target = "model") -> None:
         """See :class:`wire.Restore`. Or the LoRA adapter before takes its place again."""
         if self._staged:
             await self._perform(operations.ReleaseStaging())
@@ -199,7 +200,7 @@ class WorkerClient:
             "version": version,
             "check": operations.encode(operations.CheckReady()),
             "operation": operations.encode(operations.SwapStaged()),
-            "clear_cache": self.caches.clears(clear_cache),
+            "clear_cache": self._caches.clears(clear_cache),
         }
         await self._connection.ask(worker_rpc.SWAP, kwargs)
 
@@ -207,12 +208,12 @@ class WorkerClient:
         """A swap that is not made yet, will not be."""
         await self._cancel_swap()
 
-    async def release_staging(self) -> None:
+    async def _release_staging(self) -> None:
         """A sleep is about to begin, in which nothing is to be kept beside the weights."""
         if self._has_channels:
             await self._perform(operations.ReleaseStaging())
 
-    async def settle(self) -> None:
+    async def _settle(self) -> None:
         """What was loaded is about to be committed: a sidecar after us leaves a LoRA adapter."""
         if self._adapter:
             await self._perform(operations.SettleAdapter())
@@ -288,76 +289,6 @@ class WorkerClient:
         """Have all workers carry it out; how many chunks may be received ahead."""
         asked = {"operation": operations.encode(operation)}
         return worker_rpc.read_prefetch_depth(await self._connection.ask(operations.PERFORM, asked))
-
-
-class AdapterBase:
-    """The part of an adapter that is the same in process and over HTTP.
-
-    Args:
-        core: the engine core's shared pages.
-        connection: makes vLLM's calls.
-        served: clients reach the engine through an API server.
-    """
-
-    def __init__(self, core: CoreLink, connection: VllmConnection, *, served: bool = True) -> None:
-        self._core = core
-        self._ask_workers = connection.ask
-        self._admission = AdmissionControl(connection.ask, served=served)
-        self._plugin = WorkerClient(connection)
-
-    def core_view(self) -> CoreStatusView | None:
-        return self._core.view()
-
-    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        return self._core.write_pause_lease(lease)
-
-    def abandoned_pause(self) -> AbandonedPause | None:
-        return self._core.abandoned_pause()
-
-    async def sleep(self, level: SleepLevel) -> None:
-        """Ask the workers: vLLM's own sleep pauses a second time, for which a rank waits until all
-        others are asked, too."""
-        await self._plugin.release_staging()
-        await self._ask_workers("sleep", {"level": level})
-
-    async def wake_weights(self) -> None:
-        await self._ask_workers("wake_up", {"tags": ["weights"]})
-
-    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """Cores of an unknown vLLM have no admission control: there requests are queued."""
-        if self._admission.is_supported:
-            await self._admission.admit(open=open)
-
-    async def join_run(self, run: str) -> None:
-        await self._plugin.caches.join_run(run)
-
-    async def arm(
-        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> StagingCapacity:
-        return await self._plugin.arm(manifest, target, staging)
-
-    async def start_update(
-        self, *, recover: bool, target: Target = "model", staged: bool = False
-    ) -> None:
-        await self._plugin.start_update(recover=recover, target=target, staged=staged)
-
-    async def receive(self, chunk: Chunk) -> None:
-        await self._plugin.receive(chunk)
-
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        await self._plugin.load(seq, verify, sums)
-
-    async def restore(self, target: Target = "model") -> None:
-        await self._plugin.restore(target)
-
-    async def finish_update(self) -> None:
-        await self._plugin.finish_update()
-
-    async def swap(self, version: int, *, clear_cache: bool) -> None:
-        await self._plugin.swap(version, clear_cache=clear_cache)
-
-    async def call_off(self) -> None:
-        await self._plugin.call_off()
 
 
 def engine_error(text: str) -> EngineError:

@@ -9,7 +9,8 @@ import pytest
 from bus.errors import UsageError
 from sidecar import cli
 from sidecar.cli import _vllm, sidecar
-from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.connection_http import HttpConnection
+from sidecar.vllm.engine import VllmAdapter
 from sidecar.vllm.plugin.environment import (
     BOOT_CLOSED,
     TRUST_KV_CONNECTORS,
@@ -27,9 +28,10 @@ def test_a_server_boots_with_closed_admission_unless_it_is_to_be_open(
         monkeypatch.setenv(BOOT_CLOSED, chosen)
     options = {"dp_size": 1, "dp_rank": None, "dp_master": None}
     engine = _vllm(None, None, (sys.executable,), options, 1.0, None)  # type: ignore[arg-type]
-    assert isinstance(engine, VllmHttpEngine)
-    assert engine._server is not None
-    assert engine._server.prepared.env[BOOT_CLOSED] == given
+    assert isinstance(engine, VllmAdapter)
+    assert isinstance(engine._vllm, HttpConnection)
+    assert engine._vllm.server is not None
+    assert engine._vllm.server.prepared.env[BOOT_CLOSED] == given
 
 
 def test_trusted_connectors_are_known_to_the_sidecar_and_its_server(
@@ -44,6 +46,7 @@ def test_trusted_connectors_are_known_to_the_sidecar_and_its_server(
     assert trusted_kv_connectors() == {"One", "Two"}
     options = {"dp_size": 1, "dp_rank": None, "dp_master": None}
     engine = _vllm(None, None, (sys.executable,), options, 1.0, None)  # type: ignore[arg-type]
-    assert isinstance(engine, VllmHttpEngine)
-    assert engine._server is not None
-    assert trusted_kv_connectors(engine._server.prepared.env) == {"One", "Two"}
+    assert isinstance(engine, VllmAdapter)
+    assert isinstance(engine._vllm, HttpConnection)
+    assert engine._vllm.server is not None
+    assert trusted_kv_connectors(engine._vllm.server.prepared.env) == {"One", "Two"}

@@ -103,7 +103,10 @@ def closed() -> Iterator[list[WorkerClient | StagingChannelServer]]:
     made: list[WorkerClient | StagingChannelServer] = []
     yield made
     for each in made:
-        each.close()
+        if isinstance(each, WorkerClient):
+            each._close_channels()
+        else:
+            each.close()
 
 
 def client_of(workers: Workers, closed: list[WorkerClient | StagingChannelServer]) -> WorkerClient:
@@ -131,14 +134,14 @@ def test_an_update_is_one_call_for_each_step(
     """A chunk is two: it is verified where it is loaded."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
+    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
     steps = (
         client.arm(MANIFEST, "model"),
         client.start_update(recover=False, target="model"),
         client.receive(Chunk(0, "shm", (META,), b"h")),
         client.load(0, "full", (7,)),
         client.finish_update(),
-        client.settle(),
+        client._settle(),
     )
     assert told(workers, *steps) == [
         operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", ()),
@@ -155,7 +158,7 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     """Chunks come by the channel, so that no step waits for them."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
+    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
     steps = (
         client.arm(MANIFEST, "model", MAY),
         client.start_update(recover=False, target="model", staged=True),
@@ -185,7 +188,7 @@ def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
     workers = Workers()
     workers.in_place = True
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1), client.open_transfer("nccl", b"", NO_RANK))
+    told(workers, client._hello(facts(), cores=1), client.open_transfer("nccl", b"", NO_RANK))
     manifest = replace(
         MANIFEST, names=tuple("abc"), dtypes=("int8",) * 3, shapes=((1,),) * 3, chunk_ends=(1, 2, 3)
     )
@@ -219,7 +222,7 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     tensors were an adapter's."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
+    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
     arm = operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
     again = channel_messages.Rearm(MANIFEST.digest(), MAY)
     other = replace(MANIFEST, shapes=((3,),))
@@ -256,7 +259,7 @@ def test_what_may_take_long_is_asked_of_lanes(
         StagingChannelServer(workers._carry_out, lambda: None) for _ in range(workers_there - 1)
     ]
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1))
+    told(workers, client._hello(facts(), cores=1))
     assert asyncio.run(client.open_transfer("shm", b"", NO_RANK)) == 3
     assert workers.by_lane == [operations.Open("shm", b"", 0, 1, 0)] * workers_there
     told(workers, client.arm(MANIFEST, "model", MAY))
@@ -282,7 +285,7 @@ def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
     workers.found = StagingCapacity(64, "no room" if cores == 1 else "")
     workers.calls_off = False if cores else None
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=cores))
+    told(workers, client._hello(facts(), cores=cores))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     why_not = {1: "no room", 2: "several cores", 0: "can't swap"}[cores]
     assert why_not in found.why_not
@@ -298,7 +301,7 @@ def test_a_vllm_that_takes_no_staged_updates_is_named_with_the_reason(
     workers = Workers()
     client = client_of(workers, closed)
     why = "ParallelConfig.sync_dp_state takes more"
-    told(workers, client.hello(facts({"staged_updates": why, "admission": ""}), cores=1))
+    told(workers, client._hello(facts({"staged_updates": why, "admission": ""}), cores=1))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     assert found.why_not == f"this vLLM takes no staged updates: {why}"
 
@@ -309,9 +312,9 @@ def test_where_versions_would_share_a_prefix_cache_it_is_always_cleared(
 ) -> None:
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello(facts({"prefix_cache_versions": mixes}), cores=1))
-    assert client.caches.clears(True)
-    assert client.caches.clears(False) == bool(mixes)
+    told(workers, client._hello(facts({"prefix_cache_versions": mixes}), cores=1))
+    assert client._caches.clears(True)
+    assert client._caches.clears(False) == bool(mixes)
     assert told(workers, client.swap(5, clear_cache=False))[-1] == f"swap to 5, {bool(mixes)}"
 
 
@@ -322,7 +325,7 @@ def test_workers_that_cannot_be_reached_stage_nothing(
     workers = Workers()
     workers.channel_name = "wavebus-channel-nobody"
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1))
+    told(workers, client._hello(facts(), cores=1))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     assert "must run on one host" in found.why_not
 
@@ -358,7 +361,7 @@ def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
     """One that finds another sum keeps all of them from loading."""
     workers = Workers(fails=fails)
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=2))
+    told(workers, client._hello(facts(), cores=2))
     if fails:
         with pytest.raises(EngineError, match="another sum"):
             told(workers, client.load(0, "full", (7,)))
@@ -377,14 +380,14 @@ def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm(
     client = client_of(workers, closed)
     told(
         workers,
-        client.hello(facts(), cores=1),
+        client._hello(facts(), cores=1),
         client.open_transfer(adapter_backend("mine"), b"", NO_RANK),
     )
     steps = (
         client.start_update(recover=False, target="model"),
         client.load(0, "full", (7,)),
         client.finish_update(),
-        client.settle(),
+        client._settle(),
         client.restore("model"),
     )
     assert told(workers, *steps) == [
@@ -403,7 +406,7 @@ def test_an_engine_with_a_refused_connector_is_armed_with_nothing(
     workers = Workers()
     client = client_of(workers, closed)
     found = {"ExampleConnector": kv_connectors.BY_TOKENS, "NixlConnector": kv_connectors.TAGGED}
-    before = told(workers, client.hello(facts(connectors=found), cores=1))
+    before = told(workers, client._hello(facts(connectors=found), cores=1))
     for staging in (None, MAY):
         with pytest.raises(EngineError, match="ExampleConnector: keyed by") as refused:
             asyncio.run(client.arm(MANIFEST, "model", staging))
