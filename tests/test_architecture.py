@@ -43,9 +43,9 @@ LONG_CLASSES = {
     "Group": 343,
     "Sidecar": 425,
     "TrainerAgent": 376,
-    "TrainerEngineSession": 373,
+    "TrainerEngineSession": 371,
     "UpdateMachine": 292,
-    "WavebusWeightTransferEngine": 384,
+    "WavebusWeightTransferEngine": 381,
 }
 
 # The glossary's words (docs/glossary.md) replaced these in names. Each is one or several parts of

@@ -86,18 +86,18 @@ class VllmHttpClient:
     async def post(
         self, path: str, body: Any = None, *, query: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """One RL call, however long it takes.
+        """Make one call, however long it takes, and return the answer.
 
         Raises:
             EngineDead: the connection was refused or broke.
-            EngineError: what the server, or the plugin inside it, said.
+            EngineError: with the text of the server, or of the plugin inside it.
         """
         async with self._answer("POST", path, body=body, query=query) as response:
             answer: dict[str, Any] = await response.json()
             return answer
 
     async def status_of(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
-        """One call of a route that needs no plugin: how the server answers, whatever it says.
+        """Make one call of a route that needs no plugin; return the status and the text.
 
         Raises:
             EngineDead: the connection was refused or broke.
@@ -123,7 +123,7 @@ class VllmHttpClient:
             yield response
 
     async def _failure(self, path: str, status: int, text: str) -> EngineError:
-        """What an answer with an error status means.
+        """Return the error that an answer with an error status stands for.
 
         A dead engine is recognised by ``/health``. The text can't say it: it differs between
         releases of vLLM, and newer ones (0.33) keep the cause from clients.
@@ -172,7 +172,7 @@ class VllmHttpClient:
             return response.status
 
     async def _is_dead(self) -> bool:
-        """Whether the server says that its engine is dead, or has ended with it."""
+        """Return whether the server says that its engine is dead, or has ended with it."""
         try:
             return await self._health() == UNAVAILABLE
         except TimeoutError:
@@ -432,7 +432,16 @@ class HttpConnection(VllmHttpClient):
 async def wait_until_healthy(
     health: Callable[[], Awaitable[int]], url: str, limit_s: float
 ) -> None:
-    """Return when the server is healthy; log what is waited for, for at most ``limit_s``."""
+    """Return when the server is healthy.
+
+    Args:
+        health: asks for ``/health``, and returns the status.
+        url: for the log, which says every 10 s what is waited for.
+        limit_s: how long this waits, in seconds.
+
+    Raises:
+        EngineError: the server is not healthy in time.
+    """
     last = "nothing was heard"
     warn_s = 0.0
     with anyio.move_on_after(limit_s):

@@ -188,8 +188,13 @@ class InProcessConnection:
 
 
 class HttpRoutes:
-    """An API server of vLLM's, in this event loop, for an ``AsyncLLM``. ``options``: vLLM's, which
-    :func:`sidecar.supervision.server.complete_command` checks and completes."""
+    """Serves vLLM's data routes for an ``AsyncLLM``, in this event loop.
+
+    Args:
+        async_llm: the engine.
+        options: vLLM's options, which :func:`sidecar.supervision.server.complete_command` checks
+            and completes.
+    """
 
     def __init__(self, async_llm: Any, options: Sequence[str]) -> None:
         model = async_llm.vllm_config.model_config
@@ -200,10 +205,10 @@ class HttpRoutes:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen; return the URL at which it does.
+        """Listen, and return the URL.
 
         Raises:
-            EngineError: it can't listen there.
+            EngineError: the address can't be used.
         """
         import uvicorn  # noqa: PLC0415 - comes with vLLM
         from vllm.entrypoints.cli.serve import make_arg_parser  # noqa: PLC0415
@@ -229,18 +234,18 @@ class HttpRoutes:
         return self._command.endpoint
 
     async def close(self) -> None:
-        """Answers that are under way have a second to end."""
+        """Stop listening; answers that are under way have 1 s to end."""
         if self._task is not None:
             self._server.should_exit = True
             await self._task
 
 
 async def _call(call: Awaitable[Any]) -> Any:
-    """Await a call of vLLM's, and name its failure.
+    """Await a call of vLLM's, and translate its errors.
 
     Raises:
         EngineDead: the engine core is gone.
-        EngineError: what vLLM, or the plugin inside it, said.
+        EngineError: with the text of vLLM, or of the plugin inside it.
     """
     from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415 - see software_version()
 

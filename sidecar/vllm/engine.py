@@ -120,33 +120,43 @@ class VllmAdapter(WorkerClient):
         await self._vllm.close()
 
     async def died(self) -> str:
+        """Return when the engine is dead, with the reason."""
         return await self._vllm.died(self._core.check_coordinator)
 
     async def in_flight(self) -> int:
+        """Count the requests that run, wait, or are frozen by a pause."""
         return await self._vllm.in_flight(self._core.requests())
 
     async def request_ids(self) -> tuple[str, ...]:
+        """Return the requests' ids as clients gave them; empty if they can't be had."""
         return await self._vllm.request_ids()
 
     def core_view(self) -> CoreStatusView | None:
+        """Return the status page of the engine's core; None without one."""
         return self._core.view()
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
+        """See :meth:`sidecar.engine.Engine.write_pause_lease`."""
         return self._core.write_pause_lease(lease)
 
     def abandoned_pause(self) -> AbandonedPause | None:
+        """Return the pause that an earlier sidecar has left; None: there is none."""
         return self._core.abandoned_pause()
 
     async def join_run(self, run: str) -> None:
+        """Salt the caches with the id of a run."""
         await self._caches.join_run(run)
 
     async def version(self) -> int:
+        """Return the version that the engine serves; 0 before the first commit."""
         return parse_version(await self._vllm.weight_version())
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Pause, and drop the caches if asked to, or if this vLLM needs it."""
         await self._vllm.pause(mode, clear_cache=self._caches.clears(clear_cache))
 
     async def resume(self) -> None:
+        """Schedule again."""
         await self._vllm.resume()
 
     async def sleep(self, level: SleepLevel) -> None:
@@ -158,6 +168,7 @@ class VllmAdapter(WorkerClient):
         await self._vllm.ask("sleep", {"level": level})
 
     async def wake_weights(self) -> None:
+        """Give the weights' memory back to the workers."""
         await self._vllm.ask("wake_up", {"tags": ["weights"]})
 
     async def wake(self) -> None:
@@ -188,10 +199,12 @@ class VllmAdapter(WorkerClient):
         return ended
 
     async def clear_cache(self) -> None:
+        """Drop keys, values and prefix cache by the plugin, or else by vLLM's own calls."""
         if not await self._caches.clear() and not await self._vllm.reset_caches():
             raise EngineError("vLLM could not drop its prefix cache: some of it is in use")
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
+        """Open the transport in all workers; return how many chunks may be received ahead."""
         prefetch_depth = await super().open_transfer(backend, params, place)
         if adapter := adapter_of(backend):
             await self._vllm.open_adapter(adapter, params)
@@ -226,5 +239,6 @@ class VllmAdapter(WorkerClient):
         return tuple(results)
 
     async def commit(self, version: int) -> None:
+        """Serve as this version from now on."""
         await self._settle()
         await self._vllm.set_weight_version(str(version))

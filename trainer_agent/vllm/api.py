@@ -123,7 +123,7 @@ class VllmApi:
         canary: Canary | None = None,
         quorum: Quorum = None,
     ) -> BusWeightSyncClient:
-        """The ``client`` of vLLM's trainer engines: each of their updates is one of the bus's.
+        """Returns the ``client`` of vLLM's trainer engines, whose updates become the bus's.
 
         Args:
             mode: as :meth:`paused` has it.
@@ -142,13 +142,18 @@ class VllmApi:
         return BusWeightSyncClient(self._engine_session, options, chunk_bytes, target)
 
     def source(self, weights: Weights) -> BusWeightSource:
-        """The ``source`` of vLLM's trainer engines: ``weights``, which nobody reads before
-        every engine is armed, on any rank. An agent has one at a time, its last."""
+        """Returns ``weights`` as the ``source`` of vLLM's trainer engines.
+
+        Nobody reads it before every engine is armed, on any rank. An agent has one source at a
+        time, its last.
+        """
         return self._engine_session.wrap(as_source(weights))
 
     def patches(self, patches: Iterable[AnyPatch], *, base: int | None = None) -> BusPatches:
-        """What vLLM's ``sparse_nccl`` trainer engine sends: patches, with which every engine is
-        armed before any leaves. An agent has one such update at a time, its last.
+        """Returns what vLLM's ``sparse_nccl`` trainer engine sends: patches.
+
+        Every engine is armed with them before any leaves. An agent has one such update at a time,
+        its last.
 
         ::
 
@@ -177,10 +182,16 @@ async def rendezvous_info(
     rank: int,
     ranks: int,
 ) -> Any:
-    """An init info for vLLM's ``engine``, every rank's own, of one communicator.
+    """Returns an init info for vLLM's ``engine``, every rank's own, of one communicator.
 
     Args:
-        make: makes it of a world, and of where rank 0 has said that they meet.
+        engine: the trainer engine's name in vLLM.
+        make: makes the info of a world, and of where rank 0 has said that they meet.
+        connection: the agent's.
+        updates: the agent's.
+        session: the agent's.
+        rank: this rank of the trainer.
+        ranks: how many ranks the trainer has.
 
     Raises:
         UsageError: an engine was not booted with the worker side, and is named.

@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 
 class TrainerEngineSession:
-    """What the client and the source of one agent share. Its coroutines are for :meth:`call`."""
+    """Joins the client and the source of one agent. Its coroutines are for :meth:`call`."""
 
     def __init__(
         self,
@@ -103,9 +103,8 @@ class TrainerEngineSession:
         self._closing: asyncio.Task[None] | None = None  # of a pass; tasks are held weakly
         self._planned_communicator = 0  # the communicator that the last plan told of,
         self._open_communicator = 0  # and the one of those who opened their ends
-        self._native_transport: native_payloads.NativeTransport | None = (
-            None  # what is open is vLLM's own
-        )
+        # What is open, if it is vLLM's own.
+        self._native_transport: native_payloads.NativeTransport | None = None
         self._packed_bytes: int | None = None  # of the info that vLLM's own was promised
 
     # -- for any thread ---------------------------------------------------------
@@ -138,11 +137,11 @@ class TrainerEngineSession:
             raise
 
     def new_world(self) -> World | None:
-        """Who is to meet; None while those who met are still there, and nobody else is."""
+        """Return who is to meet; None while those who met are still there, and no others."""
         return self.call(self._plan_world)
 
     def wrap(self, source: WeightSource) -> BusWeightSource:
-        """The agent's source from now on."""
+        """Make ``source`` the agent's source, and return it on the bus."""
         self._source = wrap_source(self, source)
         return self._source
 
@@ -156,12 +155,12 @@ class TrainerEngineSession:
         return self._native_transport is not None and self._native_transport.is_sharding
 
     def require_rank_zero(self) -> None:
-        """The others only read their source."""
+        """Check that this is rank 0; the others only read their source."""
         if self._rank:
             raise UsageError(f"rank {self._rank} sends nothing: rank 0 calls the client")
 
     def source_plan(self) -> UpdatePlan:
-        """Of what the source's metadata told."""
+        """Return the plan of what the source's metadata describe."""
         if self._source is None:
             raise UsageError("no source yet: give the trainer engine source=agent.source(model)")
         theirs = self._native_transport
@@ -227,15 +226,16 @@ class TrainerEngineSession:
         return world
 
     async def plan_native_world(self, engine: str) -> World:
-        """Who meets, once every engine is known to run vLLM's worker engine ``engine``."""
+        """Return who meets, once every engine is known to run vLLM's worker engine ``engine``."""
         native_payloads.require_engines(await self._connection.engines(), engine)
         return await self._transport.plan(native_payloads.sender_count(engine, self._ranks))
 
     def set_packed_bytes(self, packed_bytes: int | None) -> None:
-        """How the trainer engine will cut its source whose info was made last."""
+        """Note how the trainer engine of the last info will cut its source."""
         self._packed_bytes = packed_bytes
 
     async def init(self, info: object, chunk_bytes: int | None) -> None:
+        """Have every engine open its end of the transport."""
         async with self._step_lock, self._suspend_catch_up():
             await self._undo_unfinished()
             if payloads.is_ours(info):
@@ -261,18 +261,19 @@ class TrainerEngineSession:
         opening = native_payloads.transfer_init(info, engine, world, self._steps.new_id())
         await self._transport.open_foreign(opening)
         opened_for = native_payloads.opened_for(info, engine)
-        self._open_communicator, self._native_transport = (
-            0,
-            native_payloads.NativeTransport(opening.backend, chunk_bytes, opened_for),
+        self._open_communicator = 0
+        self._native_transport = native_payloads.NativeTransport(
+            opening.backend, chunk_bytes, opened_for
         )
 
     async def shutdown(self) -> None:
+        """Undo an update that was not finished, and stop using the transport."""
         async with self._step_lock:
             await self._undo_unfinished()
             self._transport.invalidate()
 
     async def refuse(self, error: BaseException, options: UpdateOptions) -> None:
-        """An update that fails before the bus hears of it; the other ranks do."""
+        """Fail an update before the bus receives it; the other ranks are told."""
         async with self._step_lock:
             await self._undo_unfinished()
             await self._updates.begin(options).end(error)
@@ -280,6 +281,7 @@ class TrainerEngineSession:
     async def start(
         self, plan: UpdatePlan, options: UpdateOptions, target: Target = "model"
     ) -> None:
+        """Begin an update: arm every engine, and start the pause behind that."""
         async with self._step_lock:
             await self._undo_unfinished()
             source = self._source
@@ -295,14 +297,12 @@ class TrainerEngineSession:
             async with self._undo_on_failure(current):
                 transport = self._transport
                 if not transport.is_foreign:
-                    raise UpdateFailed(
-                        own_nack(
-                            NackCode.TRANSFER_CLOSED,
-                            "the trainer engine's transport is not open any more",
-                            step="arm",
-                            update_id=current.update.id,
-                            hint="make the trainer engine anew",
-                        )
+                    raise _failed(
+                        NackCode.TRANSFER_CLOSED,
+                        "the trainer engine's transport is not open any more",
+                        step="arm",
+                        update_id=current.update.id,
+                        hint="make the trainer engine anew",
                     )
                 await current.update.arm(plan, transport.backend, transport.communicator, "")
                 if not self._is_sharding:
@@ -310,7 +310,7 @@ class TrainerEngineSession:
             current.starting = asyncio.ensure_future(self._start_engines(current))
 
     async def _start_engines(self, current: ClientUpdate) -> None:
-        """Who waits for it, hears how it failed."""
+        """Pause and start the engines; a failure is raised by what waits for them."""
         try:
             await current.update.start()
             if self._is_sharding:  # the other ranks enter a collective with those who have started
@@ -321,15 +321,14 @@ class TrainerEngineSession:
             current.started.set()
 
     async def update(self, info: object) -> None:
+        """Announce one chunk; return when every engine has applied it."""
         current = self._require_current()
         async with self._undo_on_failure(current):
             if self._native_transport is None:
                 meta, sent = payloads.chunk_messages(info, current.plan, current.update.id)
             else:
-                seq, current.chunks_announced = (
-                    current.chunks_announced,
-                    current.chunks_announced + 1,
-                )
+                seq = current.chunks_announced
+                current.chunks_announced += 1
                 meta, sent = native_payloads.chunk_messages(
                     info, current.plan, seq, current.update.id
                 )
@@ -350,20 +349,19 @@ class TrainerEngineSession:
                 self._require_everybody(done)
 
     def _require_everybody(self, done: GroupAck) -> None:
-        """vLLM's own collectives have no deadline: nobody is to wait in one for who fell out."""
+        """Refuse another chunk if an engine dropped out: vLLM's collectives have no deadline."""
         if done.excluded and self._transport.communicator:
-            raise UpdateFailed(
-                own_nack(
-                    NackCode.TRANSFER_FAILED,
-                    f"{', '.join(done.excluded)} fell out in the middle, and the next chunk is "
-                    "a collective of all",
-                    step="chunk",
-                    update_id=done.update_id,
-                    hint="the broker's log says why; make the trainer engine anew",
-                )
+            raise _failed(
+                NackCode.TRANSFER_FAILED,
+                f"{', '.join(done.excluded)} fell out in the middle, and the next chunk is a "
+                "collective of all",
+                step="chunk",
+                update_id=done.update_id,
+                hint="the broker's log says why; make the trainer engine anew",
             )
 
     async def finish(self, label: str) -> None:
+        """Commit the update, and have the engines resume."""
         async with self._step_lock:
             current = self._require_current()
             async with self._undo_on_failure(current):
@@ -441,6 +439,10 @@ class TrainerEngineSession:
                 await current.update.end(error)
         finally:
             current.undone.set()
+
+
+def _failed(code: NackCode, detail: str, **where: Any) -> UpdateFailed:
+    return UpdateFailed(own_nack(code, detail, **where))
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:

@@ -54,8 +54,10 @@ class WavebusTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Sends a source in chunks: each is put where engines reach it, while they load the one
-    before. Made on every rank of a trainer; rank 0 sends, the others gather with it."""
+    """Sends a source in chunks, each while engines load the one before.
+
+    Made on every rank of a trainer; rank 0 sends, the others gather with it.
+    """
 
     init_info_cls = WavebusTrainerInitInfo
 

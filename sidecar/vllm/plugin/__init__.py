@@ -75,8 +75,11 @@ def register() -> None:
 
 
 def _install(*, by_bus: bool) -> None:
-    """Install the seams of this process. Processes that are forked inherit them, and vLLM loads no
-    plugin again there: so a front end has those of cores, too."""
+    """Install the seams of this process.
+
+    Forked processes inherit them, and vLLM loads no plugin again there: so a front end installs
+    those of cores, too.
+    """
     installation.install("any")
     front_end = "vllm.engine.arg_utils" in sys.modules
     if front_end or "vllm.v1.engine.core" in sys.modules:

@@ -110,7 +110,6 @@ _SEAMS: Final = (
                     "loading",
                     "staging_channel",
                     "perform",
-                    "arm",
                     # Answered by engine cores; by workers where the cores don't know them.
                     "admission",
                     "swap",

@@ -1,20 +1,20 @@
-"""The next weights of a worker's model, beside those that serve, and the swap.
+"""Keeps the next weights of a worker's model beside those that serve, and swaps them.
 
 ::
 
     state    call       next     what happens
-    EMPTY    begin      FILLING  memory for all that the copy plan fills is there
-    FILLING  stage      FILLING  a chunk is in that memory (:mod:`staging_layouts`)
+    EMPTY    begin      FILLING  memory for all that the copy plan fills is allocated
+    FILLING  stage      FILLING  a chunk is put into that memory (:mod:`staging_layouts`)
     FILLING  seal       SEALED   every element was staged, once
     SEALED   swap       EMPTY    all of it is copied to where the model serves from
-    any      let_go     EMPTY    nothing has changed
+    any      release    EMPTY    nothing has changed
 
 A plan that no update has proven yet is proven as it is used: the model's own loader is run over the
 chunk as it has arrived, with its parameters on the meta device, and each copy that it makes is
 compared with what was staged. So the serving model is not touched for it.
 
 Weights that a CPU serves in another form than it loads
-(:mod:`sidecar.vllm.plugin.loading.plan_runner`), get that form in the swap.
+(:mod:`sidecar.vllm.plugin.loading.plan_runner`) get that form in the swap.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class StagedWeights:
-    """Of one model, from one update to the next.
+    """Keeps the staged weights of one model, and their memory from one update to the next.
 
     Args:
         model: the serving model.
@@ -80,19 +80,20 @@ class StagedWeights:
 
     @property
     def held_bytes(self) -> int:
-        """What the memory takes."""
+        """How many bytes the staging memory takes."""
         return self._memory.held_bytes
 
     @property
     def released_bytes(self) -> int:
-        """What it took, and has let go."""
+        """How many bytes it took before it was released."""
         return self._memory.released_bytes
 
     def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
-        """Have memory for all that the plan fills; what an update before has left, is used again.
+        """Allocate memory for all that the plan fills, or reuse that of an earlier update.
 
         Args:
-            chunks: what will come, the same objects where it is the same.
+            plan: says where each element goes.
+            chunks: what will come; the same objects if it is the same.
 
         Raises:
             EngineError: code ``staging_refused``: there is no room, or the model's weights are not
@@ -110,12 +111,11 @@ class StagedWeights:
         self._begun = True
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:
-        """The chunk's tensors, where it may be received as it is packed: then there is nothing to
-        copy."""
+        """Return the chunk's tensors, if it may be received as it is packed, without a copy."""
         return self._require_layout().buffer_for(seq)
 
     def stage(self, seq: int, tensors: Received) -> bool:
-        """Have a chunk in the memory. Returns whether it is copied there.
+        """Put a chunk into the memory; return whether it was copied.
 
         Raises:
             KeyError: a tensor that the manifest doesn't have.
@@ -150,10 +150,10 @@ class StagedWeights:
             raise EngineError(f"the copy plan is not what the loader does: {proof.difference}")
 
     def seal(self) -> None:
-        """All of it was staged.
+        """Check that all of it was staged.
 
         Raises:
-            EngineError: it was not.
+            EngineError: some of it was not.
         """
         layout = self._require_layout()
         if layout.missing:
@@ -165,7 +165,7 @@ class StagedWeights:
         self._sealed = True
 
     def require_sealed(self) -> None:
-        """For a swap.
+        """Check that a swap would succeed.
 
         Raises:
             EngineError: code ``called_off``: not all is staged, or the model's weights are not
@@ -176,7 +176,10 @@ class StagedWeights:
         self._find_parameters_or(NackCode.CALLED_OFF, self._require_layout().plan)
 
     def swap(self) -> None:
-        """Copy all of it to where :meth:`require_sealed` has found the targets. No step runs."""
+        """Copy all of it to where :meth:`require_sealed` has found the targets.
+
+        No step may run.
+        """
         assert self._parameters is not None, "it was asked whether they are there"
         _, places, _ = self._parameters
         repacked: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
@@ -191,7 +194,7 @@ class StagedWeights:
                 put(module, filled)
 
     def release(self, *, keep: bool) -> None:
-        """The update is over. ``keep``: its memory stays."""
+        """End the update. ``keep``: its memory stays."""
         self._begun = self._sealed = False
         if not keep:
             self._memory.release()
@@ -201,7 +204,7 @@ class StagedWeights:
                     self._layout[0].discard()
 
     def _prepare(self, places: dict[str, ParameterRef]) -> CopyBatch:
-        """What a swap copies."""
+        """Return the copies of a swap."""
         layout, memory = self._require_layout(), self._memory.tensors
         if self._swap is not None:
             known, copies = self._swap
@@ -224,7 +227,7 @@ class StagedWeights:
             raise EngineError(str(error), code=code) from error
 
     def require_parameters(self, plan: CopyPlan) -> None:
-        """The model's weights are where the plan wants them.
+        """Check that the model's weights are where the plan wants them.
 
         Raises:
             NoPlanError: they are not.
@@ -232,7 +235,7 @@ class StagedWeights:
         self._find_parameters(plan)
 
     def _find_parameters(self, plan: CopyPlan) -> dict[str, ParameterRef]:
-        """Where the targets are; where they were, if they still are."""
+        """Return where the targets are; they are looked for anew only if they have moved."""
         if self._parameters is not None:
             known, places, fingerprints = self._parameters
             if known is plan and fingerprints:
@@ -248,11 +251,13 @@ class StagedWeights:
 
 
 class _Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Entered around a loader whose parameters are on meta, and whose tensors are real.
+    """Compares what a loader copies on meta with what was staged.
+
+    It is entered around a loader whose parameters are on meta, and whose tensors are real.
 
     Attributes:
-        compared: so many elements are where the plan has put them.
-        difference: the first thing that is not; empty: all is.
+        compared: how many elements are where the plan has put them.
+        difference: the first difference; empty: there is none.
     """
 
     def __init__(self, staged: StagingLayout, names: TargetNames) -> None:

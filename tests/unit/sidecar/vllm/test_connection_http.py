@@ -172,7 +172,7 @@ def test_a_step_is_one_post() -> None:
     """Of one operation, for all workers."""
 
     async def scenario() -> None:
-        server = Server(collective_rpc={"results": ["1"]})
+        server = Server(collective_rpc={"results": [{"type": "done"}]})
         async with serving(server) as (engine, _):
             await engine.start_update(recover=False, target="draft")
             operation = operations.encode(operations.Start("draft", recover=False))

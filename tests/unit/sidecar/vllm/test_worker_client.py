@@ -16,14 +16,13 @@ from bus.messages import NO_LIMITS, NackCode, Staging
 from bus.weight_transfer.allocation import NO_RANK, StagingCapacity
 from sidecar.engine import Chunk
 from sidecar.vllm.plugin import kv_connectors, operations, worker_rpc
-from sidecar.vllm.plugin.staging import channel_messages
 from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
 from sidecar.vllm.worker_client import WorkerClient
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
-    Told: TypeAlias = operations.Operation | channel_messages.Operation | str
+    Told: TypeAlias = operations.Operation | str
 
 MANIFEST = Manifest(("a",), ("float32",), ((2,),), (1,))
 META = TensorMeta("a", "float32", (2,))
@@ -47,7 +46,7 @@ class Workers:
         self.found = StagingCapacity(64)
         self.calls_off: bool | None = False
         self.peers: list[StagingChannelServer] = []
-        self.by_lane: list[channel_messages.Operation] = []
+        self.by_lane: list[operations.Operation] = []
         self.in_place = False
         self.forgets = False  # what was armed
         self.channel = StagingChannelServer(self._carry_out, lambda: None)
@@ -58,11 +57,11 @@ class Workers:
         kwargs = kwargs or {}
         match method:
             case operations.PERFORM:
-                self._perform(operations.decode(kwargs["operation"]))
-                return [2]
-            case worker_rpc.ARM:
-                self._perform(operations.decode(kwargs["operation"]))
-                return [msgspec.to_builtins(self.found)]
+                asked = operations.decode(kwargs["operation"])
+                self._perform(asked)
+                armed = isinstance(asked, operations.ArmManifest)
+                done = operations.Done(ahead=2, room=self.found if armed else None)
+                return [msgspec.to_builtins(done)]
             case worker_rpc.ASK_STAGING_CHANNEL:
                 return [self.channel_name or self.channel.name, *(peer.name for peer in self.peers)]
             case worker_rpc.SWAP:
@@ -74,16 +73,16 @@ class Workers:
                 return [self.calls_off]
         raise AssertionError(method)
 
-    def _carry_out(self, told: channel_messages.Operation) -> channel_messages.Done:
-        if isinstance(told, channel_messages.Greet):
-            return channel_messages.Done()
+    def _carry_out(self, told: operations.Operation) -> operations.Done:
+        if isinstance(told, operations.Greet):
+            return operations.Done()
         self.told.append(told)
         self.by_lane.append(told)
-        if isinstance(told, channel_messages.Rearm | operations.ArmManifest):
+        if isinstance(told, operations.Rearm | operations.ArmManifest):
             if self.forgets:
                 raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
-            return channel_messages.Done(room=self.found)
-        return channel_messages.Done(in_place=self.in_place, ahead=3)
+            return operations.Done(room=self.found)
+        return operations.Done(in_place=self.in_place, ahead=3)
 
     def _perform(self, told: operations.Operation) -> None:
         self.told.append(told)
@@ -146,7 +145,7 @@ def test_an_update_is_one_call_for_each_step(
     assert told(workers, *steps) == [
         operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", ()),
         operations.Start("model", recover=False),
-        operations.ReceiveChunk(0, "shm", ("a",), ("float32",), ((2,),), b"h"),
+        operations.ReceiveChunk(0, "shm", b"h"),
         operations.LoadChunk(0, "full", (7,)),
         operations.Finish(),
     ]
@@ -170,10 +169,10 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     )
     assert told(workers, *steps) == [
         operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY),
-        channel_messages.StartStaging(),
-        channel_messages.ReceiveStaged(0, "shm", b"h"),
-        channel_messages.Stage((channel_messages.SentChunk(0, "full", (7,)),)),
-        channel_messages.Seal(),
+        operations.StartStaging(),
+        operations.ReceiveChunk(0, "shm", b"h"),
+        operations.Stage((operations.SentChunk(0, "full", (7,)),)),
+        operations.Seal(),
         operations.CheckReady(),
         operations.SwapStaged(),
         "swap to 3, False",
@@ -204,14 +203,14 @@ def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
         client.load(2, "sample", (9,)),
         client.finish_update(),
     )
-    sent = [channel_messages.SentChunk(seq, "sample", (7 + seq,)) for seq in range(3)]
+    sent = [operations.SentChunk(seq, "sample", (7 + seq,)) for seq in range(3)]
     assert told(workers, *steps) == [
-        channel_messages.StartStaging(),
-        channel_messages.ReceiveStaged(0, "nccl", b"h"),
-        channel_messages.ReceiveStaged(1, "nccl", b"h"),
-        channel_messages.ReceiveStaged(2, "nccl", b"h"),
-        channel_messages.Stage(tuple(sent)),
-        channel_messages.Seal(),
+        operations.StartStaging(),
+        operations.ReceiveChunk(0, "nccl", b"h"),
+        operations.ReceiveChunk(1, "nccl", b"h"),
+        operations.ReceiveChunk(2, "nccl", b"h"),
+        operations.Stage(tuple(sent)),
+        operations.Seal(),
     ]
 
 
@@ -224,7 +223,7 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     client = client_of(workers, closed)
     told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
     arm = operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
-    again = channel_messages.Rearm(MANIFEST.digest(), MAY)
+    again = operations.Rearm(MANIFEST.digest(), MAY)
     other = replace(MANIFEST, shapes=((3,),))
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
@@ -238,7 +237,7 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     told(workers, client.arm(MANIFEST, "model"))
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
     told(workers, client.arm(other, "model"))
-    theirs = channel_messages.Rearm(other.digest(), MAY)
+    theirs = operations.Rearm(other.digest(), MAY)
     assert told(workers, client.arm(other, "model", MAY)) == [theirs]
     told(workers, client.arm(MANIFEST, "draft"))
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]

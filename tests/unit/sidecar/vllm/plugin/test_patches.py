@@ -342,7 +342,6 @@ def test_workers_get_every_method_that_sidecars_ask_for() -> None:
             "ASK_LOADING",
             "ASK_STAGING_CHANNEL",
             "ASK_PRESENCE",
-            "ARM",
             "SWAP",
             "CALL_OFF",
             "JOIN_RUN",

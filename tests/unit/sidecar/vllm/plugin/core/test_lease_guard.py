@@ -278,7 +278,7 @@ def test_a_pause_that_drains_still_is_ended_when_its_sidecar_is_dead(alone: Core
 
 UPDATES = [
     wire.Start("model", recover=False),
-    wire.ReceiveChunk(0, "shm", (), (), (), b""),
+    wire.ReceiveChunk(0, "shm", b""),
     wire.LoadChunk(0, "off", ()),
     wire.LoadAdapter(0, "off", ()),
     wire.Finish(),
