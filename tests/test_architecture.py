@@ -43,7 +43,7 @@ LONG_CLASSES = {
     "Group": 343,
     "Sidecar": 425,
     "TrainerAgent": 376,
-    "TrainerEngineSession": 371,
+    "TrainerEngineSession": 367,
     "UpdateMachine": 292,
     "WavebusWeightTransferEngine": 381,
 }

@@ -98,7 +98,7 @@ class VllmApi:
             )
         world = ALONE if self.rank else await self._engine_session.plan_native_world(engine)
         info = init_info.native_info(engine, fields, rank=self.rank, world=world)
-        self._engine_session.set_packed_bytes(init_info.packed_bytes(engine, info))
+        self._engine_session.packed_bytes = init_info.packed_bytes(engine, info)
         return info
 
     async def _import(self, module: str) -> Any:
@@ -206,5 +206,5 @@ async def rendezvous_info(
         info = make(world=await session.plan_native_world(engine))
         meeting = {name: getattr(info, name) for name in _RENDEZVOUS}
         await rank_zero.share_rendezvous(vllm_payloads.encode_info(meeting))
-    session.set_packed_bytes(None)
+    session.packed_bytes = None
     return info

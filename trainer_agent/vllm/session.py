@@ -105,7 +105,7 @@ class TrainerEngineSession:
         self._open_communicator = 0  # and the one of those who opened their ends
         # What is open, if it is vLLM's own.
         self._native_transport: native_payloads.NativeTransport | None = None
-        self._packed_bytes: int | None = None  # of the info that vLLM's own was promised
+        self.packed_bytes: int | None = None  # of the info that vLLM's own was promised
 
     # -- for any thread ---------------------------------------------------------
 
@@ -230,10 +230,6 @@ class TrainerEngineSession:
         native_payloads.require_engines(await self._connection.engines(), engine)
         return await self._transport.plan(native_payloads.sender_count(engine, self._ranks))
 
-    def set_packed_bytes(self, packed_bytes: int | None) -> None:
-        """Note how the trainer engine of the last info will cut its source."""
-        self._packed_bytes = packed_bytes
-
     async def init(self, info: object, chunk_bytes: int | None) -> None:
         """Have every engine open its end of the transport."""
         async with self._step_lock, self._suspend_catch_up():
@@ -245,7 +241,7 @@ class TrainerEngineSession:
                 self._open_communicator, self._native_transport = self._planned_communicator, None
                 return
             try:
-                await self._init_native(info, chunk_bytes or self._packed_bytes)
+                await self._init_native(info, chunk_bytes or self.packed_bytes)
             except WavebusError as error:
                 # With a communicator, vLLM's rendezvous waits before it raises this.
                 if native_payloads.has_communicator(info):

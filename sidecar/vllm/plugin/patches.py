@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Final
 
 from bus.seams import Fields, Form, Has, Ref, Registry, Says, SaysNot, Seam, Takes
+from sidecar.vllm.plugin.environment import CORE_GUARD
 from sidecar.vllm.plugin.kv_patches import KV_SEAMS
 from sidecar.vllm.plugin.vllm_calls import CALLED, FRONT_ENDS
 from sidecar.vllm.plugin.vllm_names import (
@@ -219,7 +220,7 @@ _SEAMS: Final = (
             Has(REQUEST_TYPES, ("START_DP_WAVE",)),
         ),
         process="core",
-        off="WAVEBUS_CORE_GUARD",
+        off=CORE_GUARD,
         sets=(
             (LOCKSTEP_CORE, "wavebus_pending_wave", None),
             (LOCKSTEP_CORE, "wavebus_alone", False),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from bus.seams import Form, Has, Ref, Says, Seam, Takes
+from sidecar.vllm.plugin.environment import CLOSED_ANSWER
 from sidecar.vllm.plugin.vllm_names import CORE_MODULE, PLAIN_CORE, wrap
 
 _LLM: Final = "vllm.v1.engine.async_llm:AsyncLLM"
@@ -46,7 +47,7 @@ FRONT_ENDS: Final = (
             (PLAIN_CORE, "wavebus_outputs", Ref(f"{CORE_MODULE}:EngineCoreOutputs")),
         ),
         wraps=(wrap(f"{_OUTPUTS}:OutputProcessor.process_outputs", "", "core.admission"),),
-        off="WAVEBUS_CLOSED_ANSWER",
+        off=CLOSED_ANSWER,
     ),
     Seam(
         "streamed versions",

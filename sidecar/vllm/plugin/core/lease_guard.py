@@ -52,7 +52,7 @@ from sidecar.shared_pages.pause_lease import (
 )
 from sidecar.shared_pages.two_slot_page import NoPage
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.core.status import beat, make_folder, page_path
+from sidecar.vllm.plugin.core.status import PerProcess, beat, make_folder, page_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -297,30 +297,15 @@ class LeaseGuard:
                 return
 
 
-class _LeaseGuards:
-    """Makes this process's one guard when its core first turns; None where that failed."""
-
-    def __init__(self) -> None:
-        self._watch: LeaseGuard | None = None
-        self._tried_in = 0  # the process: forks need their own
-
-    def of(self, core: Any) -> LeaseGuard | None:
-        if hasattr(core, "current_wave") and not hasattr(core, "wavebus_shows_barriers"):
-            return None  # ranks in lockstep decide by what their pages show of resumes
-        if self._tried_in != os.getpid():
-            self._tried_in, self._watch = os.getpid(), None
-            try:
-                self._watch = LeaseGuard(core)
-            except Exception as error:  # noqa: BLE001 - the engine runs as well without it
-                _log.warning("wavebus: this core holds no deadline: %s", error)
-            else:
-                threading.Thread(
-                    target=self._watch.run, name="wavebus_lease_guard", daemon=True
-                ).start()
-        return self._watch
+def _start(core: Any) -> LeaseGuard | None:
+    if hasattr(core, "current_wave") and not hasattr(core, "wavebus_shows_barriers"):
+        return None  # ranks in lockstep decide by what their pages show of resumes
+    guard = LeaseGuard(core)
+    threading.Thread(target=guard.run, name="wavebus_lease_guard", daemon=True).start()
+    return guard
 
 
-_watches = _LeaseGuards()
+_watches = PerProcess(_start, "this core ends no pause by itself")
 
 
 def process_input_queue(original: Callable[..., Any], core: Any) -> None:

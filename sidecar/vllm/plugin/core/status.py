@@ -13,7 +13,7 @@ import logging
 import os
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from sidecar.shared_pages.core_status import (
     GLOBALLY_PAUSED,
@@ -27,7 +27,7 @@ from sidecar.vllm.plugin import environment
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.messages import CorePhase
+T = TypeVar("T")
 
 _log = logging.getLogger("vllm.wavebus")
 _SUFFIX: Final = ".page"
@@ -82,6 +82,8 @@ class CoreStatusWriter:
         # The cores' processes end without atexit; this they still run.
         Finalize(self, self.page.close, exitpriority=0)
         self.steps = 0
+        self.enter = self.page.enter
+        self.count(core)
 
     def count(self, core: Any) -> None:
         """Update the numbers, which the next :meth:`enter` publishes."""
@@ -98,37 +100,44 @@ class CoreStatusWriter:
             untagged=getattr(core, "wavebus_untagged", 0),
         )
 
-    def enter(self, phase: CorePhase) -> None:
-        """Publish the numbers, and what the core does now."""
-        self.page.enter(phase)
 
+class PerProcess(Generic[T]):
+    """Makes this process's one object when its core first turns; forks get their own.
 
-class _StatusWriters:
-    """Makes this process's one writer when its core first turns; None where that failed."""
+    Args:
+        make: makes it of the core, or returns None where there is to be none.
+        failure: what is missing if ``make`` raises; the engine runs as well without it.
+    """
 
-    def __init__(self) -> None:
-        self._watch: CoreStatusWriter | None = None
-        self._tried_in = 0  # the process: forks need their own
+    def __init__(self, make: Callable[[Any], T | None], failure: str) -> None:
+        self._make = make
+        self._failure = failure
+        self._made: T | None = None
+        self._pid = 0
 
-    def of(self, core: Any) -> CoreStatusWriter | None:
-        if self._tried_in != os.getpid():
-            self._tried_in = os.getpid()
+    def of(self, core: Any) -> T | None:
+        """Return the object of this process; None where there is none."""
+        if self._pid != os.getpid():
+            self._pid, self._made = os.getpid(), None
             try:
-                self._watch = CoreStatusWriter(core)
-                self._watch.count(core)
-            except Exception as error:  # noqa: BLE001 - the engine runs as well without it
-                self._watch = None
-                _log.warning("wavebus: no status page of this engine core: %s", error)
-        return self._watch
+                self._made = self._make(core)
+            except Exception as error:  # noqa: BLE001 - it is logged
+                _log.warning("wavebus: %s: %s", self._failure, error)
+        return self._made
 
-    def beat(self) -> None:
-        """Show that this process runs. In any thread, once its core has turned."""
-        if self._watch is not None and self._tried_in == os.getpid():
-            self._watch.page.beat()
+    @property
+    def current(self) -> T | None:
+        """The object, if it was made in this process. In any thread."""
+        return self._made if self._pid == os.getpid() else None
 
 
-_watches = _StatusWriters()
-beat = _watches.beat
+_watches = PerProcess(CoreStatusWriter, "no status page of this engine core")
+
+
+def beat() -> None:
+    """Show that this process runs. In any thread, once its core has turned."""
+    if _watches.current is not None:
+        _watches.current.page.beat()
 
 
 def _watched(around: Callable[..., Any]) -> Callable[..., Any]:

@@ -222,20 +222,16 @@ class StagedWeights:
 
     def _find_parameters_or(self, code: NackCode, plan: CopyPlan) -> dict[str, ParameterRef]:
         try:
-            return self._find_parameters(plan)
+            return self.find_parameters(plan)
         except NoPlanError as error:
             raise EngineError(str(error), code=code) from error
 
-    def require_parameters(self, plan: CopyPlan) -> None:
-        """Check that the model's weights are where the plan wants them.
+    def find_parameters(self, plan: CopyPlan) -> dict[str, ParameterRef]:
+        """Return where the targets are; they are looked for anew only if they have moved.
 
         Raises:
-            NoPlanError: they are not.
+            NoPlanError: the model's weights are not where the plan wants them.
         """
-        self._find_parameters(plan)
-
-    def _find_parameters(self, plan: CopyPlan) -> dict[str, ParameterRef]:
-        """Return where the targets are; they are looked for anew only if they have moved."""
         if self._parameters is not None:
             known, places, fingerprints = self._parameters
             if known is plan and fingerprints:

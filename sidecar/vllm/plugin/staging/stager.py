@@ -150,7 +150,7 @@ class Stager:
     def _layout_mismatch(self, plan: CopyPlan) -> str:
         """Return which parameter is not where the plan wants it; empty: none."""
         try:
-            self._target.staged.require_parameters(plan)
+            self._target.staged.find_parameters(plan)
         except NoPlanError as error:
             return str(error)
         return ""
@@ -180,10 +180,6 @@ class Stager:
     def discard_transport(self) -> None:
         """Drop what belongs to the transport's buffers, before another transport comes."""
         self._sums.close()
-
-    def check_ready(self) -> None:
-        """Check that a swap would succeed."""
-        self._target.staged.require_sealed()
 
     def swap(self) -> None:
         """Swap in all workers, or in none.

@@ -280,7 +280,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             case operations.LoadChunk():
                 self._load(worker, operation)
             case operations.CheckReady():
-                self._stager.check_ready()
+                self._loadable["model"].staged.require_sealed()
             case operations.SwapStaged():
                 self._stager.swap()
             case operations.ReleaseStaging():

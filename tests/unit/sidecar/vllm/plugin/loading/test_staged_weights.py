@@ -303,7 +303,7 @@ def test_a_model_that_is_not_where_the_plan_wants_it_is_refused(tested: Staging)
         tested.weights.require_sealed()
     assert swapped.value.code is NackCode.CALLED_OFF
     with pytest.raises(NoPlanError, match="norm"):
-        tested.weights.require_parameters(tested.plan)
+        tested.weights.find_parameters(tested.plan)
     with pytest.raises(EngineError, match="norm") as begun:
         tested.begin()
     assert begun.value.code is NackCode.STAGING_REFUSED
