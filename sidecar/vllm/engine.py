@@ -8,6 +8,7 @@ calls: over HTTP (:mod:`sidecar.vllm.connection_http`) or in process
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import anyio
@@ -61,7 +62,8 @@ class VllmAdapter(WorkerClient):
         """
         await self._vllm.open()
         with answers_within(START_ANSWER_S, f"the engine core of {self._vllm.name}"):
-            return await self._read_info()
+            info = await self._read_info()
+        return replace(info, endpoint=await self._vllm.endpoint())
 
     async def _read_info(self) -> EngineInfo:
         version = await self._vllm.software_version()
@@ -80,11 +82,9 @@ class VllmAdapter(WorkerClient):
             elastic=bool(parallel.get("enable_elastic_ep")),
         )
         # Behind an internal load balancer one client pauses all ranks: a DP group of one.
-        external, dp_size = (
-            bool(parallel["data_parallel_external_lb"]),
-            parallel["data_parallel_size"],
-        )
-        cores = 1 if external else int(dp_size)
+        external = bool(parallel["data_parallel_external_lb"])
+        dp_size = int(parallel["data_parallel_size"])
+        cores = 1 if external else dp_size
         facts = worker_rpc.read(await self._vllm.ask(worker_rpc.ASK_FACTS))
         await self._hello(facts, cores=cores)
         accepts_probes = await self._vllm.accepts_probes()
@@ -95,10 +95,10 @@ class VllmAdapter(WorkerClient):
             software=f"vllm {version}",
             model=str(model["model"]),
             dp_rank=int(parallel["data_parallel_rank"]) if external else 0,
-            dp_size=int(dp_size) if external else 1,
+            dp_size=dp_size if external else 1,
             workers=int(parallel["world_size"]) * cores,
             backends=driven_backends(backend),
-            endpoint=await self._vllm.endpoint(),
+            endpoint="",
             can_sleep=bool(model.get("enable_sleep_mode")),
             draft=worker_rpc.read_draft(await self._vllm.ask(worker_rpc.ASK_DRAFT)),
             canary="abort" if self._admission.is_supported and accepts_probes else "",

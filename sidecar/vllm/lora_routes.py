@@ -57,8 +57,8 @@ class AdapterRoutes:
         """Check that the server will load the adapter ``name``. Changes nothing.
 
         Raises:
-            EngineError: code ``backend_missing``: it has no such routes, or keeps them to those
-                who have its API key; ``on_malformed_frame``: its own model has that name.
+            EngineError: code ``backend_missing``: the server has no such routes, or they need its
+                API key; code ``malformed``: its own model has that name.
         """
         # vLLM refuses a request without a name; one for a route that is not there it doesn't find.
         status, text = await self._status_of("POST", LOAD, {"lora_name": "", "lora_path": ""})

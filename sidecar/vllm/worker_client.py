@@ -90,7 +90,7 @@ class WorkerClient:
         called_off = await self._connection.ask(worker_rpc.CALL_OFF, {})
         if worker_rpc.read_called_off(called_off) is None and not why:
             self._cannot_stage = "its cores can't swap between steps (their log says why)"
-        # Whoever came before us is not heard by the staging channels from here on.
+        # From here on the staging channels ignore an earlier sidecar.
         await self._open_channels()
         await self._perform(operations.ReleaseStaging())
 
@@ -150,12 +150,13 @@ class WorkerClient:
         vLLM's own worker engines load it in the same call, in an update session, and without
         comparing what has arrived.
         """
-        if self._manifest is not None and chunk.tensors != tuple(self._manifest.chunk(chunk.seq)):
+        armed, seq = self._manifest, chunk.seq
+        if armed is not None and (seq >= armed.chunks or chunk.tensors != armed.chunk(seq)):
             raise EngineError(
-                f"chunk {chunk.seq} is not the one of the armed manifest",
+                f"chunk {seq} is not the one of the armed manifest",
                 code=NackCode.TRANSFER_FAILED,
             )
-        receive = operations.ReceiveChunk(chunk.seq, chunk.backend, chunk.handle)
+        receive = operations.ReceiveChunk(seq, chunk.backend, chunk.handle)
         await (self._channels.perform if self._staged else self._perform)(receive)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:

@@ -201,7 +201,7 @@ def chunk_messages(
     given = [name for name in columns if name in rest]
     if plan.chunks == 1 and given and not any(rest[name] for name in given):
         # From 0.33 on vLLM's `nccl` describes the tensors once, and then leaves the lists empty.
-        # The plan describes them, and each engine is told of them in full, as in the first round.
+        # The plan describes them, and each engine gets them in full, as in the first round.
         rest |= {name: columns[name] for name in given}
     for name in given:
         found = rest.pop(name)

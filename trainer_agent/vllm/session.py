@@ -8,7 +8,7 @@ rank of the trainer. On the bus these are one update:
 the engine                the bus
 ========================= ==============================================================
 reads the metadata        (that is the plan)
-``start_weight_update``   ARM, with the plan; the other ranks hear GO. Behind it, beside the
+``start_weight_update``   ARM, with the plan; the other ranks receive GO. Behind it, beside the
                           engine: pause, UPDATE_START
 first tensor of a pass    waits for that, on every rank, or raises
 ``update_weights``        WEIGHT_CHUNK_META and CHUNK_SENT; returns when it is applied. Behind
@@ -20,8 +20,8 @@ A trainer engine that sends patches reads no source. It reads its patches to the
 calls ``start_weight_update``; wrapped by :meth:`TrainerAgent.patches`, they have told by then what
 the update is armed with. The other ranks of the trainer have no part in it.
 
-What fails in between undoes the update: ABORT, resume, and the others are told. So does a pass
-over the source that is left before its end.
+A failure in between undoes the update: ABORT, resume, and the other ranks receive the error. A pass
+over the source that is left before its end does the same.
 
 Nothing here needs vLLM: its client is a protocol, and its sources are known by what they do.
 """
@@ -133,7 +133,7 @@ class TrainerEngineSession:
         except CancelledError:
             raise BusClosed("the agent was closed") from None
         except BaseException:
-            future.cancel()  # who waited was interrupted; nothing, if it is the work's own
+            future.cancel()  # the wait was interrupted; this does nothing if the work itself failed
             raise
 
     def new_world(self) -> World | None:
@@ -269,7 +269,7 @@ class TrainerEngineSession:
             self._transport.invalidate()
 
     async def refuse(self, error: BaseException, options: UpdateOptions) -> None:
-        """Fail an update before the bus receives it; the other ranks are told."""
+        """Fail an update before the bus receives it; the other ranks receive the error."""
         async with self._step_lock:
             await self._undo_unfinished()
             await self._updates.begin(options).end(error)
@@ -311,7 +311,7 @@ class TrainerEngineSession:
             await current.update.start()
             if self._is_sharding:  # the other ranks enter a collective with those who have started
                 await current.update.release_ranks(current.drain)
-        except Exception as error:  # noqa: BLE001 - it is raised by who waits
+        except Exception as error:  # noqa: BLE001 - it is raised by what waits
             await self._fail(current, error)
         else:
             current.started.set()
@@ -429,7 +429,7 @@ class TrainerEngineSession:
             with anyio.CancelScope(shield=True):
                 await asyncio.gather(starting, return_exceptions=True)
         if started and self._transport.communicator:
-            self._transport.invalidate()  # whoever was in a broadcast may have left it
+            self._transport.invalidate()  # some rank may have left a broadcast
         try:
             with anyio.CancelScope(shield=True):
                 await current.update.end(error)

@@ -184,10 +184,10 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         except BaseException:
             if sender.is_collective:
                 self._buffer_bytes = 0
-                sender.close()  # whoever waits in the broadcast leaves it, where it can
+                sender.close()  # a rank that waits in the broadcast leaves it, if it can
             raise
         finally:
-            # Whoever waits in a broken broadcast is not waited for.
+            # A thread that waits in a broken broadcast is not waited for.
             calls.shutdown(wait=False, cancel_futures=True)
             moves.shutdown(wait=False, cancel_futures=True)
 

@@ -1,13 +1,12 @@
-"""The workers of one engine agree on one outcome.
+"""Lets the workers of one engine agree on one outcome.
 
-vLLM's multiprocess executor reads the answers of its workers in rank order and
-stops at the first failure; the answers behind it stay in their queues, and the
-next call takes them for its own (seen on vLLM 0.32 with two tensor parallel
-workers, ``MultiprocExecutor.collective_rpc``). So only the last worker may raise:
-then every queue is empty. For that the workers first tell each other how they
-fared, over the CPU groups (gloo) that vLLM has anyway, as plain bytes. Engine cores
-behind one client (internal data parallelism) are not among each other: there vLLM's
-client raises the error of any, and returns what the first one answered.
+vLLM's multiprocess executor reads the answers of its workers in rank order and stops at the first
+failure; the answers behind it stay in their queues, and the next call takes them for its own (seen
+on vLLM 0.32 with two tensor parallel workers, ``MultiprocExecutor.collective_rpc``). So only the
+last worker may raise: then every queue is empty. Before that the workers exchange their outcomes,
+over the CPU groups (gloo) that vLLM has anyway, as plain bytes. Engine cores behind one client
+(internal data parallelism) have no such groups between them: vLLM's client raises the error of any
+core, and returns what the first one answered.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ def wrap(target: str, parameters: str, around: str) -> Wrap:
     return Wrap(target, parameters, f"{PLUGIN}.{module}:{function}")
 
 
-# Who notices that an idle DP group has got a request: the front end, which tells the coordinator
-# FIRST_REQ; or the engine core itself, which starts the wave and reports that.
+# What notices that an idle DP group has got a request: the front end, which sends FIRST_REQ to the
+# coordinator; or the engine core itself, which starts the wave and reports that.
 WAVES_BY_FRONT_ENDS: Final = Form(
     "front ends start waves",
     (

@@ -1,28 +1,28 @@
-"""The deadline of a pause, held inside vLLM's engine core.
+"""Ends a pause inside vLLM's engine core when its lease is over.
 
-A sidecar that dies, or stops, in the middle of a pause leaves its engine paused. What it held the
-engine by, and until when, it has written to the core's lease page
-(:mod:`sidecar.shared_pages.pause_lease`). A thread of the core's process looks at that page; what
-follows when the lease is over, the core does on its own thread, between two of its turns:
+A sidecar that dies, or stops, in the middle of a pause leaves its engine paused. Before that, it
+has written to the core's lease page why the engine is paused, and until when
+(:mod:`sidecar.shared_pages.pause_lease`). A thread of the core's process reads that page. When the
+lease is over, the core acts on its own thread, between two of its turns:
 
 ==================== =================================================================
-found                then
+the core             then
 ==================== =================================================================
-not paused           nothing; unless a peer rank is: then the pause is completed here, so that
+is not paused        nothing; unless a peer rank is: then the pause is completed here, so that
                      all can resume
-a part is missing    quarantined: stays paused, requests end with the tokens they have
-an update was begun  restored; it is whole then
-memory sleeps        woken
-whole                without peers: resumed. Else it votes, see below
+lacks weights        is quarantined: stays paused, requests end with the tokens they have
+has begun an update  restores its weights
+has memory asleep    wakes it
+has all weights      resumes, if it has no peers. Otherwise it votes, see below
 ==================== =================================================================
 
-Peer ranks decide as one, by their pages: ranks of a DP group, which tell each other where those
-are; and cores behind one client (vLLM's internal load balancer), whose one sidecar holds them all,
-and names them in the lease. A core that finds itself whole *votes*: from then on its lease is void,
-and nothing that the sidecar still sends is loaded. When every peer rank has voted, or is being
-resumed by its own sidecar, it resumes: each core by itself, and all alike. When a peer rank lacks a
-part, or serves another version, it is quarantined. It waits, and says for whom, while a peer rank's
-lease runs, or its page can't be read, or it is on another host.
+Peer ranks decide as one, by their pages: ranks of a DP group, which exchange where those are; and
+cores behind one client (vLLM's internal load balancer), whose one sidecar names them all in the
+lease. A core that has all its weights *votes*: from then on its lease is void, and nothing that the
+sidecar still sends is loaded. When every peer rank has voted, or is being resumed by its own
+sidecar, each core resumes by itself. If a peer rank lacks weights, or serves another version, the
+core is quarantined. It waits, and logs for which rank, while a peer rank's lease runs, or its page
+can't be read, or it is on another host.
 
 A sidecar that lives acts by itself when its lease is over; the core gives it ``GRACE_S`` for that.
 """

@@ -180,7 +180,7 @@ def client_request(
 
 @_watched
 def outputs_made(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Count before outputs leave: whoever reads the last one finds the request gone."""
+    """Count before outputs leave: a client with the last one finds the request gone."""
     outputs = original(core)
     watch.count(core)
     watch.enter("work")

@@ -186,7 +186,7 @@ def has_global_unfinished_reqs(
 def sum_by_torch(
     _original: Callable[..., Any], dp_group: Any, has_unfinished: bool, pending_pause: bool
 ) -> tuple[bool, bool]:
-    """Replace ``ParallelConfig.sync_dp_state``, a static method; also sum up who is ready."""
+    """Replace ``ParallelConfig.sync_dp_state``, a static method; also count ready ranks."""
     import torch  # noqa: PLC0415 - a core has it
 
     def add_up(votes: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Where each element of each received tensor ends up in the model: a plan to copy by.
+"""Says where each element of each received tensor ends up in the model: a plan to copy by.
 
-Made of what a :class:`LoaderTrace` saw the model's own loader do, once per manifest, and never
-of names of layers. There is a plan only where copies are all that the loader does, and where
-they fill every element of every parameter exactly once; so that whoever repeats them needs no
+The plan is made of what a :class:`LoaderTrace` saw the model's own loader do, once per manifest,
+and never of names of layers. There is a plan only where copies are all that the loader does, and
+where they fill every element of every parameter exactly once, so that repeating them needs no
 loader.
 """
 

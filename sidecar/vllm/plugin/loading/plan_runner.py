@@ -192,7 +192,7 @@ class PlanComparison:
             try:
                 for name in self._names_of.get(layer, ()):
                     self._compare_processed(name)
-            except Exception as error:  # noqa: BLE001 - who looks on, must not spoil the load
+            except Exception as error:  # noqa: BLE001 - a comparison must not spoil the load
                 self._differs(f"{type(error).__name__}: {error}")
             original(layer)
 

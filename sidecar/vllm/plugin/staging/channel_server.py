@@ -63,8 +63,8 @@ class StagingChannelServer:
         self._interrupt = interrupt
         self._thread_context = thread_context
         self._newest: socket.socket | None = None
-        self._client_lock = threading.Lock()  # of those who ask by a staging channel
-        self._worker_lock = threading.Lock()  # of these, and of the core
+        self._client_lock = threading.Lock()  # of operations that come by a staging channel
+        self._worker_lock = threading.Lock()  # of these, and of calls of the core
         self._listener: socket.socket | None = None
         self._name = ""
 
@@ -96,7 +96,7 @@ class StagingChannelServer:
         listener, self._listener = self._listener, None
         if listener is not None:
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # who waits in accept, comes out
+                listener.shutdown(socket.SHUT_RDWR)  # a thread that waits in accept returns
             listener.close()
 
     def _in_thread(self, target: Callable[[socket.socket], None], served: socket.socket) -> None:

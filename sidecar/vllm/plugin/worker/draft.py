@@ -1,8 +1,8 @@
-"""A worker's draft model, and how it was built, told to the worker's weight transfer engine.
+"""Tells the weight transfer engine of the worker's draft model, and how that was built.
 
-vLLM gives that engine the model that it serves, and points it at the draft when an update of it
-starts. By then its manifest must have been checked: so a sidecar asks for this first. What a
-draft model is built of, only the one who drafts knows, and its two model runners say it in
+vLLM gives the engine the model that it serves, and points it at the draft when an update of the
+draft starts. By then the manifest must have been checked: so a sidecar asks for this first. Only
+the drafter knows what a draft model is built of, and vLLM's two model runners expose it in
 different ways (0.32).
 """
 

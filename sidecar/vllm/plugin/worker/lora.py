@@ -1,15 +1,14 @@
-"""LoRA adapters that came over the bus, in one worker.
+"""Keeps LoRA adapters that came over the bus, in one worker.
 
-vLLM loads an adapter by its path, and again by that path whenever it likes: when a request comes
-whose adapter was evicted, and after every update of the model's weights, which drops all
+vLLM loads an adapter by its path, and may load it again at any time: when a request comes whose
+adapter was evicted, and after every update of the model's weights, which drops all adapters
 (``reset_lora_state``, 0.32). A request that was begun before an update has the path of that time;
 and one whose path came by an in-place load has it loaded again at every step. So an old request
 would put an old adapter in the place of the new one, and a path that is gone ends the engine.
 
-Here a path is read once, by the update; from then on the worker holds the tensors, by the
+In this module the update reads a path once; from then on the worker holds the tensors, by the
 adapter's name. Whenever vLLM loads an adapter of that name, under any id or path, it gets those.
-Only an adapter that somebody loads himself, from a path that is none of the bus's, is loaded as
-he says.
+Only a user who loads an adapter from a path outside the bus gets that one.
 """
 
 from __future__ import annotations

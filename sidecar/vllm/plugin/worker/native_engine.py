@@ -1,10 +1,10 @@
-"""vLLM's own worker engines, driven over the bus: guarded by what wavebus's has.
+"""Drives vLLM's own worker engines over the bus, guarded by what wavebus's engine has.
 
-An engine that is booted with ``--weight-transfer-config '{"backend": "nccl"}'`` gets a subclass
-of the class that vLLM's factory knows by that name, whichever it is. What others tell it, goes
-to that class as if there were no wavebus. What the sidecar tells it, are the operations of
+An engine that is booted with ``--weight-transfer-config '{"backend": "nccl"}'`` gets a subclass of
+the class that vLLM's factory knows by that name, whichever it is. Calls of other callers go to that
+class as if there were no wavebus. The sidecar's calls are the operations of
 :mod:`sidecar.vllm.plugin.operations`, carried out as by :class:`WavebusWeightTransferEngine`: so
-manifests are checked before anybody enters a collective, no worker raises alone, and an update
+manifests are checked before any rank enters a collective, no worker raises alone, and an update
 that broke off can be recovered. Only four things are then the other class's own: opening its
 transport, starting, receiving (which loads) and finishing.
 """
@@ -84,9 +84,8 @@ class NativeUpdates(WavebusWeightTransferEngine):
             self.session.require_open(worker)
             chunk = self._update_info(operation)
 
-        agreement.run_before_any_continues(
-            prepare
-        )  # who stayed out of the collective, would be waited for
+        # A worker that stayed out of the collective would keep the others waiting in it.
+        agreement.run_before_any_continues(prepare)
         with set_current_vllm_config(self.vllm_config):
             self._original.update_weights(chunk)
 
@@ -118,7 +117,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             self._original.shutdown()
 
     def closed_with_theirs(self) -> None:
-        """Note that the guarded engine is shut down, whoever asked for it."""
+        """Note that the guarded engine is shut down, by whatever caller."""
         self._opened = False
         self.shutdown()
 

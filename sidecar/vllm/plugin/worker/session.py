@@ -1,12 +1,12 @@
 """A worker's update session: vLLM's own, opened and closed for the sidecar.
 
-vLLM's workers keep book of their session: they point their engine at the draft model for the
-length of one, and drop LoRA adapters at its end. So it is the worker's own calls that open and
-close it. They call the engine in their turn, whose part never raises there: vLLM would end the
-session of that one worker, while those of its peer ranks stay open. What failed is raised when the
-worker's call has returned, and the session is open in all workers of an engine or in none.
+vLLM's workers keep book of their session: they point their engine at the draft model for its
+length, and drop LoRA adapters at its end. So the worker's own calls open and close it. They call
+the engine in turn, which never raises there: vLLM would end the session of that one worker, while
+those of its peer ranks stay open. The engine's error is raised when the worker's call has returned,
+and the session is open in all workers of an engine or in none.
 
-Whatever calls the engine while none of the sidecar's calls is under way, is somebody else.
+A call of the engine that comes while no call of the sidecar is under way is another caller's.
 """
 
 from __future__ import annotations

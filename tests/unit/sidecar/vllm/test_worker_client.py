@@ -411,3 +411,20 @@ def test_an_engine_with_a_refused_connector_is_armed_with_nothing(
             asyncio.run(client.arm(MANIFEST, "model", staging))
         assert refused.value.code is NackCode.KV_CONNECTOR_REFUSED
     assert workers.told == before
+
+
+@pytest.mark.parametrize("chunk", [Chunk(0, "shm", (), b"h"), Chunk(1, "shm", (META,), b"h")])
+@pytest.mark.parametrize("staging", [None, MAY])
+def test_a_chunk_that_was_not_armed_is_refused(
+    chunk: Chunk, staging: Staging | None, closed: list[WorkerClient | StagingChannelServer]
+) -> None:
+    """Workers are asked for a chunk by its number alone: so it must be the armed manifest's."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
+    told(workers, client.arm(MANIFEST, "model", staging))
+    told(workers, client.start_update(recover=False, staged=staging is not None))
+    with pytest.raises(EngineError, match="not the one of the armed manifest") as refused:
+        asyncio.run(client.receive(chunk))
+    assert refused.value.code is NackCode.TRANSFER_FAILED
+    assert not any(isinstance(each, operations.ReceiveChunk) for each in workers.told)
