@@ -58,12 +58,15 @@ class StagedWeights:
     Args:
         model: the serving model.
         device: where its weights are.
+
+    Attributes:
+        memory: that updates are staged in.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._memory = StagingBuffers(device)
+        self.memory = StagingBuffers(device)
         self._parameters: tuple[CopyPlan, dict[str, ParameterRef], ParameterFingerprint] | None = (
             None
         )
@@ -72,21 +75,6 @@ class StagedWeights:
         self._begun = self._sealed = False
         # What a swap copies, of a layout, from memory, to places that are these.
         self._swap: tuple[tuple[object, ...], CopyBatch] | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether an update is staged, or is about to be."""
-        return self._begun
-
-    @property
-    def held_bytes(self) -> int:
-        """How many bytes the staging memory takes."""
-        return self._memory.held_bytes
-
-    @property
-    def released_bytes(self) -> int:
-        """How many bytes it took before it was released."""
-        return self._memory.released_bytes
 
     def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
         """Allocate memory for all that the plan fills, or reuse that of an earlier update.
@@ -106,8 +94,8 @@ class StagedWeights:
             as_sent = plan.is_whole(chunks) and not repacked
             self._layout = AsSent(plan, chunks) if as_sent else ByTarget(plan), chunks
         layout, _ = self._layout
-        self._memory.allocate(layout.shapes)
-        layout.begin(self._memory.tensors)
+        self.memory.allocate(layout.shapes)
+        layout.begin(self.memory.tensors)
         self._begun = True
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:
@@ -185,7 +173,7 @@ class StagedWeights:
         repacked: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
         for name, place in places.items():
             if repacks(place, self._device):
-                repacked.setdefault(place.module, {})[place.key] = self._memory.tensors[name]
+                repacked.setdefault(place.module, {})[place.key] = self.memory.tensors[name]
         with torch.no_grad():
             self._prepare(places).run()
             layout = self._require_layout()
@@ -197,15 +185,15 @@ class StagedWeights:
         """End the update. ``keep``: its memory stays."""
         self._begun = self._sealed = False
         if not keep:
-            self._memory.release()
-            if not self._memory.tensors:
+            self.memory.release()
+            if not self.memory.tensors:
                 self._swap = None
                 if self._layout is not None:
                     self._layout[0].discard()
 
     def _prepare(self, places: dict[str, ParameterRef]) -> CopyBatch:
         """Return the copies of a swap."""
-        layout, memory = self._require_layout(), self._memory.tensors
+        layout, memory = self._require_layout(), self.memory.tensors
         if self._swap is not None:
             known, copies = self._swap
             if all(map(operator.is_, known, (layout, memory, places))):

@@ -161,10 +161,10 @@ class Stager:
         They are held, or were released and still belong to this process, so that nobody has to be
         asked.
         """
-        staged = self._target.staged
-        if staged.released_bytes >= needed and spare_memory(self._device) >= needed:
+        memory = self._target.staged.memory
+        if memory.released_bytes >= needed and spare_memory(self._device) >= needed:
             return needed
-        return staged.held_bytes
+        return memory.held_bytes
 
     def _is_refused_again(self, needed: int) -> bool:
         """Return whether an allocation would probably fail as the last one did.

@@ -156,7 +156,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         """Open the sidecar's session; refuse anybody else's."""
         if self.session.ours:
-            self.session.on_opened(self._start)
+            self.session.on_vllm_call(self._start, opens=True)
         else:
             self.session.refused = True
             agreement.refuse(_NOT_YOURS)
@@ -164,7 +164,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """Close the sidecar's session; anybody else's has nothing to finish."""
         if self.session.ours:
-            self.session.on_closed(self._finish)
+            self.session.on_vllm_call(self._finish, opens=False)
 
     def _start(self) -> None:
         """Prepare to copy by the plan, or move the parameters to meta for loading."""
@@ -237,7 +237,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def wavebus_loading(self) -> dict[str, Any]:
         """Account of updates (:meth:`PlanCache.account`), the last swap's time, and bytes held."""
         model = self._loadable["model"]
-        swap_ms, staging_bytes = round(self._stager.swap_ms, 3), model.staged.held_bytes
+        swap_ms, staging_bytes = round(self._stager.swap_ms, 3), model.staged.memory.held_bytes
         return {**model.plans.account(), "swap_ms": swap_ms, "staging_bytes": staging_bytes}
 
     # -- operations ------------------------------------------------------------------

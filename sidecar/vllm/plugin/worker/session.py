@@ -86,15 +86,10 @@ class UpdateSession:
                 worker.finish_weight_update()
         self.open = False
 
-    def on_opened(self, action: Callable[[], None]) -> None:
-        """Run the engine's part when the worker opens a session."""
+    def on_vllm_call(self, action: Callable[[], None], *, opens: bool) -> None:
+        """Run the engine's part when the worker opens or closes a session."""
         self._failure = agreement.attempt(action)
-        self.open = True
-
-    def on_closed(self, action: Callable[[], None]) -> None:
-        """Run the engine's part when the worker closes it."""
-        self._failure = agreement.attempt(action)
-        self.open = False
+        self.open = opens
 
     def _require_none(self, worker: Any) -> None:
         if self.open:
