@@ -102,7 +102,7 @@ class VllmApi:
         return info
 
     async def _import(self, module: str) -> Any:
-        """What needs vLLM; in a thread, since it takes seconds, and the bus must hear from us."""
+        """Import a module that needs vLLM, in a thread: that takes seconds, and the bus goes on."""
         try:
             return await anyio.to_thread.run_sync(importlib.import_module, module)
         except ImportError as error:

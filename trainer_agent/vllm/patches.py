@@ -29,15 +29,15 @@ class AnyPatch(Protocol):
 
     @property
     def name(self) -> str:
-        """As in checkpoints."""
+        """The tensor's name, as in checkpoints."""
 
     @property
     def indices(self) -> torch.Tensor:
-        """One dimension, int32: where the values belong in the flattened tensor."""
+        """Where the values belong in the flattened tensor: one dimension, int32."""
 
     @property
     def values(self) -> torch.Tensor:
-        """One dimension, as many, in the tensor's dtype."""
+        """The values: one dimension, as many, in the tensor's dtype."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:

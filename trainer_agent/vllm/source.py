@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SourceReader(Protocol):
-    """What is needed of a :class:`trainer_agent.vllm.session.TrainerEngineSession`."""
+    """Reads sources: a :class:`trainer_agent.vllm.session.TrainerEngineSession`."""
 
     def read_source(
         self, source: BusWeightSource, *, shards: bool

@@ -48,8 +48,8 @@ _RESUMES_AT_ONCE: Final = (
 )
 _PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
 
-# From vLLM's own method outwards. Classes come into it by themselves: a class's methods are wrapped
-# after those that it inherits.
+# From vLLM's own method outwards. A class's methods are wrapped after those that it inherits, and
+# methods of ``collective_rpc`` that cores answer by themselves reach no other wrap.
 NESTING: Final = {
     # The status page shows what the core does, pauses that end by themselves included; the lease
     # guard starts before all of it.

@@ -21,10 +21,10 @@ logger = init_logger("vllm.wavebus")
 
 
 def introduce(worker: Any) -> bool:
-    """Tell the worker's engine of its draft model; False where it can't be told how to build it.
+    """Tell the worker's engine of its draft model.
 
-    Never raises: a call that fails in all workers spoils the executor's later answers
-    (:mod:`sidecar.vllm.plugin.agreement`).
+    Returns:
+        False if this vLLM does not show how the draft was built, or the engine can't be told.
     """
     try:
         draft = worker.get_draft_model()
@@ -36,7 +36,7 @@ def introduce(worker: Any) -> bool:
 
 
 def shared_parameters(draft: torch.nn.Module, model: torch.nn.Module) -> frozenset[str]:
-    """Those of ``draft`` that are ``model``'s, by their names in ``draft``."""
+    """Return the parameters of ``draft`` that are ``model``'s, by their names in ``draft``."""
     theirs = {id(parameter) for parameter in model.parameters()}
     ours = draft.named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in ours if id(parameter) in theirs)
