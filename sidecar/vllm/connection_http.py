@@ -92,9 +92,7 @@ class VllmHttpClient:
             EngineDead: the connection was refused or broke.
             EngineError: with the text of the server, or of the plugin inside it.
         """
-        async with self._answer("POST", path, body=body, query=query) as response:
-            answer: dict[str, Any] = await response.json()
-            return answer
+        return await self._json("POST", path, body=body, query=query)
 
     async def status_of(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
         """Make one call of a route that needs no plugin; return the status and the text.
@@ -107,8 +105,8 @@ class VllmHttpClient:
                 self._on_failure()
             return response.status, await response.text()
 
-    async def _ask(self, path: str) -> dict[str, Any]:
-        async with self._answer("GET", path, timeout_s=ANSWER_S) as response:
+    async def _json(self, method: str, path: str, **how: Any) -> dict[str, Any]:
+        async with self._answer(method, path, **how) as response:
             answer: dict[str, Any] = await response.json()
             return answer
 
@@ -316,13 +314,13 @@ class HttpConnection(VllmHttpClient):
 
     async def software_version(self) -> str:
         """Return vLLM's version."""
-        return str((await self._ask("/version"))["version"])
+        return str((await self._json("GET", "/version", timeout_s=ANSWER_S))["version"])
 
     async def config(self) -> dict[str, Any]:
         """Return the server's configuration; the first time that takes seconds."""
-        async with self._answer("GET", "/server_info?config_format=json") as response:
-            config: dict[str, Any] = (await response.json())["vllm_config"]
-            return config
+        answer = await self._json("GET", "/server_info?config_format=json")
+        config: dict[str, Any] = answer["vllm_config"]
+        return config
 
     async def accepts_probes(self) -> bool:
         """Return whether the server accepts token ids from us.
@@ -370,7 +368,8 @@ class HttpConnection(VllmHttpClient):
 
     async def weight_version(self) -> str:
         """Return the text that names the weights."""
-        return str((await self._ask("/weight_info"))["weight_version"])
+        answer = await self._json("GET", "/weight_info", timeout_s=ANSWER_S)
+        return str(answer["weight_version"])
 
     async def set_weight_version(self, version: str) -> None:
         """Name the weights."""
