@@ -45,7 +45,7 @@ LONG_CLASSES = {
     "TrainerAgent": 376,
     "TrainerEngineSession": 367,
     "UpdateMachine": 292,
-    "WavebusWeightTransferEngine": 381,
+    "WavebusWeightTransferEngine": 380,
 }
 
 # The glossary's words (docs/glossary.md) replaced these in names. Each is one or several parts of

@@ -85,13 +85,13 @@ class WorkerClient:
         why = facts.features.get("staged_updates", "")
         self._cannot_stage = f"this vLLM takes no staged updates: {why}" if why else ""
         self._caches.learn(facts)
-        await self._perform(operations.Hello(operations.PROTOCOL))
+        workers = await self._perform(operations.Hello(operations.PROTOCOL))
         await self._perform(operations.UndoAdapter(settled=False))
         called_off = await self._connection.ask(worker_rpc.CALL_OFF, {})
         if worker_rpc.read_called_off(called_off) is None and not why:
             self._cannot_stage = "its cores can't swap between steps (their log says why)"
         # From here on the staging channels ignore an earlier sidecar.
-        await self._open_channels()
+        await self._open_channels(tuple(each.channel for each in workers))
         await self._perform(operations.ReleaseStaging())
 
     def _close_channels(self) -> None:
@@ -275,13 +275,14 @@ class WorkerClient:
         except EngineError:
             return None
 
-    async def _open_channels(self) -> None:
+    async def _open_channels(self, names: tuple[str, ...]) -> None:
         self._no_channels_reason = ""
         if not self._is_one_core:
             return
         try:
-            answer = await self._connection.ask(worker_rpc.ASK_STAGING_CHANNEL, {})
-            await self._channels.open(worker_rpc.read_staging_channels(answer))
+            if not all(names):
+                raise EngineError("its workers have no staging channels")
+            await self._channels.open(names)
         except EngineError as error:
             self._no_channels_reason = error.detail
 

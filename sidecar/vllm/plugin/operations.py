@@ -270,6 +270,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     Attributes:
         ahead: after :class:`Open`, how many chunks may be received ahead.
         room: after arming, what staging takes.
+        channel: after :class:`Hello`, the name of the worker's staging channel; empty without one.
         in_place: after :class:`StartStaging`, chunks are received where they are staged. Then
             nothing is left to do for a chunk that has come, and all may be staged at once, after
             the last one.
@@ -278,6 +279,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     ahead: Count = 1
     room: StagingCapacity | None = None
     in_place: bool = False
+    channel: ShortText = ""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=True):

@@ -109,7 +109,6 @@ _SEAMS: Final = (
                     "requests",
                     "draft",
                     "loading",
-                    "staging_channel",
                     "perform",
                     # Answered by engine cores; by workers where the cores don't know them.
                     "admission",

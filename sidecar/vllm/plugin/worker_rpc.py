@@ -37,7 +37,6 @@ ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
 ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
-ASK_STAGING_CHANNEL: Final = "wavebus_staging_channel"
 ASK_PRESENCE: Final = "__str__"
 # Answered by the core (:mod:`sidecar.vllm.plugin.core.swap`), with a list of whether a swap was
 # called off. SWAP takes ``version``, ``clear_cache``, the ``operation`` that its workers are to
@@ -120,20 +119,6 @@ def read_done(answer: Any) -> list[operations.Done]:
     return done
 
 
-def read_staging_channels(answer: Any) -> tuple[str, ...]:
-    """Return the names of the workers' staging channels.
-
-    Raises:
-        EngineError: a worker has none.
-    """
-    names = tuple(answer) if isinstance(answer, list) else ()
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise EngineError(
-            f"the plugin inside vLLM answered {answer!r:.200}: workers without staging channels"
-        )
-    return names
-
-
 def read_called_off(answer: Any) -> bool | None:
     """Return whether a swap was called off; None: the cores know of no swaps."""
     reason = str(answer[0]) if isinstance(answer, list) and answer else ""
@@ -206,11 +191,6 @@ def loading(worker: Any) -> dict[str, Any]:
     """
     engine = getattr(worker, "weight_transfer_engine", None)
     return dict(getattr(engine, "wavebus_loading", {}))
-
-
-def staging_channel(worker: Any) -> str:
-    """Return the name of this worker's staging channel; empty if nothing can be staged."""
-    return str(getattr(worker.weight_transfer_engine, "wavebus_staging_channel", ""))
 
 
 def facts(worker: Any) -> dict[str, Any]:

@@ -221,9 +221,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._stager.channel.close()
         self._receiver.close()
 
-    @property
-    def wavebus_staging_channel(self) -> str:
-        """The name of this worker's staging channel."""
+    def _channel_name(self) -> str:
         return self._stager.channel.name
 
     @property
@@ -268,6 +266,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             case operations.Hello(protocol=protocol):
                 _check_protocol(protocol)
                 self._loadable["model"].checker.prepare()
+                return operations.Done(channel=self._channel_name())
             case operations.Start(target=target):
                 if operation.recover:
                     agreement.run_before_any_continues(lambda: self._close(worker))

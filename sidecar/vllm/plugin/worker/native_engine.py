@@ -59,6 +59,9 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._opened = False  # theirs
         self._started_theirs = False  # the update session was
 
+    def _channel_name(self) -> str:
+        return ""
+
     @property
     def wavebus_room(self) -> StagingCapacity:
         """Nothing is staged here."""

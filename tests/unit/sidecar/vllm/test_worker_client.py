@@ -61,9 +61,10 @@ class Workers:
                 self._perform(asked)
                 armed = isinstance(asked, operations.ArmManifest)
                 done = operations.Done(ahead=2, room=self.found if armed else None)
-                return [msgspec.to_builtins(done)]
-            case worker_rpc.ASK_STAGING_CHANNEL:
-                return [self.channel_name or self.channel.name, *(peer.name for peer in self.peers)]
+                if not isinstance(asked, operations.Hello):
+                    return [msgspec.to_builtins(done)]
+                names = [self.channel_name or self.channel.name, *(p.name for p in self.peers)]
+                return [msgspec.to_builtins(operations.Done(channel=name)) for name in names]
             case worker_rpc.SWAP:
                 self.told += [operations.decode(kwargs[name]) for name in ("check", "operation")]
                 self.told.append(f"swap to {kwargs['version']}, {kwargs['clear_cache']}")

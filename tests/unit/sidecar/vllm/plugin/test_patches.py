@@ -340,7 +340,6 @@ def test_workers_get_every_method_that_sidecars_ask_for() -> None:
             "ASK_REQUESTS",
             "ASK_DRAFT",
             "ASK_LOADING",
-            "ASK_STAGING_CHANNEL",
             "ASK_PRESENCE",
             "SWAP",
             "CALL_OFF",
