@@ -53,20 +53,20 @@ class Has:
 
 @dataclass(frozen=True)
 class Takes:
-    """The target is a function with exactly these parameters, in this order."""
+    """The target is a function with these parameters, as in ``"self, mode"``; empty: any."""
 
     target: str
-    parameters: tuple[str, ...]
+    parameters: str
 
     def gap(self, tree: SourceTree) -> str:
         """Returns how it is not so; empty if it is."""
         node = tree.find(self.target)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return tree.absent(self.target, "function ")
-        found = _parameters(node.args)
-        if found == self.parameters:
+        found = ", ".join(_parameters(node.args))
+        if self.parameters in ("", found):
             return ""
-        return f"{short_name(self.target)} takes {', '.join(found) or 'nothing'}"
+        return f"{short_name(self.target)} takes {found or 'nothing'}"
 
 
 @dataclass(frozen=True)
@@ -135,16 +135,15 @@ def _parameters(arguments: ast.arguments) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Wrap:
-    """A method of vLLM that is replaced by a function around it.
+class Wrap(Takes):
+    """A method of vLLM that a function is put around; it must take these parameters.
 
     Attributes:
-        target: the method. The class that is named gets the wrapped one.
-        around: ``module:function``, called as ``function(original, self, *args, **kwargs)``.
+        around: ``module:function``, called as ``function(original, self, *args, **kwargs)``. The
+            class that ``target`` names gets the result.
     """
 
-    target: str
-    around: str
+    around: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,13 +151,18 @@ class Form:
     """One way in which vLLM may have what a seam needs, with what is installed only then."""
 
     name: str
-    expects: tuple[Expectation, ...]
+    expects: tuple[Expectation, ...] = ()
     wraps: tuple[Wrap, ...] = ()
     sets: tuple[tuple[str, str, object], ...] = ()
 
+    @property
+    def expectations(self) -> tuple[Expectation, ...]:
+        """Everything that must be so: what is wrapped must look as the wraps say."""
+        return (*self.expects, *self.wraps)
+
     def gaps(self, tree: SourceTree) -> list[str]:
         """What is not as expected."""
-        return [gap for each in self.expects if (gap := each.gap(tree))]
+        return [gap for each in self.expectations if (gap := each.gap(tree))]
 
 
 @dataclass(frozen=True)
@@ -168,12 +172,13 @@ class Seam:
     Attributes:
         name: short, unique.
         features: names of what does not work without it.
-        expects: what must be so in every form.
-        forms: alternatives; the first that fits holds. Empty: ``expects`` is all.
+        expects: what must be so in every form, besides what ``wraps`` say.
+        forms: alternatives; the first that fits holds. Empty: ``expects`` and ``wraps`` are all.
         process: where it is installed: ``core`` (engine cores, and the front ends that fork
             them), ``worker``, ``coordinator``, ``any``; or empty, if nothing is installed, or
             whoever needs it does that.
-        wraps: in the order in which they are installed.
+        wraps: methods that functions are put around. Where several seams wrap one method,
+            :attr:`Registry.nesting` says in which order.
         sets: attributes of classes and modules of vLLM that are added or replaced: the owner, the
             name, and a value or a :class:`Ref`.
         answers: methods of ``collective_rpc`` that engine cores answer by themselves, with the
@@ -185,7 +190,7 @@ class Seam:
 
     name: str
     features: tuple[str, ...]
-    expects: tuple[Expectation, ...]
+    expects: tuple[Expectation, ...] = ()
     forms: tuple[Form, ...] = ()
     process: str = ""
     wraps: tuple[Wrap, ...] = ()
@@ -195,11 +200,20 @@ class Seam:
     needs: tuple[str, ...] = ()
     off: str = ""
 
+    @property
+    def common(self) -> Form:
+        """What holds in every form."""
+        return Form("only", self.expects, self.wraps, self.sets)
+
+    def parts(self, form: str) -> tuple[Form, ...]:
+        """What is installed where the seam fits in that form."""
+        return (*(each for each in self.forms if each.name == form), self.common)
+
     def fit(self, tree: SourceTree) -> tuple[str, list[str]]:
         """The form that fits and no gaps, or no form and the gaps of the one that fits best."""
-        common = Form("", self.expects).gaps(tree)
+        common = self.common.gaps(tree)
         if not self.forms or common:
-            return "" if common else "only", common
+            return "" if common else self.common.name, common
         tries = [(form.name, form.gaps(tree)) for form in self.forms]
         name, gaps = min(tries, key=lambda each: len(each[1]))
         return ("" if gaps else name), gaps
@@ -236,14 +250,17 @@ class Report:
 
 @dataclass(frozen=True)
 class Registry:
-    """The seams of one role, in the order of installation.
+    """The seams of one role; a seam stands behind those that it needs.
 
     Attributes:
         features: what depends on them, each with what it does, in words.
+        nesting: each method that several seams wrap, with their names: the first one's function is
+            next to vLLM's own method, the last one's is called first.
     """
 
     features: Mapping[str, str]
     seams: tuple[Seam, ...]
+    nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def seam(self, name: str) -> Seam:
         """The seam of that name.
@@ -252,6 +269,27 @@ class Registry:
             KeyError: there is none.
         """
         return {each.name: each for each in self.seams}[name]
+
+    def wraps(self, forms: Mapping[str, str]) -> list[Wrap]:
+        """Lists the wraps of some seams, those of one method from the inside outwards.
+
+        Args:
+            forms: the seams' names, each with the form in which it fits.
+
+        Raises:
+            ValueError: several seams wrap one method, and ``nesting`` leaves one of them out.
+        """
+        found: dict[str, dict[str, Wrap]] = {}
+        for name, form in forms.items():
+            for wrap in (wrap for part in self.seam(name).parts(form) for wrap in part.wraps):
+                found.setdefault(wrap.target, {})[name] = wrap
+        ordered: list[Wrap] = []
+        for target, by_seam in found.items():
+            order = self.nesting.get(target, tuple(by_seam) if len(by_seam) == 1 else ())
+            if not by_seam.keys() <= set(order):
+                raise ValueError(f"{target}: the nesting of {', '.join(by_seam)} is not defined")
+            ordered += [by_seam[name] for name in order if name in by_seam]
+        return ordered
 
     def check(self, tree: SourceTree, environment: Mapping[str, str] | None = None) -> Report:
         """Checks every seam against one vLLM.

@@ -142,16 +142,17 @@ def make_vllm(plan: SidecarPlan, command: tuple[str, ...]) -> Engine:
             "--dp-rank, --dp-master: of the embedded engine; one rank of vLLM is a server with "
             "vLLM's own options (--data-parallel-rank and so on)"
         )
-    from sidecar.vllm.http_engine import VllmHttpEngine  # noqa: PLC0415 - only where it is used
+    from sidecar.vllm.connection_http import HttpConnection  # noqa: PLC0415 - only where it is used
+    from sidecar.vllm.engine import VllmAdapter  # noqa: PLC0415
 
     coordinator: DpCoordinator = "bus" if coordinate else "vllm"
     if plan.attach is not None:
-        return VllmHttpEngine(
+        attached = HttpConnection(
             plan.attach,
             ready_timeout_s=plan.boot_timeout_s,
             api_key=os.environ.get(API_KEY_VARIABLE, ""),
-            dp_coordinator=coordinator,
         )
+        return VllmAdapter(attached, coordinator)
     if not command:
         raise UsageError(
             "--engine=vllm: give --attach URL, or the server's command after --, such as "
@@ -168,7 +169,7 @@ def make_vllm(plan: SidecarPlan, command: tuple[str, ...]) -> Engine:
         ready_timeout_s=plan.boot_timeout_s,
         coordinate=coordinate,
     )
-    return VllmHttpEngine(server=server, dp_coordinator=coordinator)
+    return VllmAdapter(HttpConnection(server=server), coordinator)
 
 
 def make_embedded(plan: SidecarPlan) -> Engine:

@@ -43,10 +43,9 @@ LONG_CLASSES = {
     "Group": 342,
     "Sidecar": 425,
     "TrainerAgent": 376,
-    "TrainerEngineSession": 373,
+    "TrainerEngineSession": 367,
     "UpdateMachine": 292,
-    "VllmHttpEngine": 397,
-    "WavebusWeightTransferEngine": 384,
+    "WavebusWeightTransferEngine": 380,
 }
 
 # The glossary's words (docs/glossary.md) replaced these in names. Each is one or several parts of

@@ -1,16 +1,12 @@
-"""How the sidecar sets the admission of its vLLM (:mod:`sidecar.vllm.plugin.core.admission`), and
-the probes that pass it.
+"""Sets the admission of a vLLM's engine cores, which :mod:`sidecar.vllm.plugin.core.admission` has.
 
-A paused vLLM runs no probe. So it is resumed with its admission closed to all but them, and paused
-again. Its clients talk to it by themselves: what it would make for requests that a pause keeps
-can't be held back, so there must be none, and those that come meanwhile are ended.
+While probes run, admission is closed to all but them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bus.errors import EngineError
 from bus.messages import NackCode
@@ -20,34 +16,19 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from bus.messages import PauseMode
-    from sidecar.engine import ProbeResult
-
-
-class Probing(Protocol):
-    """What probes need of an adapter: part of :class:`sidecar.engine.Engine`, and one request."""
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def abort_requests(self) -> int: ...
-
-    async def probe_one(
-        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
-    ) -> ProbeResult: ...
 
 
 class AdmissionControl:
-    """One engine's.
+    """Sets the admission of one engine.
 
     Args:
         ask: makes vLLM's ``collective_rpc``.
-        served: clients reach it through an API server.
+        served: clients reach the engine through an API server.
 
     Attributes:
-        there: its cores have admission control.
-        found_closed: it was closed, or a probe was under way, when :meth:`look` looked.
-        booted_closed: it was closed since its cores have booted.
+        is_supported: the engine's cores have admission control.
+        found_closed: admission was closed, or a probe was under way, at :meth:`look`.
+        booted_closed: admission has been closed since the cores booted.
     """
 
     def __init__(
@@ -59,7 +40,7 @@ class AdmissionControl:
         self.found_closed = self.booted_closed = False
 
     async def look(self) -> None:
-        """How it stands. Who left it with a probe under way has not committed: it is closed."""
+        """Read the state of admission; close it if an earlier sidecar left a probe under way."""
         answer = await self._ask(SET_ADMISSION, {"served": self._served})
         state = answer[0] if isinstance(answer, list) and answer else None
         self.is_supported = isinstance(state, dict) and "admits" in state
@@ -74,46 +55,33 @@ class AdmissionControl:
         await self._set(admits=open, why="its weights are not those that its group serves")
 
     async def end_requests(self) -> int | None:
-        """End all requests that the cores have; return how many (of the first core), or None where
-        cores can't."""
+        """End all requests of the cores.
+
+        Returns:
+            how many the first core had; None if the cores have no admission control.
+        """
         if not self.is_supported:
             return None
         [state, *_] = await self._ask(SET_ADMISSION, {"ends": True})
         ended: int | None = state.get("ended")
         return ended
 
-    async def probe(
-        self,
-        engine: Probing,
-        prompts: tuple[tuple[int, ...], ...],
-        max_tokens: int,
-        salt: str,
-        *,
-        mode: PauseMode,
-        clear_cache: bool,
-    ) -> tuple[ProbeResult, ...]:
-        """See :meth:`sidecar.engine.Engine.probe`.
+    async def pass_probes(self, mode: PauseMode) -> str:
+        """Close admission to all but probes; return what their request ids must begin with.
 
         Raises:
-            EngineError: code ``wrong_state``, for a pause that keeps requests.
+            EngineError: code ``wrong_state``, for a pause that keeps requests: what they would get
+                beside the probes could not be held back.
         """
         if mode == "keep":
             raise EngineError("a pause that keeps requests", code=NackCode.WRONG_STATE)
         passes = f"wavebus-probe-{secrets.token_hex(8)}"
         await self._set(passes=passes, why="it runs the probes of a canary")
-        await engine.abort_requests()
-        await engine.resume()
-        try:
-            results = await asyncio.gather(
-                *(
-                    engine.probe_one(f"{passes}-{number}", prompt, max_tokens, salt)
-                    for number, prompt in enumerate(prompts)
-                )
-            )
-        finally:
-            await engine.pause(mode, clear_cache=clear_cache)
-            await self._set(passes="")
-        return tuple(results)
+        return passes
+
+    async def end_probes(self) -> None:
+        """Let probes in no longer."""
+        await self._set(passes="")
 
     async def _set(self, **how: Any) -> None:
         if not self.is_supported:

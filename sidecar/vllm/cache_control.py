@@ -1,4 +1,4 @@
-"""The caches of one vLLM as its sidecar commands them: whose they are, when they are dropped."""
+"""Controls the caches of one vLLM: which run they belong to, and when they are dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CacheControl:
-    """One engine's. ``ask`` makes vLLM's ``collective_rpc``."""
+    """Controls one engine's caches. ``ask`` makes vLLM's ``collective_rpc``."""
 
     def __init__(self, ask: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> None:
         self._ask = ask
@@ -25,15 +25,16 @@ class CacheControl:
         self.connectors: Mapping[str, str] = {}  # how updates treat them
 
     def learn(self, facts: WorkerFacts) -> None:
-        """Take what the plugin says; connectors may be trusted in the sidecar's environment too."""
+        """Store what the plugin says; the sidecar's environment may trust more connectors."""
         self._is_salted = not facts.features.get("prefix_cache_versions")
         self.connectors = trust(facts.kv_connectors, trusted_kv_connectors())
 
     def require_updatable(self) -> None:
-        """Refuse an update that some KV connector would answer with keys and values of before.
+        """Refuse an update if a KV connector would still give older keys and values.
 
         Raises:
-            EngineError: code ``kv_connector_refused``; the text names it and says what to do.
+            EngineError: code ``kv_connector_refused``; the text names the connector and says what
+                to do.
         """
         refused = [n for n, how in sorted(self.connectors.items()) if how.startswith(REFUSED)]
         if refused:
@@ -41,19 +42,27 @@ class CacheControl:
             raise EngineError(detail, code=NackCode.KV_CONNECTOR_REFUSED)
 
     def clears(self, asked: bool) -> bool:
-        """Whether a pause, or a swap, is to drop caches: also where nobody asked for it, in a
-        vLLM, or a connector, that would find keys and values of older weights in them."""
+        """Return whether a pause or a swap must drop caches.
+
+        Caches are also dropped where nobody ``asked`` for it: in a vLLM, or with a connector, that
+        would find keys and values of older weights in them.
+        """
         return asked or not self._is_salted or CLEARED in self.connectors.values()
 
     async def join_run(self, run: str) -> None:
-        """See :meth:`sidecar.engine.Engine.join_run`. A vLLM without salts drops its caches with
-        each update instead."""
+        """Salt the caches with the id of a run, see :meth:`sidecar.engine.Engine.join_run`.
+
+        A vLLM without salts drops its caches with each update instead.
+        """
         if self._is_salted:
             await self._ask(worker_rpc.JOIN_RUN, {"run": run})
 
     async def clear(self) -> bool:
-        """Drop keys, values and prefix cache, a connector's too; False if the cores can't do it by
-        themselves, and vLLM's own calls are to be made."""
+        """Drop keys, values and prefix cache, those of connectors too.
+
+        Returns:
+            False if the cores can't do it by themselves, so that vLLM's own calls are needed.
+        """
         if self._is_salted:
             await self._ask(worker_rpc.CLEAR_CACHES, {})
         return self._is_salted

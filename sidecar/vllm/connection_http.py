@@ -1,55 +1,194 @@
-"""HTTP connections to a vLLM API server.
+"""Reaches a vLLM API server through its RL routes.
+
+Those routes are not covered by the server's API key (vLLM 0.32 guards only ``/v1`` and
+``/inference``), so they belong on loopback: a sidecar runs beside its server.
+
+No call has a read timeout: a pause ends when the engine is idle, and a call that was given up here
+would still be pending there. Only connecting, and questions that a live server answers at once,
+are bounded here; all other deadlines are the caller's.
 
 A session that saw a failure is not used again. A server closes the connection on which it failed a
-moment later; a call that takes the connection meanwhile is lost, and its caller can't tell whether
-the server received it. So the next call after a failure opens its own connection. Idle connections
-are closed before the server closes them.
+moment later; a call that takes the connection meanwhile is lost, and its caller can't find out
+whether the server received it. So the next call after a failure opens its own connection. Idle
+connections are closed before the server closes them.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
 
 import bus.log
-from bus.errors import EngineError
+from bus.errors import EngineDead, EngineError, UsageError
+from bus.net import is_loopback_host
+from sidecar.engine import ProbeResult
+from sidecar.vllm.lora_routes import AdapterRoutes
+from sidecar.vllm.plugin import worker_rpc
+from sidecar.vllm.plugin.operations import find_failure
+from sidecar.vllm.worker_client import engine_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from sidecar.vllm.lora_routes import AdapterRoutes
-
+    from bus.messages import PauseMode
+    from sidecar.supervision.server import SupervisedServer
 
 # Servers close theirs after 5 s (uvicorn's default).
 KEEP_ALIVE_S: Final = 2.0
+CONNECT_S: Final = 5.0
+ANSWER_S: Final = 10.0
+HEALTH_PERIOD_S: Final = 1.0
+REFUSALS_TO_DIE: Final = 3
+REQUEST_IDS_S: Final = 1.0
 _ASK_EVERY_S: Final = 0.5
 # How often a start says that it waits for the server.
 _WARN_EVERY_S: Final = 10.0
+OK: Final = 200
+NOT_FOUND: Final = 404
 SERVER_ERROR: Final = 500
+UNAVAILABLE: Final = 503
+BAD_BODY: Final = (400, 422)
+
+_GENERATE: Final = "/inference/v1/generate"
+
+# Both count requests of every route, per engine; a frozen request is running or waiting. Of several
+# API servers, no value is shown before the first request.
+_GAUGE = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([0-9.eE+]+)$", re.MULTILINE)
+_COUNTS: Final = "# TYPE vllm:num_requests_running gauge"
 
 
-class HttpSessions:
-    """Made inside an event loop.
+class VllmHttpClient:
+    """Makes calls of one server.
 
     Args:
-        connect_s: how long a server may take to accept one.
+        url: the server's, without a slash at its end.
         api_key: what the server asks its clients for, or empty.
     """
 
-    def __init__(self, connect_s: float, api_key: str = "") -> None:
-        self._connect_s = connect_s
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self._url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
-        self._session = self._new()
+        self._newest: aiohttp.ClientSession | None = None
         self._users: Counter[aiohttp.ClientSession] = Counter()
 
+    async def close_sessions(self) -> None:
+        """End every call."""
+        newest, self._newest = self._newest, None
+        for session in {*filter(None, (newest,)), *self._users}:
+            await session.close()
+
+    async def post(
+        self, path: str, body: Any = None, *, query: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Make one call, however long it takes, and return the answer.
+
+        Raises:
+            EngineDead: the connection was refused or broke.
+            EngineError: with the text of the server, or of the plugin inside it.
+        """
+        return await self._json("POST", path, body=body, query=query)
+
+    async def status_of(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
+        """Make one call of a route that needs no plugin; return the status and the text.
+
+        Raises:
+            EngineDead: the connection was refused or broke.
+        """
+        async with self._response(method, path, body=body) as response:
+            if response.status >= SERVER_ERROR:
+                self._on_failure()
+            return response.status, await response.text()
+
+    async def _json(self, method: str, path: str, **how: Any) -> dict[str, Any]:
+        async with self._answer(method, path, **how) as response:
+            answer: dict[str, Any] = await response.json()
+            return answer
+
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """For one call and its answer."""
-        session = self._session
+    async def _answer(
+        self, method: str, path: str, **how: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        async with self._response(method, path, **how) as response:
+            if not response.ok:
+                self._on_failure()
+                raise await self._failure(path, response.status, await response.text())
+            yield response
+
+    async def _failure(self, path: str, status: int, text: str) -> EngineError:
+        """Return the error that an answer with an error status stands for.
+
+        A dead engine is recognised by ``/health``. The text can't say it: it differs between
+        releases of vLLM, and newer ones (0.33) keep the cause from clients.
+        """
+        if status == NOT_FOUND:
+            return EngineError(
+                f"the server has no {path}: start the server with VLLM_SERVER_DEV_MODE=1 "
+                "(it brings the RL routes), bound to 127.0.0.1"
+            )
+        if find_failure(text) is not None:
+            return engine_error(text)
+        if status >= SERVER_ERROR and await self._is_dead():
+            return EngineDead(f"{path}: the server's engine is dead")
+        return EngineError(f"{path} answered {status}: {text[:2000]}")
+
+    @asynccontextmanager
+    async def _response(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        query: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        try:
+            async with (
+                self._session() as session,
+                session.request(
+                    method, self._url + path, json=body, params=query, timeout=timeout
+                ) as response,
+            ):
+                yield response
+        except TimeoutError as error:
+            raise EngineError(f"{self._url}{path}: no answer in {timeout_s} s") from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise EngineDead(f"{self._url}{path}: {error or type(error).__name__}") from error
+
+    async def _health(self) -> int:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
+        async with (
+            self._session() as session,
+            session.get(f"{self._url}/health", timeout=timeout) as response,
+        ):
+            return response.status
+
+    async def _is_dead(self) -> bool:
+        """Return whether the server says that its engine is dead, or has ended with it."""
+        try:
+            return await self._health() == UNAVAILABLE
+        except TimeoutError:
+            return False
+        except aiohttp.ClientConnectionError:
+            return True
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """Lend the newest session for one call and its answer."""
+        if self._newest is None:
+            # A limit of connections would let waiting calls hold back a resume.
+            self._newest = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                headers=self._headers,
+            )
+        session = self._newest
         self._users[session] += 1
         try:
             yield session
@@ -57,51 +196,251 @@ class HttpSessions:
             self._users[session] -= 1
             if not self._users[session]:
                 del self._users[session]
-                if session is not self._session:
+                if session is not self._newest:
                     await session.close()
 
-    def on_failure(self) -> None:
-        """A call under way has failed; it and those beside it go on, the next ones begin anew."""
-        self._session = self._new()
-
-    async def close(self) -> None:
-        """End all of them."""
-        for session in {self._session, *self._users}:
-            await session.close()
-
-    def _new(self) -> aiohttp.ClientSession:
-        # A limit of connections would let waiting calls hold back a resume.
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
-            headers=self._headers,
-        )
+    def _on_failure(self) -> None:
+        """Give the next calls a new session; those under way keep theirs."""
+        self._newest = None
 
 
-class HttpConnection:
-    """:class:`sidecar.vllm.worker_client.VllmConnection` of an API server."""
+class HttpConnection(VllmHttpClient):
+    """Makes the calls of :class:`sidecar.vllm.engine.VllmAdapter` by an API server's routes.
+
+    Calls raise :class:`EngineError`, or :class:`EngineDead` if the connection is refused or breaks.
+
+    Args:
+        base_url: such as ``http://127.0.0.1:8000``; a path prefix is kept. With ``server``, its
+            own URL.
+        server: a server that this connection starts, and stops when it is closed.
+        ready_timeout_s: how long :meth:`open` waits for ``/health``.
+        api_key: what the server asks its clients for; with ``server``, its own.
+        allow_remote: accept a URL that is not on loopback.
+
+    Raises:
+        UsageError: neither or both of ``base_url`` and ``server``; not an HTTP URL; or not on
+            loopback.
+    """
+
+    kind = "vllm-http"
+    is_served = is_shared = True
 
     def __init__(
-        self, post: Callable[[str, Any], Awaitable[dict[str, Any]]], adapters: AdapterRoutes
+        self,
+        base_url: str = "",
+        *,
+        server: SupervisedServer | None = None,
+        ready_timeout_s: float = 600.0,
+        api_key: str = "",
+        allow_remote: bool = False,
     ) -> None:
-        self._post = post
-        self._adapters = adapters
+        if bool(base_url) == (server is not None):
+            raise UsageError("give either base_url or server")
+        url = (server.base_url if server is not None else base_url).rstrip("/")
+        api_key = server.prepared.api_key if server is not None else api_key
+        super().__init__(url, api_key)
+        self._endpoint = server.prepared.endpoint if server is not None else self._url
+        parts = urlsplit(self._url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"base_url={base_url!r}: expected such as http://127.0.0.1:8000")
+        self.is_local = server is not None or is_loopback_host(parts.hostname)
+        if not allow_remote and not self.is_local:
+            raise UsageError(
+                f"{parts.hostname} is not a loopback address, and the server's API key does "
+                "not cover its RL routes: whoever reaches it can pause it and replace its "
+                "weights. Run the sidecar beside the server, bound to 127.0.0.1, or pass "
+                "allow_remote=True on a network that only you can reach"
+            )
+        self.name = f"the server at {self._url}"
+        self.ends_with_sidecar = server is not None
+        self.server = server
+        self._ready_timeout_s = ready_timeout_s
+        adapters = AdapterRoutes(self.status_of, self._url)
+        self.open_adapter = adapters.open
+        self.load_adapter = adapters.load
+        self.drop_adapter = adapters.drop
+
+    async def open(self) -> None:
+        """Start the server if it is ours, and wait until it is healthy.
+
+        Raises:
+            EngineError: it isn't healthy in time.
+            EngineDead: a server that we started has ended.
+        """
+        if self.server is not None:
+            await self.server.start()
+        await wait_until_healthy(self._health, self._url, self._ready_timeout_s)
+
+    async def close(self) -> None:
+        """Close the sessions, and stop the server if we started it."""
+        await self.close_sessions()
+        if self.server is not None:
+            await self.server.stop()
+
+    async def died(self, on_look: Callable[[], None]) -> str:
+        """Return when the server has ended, says that its engine is dead, or nothing listens.
+
+        A server that is slow to answer is busy, not dead.
+        """
+        reasons: list[str] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def first(wait: Callable[[], Awaitable[str]]) -> None:
+                reasons.append(await wait())
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(first, lambda: self._watch_health(on_look))
+            if self.server is not None:
+                tasks.start_soon(first, self.server.wait_for_exit)
+        return reasons[0]
+
+    async def _watch_health(self, on_look: Callable[[], None]) -> str:
+        refusals = 0
+        while True:
+            on_look()
+            try:
+                status = await self._health()
+            except aiohttp.ClientConnectorError as error:
+                refusals += 1
+                if refusals >= REFUSALS_TO_DIE:
+                    return f"nothing listens at {self._url}: {error.os_error.strerror or error}"
+            except (aiohttp.ClientError, TimeoutError):
+                refusals = 0
+            else:
+                refusals = 0
+                if status == UNAVAILABLE:
+                    return f"the server at {self._url} says that its engine is dead (/health 503)"
+            await anyio.sleep(HEALTH_PERIOD_S)
+
+    async def software_version(self) -> str:
+        """Return vLLM's version."""
+        return str((await self._json("GET", "/version", timeout_s=ANSWER_S))["version"])
+
+    async def config(self) -> dict[str, Any]:
+        """Return the server's configuration; the first time that takes seconds."""
+        answer = await self._json("GET", "/server_info?config_format=json")
+        config: dict[str, Any] = answer["vllm_config"]
+        return config
+
+    async def accepts_probes(self) -> bool:
+        """Return whether the server accepts token ids from us.
+
+        Raises:
+            EngineError: the server counts no requests.
+        """
+        await self._gauges()
+        status, _ = await self.status_of("POST", _GENERATE, {})  # the body is found to be none
+        return status in BAD_BODY
+
+    async def endpoint(self) -> str:
+        """Return the URL for clients; empty without one."""
+        return self._endpoint
+
+    async def in_flight(self, seen: int | None) -> int:
+        """Count requests of every route.
+
+        Without a status page ``/metrics`` has the count, which takes the server milliseconds that a
+        pause waits for. ``/load`` counts only some routes, and nothing without an option of its
+        own. The gauges hold through a pause, and follow an abort in it (seen on 0.32); they lag
+        behind the engine by one of its steps.
+        """
+        return await self._gauges() if seen is None else seen
+
+    async def _gauges(self) -> int:
+        async with self._answer("GET", "/metrics", timeout_s=ANSWER_S) as response:
+            text = await response.text()
+        if _COUNTS not in text:
+            raise EngineError(f"{self._url}/metrics counts no requests: omit --disable-log-stats")
+        return int(sum(map(float, _GAUGE.findall(text))))
+
+    async def request_ids(self) -> tuple[str, ...]:
+        """Return the ids of requests that have begun; empty if no core answers within 1 s.
+
+        A core that stands in a collective does not answer. Workers know of a request that has ended
+        until their next step.
+        """
+        with anyio.move_on_after(REQUEST_IDS_S):
+            try:
+                return worker_rpc.read_requests(await self.ask(worker_rpc.ASK_REQUESTS))
+            except EngineError:
+                pass
+        return ()
+
+    async def weight_version(self) -> str:
+        """Return the text that names the weights."""
+        answer = await self._json("GET", "/weight_info", timeout_s=ANSWER_S)
+        return str(answer["weight_version"])
+
+    async def set_weight_version(self, version: str) -> None:
+        """Name the weights."""
+        await self.post("/update_weight_version", {"new_version": version})
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Pause by vLLM's own call."""
+        query = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
+        await self.post("/pause", query=query)
+
+    async def resume(self) -> None:
+        """Resume by vLLM's own call."""
+        await self.post("/resume")
+
+    async def wake_up(self) -> None:
+        """Wake and resume by vLLM's own call."""
+        await self.post("/wake_up")
+
+    async def abort_requests(self) -> int:
+        """End the requests of one front end of the server."""
+        return int((await self.post("/abort_requests", {}))["aborted"])
+
+    async def reset_caches(self) -> bool:
+        """Drop all caches; return whether nothing of the prefix cache is in use."""
+        query = {"reset_running_requests": "true"}
+        if not (await self.post("/reset_prefix_cache", query=query)).get("success"):
+            return False
+        for path in ("/reset_mm_cache", "/reset_encoder_cache"):
+            status, text = await self.status_of("POST", path)
+            if status != OK:
+                raise EngineError(f"{path} answered {status}: {text[:256]}")
+        return True
+
+    async def generate(
+        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
+    ) -> ProbeResult:
+        """Run one greedy request past any end of sequence."""
+        body = {
+            "token_ids": prompt,
+            "sampling_params": {
+                "temperature": 0.0,
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "logprobs": 0,
+            },
+            "request_id": request_id,
+            "cache_salt": salt,
+        }
+        choice = (await self.post(_GENERATE, body))["choices"][0]
+        logprobs = [float(each["logprob"]) for each in choice["logprobs"]["content"]]
+        return ProbeResult(tuple(choice["token_ids"]), tuple(logprobs))
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
+        """Call vLLM's ``collective_rpc``; return each worker's answer, or the core's."""
         body = {"method": method, "kwargs": kwargs or {}}
-        return (await self._post("/collective_rpc", body)).get("results")
-
-    async def load_adapter(self, name: str) -> None:
-        await self._adapters.load(name)
-
-    async def drop_adapter(self, name: str) -> None:
-        await self._adapters.drop(name)
+        return (await self.post("/collective_rpc", body)).get("results")
 
 
 async def wait_until_healthy(
     health: Callable[[], Awaitable[int]], url: str, limit_s: float
 ) -> None:
-    """Return when the server is healthy; log what is waited for, for at most ``limit_s``."""
+    """Return when the server is healthy.
+
+    Args:
+        health: asks for ``/health``, and returns the status.
+        url: for the log, which says every 10 s what is waited for.
+        limit_s: how long this waits, in seconds.
+
+    Raises:
+        EngineError: the server is not healthy in time.
+    """
     last = "nothing was heard"
     warn_s = 0.0
     with anyio.move_on_after(limit_s):

@@ -1,23 +1,20 @@
-"""The state of a vLLM's engine cores as its sidecar sees it: status pages, ranks, coordinator,
-versions.
+"""The state of a vLLM's engine cores as its sidecar sees it.
 
-Both adapters share this module, whether they reach vLLM over HTTP or in process.
+That is their status pages and lease pages, their ranks, their DP coordinator and their versions.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 import bus.log
 from bus.errors import EngineError
 from bus.vllm_payloads import native_name
-from bus.vllm_versions import untested_reason
 from bus.weight_transfer.registry import receiver_backends
-from sidecar.engine import EngineInfo
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader
 from sidecar.shared_pages.pause_lease import (
     LeaseOutcome,
@@ -29,6 +26,7 @@ from sidecar.vllm.plugin import environment
 from sidecar.vllm.plugin.compat import BACKEND
 
 if TYPE_CHECKING:
+    from sidecar.engine import EngineInfo
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, OutcomeState, PauseLease
     from sidecar.vllm.plugin.environment import DpCoordinator
@@ -36,7 +34,11 @@ if TYPE_CHECKING:
 
 
 class CoreLink:
-    """One engine's. ``wanted``: who was to coordinate its DP group."""
+    """Reads and writes the shared pages of one engine's cores.
+
+    Args:
+        wanted: who was to coordinate the engine's DP group.
+    """
 
     def __init__(self, wanted: DpCoordinator) -> None:
         self._wanted = wanted
@@ -48,8 +50,13 @@ class CoreLink:
         self._log = bus.log.logger()
 
     def learn(self, facts: WorkerFacts, info: EngineInfo, *, cores: int, here: bool = True) -> None:
-        """Take what the plugin says. ``cores``: how many the engine has (several behind an
-        internal load balancer); ``here``: it runs on this machine.
+        """Open the pages that the plugin names.
+
+        Args:
+            facts: what the plugin says.
+            info: what the engine is.
+            cores: how many cores the engine has; several behind an internal load balancer.
+            here: the engine runs on this machine.
 
         Raises:
             EngineError: the bus was to coordinate, and doesn't.
@@ -63,7 +70,10 @@ class CoreLink:
         self._cores = cores
 
     def _open_lease_pages(self, facts: WorkerFacts, cores: int) -> tuple[PauseLeasePage, ...]:
-        """Empty: a pause that this sidecar leaves behind is ended by nobody."""
+        """Open a lease page per core.
+
+        Without one, a pause that this sidecar leaves behind is ended by nobody.
+        """
         reason = ""
         if self._page is None:
             reason = "the engine's core has no status page"
@@ -83,8 +93,11 @@ class CoreLink:
         return ()
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        """See :meth:`sidecar.engine.Engine.write_pause_lease`. Several cores have ended it when
-        all have; one that has voted is left to the others."""
+        """Write the lease into every core's page.
+
+        See :meth:`sidecar.engine.Engine.write_pause_lease`. Several cores have ended a pause when
+        all of them have. A core that has voted is left to the others.
+        """
         if lease is not None:
             lease = replace(lease, cores=self._pids)
             end = self._outcome(lease)
@@ -96,8 +109,11 @@ class CoreLink:
         return None
 
     def _outcome(self, lease: PauseLease) -> LeaseOutcome | None:
-        """What the cores have made of this hold; or of the one before it, as long as several of
-        them are about to decide: it is not to be taken from under them."""
+        """Return what the cores have made of this lease, or None if it still counts.
+
+        While several cores are about to decide on the lease before this one, that lease is not
+        replaced.
+        """
         held = [(page.lease(), page.outcome()) for page in self._lease_pages]
         ends = [end for now, end in held if now and end and now.serial == end.serial]
         if not ends:
@@ -127,7 +143,7 @@ class CoreLink:
         return next((left for left in found if left.partial), found[0] if found else None)
 
     def view(self) -> CoreStatusView | None:
-        """The page as it is now; None without one."""
+        """Return the status page as it is now; None without one."""
         if self._page is None:
             return None
         try:
@@ -136,12 +152,12 @@ class CoreLink:
             return None
 
     def requests(self) -> int | None:
-        """How many its cores have, running and waiting; None if pages don't tell it."""
+        """Return how many requests run or wait in the core; None if its page can't say."""
         view = self.view() if self._cores == 1 else None
         return None if view is None else view.waiting + view.running
 
     def check_coordinator(self) -> None:
-        """Say so, once, when the DP coordinator that this rank started is gone."""
+        """Log once if the DP coordinator that this rank started is gone."""
         if self._coordinator_pid and not _alive(self._coordinator_pid):
             self._log.error(
                 "dp_coordinator_died",
@@ -203,33 +219,11 @@ def _alive(pid: int) -> bool:
 
 
 def parse_version(text: str) -> int:
-    """Our version in vLLM's free text; 0 for one that is not ours, such as ``default``."""
+    """Return our version in a text of vLLM; 0 for a text that is not ours, such as ``default``."""
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def driven_backends(chosen: str) -> tuple[str, ...]:
-    """What an engine can be updated with that was booted with the backend ``chosen``."""
+    """Return the backends that can update an engine that was booted with ``chosen``."""
     ours = receiver_backends()
     return ours if chosen == BACKEND else (*ours, native_name(chosen))
-
-
-def server_info(
-    config: dict[str, Any], version: str, url: str, backend: str, *, draft: bool
-) -> EngineInfo:
-    parallel = config["parallel_config"]
-    external = bool(parallel["data_parallel_external_lb"])
-    world, dp_size = int(parallel["world_size"]), int(parallel["data_parallel_size"])
-    return EngineInfo(
-        kind="vllm-http",
-        software=f"vllm {version}",
-        model=str(config["model_config"]["model"]),
-        dp_rank=int(parallel["data_parallel_rank"]) if external else 0,
-        dp_size=dp_size if external else 1,
-        workers=world * (1 if external else dp_size),
-        backends=driven_backends(backend),
-        endpoint=url,
-        can_sleep=bool(config["model_config"].get("enable_sleep_mode")),
-        draft=draft,
-        untested=untested_reason(version),
-        dtype=str(config["model_config"].get("dtype", "")).removeprefix("torch."),
-    )

@@ -1,4 +1,4 @@
-"""vLLM's entry points for LoRA adapters: the routes of a server, and the ids of an ``AsyncLLM``."""
+"""Calls vLLM's entry points for LoRA adapters: a server's routes, or an ``AsyncLLM`` by ids."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ _LARGEST_ID: Final = 2**31 - 1
 
 
 class StatusOf(Protocol):
-    """A call of a route: its status, and the text of the answer."""
+    """Makes a call of a route."""
 
-    def __call__(self, method: str, path: str, body: Any = None) -> Awaitable[tuple[int, str]]: ...
+    def __call__(self, method: str, path: str, body: Any = None) -> Awaitable[tuple[int, str]]:
+        """Return the status and the text of the answer."""
 
 
 def adapter_path(params: bytes) -> str:
-    """The folder in the params of an adapter's transport, which workers have opened."""
+    """Return the adapter's folder, which workers have opened, from its transport's params."""
     return os.path.join(SHM_FOLDER, decode(params, AdapterFolder).folder)  # noqa: PTH118 - for vLLM
 
 
 def adapter_id(name: str) -> int:
-    """The number that vLLM knows an adapter by, the same for a name wherever it is asked."""
+    """Return the number by which vLLM knows an adapter; every name has one."""
     return 1 + zlib.crc32(name.encode()) % _LARGEST_ID
 
 
 class AdapterRoutes:
-    """Of one API server; one adapter at a time is under way."""
+    """Loads adapters into one API server; one adapter at a time is under way."""
 
     def __init__(self, status_of: StatusOf, url: str) -> None:
         self._status_of = status_of
@@ -56,8 +57,8 @@ class AdapterRoutes:
         """Check that the server will load the adapter ``name``. Changes nothing.
 
         Raises:
-            EngineError: code ``backend_missing``: it has no such routes, or keeps them to those
-                who have its API key; ``on_malformed_frame``: its own model has that name.
+            EngineError: code ``backend_missing``: the server has no such routes, or they need its
+                API key; code ``malformed``: its own model has that name.
         """
         # vLLM refuses a request without a name; one for a route that is not there it doesn't find.
         status, text = await self._status_of("POST", LOAD, {"lora_name": "", "lora_path": ""})
@@ -84,12 +85,12 @@ class AdapterRoutes:
         self._path = adapter_path(params)
 
     async def load(self, name: str) -> None:
-        """Load it in place: requests for the model ``name`` get it."""
+        """Load the adapter in place: requests for the model ``name`` get it."""
         body = {"lora_name": name, "lora_path": self._path, "load_inplace": True}
         await self._post(LOAD, body)
 
     async def drop(self, name: str) -> None:
-        """Forget the name, if the server did not have it before."""
+        """Remove the name, if the server did not have it before."""
         if not self._known:
             await self._post(UNLOAD, {"lora_name": name}, but=_NOT_FOUND)
 

@@ -1,5 +1,7 @@
-"""The staging channels of an engine's workers, sidecar's end: see
-:mod:`sidecar.vllm.plugin.staging.channel_server`."""
+"""The sidecar's end of the workers' staging channels.
+
+The workers' end is :mod:`sidecar.vllm.plugin.staging.channel_server`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
+from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.operations import WorkerFailure
-from sidecar.vllm.plugin.staging import channel_messages
 from sidecar.vllm.plugin.staging.channel_server import LENGTH, is_same_user
 
 if TYPE_CHECKING:
@@ -21,10 +23,10 @@ _GREET_TIMEOUT_S: Final = 60.0
 
 
 class StagingChannels:
-    """One of each worker. Asked one thing at a time.
+    """Reaches every worker of one engine, with one operation at a time.
 
-    A call that is cancelled, or breaks, drops all connections: an answer that comes yet would be
-    taken for the next one's. The next call makes them anew.
+    A call that is cancelled or breaks drops all connections, because a late answer would be taken
+    for the next call's. The next call connects again.
     """
 
     def __init__(self) -> None:
@@ -35,28 +37,28 @@ class StagingChannels:
         return len(self._names)
 
     async def open(self, names: Sequence[str]) -> None:
-        """Reach the workers that listen there. Whoever did before, is not heard any more.
+        """Connect to the workers that listen at these names; older connections are superseded.
 
         Raises:
-            EngineError: one can't be reached from here.
+            EngineError: a worker can't be reached from here.
         """
         self.close()
         self._names = tuple(names)
         try:
             async with asyncio.timeout(_GREET_TIMEOUT_S):
-                await self.perform(channel_messages.Greet())
+                await self.perform(operations.Greet())
         except TimeoutError as error:
             raise EngineError(f"a worker has not answered for {_GREET_TIMEOUT_S:.0f} s") from error
 
-    async def perform(self, operation: channel_messages.Operation) -> list[channel_messages.Done]:
-        """Have every worker carry it out; return when all have, with what each has answered.
+    async def perform(self, operation: operations.Operation) -> list[operations.Done]:
+        """Have every worker carry out an operation, and return their answers when all have.
 
         Raises:
-            EngineError: in the first worker that failed; or one is gone.
+            EngineError: the first worker that failed, in their order; or a worker is gone.
         """
         try:
             self._connect()
-            blob = channel_messages.encode(operation)
+            blob = operations.pack(operation)
             async with asyncio.TaskGroup() as asked:
                 answers = [asked.create_task(channel.ask(blob)) for channel in self._connections]
         except BaseExceptionGroup as group:
@@ -65,7 +67,7 @@ class StagingChannels:
         except BaseException:
             self.close()
             raise
-        done: list[channel_messages.Done] = []
+        done: list[operations.Done] = []
         for each in answers:
             answer = each.result()
             if isinstance(answer, WorkerFailure):
@@ -74,7 +76,7 @@ class StagingChannels:
         return done
 
     def close(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         channels, self._connections = self._connections, []
         for channel in channels:
             channel.close()
@@ -85,8 +87,6 @@ class StagingChannels:
 
 
 class _Connection:
-    """To one worker."""
-
     def __init__(self, end: socket.socket) -> None:
         self._end = end
 
@@ -106,7 +106,7 @@ class _Connection:
             ) from error
         return cls(end)
 
-    async def ask(self, blob: bytes) -> channel_messages.Answer:
+    async def ask(self, blob: bytes) -> operations.Answer:
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self._end, LENGTH.pack(len(blob)) + blob)
@@ -114,7 +114,7 @@ class _Connection:
             answer = await self._read(size)
         except OSError as error:
             raise EngineError("a worker has left in the middle of staging") from error
-        return channel_messages.decode_answer(answer)
+        return operations.unpack_answer(answer)
 
     async def _read(self, size: int) -> bytes:
         loop = asyncio.get_running_loop()

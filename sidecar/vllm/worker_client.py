@@ -1,4 +1,7 @@
-"""An update's operations in their order, the same in process and over HTTP."""
+"""Runs the operations of an update in an engine's workers.
+
+The connection may be HTTP or in process.
+"""
 
 from __future__ import annotations
 
@@ -9,164 +12,167 @@ from bus.lora import adapter_of
 from bus.messages import NackCode
 from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity, combine, require_capacity
-from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.cache_control import CacheControl
 from sidecar.vllm.plugin import operations, worker_rpc
-from sidecar.vllm.plugin.staging import channel_messages
 from sidecar.vllm.staging_channel import StagingChannels
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import Staging, Target, Verify
     from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.engine import Chunk, SleepLevel
-    from sidecar.shared_pages.core_status import CoreStatusView
-    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
-    from sidecar.vllm.core_state import CoreLink
+    from sidecar.engine import Chunk
 
 
-class VllmConnection(Protocol):
-    """vLLM's calls that an update needs, raising :class:`EngineError` when they fail."""
+class WorkerConnection(Protocol):
+    """Makes the calls of vLLM that an update needs; they raise :class:`EngineError`."""
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """vLLM's ``collective_rpc``, of a method in :mod:`sidecar.vllm.plugin.worker_rpc`; what
-        each
-        worker, or the core, has answered."""
+        """Call vLLM's ``collective_rpc``; return each worker's answer, or the core's.
+
+        Args:
+            method: one of :mod:`sidecar.vllm.plugin.worker_rpc`, or of vLLM's own.
+            kwargs: the method's arguments.
+        """
 
     async def load_adapter(self, name: str) -> None:
-        """vLLM's own in-place load of a LoRA adapter; workers take what they have staged."""
+        """Load a LoRA adapter in place by vLLM's own call; workers take what they have staged."""
 
     async def drop_adapter(self, name: str) -> None:
-        """The same undone."""
+        """Undo :meth:`load_adapter`."""
 
 
 class WorkerClient:
-    """Drives the plugin of one engine; the update half of :class:`sidecar.engine.Engine`.
+    """Drives the plugin of one engine: the update half of :class:`sidecar.engine.Engine`.
 
-    Each step is one call of vLLM's; the load of a LoRA adapter is two, and that of what has been
-    loaded when it was received, is none. It remembers nothing of an update but how it comes:
-    whether an update session is open the workers know, so that a restarted sidecar, or one whose
-    call was cancelled, recovers as well.
+    Each step is one call of vLLM. Loading a LoRA adapter takes two calls; loading what was loaded
+    on receipt takes none. The client keeps little about an update: the workers know whether an
+    update session is open, so a restarted sidecar recovers as well.
 
-    What is staged goes by the workers' staging channels, up to the swap, and in as few words as may
-    be: each takes its time from steps. A manifest that was armed before is not sent again. Of
-    chunks that are received where they are staged, workers are told together, when all were sent:
-    so the ack of one of them means that its sender is done with it, and that of the last one, that
-    all have come, and are what was sent.
+    A staged update uses the workers' staging channels up to the swap, with as few messages as
+    possible, because each message takes time from steps. A manifest that was armed before is not
+    sent again. Chunks that are received where they are staged are reported together, after the last
+    one: the ack of a chunk then means that its sender may reuse its buffer, and the ack of the last
+    chunk means that all chunks have come and are what was sent.
     """
 
-    def __init__(self, connection: VllmConnection) -> None:
+    def __init__(self, connection: WorkerConnection) -> None:
         self._connection = connection
-        self.caches = CacheControl(connection.ask)
+        self._caches = CacheControl(connection.ask)
         self._adapter = ""
         self._load_comes_with_receive = False
         self._staged = False
-        self._armed: Manifest | None = None  # what was armed last, if it was of the whole model
+        self._manifest: Manifest | None = None  # what was armed last
+        self._armed: Manifest | None = None  # the same, if it was of the whole model
         self._chunks = 0
         self._in_place = False
-        self._sent: list[channel_messages.SentChunk] = []  # of which workers have not been told
+        self._sent: list[operations.SentChunk] = []  # of which workers have not been told
         self._channels = StagingChannels()
         self._no_channels_reason = ""
         self._cannot_stage = ""
         self._is_one_core = True
 
-    async def hello(self, facts: worker_rpc.WorkerFacts, *, cores: int) -> None:
-        """Does the plugin speak our protocol? What a sidecar before us has staged, or loaded of a
-        LoRA adapter, and not committed, goes.
+    async def _hello(self, facts: worker_rpc.WorkerFacts, *, cores: int) -> None:
+        """Check that the plugin speaks our protocol, and undo what an earlier sidecar has left.
+
+        That is what it staged, or loaded of a LoRA adapter, and has not committed.
 
         Args:
             facts: what the plugin says of this vLLM.
-            cores: how many engine cores stand behind the one client; workers of different cores
-                can't agree on anything.
+            cores: how many engine cores are behind the one client; workers of different cores can't
+                agree on anything.
         """
         self._is_one_core = cores == 1
         why = facts.features.get("staged_updates", "")
         self._cannot_stage = f"this vLLM takes no staged updates: {why}" if why else ""
-        self.caches.learn(facts)
-        await self._perform(operations.Hello(operations.PROTOCOL))
+        self._caches.learn(facts)
+        workers = await self._perform(operations.Hello(operations.PROTOCOL))
         await self._perform(operations.UndoAdapter(settled=False))
-        if await self._cancel_swap() is None and not why:
+        called_off = await self._connection.ask(worker_rpc.CALL_OFF, {})
+        if worker_rpc.read_called_off(called_off) is None and not why:
             self._cannot_stage = "its cores can't swap between steps (their log says why)"
-        # Whoever came before us is not heard by the staging channels from here on.
-        await self._open_channels()
+        # From here on the staging channels ignore an earlier sidecar.
+        await self._open_channels(tuple(each.channel for each in workers))
         await self._perform(operations.ReleaseStaging())
 
-    def close(self) -> None:
-        """Let the workers' staging channels go."""
+    def _close_channels(self) -> None:
+        """Close the connections to the workers' staging channels."""
         self._channels.close()
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """By the staging channels, where they are: who opens a transport, may wait for others.
-        vLLM's own transports, and what takes their place, are the core's to open."""
+        """Open the transport in all workers; return how many chunks may be received ahead.
+
+        The staging channels carry this where they exist, because opening a transport may wait for
+        other engines. vLLM's own transports, and what replaces one, are opened through the core.
+        """
         opened = operations.Open(backend, params, place.communicator, place.world_size, place.rank)
         theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
         self._adapter = ""
-        if not self._has_channels or theirs or adapter or self._load_comes_with_receive:
-            prefetch_depth = await self._perform(opened)
-        else:
-            prefetch_depth = min(each.ahead for each in await self._channels.perform(opened))
+        by_core = not self._has_channels or theirs or adapter or self._load_comes_with_receive
+        done = await (self._perform if by_core else self._channels.perform)(opened)
         self._adapter, self._load_comes_with_receive = adapter, theirs
-        return prefetch_depth
+        return min(each.ahead for each in done)
 
     async def arm(
-        self, manifest: Manifest, target: Target, staging: Staging | None = None
+        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
-        self.caches.require_updatable()
-        arm = operations.ArmManifest(
-            manifest.names,
-            manifest.dtypes,
-            manifest.shapes,
-            manifest.chunk_ends,
-            target,
-            manifest.counts,
-            staging,
-        )
+        """Check the manifest in all workers; return what staging takes.
+
+        Raises:
+            EngineError: code ``manifest_refused``, ``draft_missing``, ``kv_connector_refused`` or
+                ``staging_refused``.
+        """
+        self._caches.require_updatable()
+        described = manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends
+        arm = operations.ArmManifest(*described, target, manifest.counts, staging)
         of_model = target == "model" and not self._adapter
         before, self._armed = self._armed, None
         digest = manifest.digest() if of_model and staging and before == manifest else ""
         room = await self._arm_for(staging, arm, digest)
         self._armed = manifest if of_model else None
+        self._manifest = manifest
         return room if staging is None else require_capacity(staging, room)
 
-    async def start_update(self, *, recover: bool, target: Target, staged: bool = False) -> None:
-        """See :class:`wire.Start`. LoRA adapters need none."""
+    async def start_update(
+        self, *, recover: bool, target: Target = "model", staged: bool = False
+    ) -> None:
+        """Open an update session, or allocate staging memory. LoRA adapters need neither."""
         self._staged = staged
         self._sent.clear()
         if staged:
-            started = await self._channels.perform(channel_messages.StartStaging())
+            started = await self._channels.perform(operations.StartStaging())
             self._in_place = all(each.in_place for each in started)
         elif not self._adapter:
             await self._perform(operations.Start(target, recover))
 
     async def receive(self, chunk: Chunk) -> None:
-        """Fetch a chunk. vLLM's own worker engines load it as well: in an update session, and
-        without a second look at what has arrived."""
-        if self._staged:
-            await self._channels.perform(
-                channel_messages.ReceiveStaged(chunk.seq, chunk.backend, chunk.handle)
+        """Fetch a chunk.
+
+        vLLM's own worker engines load it in the same call, in an update session, and without
+        comparing what has arrived.
+        """
+        armed, seq = self._manifest, chunk.seq
+        if armed is not None and (seq >= armed.chunks or chunk.tensors != armed.chunk(seq)):
+            raise EngineError(
+                f"chunk {seq} is not the one of the armed manifest",
+                code=NackCode.TRANSFER_FAILED,
             )
-            return
-        await self._perform(
-            operations.ReceiveChunk(
-                chunk.seq,
-                chunk.backend,
-                tuple(meta.name for meta in chunk.tensors),
-                tuple(meta.dtype for meta in chunk.tensors),
-                tuple(meta.shape for meta in chunk.tensors),
-                chunk.handle,
-            )
-        )
+        receive = operations.ReceiveChunk(seq, chunk.backend, chunk.handle)
+        await (self._channels.perform if self._staged else self._perform)(receive)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Verify and load in one call, if all workers can agree between the two."""
+        """Load a chunk; with ``sums``, compare it first, in all workers before any of them loads.
+
+        Verifying and loading are one call, unless workers of several cores have to agree in
+        between.
+        """
         if self._load_comes_with_receive:
             return
         if self._staged:
-            self._sent.append(channel_messages.SentChunk(seq, verify, sums))
+            self._sent.append(operations.SentChunk(seq, verify, sums))
             if not self._in_place or seq + 1 == self._chunks:
                 sent = tuple(self._sent)
                 self._sent.clear()
-                await self._channels.perform(channel_messages.Stage(sent))
+                await self._channels.perform(operations.Stage(sent))
             return
         if sums and not self._is_one_core:
             await self._perform(operations.VerifyChunk(seq, verify, sums))
@@ -177,8 +183,8 @@ class WorkerClient:
         else:
             await self._perform(operations.LoadChunk(seq, verify, sums))
 
-    async def restore(self, target: Target) -> None:
-        """See :class:`wire.Restore`. Or the LoRA adapter before takes its place again."""
+    async def restore(self, target: Target = "model") -> None:
+        """Undo an update: release what is staged, or bring back the old weights or adapter."""
         if self._staged:
             await self._perform(operations.ReleaseStaging())
         elif self._adapter:
@@ -188,32 +194,33 @@ class WorkerClient:
             await self._perform(operations.Restore(target))
 
     async def finish_update(self) -> None:
+        """Post-process what was loaded, or seal what is staged."""
         if self._staged:
-            await self._channels.perform(channel_messages.Seal())
+            await self._channels.perform(operations.Seal())
         elif not self._adapter:
             await self._perform(operations.Finish())
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
-        """See :class:`wire.Swap`: the core does it where no step runs."""
+        """Have the core swap to the staged weights where no step runs."""
         kwargs = {
             "version": version,
             "check": operations.encode(operations.CheckReady()),
             "operation": operations.encode(operations.SwapStaged()),
-            "clear_cache": self.caches.clears(clear_cache),
+            "clear_cache": self._caches.clears(clear_cache),
         }
         await self._connection.ask(worker_rpc.SWAP, kwargs)
 
     async def call_off(self) -> None:
-        """A swap that is not made yet, will not be."""
-        await self._cancel_swap()
+        """Cancel a swap that still waits for other ranks."""
+        await self._connection.ask(worker_rpc.CALL_OFF, {})
 
-    async def release_staging(self) -> None:
-        """A sleep is about to begin, in which nothing is to be kept beside the weights."""
+    async def _release_staging(self) -> None:
+        """Release what is staged: a sleep keeps nothing beside the weights."""
         if self._has_channels:
             await self._perform(operations.ReleaseStaging())
 
-    async def settle(self) -> None:
-        """What was loaded is about to be committed: a sidecar after us leaves a LoRA adapter."""
+    async def _settle(self) -> None:
+        """Mark a LoRA adapter as being committed, so that a later sidecar keeps it."""
         if self._adapter:
             await self._perform(operations.SettleAdapter())
 
@@ -222,7 +229,7 @@ class WorkerClient:
         return self._is_one_core and bool(len(self._channels)) and not self._no_channels_reason
 
     def _unstageable_reason(self) -> str:
-        """Why nothing can be staged in this engine, whatever it is."""
+        """Return why nothing can be staged in this engine; empty if something can."""
         if self._cannot_stage:
             return self._cannot_stage
         if not self._is_one_core:
@@ -232,8 +239,11 @@ class WorkerClient:
     async def _arm_for(
         self, staging: Staging | None, arm: operations.ArmManifest, digest: str
     ) -> StagingCapacity:
-        """For an update in a pause, or one that may be staged; the digest is of what workers know
-        from the update before."""
+        """Arm an update for a pause, or for staging.
+
+        ``digest`` is that of the manifest that workers have armed before; empty if they have
+        another.
+        """
         if staging is None:
             await self._perform(arm)
             return StagingCapacity()
@@ -246,122 +256,50 @@ class WorkerClient:
         return await self._arm(arm) if room is None else room
 
     async def _arm(self, arm: operations.ArmManifest) -> StagingCapacity:
-        """By the staging channel, where it can be. Workers that have peers ask each other, which
-        they can't by the staging channels."""
+        """Arm by the staging channel where that is possible.
+
+        Workers with peers ask each other, which they can't do on the staging channels.
+        """
         if len(self._channels) == 1 and arm.target == "model" and not arm.counts:
             try:
-                [armed] = await self._channels.perform(arm)
+                return _room(await self._channels.perform(arm))
             except EngineError as error:
                 if error.code is not NackCode.WRONG_STATE:
                     raise
-            else:
-                return armed.room or StagingCapacity(
-                    why_not="its worker does not say whether it has room"
-                )
-        asked = {"operation": operations.encode(arm)}
-        return worker_rpc.read_room(await self._connection.ask(worker_rpc.ARM, asked))
+        return _room(await self._perform(arm))
 
     async def _rearm(self, digest: str, staging: Staging) -> StagingCapacity | None:
-        """Arm what was armed before; None: the workers must see all of it."""
+        """Arm the manifest of this digest again; None: the workers need all of it."""
         try:
-            armed = await self._channels.perform(channel_messages.Rearm(digest, staging))
+            return _room(await self._channels.perform(operations.Rearm(digest, staging)))
         except EngineError:
             return None
-        rooms = [each.room for each in armed if each.room is not None]
-        return combine(rooms) if len(rooms) == len(armed) else None
 
-    async def _open_channels(self) -> None:
+    async def _open_channels(self, names: tuple[str, ...]) -> None:
         self._no_channels_reason = ""
         if not self._is_one_core:
             return
         try:
-            answer = await self._connection.ask(worker_rpc.ASK_STAGING_CHANNEL, {})
-            await self._channels.open(worker_rpc.read_staging_channels(answer))
+            if not all(names):
+                raise EngineError("its workers have no staging channels")
+            await self._channels.open(names)
         except EngineError as error:
             self._no_channels_reason = error.detail
 
-    async def _cancel_swap(self) -> bool | None:
-        """Whether one was; None: the core knows of no swaps."""
-        return worker_rpc.read_called_off(await self._connection.ask(worker_rpc.CALL_OFF, {}))
-
-    async def _perform(self, operation: operations.Operation) -> int:
-        """Have all workers carry it out; how many chunks may be received ahead."""
+    async def _perform(self, operation: operations.Operation) -> list[operations.Done]:
+        """Have all workers carry it out through the core; return their answers."""
         asked = {"operation": operations.encode(operation)}
-        return worker_rpc.read_prefetch_depth(await self._connection.ask(operations.PERFORM, asked))
+        return worker_rpc.read_done(await self._connection.ask(operations.PERFORM, asked))
 
 
-class AdapterBase:
-    """The part of an adapter that is the same in process and over HTTP.
-
-    Args:
-        core: the engine core's shared pages.
-        connection: makes vLLM's calls.
-        served: clients reach the engine through an API server.
-    """
-
-    def __init__(self, core: CoreLink, connection: VllmConnection, *, served: bool = True) -> None:
-        self._core = core
-        self._ask_workers = connection.ask
-        self._admission = AdmissionControl(connection.ask, served=served)
-        self._plugin = WorkerClient(connection)
-
-    def core_view(self) -> CoreStatusView | None:
-        return self._core.view()
-
-    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        return self._core.write_pause_lease(lease)
-
-    def abandoned_pause(self) -> AbandonedPause | None:
-        return self._core.abandoned_pause()
-
-    async def sleep(self, level: SleepLevel) -> None:
-        """Ask the workers: vLLM's own sleep pauses a second time, for which a rank waits until all
-        others are asked, too."""
-        await self._plugin.release_staging()
-        await self._ask_workers("sleep", {"level": level})
-
-    async def wake_weights(self) -> None:
-        await self._ask_workers("wake_up", {"tags": ["weights"]})
-
-    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """Cores of an unknown vLLM have no admission control: there requests are queued."""
-        if self._admission.is_supported:
-            await self._admission.admit(open=open)
-
-    async def join_run(self, run: str) -> None:
-        await self._plugin.caches.join_run(run)
-
-    async def arm(
-        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
-    ) -> StagingCapacity:
-        return await self._plugin.arm(manifest, target, staging)
-
-    async def start_update(
-        self, *, recover: bool, target: Target = "model", staged: bool = False
-    ) -> None:
-        await self._plugin.start_update(recover=recover, target=target, staged=staged)
-
-    async def receive(self, chunk: Chunk) -> None:
-        await self._plugin.receive(chunk)
-
-    async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        await self._plugin.load(seq, verify, sums)
-
-    async def restore(self, target: Target = "model") -> None:
-        await self._plugin.restore(target)
-
-    async def finish_update(self) -> None:
-        await self._plugin.finish_update()
-
-    async def swap(self, version: int, *, clear_cache: bool) -> None:
-        await self._plugin.swap(version, clear_cache=clear_cache)
-
-    async def call_off(self) -> None:
-        await self._plugin.call_off()
+def _room(armed: list[operations.Done]) -> StagingCapacity:
+    """Return what staging takes in the worker that needs most, or why one worker can't stage."""
+    unknown = StagingCapacity(why_not="its worker does not say whether it has room")
+    return combine([each.room or unknown for each in armed])
 
 
 def engine_error(text: str) -> EngineError:
-    """The error inside the text of a failed vLLM call."""
+    """Return the error inside the text of a failed call of vLLM."""
     failure = operations.find_failure(text)
     if failure is not None:
         return EngineError(failure.detail, code=failure.code, tensor=failure.tensor)

@@ -89,12 +89,12 @@ def performing(operation: operations.Operation) -> dict[str, Any]:
         ("/collective_rpc", performing(operations.Start("model", False)), "start"),
         (
             "/collective_rpc",
-            performing(operations.ReceiveChunk(0, "nccl", (), (), (), b"")),
+            performing(operations.ReceiveChunk(0, "nccl", b"")),
             "receive",
         ),
         (
             "/collective_rpc",
-            performing(operations.ReceiveChunk(0, "vllm:nccl", (), (), (), b"")),
+            performing(operations.ReceiveChunk(0, "vllm:nccl", b"")),
             "update",
         ),
         ("/collective_rpc", performing(operations.LoadChunk(0, "full", (1,))), "load"),

@@ -34,7 +34,7 @@ def check_nothing_is_missed(registry: Registry, seam: Seam, intact: SourceTree) 
     form that fits here: the seam must be missed, and its features be off; or another form fits."""
     changing = NewVllm(intact)
     form = next((each for each in seam.forms if not each.gaps(intact)), None)
-    expectations = (*seam.expects, *(form.expects if form else ()))
+    expectations = (*seam.common.expectations, *(form.expectations if form else ()))
     assert expectations
     for expectation in expectations:
         for tree in changing.against(expectation):
@@ -68,9 +68,10 @@ class NewVllm:
         """Every way in which the expectation comes to be disappointed."""
         target = expectation.target
         match expectation:
-            case Takes():
+            case Takes(parameters=parameters):
                 yield from self._gone(target)
-                yield self.reshaped(target)
+                if parameters:
+                    yield self.reshaped(target)
             case Says(texts=texts):
                 yield from (self.without(target, text) for text in texts)
             case Fields():

@@ -14,7 +14,9 @@ def install(module: Any, *names: str, form: str = "") -> None:
     Args:
         form: of a seam that has several; empty: its first.
     """
-    for name in names:
-        seam = REGISTRY.seam(name)
-        chosen = form or (seam.forms[0].name if seam.forms else "only")
-        apply_patches(seam, chosen, lambda _: module)
+    seams = [REGISTRY.seam(name) for name in names]
+    forms = {
+        seam.name: form or (seam.forms[0].name if seam.forms else seam.common.name)
+        for seam in seams
+    }
+    apply_patches(forms, lambda _: module)

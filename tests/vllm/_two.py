@@ -14,7 +14,8 @@ import aiohttp
 
 from sidecar import Sidecar
 from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.connection_http import HttpConnection
+from sidecar.vllm.engine import VllmAdapter
 from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.support.broker import a_broker
 from tests.support.checkpoints import Checkpoint, make_checkpoint
@@ -64,7 +65,9 @@ class Two:
             _, broker = await stack.enter_async_context(a_broker())
             for name in names:
                 engine = (
-                    VllmEngine(self.llm) if name == "here" else VllmHttpEngine(self.server.base_url)
+                    VllmEngine(self.llm)
+                    if name == "here"
+                    else VllmAdapter(HttpConnection(self.server.base_url))
                 )
                 sidecar = Sidecar(engine, broker=broker, group="policy", name=name)
                 await stack.enter_async_context(sidecar)
@@ -125,7 +128,7 @@ def booted_two(folder: Path, engine: str, *variables: str, workers: int = 2) -> 
             checkpoint.folder, weight_transfer_config=transfer, tensor_parallel_size=workers
         ),
     )
-    starter = VllmHttpEngine(server=server)
+    starter = VllmAdapter(HttpConnection(server=server))
 
     async def boot() -> Any:
         starting = asyncio.create_task(starter.start())

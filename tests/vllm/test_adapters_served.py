@@ -14,8 +14,9 @@ from bus.errors import Refused
 from bus.messages import NackCode
 from sidecar import Sidecar
 from sidecar.supervision.server import SupervisedServer
+from sidecar.vllm.connection_http import HttpConnection
 from sidecar.vllm.core_state import parse_version
-from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.engine import VllmAdapter
 from tests.contract.engine_suite import Watch
 from tests.support.adapters import folders, make_adapter
 from tests.support.broker import a_broker
@@ -105,7 +106,9 @@ def test_adapters_of_a_server(  # noqa: PLR0915 - a server takes half a minute t
         client = Client(server.base_url)
         async with (
             a_broker() as (_, address),
-            Sidecar(VllmHttpEngine(server=server), broker=address, name="e0") as sidecar,
+            Sidecar(
+                VllmAdapter(HttpConnection(server=server)), broker=address, name="e0"
+            ) as sidecar,
             TrainerAgent(address, name="trainer") as agent,
         ):
             await sidecar.joined()

@@ -14,7 +14,8 @@ import pytest
 from bus.rejection import is_closed
 from sidecar import Sidecar
 from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.connection_http import HttpConnection
+from sidecar.vllm.engine import VllmAdapter
 from sidecar.vllm.plugin.environment import BOOT_CLOSED
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint
@@ -68,7 +69,7 @@ async def _play(url: str, expected: list[int]) -> None:
     for status, answer in await asyncio.gather(*(ask(8) for _ in range(2 * API_SERVERS))):
         assert (status, is_closed(answer)) == (HTTPStatus.SERVICE_UNAVAILABLE, True)
         assert "not joined its group" in answer["error"]["message"]
-    engine = VllmHttpEngine(url)  # it attaches before the first request is served
+    engine = VllmAdapter(HttpConnection(url))  # it attaches before the first request is served
     async with (
         a_broker() as (_, address),
         Sidecar(engine, broker=address, name="e0") as sidecar,
@@ -82,7 +83,7 @@ async def _play(url: str, expected: list[int]) -> None:
         assert answer["choices"][0]["token_ids"] == expected
 
     # As a sidecar does to an engine that is quarantined.
-    attached = VllmHttpEngine(url)
+    attached = VllmAdapter(HttpConnection(url))
     await attached.start()
     begun = [asyncio.create_task(ask(LONG)) for _ in range(BEGUN)]
     while await attached.in_flight() < BEGUN or not _is_stepping(attached):  # noqa: ASYNC110
@@ -105,7 +106,7 @@ async def _play(url: str, expected: list[int]) -> None:
     await attached.close()
 
 
-def _is_stepping(engine: VllmHttpEngine) -> bool:
+def _is_stepping(engine: VllmAdapter) -> bool:
     """Every request runs, and has had a step since."""
     view = engine.core_view()
     return view is not None and view.running == BEGUN and view.step > BEGUN

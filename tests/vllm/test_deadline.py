@@ -29,7 +29,8 @@ from sidecar.shared_pages.pause_lease import (
 )
 from sidecar.supervision.launch import free_port, with_reaper
 from sidecar.supervision.server import complete_command
-from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.connection_http import HttpConnection
+from sidecar.vllm.engine import VllmAdapter
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.procs import ROOT, Proc, run_wavebus, wavebus
 from tests.support.push import Push, plan
@@ -308,7 +309,7 @@ def test_an_update_that_was_only_started_is_undone(attached: Attached) -> None:
     sidecar that was too slow still sends is refused."""
 
     async def scenario() -> None:
-        engine = VllmHttpEngine(attached.url)
+        engine = VllmAdapter(HttpConnection(attached.url))
         await engine.start()
         request = await asyncio.to_thread(attached.ask)
         weights = load(attached)

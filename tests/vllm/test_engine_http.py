@@ -23,8 +23,9 @@ from bus.keys import API_KEY_VARIABLE
 from bus.messages import NO_LIMITS, NackCode, RequestLimits
 from bus.rejection import is_closed, is_rejected
 from sidecar.supervision.server import SupervisedServer
+from sidecar.vllm.connection_http import HttpConnection
 from sidecar.vllm.core_state import parse_version
-from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.engine import VllmAdapter
 from tests.contract.bus_suite import BusContract
 from tests.contract.data_routes_suite import API_KEY, KEYED, DataRoutesContract, Routes, bodies
 from tests.contract.engine_suite import EngineContract, Generated, Watch
@@ -72,7 +73,7 @@ class Served:
         self, server: SupervisedServer, checkpoint: Checkpoint, runner: asyncio.Runner
     ) -> None:
         self.server = server
-        self.engine: Engine = VllmHttpEngine(server=server)
+        self.engine: Engine = VllmAdapter(HttpConnection(server=server))
         self.checkpoint = checkpoint
         self.oracle = Oracle(checkpoint.folder)
         self.weights: Mapping[str, Tensor] = checkpoint.weights
@@ -287,15 +288,15 @@ def test_a_second_adapter_attaches_to_a_running_server(under_test: Served) -> No
     """And lets it run on when it is closed."""
 
     async def scenario() -> None:
-        attached = VllmHttpEngine(under_test.server.base_url, api_key=API_KEY)
+        attached = VllmAdapter(HttpConnection(under_test.server.base_url, api_key=API_KEY))
         info = await attached.start()
         assert info.software.startswith("vllm ")
         assert await attached.version() == under_test.version
         await attached.close()
         assert await under_test.engine.version() == under_test.version
 
-        coordinated = VllmHttpEngine(
-            under_test.server.base_url, api_key=API_KEY, dp_coordinator="bus"
+        coordinated = VllmAdapter(
+            HttpConnection(under_test.server.base_url, api_key=API_KEY), "bus"
         )
         with pytest.raises(EngineError, match="was booted with its own coordinator"):
             await coordinated.start()

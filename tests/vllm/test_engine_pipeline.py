@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sidecar.vllm.inprocess_engine import VllmEngine
-from sidecar.vllm.plugin.worker_rpc import ARM, SWAP
+from sidecar.vllm.plugin.operations import PERFORM
+from sidecar.vllm.plugin.worker_rpc import SWAP
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.vllm._vllm import (
     MAX_POSITIONS,
@@ -64,7 +65,7 @@ def test_workers_of_a_pipeline_load_their_layers_and_swap_as_one(tmp_path: Path)
                     assert await ways(llm) == {way}
                     await assert_serves(weights, f"paused {version}")
                 weights = dict(reversed(weights.items()))
-                for version, asked in ((3, [ARM, SWAP]), (4, [SWAP])):
+                for version, asked in ((3, [PERFORM, SWAP]), (4, [SWAP])):
                     weights = perturbed(weights, version)
                     done = await staged_update(engine, weights, version, workers=2, backend="gloo")
                     assert done == asked

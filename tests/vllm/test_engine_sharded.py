@@ -13,7 +13,8 @@ from bus.messages import NackCode
 from sidecar import Sidecar
 from sidecar.embedded import EmbeddedEngine, SamplingParams
 from sidecar.vllm.inprocess_engine import VllmEngine
-from sidecar.vllm.plugin.worker_rpc import ARM, ASK_DRAFT, SWAP
+from sidecar.vllm.plugin.operations import PERFORM
+from sidecar.vllm.plugin.worker_rpc import ASK_DRAFT, SWAP
 from tests.support.broker import a_broker
 from tests.support.checkpoints import perturbed
 from tests.support.fsdp import train
@@ -115,7 +116,7 @@ def test_workers_that_are_peers_stage_their_shards_and_swap_as_one(
         engine = sharded.engine
         version = int(await engine.version()) + 1
         await paused_update(engine, _per_expert(perturbed(sharded.weights, 45)), version)
-        for seed, asked in ((46, [ARM, SWAP]), (47, [SWAP]), (48, [SWAP])):
+        for seed, asked in ((46, [PERFORM, SWAP]), (47, [SWAP]), (48, [SWAP])):
             new = perturbed(sharded.weights, seed)
             version += 1
             done = await staged_update(engine, new, version, workers=2, backend=backend)

@@ -12,7 +12,8 @@ import pytest
 from bus.errors import UsageError
 from sidecar import Sidecar
 from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.connection_http import HttpConnection
+from sidecar.vllm.engine import VllmAdapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint
 from tests.support.letters import letters, write_letters
@@ -55,7 +56,10 @@ def test_chat_by_the_routes_of_a_server(tmp_path: Path) -> None:
         async with a_broker() as (_, address):
             server = SupervisedServer(argv, env=environment)
             sidecar = Sidecar(
-                VllmHttpEngine(server=server), broker=address, group="policy", name="e0"
+                VllmAdapter(HttpConnection(server=server)),
+                broker=address,
+                group="policy",
+                name="e0",
             )
             async with sidecar:
                 await sidecar.joined()

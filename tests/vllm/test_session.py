@@ -14,7 +14,6 @@ from bus.manifest import Manifest
 from bus.messages import NackCode, Staging
 from bus.weight_transfer.allocation import StagingCapacity
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.staging import channel_messages
 from tests.vllm._vllm import require_vllm
 
 if TYPE_CHECKING:
@@ -242,7 +241,7 @@ def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
     engine._receiver.use("shm", ShmReceiver())
     first, then = (Staging(False, budget, keep=False, clear_cache=False) for budget in (0, 9))
     known = ArmedManifest(Manifest(("a",), ("float32",), ((2,),), (1,)))
-    again = channel_messages.Rearm(known.digest, then)
+    again = operations.Rearm(known.digest, then)
     refused = [None, ArmedUpdate(known, "draft", first)]
     other = ArmedManifest(Manifest(("a",), ("float32",), ((3,),), (1,)))
     for armed in (*refused, ArmedUpdate(other, "model", first)):

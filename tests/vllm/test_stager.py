@@ -101,9 +101,9 @@ def test_memory_that_was_let_go_and_is_nobody_elses_yet_is_not_asked_for(
 
     monkeypatch.setattr("sidecar.transfer.memory_budget.free_memory", free)
     monkeypatch.setattr("sidecar.vllm.plugin.staging.stager.spare_memory", lambda _: spare)
-    memory = stager._target.staged._memory
+    memory = stager._target.staged.memory
     memory.tensors = {"all": torch.empty(needed, dtype=torch.uint8)}  # as a GPU has it
-    assert stager._target.staged.released_bytes == needed
+    assert stager._target.staged.memory.released_bytes == needed
     assert "can be had" in stager.capacity(armed(), is_partial=False).why_not
     spare = needed
     assert not stager.capacity(armed(), is_partial=False).why_not

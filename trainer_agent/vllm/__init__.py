@@ -1,0 +1,1 @@
+"""vLLM's own trainer engines over the bus."""

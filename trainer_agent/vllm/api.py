@@ -98,11 +98,11 @@ class VllmApi:
             )
         world = ALONE if self.rank else await self._engine_session.plan_native_world(engine)
         info = init_info.native_info(engine, fields, rank=self.rank, world=world)
-        self._engine_session.set_packed_bytes(init_info.packed_bytes(engine, info))
+        self._engine_session.packed_bytes = init_info.packed_bytes(engine, info)
         return info
 
     async def _import(self, module: str) -> Any:
-        """What needs vLLM; in a thread, since it takes seconds, and the bus must hear from us."""
+        """Import a module that needs vLLM, in a thread: that takes seconds, and the bus goes on."""
         try:
             return await anyio.to_thread.run_sync(importlib.import_module, module)
         except ImportError as error:
@@ -123,7 +123,7 @@ class VllmApi:
         canary: Canary | None = None,
         quorum: Quorum = None,
     ) -> BusWeightSyncClient:
-        """The ``client`` of vLLM's trainer engines: each of their updates is one of the bus's.
+        """Returns the ``client`` of vLLM's trainer engines, whose updates become the bus's.
 
         Args:
             mode: as :meth:`paused` has it.
@@ -142,13 +142,18 @@ class VllmApi:
         return BusWeightSyncClient(self._engine_session, options, chunk_bytes, target)
 
     def source(self, weights: Weights) -> BusWeightSource:
-        """The ``source`` of vLLM's trainer engines: ``weights``, which nobody reads before
-        every engine is armed, on any rank. An agent has one at a time, its last."""
+        """Returns ``weights`` as the ``source`` of vLLM's trainer engines.
+
+        Nobody reads it before every engine is armed, on any rank. An agent has one source at a
+        time, its last.
+        """
         return self._engine_session.wrap(as_source(weights))
 
     def patches(self, patches: Iterable[AnyPatch], *, base: int | None = None) -> BusPatches:
-        """What vLLM's ``sparse_nccl`` trainer engine sends: patches, with which every engine is
-        armed before any leaves. An agent has one such update at a time, its last.
+        """Returns what vLLM's ``sparse_nccl`` trainer engine sends: patches.
+
+        Every engine is armed with them before any leaves. An agent has one such update at a time,
+        its last.
 
         ::
 
@@ -177,10 +182,16 @@ async def rendezvous_info(
     rank: int,
     ranks: int,
 ) -> Any:
-    """An init info for vLLM's ``engine``, every rank's own, of one communicator.
+    """Returns an init info for vLLM's ``engine``, every rank's own, of one communicator.
 
     Args:
-        make: makes it of a world, and of where rank 0 has said that they meet.
+        engine: the trainer engine's name in vLLM.
+        make: makes the info of a world, and of where rank 0 has said that they meet.
+        connection: the agent's.
+        updates: the agent's.
+        session: the agent's.
+        rank: this rank of the trainer.
+        ranks: how many ranks the trainer has.
 
     Raises:
         UsageError: an engine was not booted with the worker side, and is named.
@@ -195,5 +206,5 @@ async def rendezvous_info(
         info = make(world=await session.plan_native_world(engine))
         meeting = {name: getattr(info, name) for name in _RENDEZVOUS}
         await rank_zero.share_rendezvous(vllm_payloads.encode_info(meeting))
-    session.set_packed_bytes(None)
+    session.packed_bytes = None
     return info

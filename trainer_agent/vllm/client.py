@@ -38,14 +38,19 @@ class BusWeightSyncClient:
         self._session.call(lambda: self._session.init(init_info, self._chunk_bytes))
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """The transport is not to be used again; engines let it go when the next one is opened,
-        or the trainer leaves."""
+        """Stop using the transport.
+
+        Engines close it when the next one is opened, or the trainer leaves.
+        """
         self._session.call(self._session.shutdown)
 
     def start_weight_update(self) -> None:
-        """Begin an update: every engine is armed with what the source's metadata tells, or the
-        patches that were read. They are paused behind that; if that fails, the source and
-        :meth:`update_weights` raise it. One that was begun and not finished is undone first."""
+        """Begin an update; an update that was begun and not finished is undone first.
+
+        Every engine is armed with the source's metadata, or with the patches that were read.
+        Engines are paused behind that; if the pause fails, the source and :meth:`update_weights`
+        raise it.
+        """
         self._session.require_rank_zero()
         if self._session.is_patching:
             patch = self._session.next_patch.take()
@@ -60,10 +65,12 @@ class BusWeightSyncClient:
         self._session.call(lambda: self._session.start(plan, self._options, self._target))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Tell of one chunk; return when every engine has applied it."""
+        """Announce one chunk; return when every engine has applied it."""
         self._session.call(lambda: self._session.update(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Have every engine serve what it was sent, and resume. The version is the bus's to
-        give; ``weight_version`` becomes the update's label."""
+        """Have every engine serve what it was sent, and resume.
+
+        The bus assigns the version; ``weight_version`` becomes the update's label.
+        """
         self._session.call(lambda: self._session.finish(weight_version or ""))

@@ -25,11 +25,16 @@ if TYPE_CHECKING:
 
 
 class ClientUpdate:
-    """One of rank 0's. ``loop``: the agent's; tensors are taken in other threads, from ``inner``,
-    which a patch has none of.
+    """The update that rank 0 has begun.
+
+    Args:
+        update: on the bus.
+        plan: what is sent.
+        inner: the source, which tensors are taken from in other threads; None for a patch.
+        loop: the agent's event loop.
 
     Attributes:
-        chunks_announced: how many chunks the trainer engine has told of.
+        chunks_announced: how many chunks the trainer engine has announced.
         tensors_left: how many tensors the pass that is under way has left.
         starting: engines are being paused and started.
     """
@@ -74,7 +79,11 @@ class ClientUpdate:
         return as_described(metas, self._remaining)
 
     def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
-        """The next one; None at the end. Once the update has failed, nobody takes any more."""
+        """Return the next tensor; None at the end.
+
+        Raises:
+            what the update has failed with: then no more tensors are taken.
+        """
         with self._take_lock:
             if self.failure is not None:
                 raise copy_of_error(self.failure)
@@ -85,7 +94,7 @@ class ClientUpdate:
             return pair
 
     async def wait_until_paused(self) -> None:
-        """Wait until every engine is.
+        """Wait until every engine is paused.
 
         Raises:
             what the update has failed with, if it has.
@@ -98,7 +107,7 @@ class ClientUpdate:
         """Wait until every tensor of a chunk was taken, or the update has failed.
 
         Raises:
-            what it failed with.
+            what the update has failed with.
         """
         self._reached = anyio.Event()
         self._awaited = 0 if self._inner is None else self.plan.manifest.chunk_ends[seq]
@@ -109,7 +118,7 @@ class ClientUpdate:
             raise copy_of_error(self.failure)
 
     def on_failed(self, error: BaseException) -> None:
-        """Whoever waits for it, hears of it."""
+        """Wake everything that waits for the update, with the error."""
         self.failure = error
         self.started.set()
         self._reached.set()
@@ -124,7 +133,7 @@ class ClientUpdate:
             self._loop.call_soon_threadsafe(self._reached.set)
 
     def drain(self) -> None:
-        """Take what is left of the source, for those who gather it with us."""
+        """Read the rest of the source, for ranks that gather it with this one."""
         if self._inner is None:
             return
         with self._take_lock:
@@ -133,5 +142,5 @@ class ClientUpdate:
 
 
 def copy_of_error(error: BaseException) -> BaseException:
-    """What an update failed with, to be raised once more, elsewhere."""
+    """Return a copy of an error, to be raised once more elsewhere."""
     return refusal(nack_of(error))

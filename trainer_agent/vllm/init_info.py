@@ -24,9 +24,10 @@ def native_info(
     world: World,
     meeting: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What ``WeightTransferTrainerFactory.trainer_init`` takes for the trainer engine ``engine``.
+    """Return what ``WeightTransferTrainerFactory.trainer_init`` takes for a trainer engine.
 
     Args:
+        engine: the trainer engine's name in vLLM.
         given: fields that are the user's choice; they win.
         rank: this trainer rank's.
         world: who meets; its address becomes ``master_address``, with a free port.
@@ -61,7 +62,7 @@ def native_info(
 
 
 def packed_bytes(engine: str, info: Any) -> int | None:
-    """At most so much the trainer engine puts into one ``update_weights``; None: all."""
+    """Return how many bytes the trainer engine puts into one ``update_weights``; None: all."""
     if engine == "ipc" and info.packed:
         size_bytes: int = info.packed_buffer_size_bytes
         return size_bytes

@@ -1,8 +1,8 @@
-"""What the trainer engines of vLLM's own tell their client, as bus messages.
+"""Translates what vLLM's own trainer engines give their client into bus messages.
 
 Their dicts don't say which worker engine they are for: that is the one which all engines of the
 group were booted with. Nor do they number their chunks: those come in order, and are cut as
-:attr:`Native.chunk_bytes` says.
+:attr:`NativeTransport.chunk_bytes` says.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class NativeTransport:
         return vllm_payloads.is_sharding(self.backend)
 
     def check(self, plan: UpdatePlan) -> None:
-        """
+        """Check that the plan has the tensors that the transport was opened for.
+
         Raises:
             UsageError: the plan is of other tensors than the transport was opened for.
         """
@@ -72,12 +73,12 @@ class NativeTransport:
 
     @property
     def plan_bytes(self) -> int:
-        """Where a plan is to cut."""
+        """At how many bytes a plan is cut into chunks."""
         return sys.maxsize if self.chunk_bytes is None else self.chunk_bytes
 
 
 def require_engines(views: Sequence[EngineView], engine: str) -> None:
-    """Every engine was booted with vLLM's worker engine ``engine``.
+    """Check that every engine was booted with vLLM's worker engine ``engine``.
 
     Raises:
         UsageError: names one that was not, or says that there are none.
@@ -100,7 +101,7 @@ def require_engines(views: Sequence[EngineView], engine: str) -> None:
 
 
 def engine_of_all(views: Sequence[EngineView]) -> str:
-    """The worker engine of vLLM's that all engines were booted with.
+    """Return the worker engine of vLLM's that all engines were booted with.
 
     Raises:
         UsageError: they were not all booted with one, and with the same.
@@ -122,12 +123,12 @@ def _native_of(view: EngineView) -> str:
 
 
 def sender_count(engine: str, ranks: int) -> int:
-    """How many of a trainer's ranks take part in the transport of vLLM's ``engine``."""
+    """Return how many of a trainer's ranks take part in the transport of vLLM's ``engine``."""
     return ranks if engine in vllm_payloads.SHARDING else 1
 
 
 def opened_for(info: object, engine: str) -> tuple[Any, ...]:
-    """For which tensors an ``init_info`` opens a transport, see :attr:`Native.opened_for`."""
+    """Return for which tensors an ``init_info`` opens a transport; empty: for any."""
     if engine not in vllm_payloads.SHARDING or not isinstance(info, dict):
         return ()
     params = info.get("params")  # vLLM 0.33 has one dict for each tensor, earlier ones columns
@@ -140,18 +141,21 @@ def opened_for(info: object, engine: str) -> tuple[Any, ...]:
 
 
 def has_communicator(info: object) -> bool:
-    """Whether those who are told this meet in a communicator."""
+    """Return whether engines and trainer meet in a communicator with this info."""
     return isinstance(info, dict) and "rank_offset" in info
 
 
 def transfer_init(info: object, engine: str, world: World, update_id: str) -> TransferInit:
-    """What engines hear of an ``init_info``.
+    """Return the message to engines that an ``init_info`` stands for.
 
     Args:
-        world: who meets, where anybody does.
+        info: the ``init_info``.
+        engine: the worker engine of vLLM's.
+        world: who meets, where a communicator is needed.
+        update_id: of the message.
 
     Raises:
-        UsageError: it can't be told over the bus, or is for others than are there.
+        UsageError: the info can't be sent over the bus, or is for others than are there.
     """
     fields = _dict(info, "init_info")
     if has_communicator(info):
@@ -179,10 +183,10 @@ def _check_world(info: dict[str, Any], world: World) -> None:
 def chunk_messages(
     info: object, plan: UpdatePlan, seq: int, update_id: str
 ) -> tuple[WeightChunkMeta, ChunkSent]:
-    """What engines hear of the ``seq``-th ``update_info``, before and after the chunk.
+    """Return the messages to engines before and after the ``seq``-th chunk.
 
     Raises:
-        UsageError: it can't be told over the bus, or is of other tensors than were armed.
+        UsageError: ``info`` can't be sent over the bus, or is of other tensors than were armed.
     """
     rest = _dict(info, "update_info")
     if seq >= plan.chunks:
@@ -197,7 +201,7 @@ def chunk_messages(
     given = [name for name in columns if name in rest]
     if plan.chunks == 1 and given and not any(rest[name] for name in given):
         # From 0.33 on vLLM's `nccl` describes the tensors once, and then leaves the lists empty.
-        # The plan describes them, and each engine is told of them in full, as in the first round.
+        # The plan describes them, and each engine gets them in full, as in the first round.
         rest |= {name: columns[name] for name in given}
     for name in given:
         found = rest.pop(name)
@@ -238,7 +242,7 @@ def _encoded(what: str, info: dict[str, Any], columns: Sequence[str]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """The value with what PyTorch rebuilds CUDA tensors from in a form of its own."""
+    """Return the value with what PyTorch rebuilds CUDA tensors from in a form of its own."""
     if type(value) is tuple and len(value) == _REBUILT_FROM and value[0] in _TENSORS:
         return _ipc_tensor(value)
     if type(value) in (list, tuple):

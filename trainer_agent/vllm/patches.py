@@ -1,11 +1,12 @@
-"""Patches for vLLM's ``sparse_nccl`` trainer engine, which tell the bus what they are.
+"""Patches for vLLM's ``sparse_nccl`` trainer engine, announced to the bus.
 
 That trainer engine takes no source: it reads the patches that it is given to their end, and only
-then calls ``start_weight_update``, which carries none of them. Around them is what reads along.
+then calls ``start_weight_update``, which carries none of them. The wrapper in this module notes
+what they are while they are read.
 
-What vLLM's workers would refuse after a patch has arrived, when engines are paused and count as
-half-loaded, is refused here, before anybody is asked: an index that stands twice or lies outside of
-its tensor, and NaN, which says "unchanged" inside vLLM.
+vLLM's workers refuse some patches after they have arrived, when engines are paused and count as
+half-loaded. This module refuses those before any engine is asked: an index that stands twice or
+lies outside of its tensor, and NaN, which says "unchanged" inside vLLM.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ class AnyPatch(Protocol):
 
     @property
     def name(self) -> str:
-        """As in checkpoints."""
+        """The tensor's name, as in checkpoints."""
 
     @property
     def indices(self) -> torch.Tensor:
-        """One dimension, int32: where the values belong in the flattened tensor."""
+        """Where the values belong in the flattened tensor: one dimension, int32."""
 
     @property
     def values(self) -> torch.Tensor:
-        """One dimension, as many, in the tensor's dtype."""
+        """The values: one dimension, as many, in the tensor's dtype."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -44,17 +45,17 @@ class AnyPatch(Protocol):
 
 
 class NextPatch:
-    """The patch that was read, and is to be sent next."""
+    """Keeps the patch that was read and is to be sent next."""
 
     def __init__(self) -> None:
         self._plan: UpdatePlan | None = None
 
     def put(self, plan: UpdatePlan | None) -> None:
-        """It is this one; None: it isn't known yet."""
+        """Store the patch's plan; None: it isn't known yet."""
         self._plan = plan
 
     def take(self) -> UpdatePlan:
-        """For the update that now begins.
+        """Return the plan for the update that now begins.
 
         Raises:
             UsageError: no patch was read for it.
@@ -72,8 +73,9 @@ class BusPatches:
     """The patches of one update: made by :meth:`TrainerAgent.patches`.
 
     Args:
+        patches: each of another tensor.
         base: the version that they are a difference from.
-        following: hears what they are, when all were read.
+        following: gets the plan of the patches when all were read.
     """
 
     def __init__(self, patches: Iterable[AnyPatch], base: int, following: NextPatch) -> None:
@@ -119,7 +121,7 @@ _FLAWS = (
 
 @torch.no_grad()
 def _flaws(patch: AnyPatch) -> torch.Tensor:
-    """Which of the flaws it has: not waited for, where it lies on a GPU."""
+    """Return which flaws a patch has, without waiting for the GPU that it lies on."""
     indices = torch.sort(patch.indices.flatten()).values
     numel = torch.Size(patch.full_shape).numel()
     return torch.stack(

@@ -1,9 +1,8 @@
-"""The plain dicts that a trainer engine of vLLM's kind gives its client, and the bus messages
-that they stand for.
+"""Translates dicts for a trainer engine's client into bus messages.
 
-A dict tells of its worker engine by its keys. These are of ``wavebus``, to which
-``agent.init_info()`` leads; for vLLM's own (such as ``nccl``) see
-:mod:`trainer_agent.vllm.native_payloads`.
+The dicts are those of ``wavebus``'s own trainer engine, to which ``agent.init_info()`` leads; for
+vLLM's own (such as ``nccl``) see :mod:`trainer_agent.vllm.native_payloads`. A dict's keys show for
+which worker engine it is.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ class _ChunkInfo(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def init_info(transport: str, params: bytes, communicator: int) -> dict[str, Any]:
-    """For ``init_weight_transfer_engine``: what engines need to open their ends."""
+    """Return what engines need to open their ends, for ``init_weight_transfer_engine``."""
     return msgspec.structs.asdict(_InitInfo(transport, params, communicator))
 
 
 def chunk_info(
     plan: UpdatePlan, seq: int, handle: bytes, verify: Verify, sums: Sequence[int]
 ) -> dict[str, Any]:
-    """For ``update_weights``: one chunk, and where it is."""
+    """Return one chunk and where it is, for ``update_weights``."""
     part, manifest = plan.manifest.part(seq), plan.manifest
     return msgspec.structs.asdict(
         _ChunkInfo(
@@ -65,12 +64,12 @@ def chunk_info(
 
 
 def is_ours(info: object) -> bool:
-    """Whether an ``init_info`` is of worker engine ``wavebus``."""
+    """Return whether an ``init_info`` is of worker engine ``wavebus``."""
     return isinstance(info, dict) and set(info) == set(_InitInfo.__struct_fields__)
 
 
 def transfer_init(info: object, update_id: str) -> TransferInit:
-    """What engines hear of an ``init_info``.
+    """Return the message to engines that an ``init_info`` stands for.
 
     Raises:
         UsageError: it is another worker engine's.
@@ -85,10 +84,10 @@ def transfer_init(info: object, update_id: str) -> TransferInit:
 def chunk_messages(
     info: object, plan: UpdatePlan, update_id: str
 ) -> tuple[WeightChunkMeta, ChunkSent]:
-    """What engines hear of an ``update_info``, before and after the chunk.
+    """Return the messages to engines before and after a chunk.
 
     Raises:
-        UsageError: it is another worker engine's, or of other tensors than were armed.
+        UsageError: ``info`` is another worker engine's, or of other tensors than were armed.
     """
     try:
         ours = msgspec.convert(info, _ChunkInfo)

@@ -31,12 +31,12 @@ REGISTRY: Final = Registry(
             (
                 Takes(
                     f"{_TRANSFER}.factory:WeightTransferTrainerFactory.trainer_init",
-                    ("cls", "init_info", "client", "source"),
+                    "cls, init_info, client, source",
                 ),
                 Has(f"{_TRANSFER}.factory:WeightTransferTrainerFactory._registry"),
                 Takes(
                     f"{_TRANSFER}.factory:WeightTransferTrainerFactory.register_engine",
-                    ("cls", "name", "module_path_or_cls", "class_name"),
+                    "cls, name, module_path_or_cls, class_name",
                 ),
                 Has(f"{_BASE}:TrainerInitInfo", ("rank", "backend", "is_sender")),
                 Has(f"{_BASE}:TrainerWeightTransferEngine", ("send_weights", "shutdown")),
@@ -47,9 +47,7 @@ REGISTRY: Final = Registry(
             _OF_A_SOURCE,
             (),
             forms=(
-                Form(
-                    "methods", (Takes(f"{_SOURCE}.metadata", ("self",)), Has(f"{_SOURCE}.__iter__"))
-                ),
+                Form("methods", (Takes(f"{_SOURCE}.metadata", "self"), Has(f"{_SOURCE}.__iter__"))),
                 Form(
                     "properties",
                     (
@@ -63,7 +61,7 @@ REGISTRY: Final = Registry(
                                 "implements_iter_local",
                             ),
                         ),
-                        Takes(f"{_SOURCE}.owned_names", ("self", "rank")),
+                        Takes(f"{_SOURCE}.owned_names", "self, rank"),
                         Has(f"{_BASE}:ParamMeta", ("owners", "mesh_shape", "placements")),
                     ),
                 ),
@@ -90,7 +88,7 @@ REGISTRY: Final = Registry(
                 ),
                 Takes(
                     f"{_TRANSFER}.packed_tensor:packed_ipc_producer",
-                    ("iterator", "gpu_uuid", "post_iter_func", "buffer_size_bytes"),
+                    "iterator, gpu_uuid, post_iter_func, buffer_size_bytes",
                 ),
                 # Where the plan cuts, too.
                 Says(

@@ -8,7 +8,7 @@ rank of the trainer. On the bus these are one update:
 the engine                the bus
 ========================= ==============================================================
 reads the metadata        (that is the plan)
-``start_weight_update``   ARM, with the plan; the other ranks hear GO. Behind it, beside the
+``start_weight_update``   ARM, with the plan; the other ranks receive GO. Behind it, beside the
                           engine: pause, UPDATE_START
 first tensor of a pass    waits for that, on every rank, or raises
 ``update_weights``        WEIGHT_CHUNK_META and CHUNK_SENT; returns when it is applied. Behind
@@ -20,8 +20,8 @@ A trainer engine that sends patches reads no source. It reads its patches to the
 calls ``start_weight_update``; wrapped by :meth:`TrainerAgent.patches`, they have told by then what
 the update is armed with. The other ranks of the trainer have no part in it.
 
-What fails in between undoes the update: ABORT, resume, and the others are told. So does a pass
-over the source that is left before its end.
+A failure in between undoes the update: ABORT, resume, and the other ranks receive the error. A pass
+over the source that is left before its end does the same.
 
 Nothing here needs vLLM: its client is a protocol, and its sources are known by what they do.
 """
@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 
 class TrainerEngineSession:
-    """What the client and the source of one agent share. Its coroutines are for :meth:`call`."""
+    """Joins the client and the source of one agent. Its coroutines are for :meth:`call`."""
 
     def __init__(
         self,
@@ -103,10 +103,9 @@ class TrainerEngineSession:
         self._closing: asyncio.Task[None] | None = None  # of a pass; tasks are held weakly
         self._planned_communicator = 0  # the communicator that the last plan told of,
         self._open_communicator = 0  # and the one of those who opened their ends
-        self._native_transport: native_payloads.NativeTransport | None = (
-            None  # what is open is vLLM's own
-        )
-        self._packed_bytes: int | None = None  # of the info that vLLM's own was promised
+        # What is open, if it is vLLM's own.
+        self._native_transport: native_payloads.NativeTransport | None = None
+        self.packed_bytes: int | None = None  # of the info that vLLM's own was promised
 
     # -- for any thread ---------------------------------------------------------
 
@@ -134,15 +133,15 @@ class TrainerEngineSession:
         except CancelledError:
             raise BusClosed("the agent was closed") from None
         except BaseException:
-            future.cancel()  # who waited was interrupted; nothing, if it is the work's own
+            future.cancel()  # the wait was interrupted; this does nothing if the work itself failed
             raise
 
     def new_world(self) -> World | None:
-        """Who is to meet; None while those who met are still there, and nobody else is."""
+        """Return who is to meet; None while those who met are still there, and no others."""
         return self.call(self._plan_world)
 
     def wrap(self, source: WeightSource) -> BusWeightSource:
-        """The agent's source from now on."""
+        """Make ``source`` the agent's source, and return it on the bus."""
         self._source = wrap_source(self, source)
         return self._source
 
@@ -156,12 +155,12 @@ class TrainerEngineSession:
         return self._native_transport is not None and self._native_transport.is_sharding
 
     def require_rank_zero(self) -> None:
-        """The others only read their source."""
+        """Check that this is rank 0; the others only read their source."""
         if self._rank:
             raise UsageError(f"rank {self._rank} sends nothing: rank 0 calls the client")
 
     def source_plan(self) -> UpdatePlan:
-        """Of what the source's metadata told."""
+        """Return the plan of what the source's metadata describe."""
         if self._source is None:
             raise UsageError("no source yet: give the trainer engine source=agent.source(model)")
         theirs = self._native_transport
@@ -227,15 +226,12 @@ class TrainerEngineSession:
         return world
 
     async def plan_native_world(self, engine: str) -> World:
-        """Who meets, once every engine is known to run vLLM's worker engine ``engine``."""
+        """Return who meets, once every engine is known to run vLLM's worker engine ``engine``."""
         native_payloads.require_engines(await self._connection.engines(), engine)
         return await self._transport.plan(native_payloads.sender_count(engine, self._ranks))
 
-    def set_packed_bytes(self, packed_bytes: int | None) -> None:
-        """How the trainer engine will cut its source whose info was made last."""
-        self._packed_bytes = packed_bytes
-
     async def init(self, info: object, chunk_bytes: int | None) -> None:
+        """Have every engine open its end of the transport."""
         async with self._step_lock, self._suspend_catch_up():
             await self._undo_unfinished()
             if payloads.is_ours(info):
@@ -245,7 +241,7 @@ class TrainerEngineSession:
                 self._open_communicator, self._native_transport = self._planned_communicator, None
                 return
             try:
-                await self._init_native(info, chunk_bytes or self._packed_bytes)
+                await self._init_native(info, chunk_bytes or self.packed_bytes)
             except WavebusError as error:
                 # With a communicator, vLLM's rendezvous waits before it raises this.
                 if native_payloads.has_communicator(info):
@@ -261,18 +257,19 @@ class TrainerEngineSession:
         opening = native_payloads.transfer_init(info, engine, world, self._steps.new_id())
         await self._transport.open_foreign(opening)
         opened_for = native_payloads.opened_for(info, engine)
-        self._open_communicator, self._native_transport = (
-            0,
-            native_payloads.NativeTransport(opening.backend, chunk_bytes, opened_for),
+        self._open_communicator = 0
+        self._native_transport = native_payloads.NativeTransport(
+            opening.backend, chunk_bytes, opened_for
         )
 
     async def shutdown(self) -> None:
+        """Undo an update that was not finished, and stop using the transport."""
         async with self._step_lock:
             await self._undo_unfinished()
             self._transport.invalidate()
 
     async def refuse(self, error: BaseException, options: UpdateOptions) -> None:
-        """An update that fails before the bus hears of it; the other ranks do."""
+        """Fail an update before the bus receives it; the other ranks receive the error."""
         async with self._step_lock:
             await self._undo_unfinished()
             await self._updates.begin(options).end(error)
@@ -280,6 +277,7 @@ class TrainerEngineSession:
     async def start(
         self, plan: UpdatePlan, options: UpdateOptions, target: Target = "model"
     ) -> None:
+        """Begin an update: arm every engine, and start the pause behind that."""
         async with self._step_lock:
             await self._undo_unfinished()
             source = self._source
@@ -295,14 +293,12 @@ class TrainerEngineSession:
             async with self._undo_on_failure(current):
                 transport = self._transport
                 if not transport.is_foreign:
-                    raise UpdateFailed(
-                        own_nack(
-                            NackCode.TRANSFER_CLOSED,
-                            "the trainer engine's transport is not open any more",
-                            step="arm",
-                            update_id=current.update.id,
-                            hint="make the trainer engine anew",
-                        )
+                    raise _failed(
+                        NackCode.TRANSFER_CLOSED,
+                        "the trainer engine's transport is not open any more",
+                        step="arm",
+                        update_id=current.update.id,
+                        hint="make the trainer engine anew",
                     )
                 await current.update.arm(plan, transport.backend, transport.communicator, "")
                 if not self._is_sharding:
@@ -310,26 +306,25 @@ class TrainerEngineSession:
             current.starting = asyncio.ensure_future(self._start_engines(current))
 
     async def _start_engines(self, current: ClientUpdate) -> None:
-        """Who waits for it, hears how it failed."""
+        """Pause and start the engines; a failure is raised by what waits for them."""
         try:
             await current.update.start()
             if self._is_sharding:  # the other ranks enter a collective with those who have started
                 await current.update.release_ranks(current.drain)
-        except Exception as error:  # noqa: BLE001 - it is raised by who waits
+        except Exception as error:  # noqa: BLE001 - it is raised by what waits
             await self._fail(current, error)
         else:
             current.started.set()
 
     async def update(self, info: object) -> None:
+        """Announce one chunk; return when every engine has applied it."""
         current = self._require_current()
         async with self._undo_on_failure(current):
             if self._native_transport is None:
                 meta, sent = payloads.chunk_messages(info, current.plan, current.update.id)
             else:
-                seq, current.chunks_announced = (
-                    current.chunks_announced,
-                    current.chunks_announced + 1,
-                )
+                seq = current.chunks_announced
+                current.chunks_announced += 1
                 meta, sent = native_payloads.chunk_messages(
                     info, current.plan, seq, current.update.id
                 )
@@ -350,20 +345,19 @@ class TrainerEngineSession:
                 self._require_everybody(done)
 
     def _require_everybody(self, done: GroupAck) -> None:
-        """vLLM's own collectives have no deadline: nobody is to wait in one for who fell out."""
+        """Refuse another chunk if an engine dropped out: vLLM's collectives have no deadline."""
         if done.excluded and self._transport.communicator:
-            raise UpdateFailed(
-                own_nack(
-                    NackCode.TRANSFER_FAILED,
-                    f"{', '.join(done.excluded)} fell out in the middle, and the next chunk is "
-                    "a collective of all",
-                    step="chunk",
-                    update_id=done.update_id,
-                    hint="the broker's log says why; make the trainer engine anew",
-                )
+            raise _failed(
+                NackCode.TRANSFER_FAILED,
+                f"{', '.join(done.excluded)} fell out in the middle, and the next chunk is a "
+                "collective of all",
+                step="chunk",
+                update_id=done.update_id,
+                hint="the broker's log says why; make the trainer engine anew",
             )
 
     async def finish(self, label: str) -> None:
+        """Commit the update, and have the engines resume."""
         async with self._step_lock:
             current = self._require_current()
             async with self._undo_on_failure(current):
@@ -435,12 +429,16 @@ class TrainerEngineSession:
             with anyio.CancelScope(shield=True):
                 await asyncio.gather(starting, return_exceptions=True)
         if started and self._transport.communicator:
-            self._transport.invalidate()  # whoever was in a broadcast may have left it
+            self._transport.invalidate()  # some rank may have left a broadcast
         try:
             with anyio.CancelScope(shield=True):
                 await current.update.end(error)
         finally:
             current.undone.set()
+
+
+def _failed(code: NackCode, detail: str, **where: Any) -> UpdateFailed:
+    return UpdateFailed(own_nack(code, detail, **where))
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:

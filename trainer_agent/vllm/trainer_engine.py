@@ -54,8 +54,10 @@ class WavebusTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Sends a source in chunks: each is put where engines reach it, while they load the one
-    before. Made on every rank of a trainer; rank 0 sends, the others gather with it."""
+    """Sends a source in chunks, each while engines load the one before.
+
+    Made on every rank of a trainer; rank 0 sends, the others gather with it.
+    """
 
     init_info_cls = WavebusTrainerInitInfo
 
@@ -76,7 +78,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     def trainer_init(
         cls, init_info: WavebusTrainerInitInfo, *, client: Any, source: Any = None
     ) -> Self:
-        """Have every engine open its end.
+        """Make the trainer engine, and have every engine open its end.
 
         Raises:
             UsageError: without a source, or with metadata that contradicts itself.
@@ -91,7 +93,9 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         return engine
 
     def send_weights(self) -> None:
-        """One update, on every rank: returns on rank 0 when engines serve the weights.
+        """Send one update; call it on every rank.
+
+        Returns on rank 0 when engines serve the weights.
 
         Raises:
             Refused, BusTimeout, UsageError: see :meth:`TrainerAgent.update_weights`.
@@ -108,7 +112,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Let the sending end go."""
+        """Close the sending end."""
         self._sender.close()
 
     def _plan(self) -> UpdatePlan:
@@ -119,7 +123,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     # -- the rendezvous -----------------------------------------------------------
 
     def _open(self, plan: UpdatePlan) -> None:
-        """Open the transport, if it is not, or has too little room, or other engines came."""
+        """Open the transport, if it is not open, or has too little room, or other engines came."""
         world = self._info.plan()
         buffer_bytes = plan.buffer_bytes(self._sender)
         if world is None and buffer_bytes <= self._buffer_bytes:
@@ -137,7 +141,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self._buffer_bytes = buffer_bytes
 
     def _meet(self, info: dict[str, Any]) -> None:
-        """Both ends at once: those of engines open while this one waits for them."""
+        """Open both ends at once: engines open theirs while this one waits for them."""
 
         def stop_waiting(opening: Future[None]) -> None:
             if opening.exception() is not None:
@@ -182,10 +186,10 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         except BaseException:
             if sender.is_collective:
                 self._buffer_bytes = 0
-                sender.close()  # whoever waits in the broadcast leaves it, where it can
+                sender.close()  # a rank that waits in the broadcast leaves it, if it can
             raise
         finally:
-            # Whoever waits in a broken broadcast is not waited for.
+            # A thread that waits in a broken broadcast is not waited for.
             calls.shutdown(wait=False, cancel_futures=True)
             moves.shutdown(wait=False, cancel_futures=True)
 
@@ -195,7 +199,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
 
 
 def _wait_for_both(moving: Future[None], applied: Future[None]) -> None:
-    """Until the chunk has left; engines that refuse it need not be waited for."""
+    """Wait until the chunk has left; engines that refuse it are not waited for."""
     wait((moving, applied), return_when=FIRST_COMPLETED)
     if not moving.done():
         applied.result()

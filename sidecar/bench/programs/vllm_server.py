@@ -12,7 +12,8 @@ import bus.log
 from bus.vllm_payloads import is_loaded_on_receipt
 from sidecar.sidecar import Sidecar
 from sidecar.supervision.server import SupervisedServer
-from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.connection_http import HttpConnection
+from sidecar.vllm.engine import VllmAdapter
 from sidecar.vllm.plugin import operations, worker_rpc
 
 if TYPE_CHECKING:
@@ -24,14 +25,13 @@ _PLUGINS: Final = "VLLM_PLUGINS"
 _OURS: Final = "sidecar.vllm.plugin"
 
 
-class TimedVllmEngine(VllmHttpEngine):
-    """An engine that notes each call of an update: ``[name, since, until]``, in seconds on
+class TimedConnection(HttpConnection):
+    """A connection that notes each call of an update: ``[name, since, until]``, in seconds on
     ``time.monotonic()``'s clock, which all processes of a host share."""
 
     def __init__(self, server: SupervisedServer) -> None:
         super().__init__(server=server, ready_timeout_s=_BOOT_S)
-        self.hello: dict[str, Any] = {}
-        self._calls: list[tuple[str, float, float]] = []
+        self.calls: list[tuple[str, float, float]] = []
 
     async def post(
         self, path: str, body: Any = None, *, query: dict[str, str] | None = None
@@ -40,16 +40,25 @@ class TimedVllmEngine(VllmHttpEngine):
         try:
             return await super().post(path, body, query=query)
         finally:
-            self._calls.append((called(path, body), since_s, time.monotonic()))
+            self.calls.append((called(path, body), since_s, time.monotonic()))
+
+
+class TimedVllmEngine:
+    """What the bench asks of an engine whose calls are timed."""
+
+    def __init__(self, server: SupervisedServer) -> None:
+        self.hello: dict[str, Any] = {}
+        self._timed = TimedConnection(server)
+        self.adapter = VllmAdapter(self._timed)
 
     def taken_calls(self) -> list[tuple[str, float, float]]:
         """Those since this was last asked."""
-        taken, self._calls = self._calls, []
+        taken, self._timed.calls = self._timed.calls, []
         return taken
 
     async def swap_ms(self) -> float:
         """How long the last swap kept the slowest worker from steps."""
-        facts = await self._ask_workers(worker_rpc.ASK_LOADING)
+        facts = await self._timed.ask(worker_rpc.ASK_LOADING)
         return max(float(each["swap_ms"]) for each in facts)
 
 
@@ -101,7 +110,7 @@ async def vllm_server(
     engine = TimedVllmEngine(process)
     sidecar = await stack.enter_async_context(
         Sidecar(
-            engine,
+            engine.adapter,
             broker=broker,
             group=group,
             name=name if dp_rank is None else f"{name}-{dp_rank}",

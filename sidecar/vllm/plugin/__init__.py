@@ -10,13 +10,13 @@ bus coordinates data parallel ranks.
 ==================== ===============================================================
 module               what it does
 ==================== ===============================================================
-``patches``          lists what is wrapped inside vLLM, what it must look like, what needs it
-``kv_patches``       the same of what concerns keys and values
+``patches``          lists what is wrapped inside vLLM, how it must look, in which order, and why
+``kv_patches``       the part of that list for keys and values
 ``kv_connectors``    says how updates treat a vLLM's KV connectors
-``vllm_calls``       lists what is called inside vLLM, or wrapped in front ends: parts of it
-``vllm_names``       names inside vLLM that those two refer to
+``vllm_calls``       the parts of that list for front ends, and for what is only called
+``vllm_names``       names inside vLLM that the list refers to
 ``installation``     installs the patches, and says which do not fit
-``operations``       the operations, as typed payloads of one call of vLLM's
+``operations``       what workers are asked, and answer, by ``collective_rpc`` or staging channel
 ``worker_rpc``       what a sidecar calls in a worker by ``collective_rpc``
 ``agreement``        lets the workers of one engine agree on one outcome
 ``environment``      environment variables
@@ -75,8 +75,11 @@ def register() -> None:
 
 
 def _install(*, by_bus: bool) -> None:
-    """Install the seams of this process. Processes that are forked inherit them, and vLLM loads no
-    plugin again there: so a front end has those of cores, too."""
+    """Install the seams of this process.
+
+    Forked processes inherit them, and vLLM loads no plugin again there: so a front end installs
+    those of cores, too.
+    """
     installation.install("any")
     front_end = "vllm.engine.arg_utils" in sys.modules
     if front_end or "vllm.v1.engine.core" in sys.modules:

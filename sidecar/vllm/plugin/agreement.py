@@ -1,13 +1,12 @@
-"""The workers of one engine agree on one outcome.
+"""Lets the workers of one engine agree on one outcome.
 
-vLLM's multiprocess executor reads the answers of its workers in rank order and
-stops at the first failure; the answers behind it stay in their queues, and the
-next call takes them for its own (seen on vLLM 0.32 with two tensor parallel
-workers, ``MultiprocExecutor.collective_rpc``). So only the last worker may raise:
-then every queue is empty. For that the workers first tell each other how they
-fared, over the CPU groups (gloo) that vLLM has anyway, as plain bytes. Engine cores
-behind one client (internal data parallelism) are not among each other: there vLLM's
-client raises the error of any, and returns what the first one answered.
+vLLM's multiprocess executor reads the answers of its workers in rank order and stops at the first
+failure; the answers behind it stay in their queues, and the next call takes them for its own (seen
+on vLLM 0.32 with two tensor parallel workers, ``MultiprocExecutor.collective_rpc``). So only the
+last worker may raise: then every queue is empty. Before that the workers exchange their outcomes,
+over the CPU groups (gloo) that vLLM has anyway, as plain bytes. Engine cores behind one client
+(internal data parallelism) have no such groups between them: vLLM's client raises the error of any
+core, and returns what the first one answered.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _SLOT_BYTES: Final = 12 * 1024  # a clipped Failure of four-byte characters fits
 
 
 class WorkerRefusal(Exception):
-    """What the last worker raises for all of them, with a :class:`Failure` in its text."""
+    """Raised in the last worker for all of them, with a :class:`WorkerFailure` in its text."""
 
 
 def run_together(action: Callable[[], None]) -> None:
-    """Do it in every worker; the outcome is that of all together. A collective.
+    """Run it in every worker; the outcome is that of all together. A collective.
 
     Raises:
         WorkerRefusal: in the last worker, if any failed.
@@ -46,8 +45,9 @@ def run_together(action: Callable[[], None]) -> None:
 
 
 def run_before_any_continues(action: Callable[[], None]) -> None:
-    """Do it in every worker before any goes on to what comes next. A collective: whatever may fail
-    in one worker alone, between two of them, belongs into one of them.
+    """Run it in every worker before any of them goes on. A collective.
+
+    What may fail in one worker alone, between two collectives, belongs into such a call.
 
     Raises:
         EngineError: in every worker, if any failed.
@@ -56,7 +56,7 @@ def run_before_any_continues(action: Callable[[], None]) -> None:
 
 
 def refuse(failure: WorkerFailure) -> None:
-    """What all workers refuse, the last one raises.
+    """Raise in the last worker what all workers refuse.
 
     Raises:
         WorkerRefusal: there.
@@ -66,7 +66,7 @@ def refuse(failure: WorkerFailure) -> None:
 
 
 def attempt(action: Callable[[], None]) -> WorkerFailure | None:
-    """Do it; return how it failed, so that it can be agreed on before anyone raises."""
+    """Run it; return how it failed, so that workers can agree before any of them raises."""
     try:
         action()
     except EngineError as error:
@@ -80,17 +80,17 @@ def attempt(action: Callable[[], None]) -> WorkerFailure | None:
 
 
 def raise_failure(failure: WorkerFailure | None) -> None:
-    """The failure as an error, if there is one.
+    """Raise the failure, if there is one.
 
     Raises:
-        EngineError: it.
+        EngineError: with the failure's code, text and tensor.
     """
     if failure is not None:
         raise EngineError(failure.detail, code=failure.code, tensor=failure.tensor)
 
 
 def _groups() -> Iterator[Any]:
-    """The groups that together span one engine's workers: pipeline, context, tensor."""
+    """Yield the groups that together span one engine's workers: pipeline, context, tensor."""
     from vllm.distributed import parallel_state  # noqa: PLC0415 - only inside a worker
 
     for getter in ("get_tp_group", "get_pcp_group", "get_pp_group"):
@@ -101,15 +101,14 @@ def _groups() -> Iterator[Any]:
 
 
 def is_last_worker() -> bool:
-    """Whether this worker is the last one of its engine, whose answer is read last."""
+    """Return whether this worker is the last of its engine, whose answer is read last."""
     return all(group.rank_in_group == group.world_size - 1 for group in _groups())
 
 
 def agree(mine: WorkerFailure | None) -> WorkerFailure | None:
-    """The failure of the lowest rank that has one, the same on every worker.
+    """Return the failure of the lowest rank that has one, the same in every worker.
 
-    A collective: every worker of the engine must call it. With one worker, nothing
-    is sent.
+    A collective: every worker of the engine must call it. With one worker, nothing is sent.
     """
     outcome = mine
     for group in _groups():
@@ -125,7 +124,7 @@ def agree(mine: WorkerFailure | None) -> WorkerFailure | None:
 
 
 def any_rank(flags: torch.Tensor) -> torch.Tensor:
-    """Elementwise maximum of ``flags`` (uint8, on the CPU) over all workers of the engine."""
+    """Return the elementwise maximum of ``flags`` (uint8, CPU) over all workers. A collective."""
     merged = flags.clone()
     for group in _groups():
         dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group.cpu_group)

@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM inside a worker, and which engines can be driven."""
+"""Handles what differs between versions of vLLM, and says which engines can be driven."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BACKEND_OPTION: Final = f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\
 
 
 def shared_communicators() -> AbstractContextManager[None]:
-    """In this block a worker may join communicators with processes that are not vLLM's.
+    """Let a worker join communicators with processes that are not vLLM's, in this block.
 
-    In some modes vLLM sets variables of NCCL for its own; NCCL reads them in every communicator,
-    and hangs where one end has them and another hasn't. Those that can lift them (0.32), do so.
+    In some modes vLLM sets variables of NCCL for its own use. NCCL reads them in every
+    communicator, and hangs if only one end has them. vLLM 0.32 and later can lift them.
     """
     try:
         from vllm.utils.nccl import unpinned_nccl_env  # noqa: PLC0415 - not every vLLM has it
@@ -30,8 +30,10 @@ def shared_communicators() -> AbstractContextManager[None]:
 
 
 def deferred_layers(model: Any) -> list[Any]:
-    """Layers that vLLM's reload post-processes at its end, whatever was loaded: attention, which
-    derives what it keeps from other layers' weights."""
+    """Return the layers that vLLM's reload post-processes at its end, whatever was loaded.
+
+    These are attention layers, which derive what they keep from other layers' weights.
+    """
     from vllm.model_executor.layers import attention  # noqa: PLC0415 - only inside a worker
 
     is_deferred = getattr(attention, "is_deferred_attention_layer", None)
@@ -42,7 +44,7 @@ def deferred_layers(model: Any) -> list[Any]:
 
 
 def reloading_layers(model: Any) -> list[Any]:
-    """What vLLM keeps of the layers that are in the middle of its reload."""
+    """Return what vLLM keeps of the layers that are in the middle of its reload."""
     from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: PLC0415 - as above
         get_layerwise_info,
     )

@@ -44,6 +44,7 @@ BROKER: Final = "WAVEBUS_BROKER"
 GROUP: Final = "WAVEBUS_GROUP"
 DP_GROUP: Final = "WAVEBUS_DP_GROUP"
 CORE_GUARD: Final = "WAVEBUS_CORE_GUARD"
+CLOSED_ANSWER: Final = "WAVEBUS_CLOSED_ANSWER"
 CORE_PAGES: Final = "WAVEBUS_CORE_PAGES"
 BOOT_CLOSED: Final = "WAVEBUS_BOOT_CLOSED"
 TRUST_KV_CONNECTORS: Final = "WAVEBUS_TRUST_KV_CONNECTORS"
@@ -52,14 +53,14 @@ DP_COORDINATOR_PID: Final = "WAVEBUS_DP_COORDINATOR_PID"
 
 @dataclass(frozen=True, slots=True)
 class BusAddress:
-    """Where a DP coordinator belongs on the bus."""
+    """A DP coordinator's place on the bus."""
 
     broker: str
     group: str
     dp_group: str
 
     def variables(self) -> dict[str, str]:
-        """What tells it to a vLLM that is to start a DP coordinator."""
+        """Return the variables that make a vLLM start a DP coordinator there."""
         return {
             DP_COORDINATOR: "bus",
             BROKER: self.broker,
@@ -69,10 +70,10 @@ class BusAddress:
 
 
 def dp_coordinator(env: Mapping[str, str] = os.environ) -> DpCoordinator:
-    """Who coordinates.
+    """Return who coordinates the DP group.
 
     Raises:
-        ValueError: the variable says something else.
+        ValueError: the variable has another value.
     """
     chosen = env.get(DP_COORDINATOR, "vllm")
     if chosen not in ("vllm", "bus"):
@@ -81,7 +82,7 @@ def dp_coordinator(env: Mapping[str, str] = os.environ) -> DpCoordinator:
 
 
 def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
-    """Where the DP coordinator belongs.
+    """Return the DP coordinator's place on the bus.
 
     Raises:
         ValueError: the DP group has no name.
@@ -98,11 +99,11 @@ def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
 
 
 def trusted_kv_connectors(env: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """The unknown KV connectors that may stay in an engine whose weights are updated."""
+    """Return the unknown KV connectors that may stay in an engine that is updated."""
     return frozenset(name.strip() for name in env.get(TRUST_KV_CONNECTORS, "").split(","))
 
 
 def memory_folder() -> Path:
-    """Where small files that are written often belong; folders of our own go in there."""
+    """Return a folder for small files that are written often; make your own folder in it."""
     shared = Path("/dev/shm")  # noqa: S108 - see above
     return shared if shared.is_dir() else Path(tempfile.gettempdir())

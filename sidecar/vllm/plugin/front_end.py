@@ -1,9 +1,8 @@
-"""Inside vLLM's front ends: versions of streamed tokens, checks of token ids, and who gets which
-routes.
+"""Runs inside vLLM's front ends: versions of streamed tokens, token checks, access to routes.
 
 vLLM's API key covers ``/v1`` and ``/inference``; its RL routes, which pause an engine and replace
 its weights, it leaves open. So where a server listens beyond loopback, a client of another host
-gets no route but those of :data:`DATA_ROUTES`.
+gets only the routes in :data:`DATA_ROUTES`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ _REFUSAL: Final = b"this route is for clients on the engine's host alone"
 
 
 def label_completion_output(original: Callable[..., Any], state: Any, *args: Any) -> Any:
-    """Have each piece of a request's output name the versions of its tokens so far, as the last one
-    does: whoever loses the rest knows them."""
+    """Have each piece of a request's output name the versions of its tokens so far.
+
+    vLLM itself names them in the last piece alone, which a client may lose.
+    """
     output = original(state, *args)
     if output.weight_versions is None:
         output.weight_versions = state._weight_version_spans()  # noqa: SLF001
@@ -38,8 +39,10 @@ def label_completion_output(original: Callable[..., Any], state: Any, *args: Any
 def check_token_ids(
     original: Callable[..., Any], renderer: Any, token_ids: Sequence[int], **named: Any
 ) -> None:
-    """Refuse ids beyond the vocabulary, of which an engine core dies. vLLM 0.32 does so only with a
-    tokenizer."""
+    """Refuse token ids beyond the vocabulary, which would kill an engine core.
+
+    vLLM 0.32 does so only with a tokenizer.
+    """
     original(renderer, token_ids, **named)
     if renderer.tokenizer is None and token_ids:
         size = renderer.model_config.get_vocab_size()
@@ -50,15 +53,18 @@ def check_token_ids(
 
 
 class DataRoutesOnly:
-    """ASGI middleware for ``--middleware``; where several are given, the last one sees a request
-    first. A client is of this host if the peer of its connection is on loopback, or at the address
-    that it has connected to. A request that a proxy has forwarded is not, whatever the proxy says.
+    """Closes routes to clients of other hosts: ASGI middleware for ``--middleware``.
+
+    Where several are given, the last one sees a request first. A client is of this host if the peer
+    of its connection is on loopback, or at the address that it has connected to. A request that a
+    proxy has forwarded is not, whatever the proxy says.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Pass a request on, or refuse it."""
         kind = scope["type"]
         if kind == "lifespan" or scope["path"] in DATA_ROUTES or _is_local(scope):
             await self._app(scope, receive, send)

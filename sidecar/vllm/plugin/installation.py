@@ -15,15 +15,13 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from bus.seams import Form, Ref, Report
+from bus.seams import Ref, Report
 from bus.vllm_source import SourceTree
 from sidecar.vllm.plugin.patches import REGISTRY
 from sidecar.vllm.plugin.vllm_names import CORES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bus.seams import Seam
+    from collections.abc import Callable, Mapping
 
 _log = logging.getLogger("vllm.wavebus")
 _LOCKSTEP_PREFIX = "lockstep_"
@@ -48,10 +46,12 @@ def report() -> Report:
 
 
 def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:
-    """Tell one engine's features, each with the reason why it is off, or an empty text.
+    """Lists one engine's features, each with the reason why it is off, or an empty text.
 
     Args:
-        lockstep: the engine's rank steps in lockstep with others: what such ranks lack counts.
+        engine: the report on its vLLM.
+        lockstep: the engine's rank steps in lockstep with others, so that what such ranks lack
+            counts.
     """
     found: dict[str, str] = {}
     for name in REGISTRY.features:
@@ -68,9 +68,8 @@ def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:
 
 def install(*processes: str) -> None:
     """Install every seam of these kinds of process that fits, once; log what does not."""
-    for seam in REGISTRY.seams:
-        if seam.process in processes:
-            install_seam(seam.name)
+    names = [seam.name for seam in REGISTRY.seams if seam.process in processes]
+    _install(*(name for name in names if not _unfitting_reason(name)))
 
 
 def install_seam(name: str) -> str:
@@ -79,40 +78,59 @@ def install_seam(name: str) -> str:
     Returns:
         Why it does not fit; empty if it is installed.
     """
-    if name in _installed:
+    why = _unfitting_reason(name)
+    if not why:
+        _install(name)
+    return why
+
+
+def _unfitting_reason(name: str) -> str:
+    if name in _installed or name in report().forms:
         return ""
-    seam = REGISTRY.seam(name)
-    found = report()
-    if name not in found.forms:
-        why = found.reasons[name]
-        _log.warning("wavebus: %s off in this vLLM: %s", ", ".join(seam.features), why)
-        return why
-    apply_patches(seam, found.forms[name], importlib.import_module)
-    _installed.add(name)
-    return ""
+    why = report().reasons[name]
+    _log.warning("wavebus: %s off in this vLLM: %s", ", ".join(REGISTRY.seam(name).features), why)
+    return why
 
 
-def apply_patches(seam: Seam, form: str, load: Callable[[str], Any]) -> None:
-    """Wrap and set what the seam names, in the form that fits.
+def _install(*names: str) -> None:
+    new = [name for name in names if name not in _installed]
+    apply_patches({name: report().forms[name] for name in new}, importlib.import_module)
+    _installed.update(new)
+
+
+def apply_patches(forms: Mapping[str, str], load: Callable[[str], Any]) -> None:
+    """Set and wrap what seams name. Of one method, the registry says which wrap comes first.
 
     Args:
+        forms: the seams' names, each with the form in which it fits.
         load: imports a module of vLLM's by its name.
     """
-    chosen = next((each for each in seam.forms if each.name == form), Form("", ()))
-    for owner, name, value in (*seam.sets, *chosen.sets):
+    seams = [REGISTRY.seam(name) for name in forms]
+    for owner, name, value in (
+        each for seam in seams for part in seam.parts(forms[seam.name]) for each in part.sets
+    ):
         found = _resolve(value.target, load) if isinstance(value, Ref) else value
         setattr(_resolve(owner, load), name, found)
-    for wrap in (*chosen.wraps, *seam.wraps):
-        path, _, name = wrap.target.rpartition(".")
-        _wrap(_resolve(path, load), name, _resolve(wrap.around, load))
-    for method, handler in seam.answers:
-        _answer(_resolve(CORES, load), method, _resolve(handler, load))
-    if seam.install:
-        _resolve(seam.install, load)()
+    wraps = [(*_method(wrap.target, load), wrap.around) for wrap in REGISTRY.wraps(forms)]
+    # Base classes come first: what a class inherits is wrapped as it has been found there.
+    for owner, name, around in sorted(wraps, key=lambda each: len(each[0].__mro__)):
+        _wrap(owner, name, _resolve(around, load))
+    answers = {name: _resolve(handler, load) for seam in seams for name, handler in seam.answers}
+    if answers:
+        _answer(_resolve(CORES, load), answers)
+    for seam in seams:
+        if seam.install:
+            _resolve(seam.install, load)()
+
+
+def _method(target: str, load: Callable[[str], Any]) -> tuple[Any, str]:
+    """The class of a method, and the method's name."""
+    owner, _, name = target.rpartition(".")
+    return _resolve(owner, load), name
 
 
 def _resolve(target: str, load: Callable[[str], Any]) -> Any:
-    """What a target names: of vLLM, or of wavebus itself."""
+    """Returns what a target names, in vLLM or in wavebus itself."""
     module, _, path = target.partition(":")
     found = load(module) if module.startswith("vllm.") else importlib.import_module(module)
     for name in filter(None, path.split(".")):
@@ -133,20 +151,24 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped if kind is None else kind(wrapped))
 
 
-def _answer(cores: Any, method: str, handler: Callable[..., Any]) -> None:
-    """Have engine cores answer a method of ``collective_rpc`` by themselves: with what the handler
-    makes of the core and the call's keyword arguments, or a future of it."""
+def _answer(cores: Any, answers: Mapping[str, Callable[..., Any]]) -> None:
+    """Have engine cores answer these methods of ``collective_rpc`` by themselves.
+
+    A handler is given the core and the call's keyword arguments; it returns the answer, or a future
+    of it.
+    """
 
     def around(
         original: Callable[..., Any],
         core: Any,
-        asked: Any,
+        method: Any,
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if asked != method:
-            return original(core, asked, timeout, args, kwargs)
+        handler = answers.get(method) if isinstance(method, str) else None
+        if handler is None:
+            return original(core, method, timeout, args, kwargs)
         return handler(core, **(kwargs or {}))
 
     _wrap(cores, "collective_rpc", around)

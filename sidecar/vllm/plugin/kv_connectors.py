@@ -50,8 +50,13 @@ def treatments(
     features: Mapping[str, str],
     implements_reset: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> dict[str, str]:
-    """How updates treat each connector of this ``kv_transfer_config`` (or None), those inside a
-    ``MultiConnector`` one by one. ``features``: what the vLLM supports, and why not."""
+    """Return how updates treat each connector, those inside a ``MultiConnector`` one by one.
+
+    Args:
+        config: vLLM's ``kv_transfer_config``, or None.
+        features: what the vLLM supports, and why not.
+        implements_reset: says whether a connector's class has its own ``reset_cache``.
+    """
     found: dict[str, str] = {}
     for each in _leaves(config):
         name = str(each["kv_connector"])[:256]
@@ -61,17 +66,17 @@ def treatments(
 
 
 def is_keyed_by_tokens(name: str) -> bool:
-    """Whether a connector of this class may be in use only if it says that it was cleared."""
+    """Return whether a connector of this class must say that it was cleared."""
     return _KNOWN.get(name) == BY_TOKENS
 
 
 def trust(found: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """The same where these unknown connectors are trusted."""
+    """Return the same treatments with these unknown connectors trusted."""
     return {n: TRUSTED if how == UNKNOWN and n in names else how for n, how in found.items()}
 
 
 def explain(name: str, how: str) -> str:
-    """What a connector may do while weights are updated; and if that is nothing, what to do."""
+    """Say what a connector may do while weights are updated; if nothing, what to do."""
     if not how.startswith(REFUSED):
         return f"{name}: {how}, may be updated"
     return f"{name}: {how.removeprefix(REFUSED)}: updates are refused. {_HINTS.get(how, '')}"
@@ -103,8 +108,10 @@ def _treatment(
 
 
 def _implements_reset(fields: Mapping[str, Any]) -> bool:
-    """Whether the connector's class has its own ``reset_cache``. That of vLLM's base class does
-    nothing, which counts as done."""
+    """Return whether the connector's class has its own ``reset_cache``.
+
+    That of vLLM's base class does nothing, which counts as done.
+    """
     names = ("kv_connector", "kv_connector_module_path")
     named = SimpleNamespace(**{name: fields.get(name) for name in names})
     try:

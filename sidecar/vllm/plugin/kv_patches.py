@@ -1,8 +1,7 @@
-"""What :mod:`sidecar.vllm.plugin.core.kv_versions` and :mod:`sidecar.vllm.plugin.kv_connectors`
-depend on inside vLLM.
+"""The part of the registry that concerns keys and values.
 
-These seams come first: what wraps a pause of lockstep ranks, wraps what is wrapped here.
-Importing this module imports neither vllm nor torch.
+:mod:`sidecar.vllm.plugin.core.kv_versions` and :mod:`sidecar.vllm.plugin.kv_connectors` depend on
+it. Importing this module imports neither vllm nor torch.
 """
 
 from __future__ import annotations
@@ -12,15 +11,16 @@ from typing import Final
 from bus.seams import Has, Says, Seam, Takes
 from sidecar.vllm.plugin.vllm_names import (
     BASE_CORE,
+    CLEARS_PREFIXES,
     CONNECTORS,
     NIXL,
     NIXL_BASE,
     PLAIN_CORE,
     PLUGIN,
     SCHEDULER,
-    TAKES_PAUSE,
     TAKES_RPC,
-    wraps_by,
+    TELLS_VERSION,
+    wrap,
 )
 
 KV_SEAMS: Final = (
@@ -28,17 +28,11 @@ KV_SEAMS: Final = (
         "prefix cache versions",
         ("prefix_cache_versions",),
         (
-            Takes(f"{PLAIN_CORE}.preprocess_add_request", ("self", "request")),
-            Takes(f"{BASE_CORE}.add_request", ("self", "request", "request_wave")),
-            Takes(f"{BASE_CORE}.set_weight_version", ("self", "weight_version")),
-            Takes(f"{PLAIN_CORE}.get_weight_version", ("self",)),
+            TELLS_VERSION,
             Says("vllm.v1.core.kv_cache_utils", ("request.cache_salt",)),
             Has("vllm.v1.request:Request", ("update_block_hashes",)),
             TAKES_RPC,
-            Takes(
-                f"{PLAIN_CORE}.reset_prefix_cache",
-                ("self", "reset_running_requests", "reset_connector"),
-            ),
+            CLEARS_PREFIXES,
             Has(f"{PLAIN_CORE}.reset_encoder_cache"),
         ),
         process="core",
@@ -49,11 +43,10 @@ KV_SEAMS: Final = (
             (PLAIN_CORE, "wavebus_adopts", False),
             (PLAIN_CORE, "wavebus_untagged", 0),
         ),
-        wraps=wraps_by(
-            "core.kv_versions",
-            (f"{PLAIN_CORE}.preprocess_add_request", "preprocess_add_request"),
-            (f"{BASE_CORE}.add_request", "add_request"),
-            (f"{BASE_CORE}.set_weight_version", "set_weight_version"),
+        wraps=(
+            wrap(f"{PLAIN_CORE}.preprocess_add_request", "self, request", "core.kv_versions"),
+            wrap(f"{BASE_CORE}.add_request", "self, request, request_wave", "core.kv_versions"),
+            wrap(f"{BASE_CORE}.set_weight_version", "self, weight_version", "core.kv_versions"),
         ),
         answers=(
             ("wavebus_run", f"{PLUGIN}.core.kv_versions:join_run"),
@@ -72,13 +65,6 @@ KV_SEAMS: Final = (
         "held keys and values",
         ("held_kv",),
         (
-            TAKES_PAUSE,
-            Takes(f"{BASE_CORE}._finish_pause", ("self", "clear_cache")),
-            Takes(
-                f"{BASE_CORE}._reset_caches",
-                ("self", "reset_running_requests", "reset_connector"),
-            ),
-            Takes(f"{BASE_CORE}.sleep", ("self", "level", "mode")),
             Says(f"{PLAIN_CORE}.pause_scheduler", ("self._idle_state_callbacks.append(",)),
             Says(f"{SCHEDULER}.has_finished_requests", ("if self.finished_req_ids:",)),
             Says(
@@ -93,34 +79,33 @@ KV_SEAMS: Final = (
                 f"{SCHEDULER}._handle_blocked_waiting_request",
                 ("if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:",),
             ),
-            Takes(f"{SCHEDULER}.get_num_unfinished_requests", ("self",)),
+            Takes(f"{SCHEDULER}.get_num_unfinished_requests", "self"),
             Says(f"{CONNECTORS}.v1.multi_connector:MultiConnector.__init__", ("self._connectors",)),
         ),
         process="core",
         needs=("prefix cache versions",),
         sets=((PLAIN_CORE, "wavebus_sleeps", False), (PLAIN_CORE, "wavebus_pauses", ())),
-        wraps=wraps_by(
-            "core.kv_versions",
-            (f"{PLAIN_CORE}.pause_scheduler", "pause_scheduler"),
-            (f"{PLAIN_CORE}._process_input_queue", "process_input_queue"),
-            (f"{BASE_CORE}._finish_pause", "finish_pause"),
-            (f"{BASE_CORE}._reset_caches", "reset_caches"),
-            (f"{BASE_CORE}.sleep", "sleep"),
+        wraps=(
+            wrap(f"{PLAIN_CORE}.pause_scheduler", "self, mode, clear_cache", "core.kv_versions"),
+            wrap(f"{PLAIN_CORE}._process_input_queue", "self", "core.kv_versions"),
+            wrap(f"{BASE_CORE}._finish_pause", "self, clear_cache", "core.kv_versions"),
+            wrap(
+                f"{BASE_CORE}._reset_caches",
+                "self, reset_running_requests, reset_connector",
+                "core.kv_versions",
+            ),
+            wrap(f"{BASE_CORE}.sleep", "self, level, mode", "core.kv_versions"),
         ),
     ),
     Seam(
         "KV hand-over",
         ("kv_handover",),
         (
-            Takes(f"{SCHEDULER}._connector_finished", ("self", "request")),
-            Takes(f"{SCHEDULER}._update_waiting_for_remote_kv", ("self", "request")),
-            Takes(f"{NIXL}.get_num_new_matched_tokens", ("self", "request", "num_computed_tokens")),
             Says(
                 f"{NIXL}.update_state_after_alloc",
                 ("if num_external_tokens > 0 else ()", "params['do_remote_prefill'] = False"),
             ),
             Says(f"{NIXL}.request_finished", ("if params.get('do_remote_prefill'):",)),
-            Takes(f"{NIXL_BASE}.build_connector_meta", ("self", "scheduler_output")),
             Says(
                 f"{NIXL_BASE}.build_connector_meta",
                 (
@@ -132,12 +117,19 @@ KV_SEAMS: Final = (
         ),
         process="core",
         needs=("held keys and values",),
-        wraps=wraps_by(
-            "core.kv_versions",
-            (f"{SCHEDULER}._connector_finished", "connector_finished"),
-            (f"{SCHEDULER}._update_waiting_for_remote_kv", "update_waiting"),
-            (f"{NIXL}.get_num_new_matched_tokens", "matched_tokens"),
-            (f"{NIXL_BASE}.build_connector_meta", "build_connector_meta"),
+        wraps=(
+            wrap(f"{SCHEDULER}._connector_finished", "self, request", "core.kv_versions"),
+            wrap(
+                f"{SCHEDULER}._update_waiting_for_remote_kv",
+                "self, request",
+                "core.kv_versions:update_waiting",
+            ),
+            wrap(
+                f"{NIXL}.get_num_new_matched_tokens",
+                "self, request, num_computed_tokens",
+                "core.kv_versions:matched_tokens",
+            ),
+            wrap(f"{NIXL_BASE}.build_connector_meta", "self, scheduler_output", "core.kv_versions"),
         ),
     ),
 )

@@ -1,15 +1,19 @@
-"""Operations that a sidecar has an engine's workers carry out, and how a failure travels back.
+"""Operations that a sidecar has an engine's workers carry out, and the workers' answers.
 
-Each is one call of vLLM's ``collective_rpc``, of a method that the plugin adds to workers
-(:data:`PERFORM`), with one argument: the operation in MessagePack,
-in base64. In process the text crosses vLLM's MessagePack codec, over HTTP it is JSON, and one text
-form passes both. Decoding is strict: unknown operations, unknown fields and wrong types are
-refused. What comes while an engine serves, goes another way
-(:mod:`sidecar.vllm.plugin.staging.channel_messages`).
+Both are MessagePack. Decoding is strict: unknown operations, unknown fields and wrong types are
+refused. There are two carriers:
 
-An exception arrives as its text, wrapped in more text. So a :class:`Failure` is put at the end of
-the text between marks, in the URL-safe base64: no quoting changes that, and neither does vLLM when
-it blanks out what looks like a file path in the text of an HTTP error (0.32).
+- vLLM's ``collective_rpc``, of a method that the plugin adds to workers (:data:`PERFORM`). Its one
+  argument is the operation in base64: in process the text crosses vLLM's MessagePack codec, over
+  HTTP it is JSON, and one text form passes both.
+- the workers' staging channels (:mod:`sidecar.vllm.plugin.staging.channel_server`), while the
+  engine serves. Two operations may take either carrier, because they take long: opening a transport
+  waits for others, and arming a new manifest runs the loader.
+
+An exception of ``collective_rpc`` arrives as its text, wrapped in more text. So a
+:class:`WorkerFailure` is put at the end of the text between marks, in URL-safe base64: no quoting
+changes that, and neither does vLLM when it blanks out what looks like a file path in the text of an
+HTTP error (0.32).
 """
 
 from __future__ import annotations
@@ -34,11 +38,12 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
     TensorNames,
 )
 from bus.messages import Verify as VerifyMode  # noqa: TC001 - as above
+from bus.weight_transfer.allocation import StagingCapacity  # noqa: TC001 - as above
 
-# The method of a worker that carries out an operation, its argument ``operation``; it returns how
-# many chunks may be received ahead.
+# The method of a worker that carries out an operation, its argument ``operation``; it returns
+# :class:`Done`, as a dict.
 PERFORM: Final = "wavebus_perform"
-PROTOCOL: Final = 11
+PROTOCOL: Final = 12
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -47,14 +52,16 @@ _MARK = re.compile(r"\[wavebus:([A-Za-z0-9_=-]+)\]")
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """Do both sides speak the same protocol? Changes nothing."""
+    """Check that both sides speak the same protocol. Changes nothing."""
 
     protocol: Count
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
-    """Open the transport; one that is open is replaced. ``first_rank`` is that of the engine's
-    first worker in the communicator."""
+    """Open the transport; one that is open is replaced.
+
+    ``first_rank`` is that of the engine's first worker in the communicator.
+    """
 
     backend: ShortText
     params: Blob
@@ -64,8 +71,10 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
 
 
 class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=True):
-    """Check a manifest against the target; of a patch, if there are ``counts``. ``staging``: as ARM
-    has it."""
+    """Check a manifest against the target; with ``counts``, the manifest of a patch.
+
+    ``staging`` is as in ARM.
+    """
 
     names: TensorNames
     dtypes: Dtypes
@@ -77,28 +86,27 @@ class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=
 
 
 class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True):
-    """Open an update session of the target. ``recover``: the one that an update left open, of
-    whichever target, is closed first; and the target goes through a whole one, which puts vLLM's
-    own bookkeeping in order after a load that broke off. Its weights are then undefined until
-    every chunk is loaded."""
+    """Open an update session of the target.
+
+    ``recover``: first close the session that an earlier update left open, of whichever target, and
+        take the target through a whole session, which puts vLLM's own bookkeeping in order after a
+        load that broke off. Its weights are then undefined until every chunk is loaded.
+    """
 
     target: Target
     recover: bool
 
 
 class ReceiveChunk(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):
-    """Fetch one chunk; by vLLM's own worker engine, into the model."""
+    """Begin to fetch a chunk of the armed manifest; vLLM's own worker engines also load it."""
 
     seq: Count
     backend: ShortText
-    names: TensorNames
-    dtypes: Dtypes
-    shapes: Shapes
     handle: Blob
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fields=True):
-    """Compare the staged chunk's checksums, where not all workers load in one operation."""
+    """Compare a chunk's checksums, where workers can't verify and load in one operation."""
 
     seq: Count
     verify: VerifyMode
@@ -106,7 +114,7 @@ class VerifyChunk(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fiel
 
 
 class LoadChunk(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=True):
-    """Load the staged chunk into the model; with ``sums``, only if it has these in all workers."""
+    """Load the staged chunk into the model; with ``sums``, only if all workers have these."""
 
     seq: Count
     verify: VerifyMode
@@ -114,8 +122,10 @@ class LoadChunk(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=T
 
 
 class Restore(msgspec.Struct, frozen=True, tag="restore", forbid_unknown_fields=True):
-    """Close the session; one of the target is opened first if none is. Layers that are not
-    complete get their old weights back: without a load, all of them."""
+    """Close the session; if none is open, one of the target is opened first.
+
+    Layers that are not complete get their old weights back: without a load, all of them.
+    """
 
     target: Target
 
@@ -125,20 +135,22 @@ class Finish(msgspec.Struct, frozen=True, tag="finish", forbid_unknown_fields=Tr
 
 
 class CheckReady(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
-    """Would a swap go through? All is staged, and where it goes is there."""
+    """Check that a swap would succeed: all is staged, and its targets are there."""
 
 
 class SwapStaged(msgspec.Struct, frozen=True, tag="swap", forbid_unknown_fields=True):
-    """Serve what is staged. Between two steps: it is the core that asks for it."""
+    """Serve what is staged. The core asks for it between two steps."""
 
 
 class ReleaseStaging(msgspec.Struct, frozen=True, tag="let_go", forbid_unknown_fields=True):
-    """Nothing is staged any more."""
+    """Drop what is staged."""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknown_fields=True):
-    """Have the staged LoRA adapter in the place of the one before, which is kept. ``sums`` as of
-    :class:`Load`."""
+    """Put the staged LoRA adapter in the place of the one before, which is kept.
+
+    ``sums`` are as in :class:`LoadChunk`.
+    """
 
     seq: Count
     verify: VerifyMode
@@ -146,14 +158,56 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknow
 
 
 class UndoAdapter(msgspec.Struct, frozen=True, tag="undo_adapter", forbid_unknown_fields=True):
-    """Go back to the LoRA adapter before the one that was loaded last, if an update has loaded one
-    and the next has not been armed. ``settled``: even from one that is settled."""
+    """Go back to the LoRA adapter before the one that was loaded last.
+
+    Does nothing unless an update has loaded one and the next has not been armed. ``settled``: go
+    back even from an adapter that is settled.
+    """
 
     settled: bool
 
 
 class SettleAdapter(msgspec.Struct, frozen=True, tag="settle_adapter", forbid_unknown_fields=True):
-    """The LoRA adapter that was loaded last is being committed."""
+    """Mark the LoRA adapter that was loaded last as being committed."""
+
+
+# -- by the staging channel, while the engine serves -----------------------------------------
+
+
+class Greet(msgspec.Struct, frozen=True, tag="greet", forbid_unknown_fields=True):
+    """Change nothing. Once it is answered, older connections are ignored."""
+
+
+class Rearm(msgspec.Struct, frozen=True, tag="arm_again", forbid_unknown_fields=True):
+    """Arm the manifest of this digest for another update of the model.
+
+    It must be the one that was armed last: then there is nothing to check in it.
+    """
+
+    manifest: ShortText
+    staging: Staging
+
+
+class StartStaging(msgspec.Struct, frozen=True, tag="start_staging", forbid_unknown_fields=True):
+    """Allocate memory for the armed update beside the weights; an earlier update is dropped."""
+
+
+class SentChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A chunk that was received, or is on its way; with ``sums``, it must have these."""
+
+    seq: Count
+    verify: VerifyMode
+    sums: Counts
+
+
+class Stage(msgspec.Struct, frozen=True, tag="stage", forbid_unknown_fields=True):
+    """Put these chunks into that memory, in their order."""
+
+    chunks: tuple[SentChunk, ...]
+
+
+class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
+    """Check that all chunks are staged."""
 
 
 Operation: TypeAlias = (
@@ -172,52 +226,90 @@ Operation: TypeAlias = (
     | LoadAdapter
     | UndoAdapter
     | SettleAdapter
+    | Greet
+    | Rearm
+    | StartStaging
+    | Stage
+    | Seal
 )
-_DECODER: Final[msgspec.msgpack.Decoder[Operation]] = msgspec.msgpack.Decoder(Operation)
+_OPERATIONS: Final[msgspec.msgpack.Decoder[Operation]] = msgspec.msgpack.Decoder(Operation)
+_ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 def encode(operation: Operation) -> str:
-    """The text that carries an operation."""
-    return base64.b64encode(msgspec.msgpack.encode(operation)).decode()
+    """Return the text that carries an operation."""
+    return base64.b64encode(pack(operation)).decode()
 
 
 def decode(text: str) -> Operation:
-    """The operation in a text.
+    """Return the operation in a text.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: says what is wrong with the text.
     """
     if len(text) > MAX_PAYLOAD_CHARS:
         raise ValueError(f"an operation of {len(text)} characters, at most {MAX_PAYLOAD_CHARS}")
-    return _DECODER.decode(base64.b64decode(text, validate=True))
+    return unpack(base64.b64decode(text, validate=True))
+
+
+def unpack(blob: bytes) -> Operation:
+    """Return the operation in these bytes.
+
+    Raises:
+        ValueError: says what is wrong with them.
+    """
+    return _OPERATIONS.decode(blob)
+
+
+# -- answers ------------------------------------------------------------------------------
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
+    """The operation was carried out.
+
+    Attributes:
+        ahead: after :class:`Open`, how many chunks may be received ahead.
+        room: after arming, what staging takes.
+        channel: after :class:`Hello`, the name of the worker's staging channel; empty without one.
+        in_place: after :class:`StartStaging`, chunks are received where they are staged. Then
+            nothing is left to do for a chunk that has come, and all may be staged at once, after
+            the last one.
+    """
+
+    ahead: Count = 1
+    room: StagingCapacity | None = None
+    in_place: bool = False
+    channel: ShortText = ""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=True):
-    """What went wrong in a worker."""
+    """Says what went wrong in a worker."""
 
     code: NackCode
     detail: Annotated[str, Meta(max_length=DETAIL_CHARS)]
     tensor: Annotated[str, Meta(max_length=TENSOR_CHARS)] = ""
 
     def clipped(self) -> WorkerFailure:
-        """The same within the bounds of the wire."""
+        """Return the same within the bounds of the wire."""
         return WorkerFailure(self.code, self.detail[:DETAIL_CHARS], self.tensor[:TENSOR_CHARS])
 
     def to_bytes(self) -> bytes:
+        """Return the failure in MessagePack, within the bounds of the wire."""
         return msgspec.msgpack.encode(self.clipped())
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> WorkerFailure:
+        """Return the failure in these bytes."""
         return msgspec.msgpack.decode(blob, type=cls)
 
     def to_text(self) -> str:
-        """For an exception: readable, and found again by :func:`find_failure`."""
+        """Return a text for an exception: readable, and found again by :func:`find_failure`."""
         mark = base64.urlsafe_b64encode(self.to_bytes()).decode()
         return f"{self.detail} [wavebus:{mark}]"
 
 
 def find_failure(text: str) -> WorkerFailure | None:
-    """The failure inside the text of an exception or of an HTTP answer, if there is one."""
+    """Return the failure inside the text of an exception or an HTTP answer, if there is one."""
     found = _MARK.search(text)
     if found is None:
         return None
@@ -225,3 +317,21 @@ def find_failure(text: str) -> WorkerFailure | None:
         return WorkerFailure.from_bytes(base64.urlsafe_b64decode(found[1]))
     except (ValueError, msgspec.DecodeError):
         return None
+
+
+Answer: TypeAlias = Done | WorkerFailure
+_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+
+
+def pack(said: Operation | Answer) -> bytes:
+    """Return the bytes that carry an operation or an answer."""
+    return _ENCODER.encode(said)
+
+
+def unpack_answer(blob: bytes) -> Answer:
+    """Return the answer in these bytes.
+
+    Raises:
+        ValueError: says what is wrong with them.
+    """
+    return _ANSWERS.decode(blob)

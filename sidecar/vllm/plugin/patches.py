@@ -1,7 +1,8 @@
 """Everything inside vLLM that the sidecar and its plugin depend on, in one list.
 
-:data:`REGISTRY` has one entry per seam, in the order of installation; :mod:`bus.seams` says what
-an entry is. Only :mod:`sidecar.vllm.plugin.installation` installs them.
+:data:`REGISTRY` has one entry per seam; :mod:`bus.seams` says what an entry is. Only
+:mod:`sidecar.vllm.plugin.installation` installs them. Where several seams wrap one method,
+:data:`NESTING` defines in which order their functions are called.
 
 To port wavebus to a new vLLM: run ``wavebus doctor --vllm PATH`` on its wheel, add a form to each
 seam that does not fit, and its number to :data:`bus.vllm_versions.TESTED` when the tests have run
@@ -15,10 +16,12 @@ from __future__ import annotations
 from typing import Final
 
 from bus.seams import Fields, Form, Has, Ref, Registry, Says, SaysNot, Seam, Takes
+from sidecar.vllm.plugin.environment import CORE_GUARD
 from sidecar.vllm.plugin.kv_patches import KV_SEAMS
 from sidecar.vllm.plugin.vllm_calls import CALLED, FRONT_ENDS
 from sidecar.vllm.plugin.vllm_names import (
     BASE_CORE,
+    CLEARS_PREFIXES,
     COORDINATOR_MODULE,
     CORE_MODULE,
     FEATURES,
@@ -27,21 +30,38 @@ from sidecar.vllm.plugin.vllm_names import (
     PARALLEL_CONFIG,
     PLAIN_CORE,
     PLUGIN,
-    PUBLISH_CACHES,
-    RESUMES_AT_ONCE,
+    REQUEST_TYPES,
     START_WAVE,
     TAKES_ABORTS,
-    TAKES_AGREEMENT,
-    TAKES_PAUSE,
-    TAKES_REQUEST,
-    TAKES_RESUME,
     TAKES_RPC,
+    TELLS_VERSION,
     TRANSFER_PACKAGE,
     WAVES_BY_CORES,
     WAVES_BY_FRONT_ENDS,
     WORKER_MODULE,
-    wraps_by,
+    wrap,
 )
+
+_RESUMES_AT_ONCE: Final = (
+    "self.ignore_start_dp_wave = False\n"
+    "    has_global_unfinished = ParallelConfig.has_unfinished_dp("
+)
+_PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
+
+# From vLLM's own method outwards. A class's methods are wrapped after those that it inherits, and
+# methods of ``collective_rpc`` that cores answer by themselves reach no other wrap.
+NESTING: Final = {
+    # The status page shows what the core does, pauses that end by themselves included; the lease
+    # guard starts before all of it.
+    f"{PLAIN_CORE}._process_input_queue": ("held keys and values", "core status", "pause lease"),
+    # A request that is not admitted reaches nothing else. What wakes the lease guard is no request,
+    # and is no work of the core's.
+    f"{PLAIN_CORE}._handle_client_request": ("core status", "pause lease", "admission"),
+    # A resume that the fix leaves out enters no barrier, and shows none.
+    f"{LOCKSTEP_CORE}.resume_scheduler": ("lockstep core status", "lockstep pause fixes"),
+    # The swap takes its time from a step, and not from the agreement that the page shows.
+    f"{LOCKSTEP_CORE}._has_global_unfinished_reqs": ("lockstep core status", "lockstep swap"),
+}
 
 _SEAMS: Final = (
     Seam(
@@ -50,11 +70,11 @@ _SEAMS: Final = (
         (
             Takes(
                 f"{TRANSFER_PACKAGE}.factory:WeightTransferEngineFactory.register_engine",
-                ("cls", "name", "module_path_or_cls", "class_name"),
+                "cls, name, module_path_or_cls, class_name",
             ),
             Takes(
                 f"{TRANSFER_PACKAGE}.base:WeightTransferEngine.__init__",
-                ("self", "config", "vllm_config", "device", "model"),
+                "self, config, vllm_config, device, model",
             ),
             Has(
                 f"{TRANSFER_PACKAGE}.base:WeightTransferEngine",
@@ -89,9 +109,7 @@ _SEAMS: Final = (
                     "requests",
                     "draft",
                     "loading",
-                    "staging_channel",
                     "perform",
-                    "arm",
                     # Answered by engine cores; by workers where the cores don't know them.
                     "admission",
                     "swap",
@@ -106,98 +124,89 @@ _SEAMS: Final = (
     Seam(
         "worker engines",
         ("vllm_worker_engines",),
-        (
-            Takes(
-                f"{TRANSFER_PACKAGE}.factory:WeightTransferEngineFactory.create_engine",
-                ("cls", "config", "vllm_config", "device", "model"),
-            ),
-            Has(f"{TRANSFER_PACKAGE}.factory:WeightTransferEngineFactory._registry"),
-        ),
+        (Has(f"{TRANSFER_PACKAGE}.factory:WeightTransferEngineFactory._registry"),),
         process="any",
-        wraps=wraps_by(
-            "worker.native_factory",
-            (
+        wraps=(
+            wrap(
                 f"{TRANSFER_PACKAGE}.factory:WeightTransferEngineFactory.create_engine",
-                "create_engine",
+                "cls, config, vllm_config, device, model",
+                "worker.native_factory",
             ),
         ),
     ),
     Seam(
         "core status",
         ("core_status", "lockstep_core_status", "pause_lease", "lockstep_pause_lease"),
-        (
-            Takes(f"{PLAIN_CORE}._process_input_queue", ("self",)),
-            Takes(f"{PLAIN_CORE}._process_engine_step", ("self",)),
-            TAKES_REQUEST,
-            Takes(f"{PLAIN_CORE}.step", ("self",)),
-            Takes(f"{PLAIN_CORE}.step_with_batch_queue", ("self",)),
-            TAKES_ABORTS,
-            Takes(f"{PLAIN_CORE}.has_work", ("self",)),
-        ),
+        (Takes(f"{PLAIN_CORE}.has_work", "self"),),
         process="core",
-        wraps=wraps_by(
-            "core.status",
-            (f"{PLAIN_CORE}._process_input_queue", "input_queue"),
-            (f"{PLAIN_CORE}._handle_client_request", "client_request"),
-            (f"{PLAIN_CORE}._process_engine_step", "engine_step"),
-            (f"{PLAIN_CORE}.step", "outputs_made"),
-            (f"{PLAIN_CORE}.step_with_batch_queue", "outputs_made"),
-            (f"{PLAIN_CORE}._send_abort_outputs_to_client", "abort_outputs"),
+        wraps=(
+            wrap(f"{PLAIN_CORE}._process_input_queue", "self", "core.status:input_queue"),
+            wrap(
+                f"{PLAIN_CORE}._handle_client_request",
+                "self, request_type, request",
+                "core.status:client_request",
+            ),
+            wrap(f"{PLAIN_CORE}._process_engine_step", "self", "core.status:engine_step"),
+            wrap(f"{PLAIN_CORE}.step", "self", "core.status:outputs_made"),
+            wrap(f"{PLAIN_CORE}.step_with_batch_queue", "self", "core.status:outputs_made"),
+            wrap(
+                f"{PLAIN_CORE}._send_abort_outputs_to_client",
+                "self, req_ids, client_index",
+                "core.status:abort_outputs",
+            ),
         ),
     ),
     Seam(
         "lockstep core status",
         ("lockstep_core_status", "lockstep_pause_lease"),
-        (
-            TAKES_AGREEMENT,
-            Takes(f"{LOCKSTEP_CORE}.execute_dummy_batch", ("self",)),
-            Takes(f"{LOCKSTEP_CORE}.resume_scheduler", ("self",)),
-        ),
         process="core",
         needs=("core status",),
         sets=((LOCKSTEP_CORE, "wavebus_shows_barriers", True),),
-        wraps=wraps_by(
-            "core.status",
-            (f"{LOCKSTEP_CORE}.execute_dummy_batch", "dummy_batch"),
-            (f"{LOCKSTEP_CORE}._has_global_unfinished_reqs", "agreement"),
-            (f"{LOCKSTEP_CORE}.resume_scheduler", "barrier"),
+        wraps=(
+            wrap(f"{LOCKSTEP_CORE}.execute_dummy_batch", "self", "core.status:dummy_batch"),
+            wrap(
+                f"{LOCKSTEP_CORE}._has_global_unfinished_reqs",
+                "self, local_unfinished",
+                "core.status:agreement",
+            ),
+            wrap(f"{LOCKSTEP_CORE}.resume_scheduler", "self", "core.status:barrier"),
         ),
     ),
     Seam(
         "pause lease",
         ("pause_lease", "lockstep_pause_lease"),
         (
-            Takes(f"{PLAIN_CORE}._process_input_queue", ("self",)),
-            TAKES_REQUEST,
-            Takes(f"{PLAIN_CORE}._send_abort_outputs", ("self", "aborted_reqs")),
-            TAKES_RPC,
-            TAKES_PAUSE,
-            TAKES_RESUME,
-            Takes(f"{PLAIN_CORE}.has_work", ("self",)),
-            Has(f"{CORE_MODULE}:EngineCoreRequestType", ("WAKEUP",)),
+            Takes(f"{PLAIN_CORE}._send_abort_outputs", "self, aborted_reqs"),
+            Takes(f"{PLAIN_CORE}.pause_scheduler", "self, mode, clear_cache"),
+            Takes(f"{PLAIN_CORE}.resume_scheduler", "self"),
+            Takes(f"{PLAIN_CORE}.has_work", "self"),
+            Has(REQUEST_TYPES, ("WAKEUP",)),
             Has(f"{CORE_MODULE}:RequestStatus", ("FINISHED_ABORTED",)),
         ),
         process="core",
         needs=("core status",),
         sets=(
-            (PLAIN_CORE, "wavebus_wakeup", Ref(f"{CORE_MODULE}:EngineCoreRequestType.WAKEUP")),
+            (PLAIN_CORE, "wavebus_wakeup", Ref(f"{REQUEST_TYPES}.WAKEUP")),
             (PLAIN_CORE, "wavebus_aborted", Ref(f"{CORE_MODULE}:RequestStatus.FINISHED_ABORTED")),
         ),
-        wraps=wraps_by(
-            "core.lease_guard",
-            (f"{PLAIN_CORE}._process_input_queue", "process_input_queue"),
-            (f"{PLAIN_CORE}._handle_client_request", "handle_client_request"),
-            (f"{PLAIN_CORE}.collective_rpc", "collective_rpc"),
+        wraps=(
+            wrap(f"{PLAIN_CORE}._process_input_queue", "self", "core.lease_guard"),
+            wrap(
+                f"{PLAIN_CORE}._handle_client_request",
+                "self, request_type, request",
+                "core.lease_guard",
+            ),
+            wrap(
+                f"{PLAIN_CORE}.collective_rpc",
+                "self, method, timeout, args, kwargs",
+                "core.lease_guard",
+            ),
         ),
     ),
     Seam(
         "lockstep pause fixes",
         ("lockstep_pause_fixes",),
         (
-            Takes(f"{LOCKSTEP_CORE}.resume_scheduler", ("self",)),
-            Takes(f"{LOCKSTEP_CORE}.pause_scheduler", ("self", "mode", "clear_cache")),
-            Takes(f"{LOCKSTEP_CORE}._pause_complete", ("self",)),
-            Takes(f"{LOCKSTEP_CORE}._handle_client_request", ("self", "request_type", "request")),
             Says(
                 f"{LOCKSTEP_CORE}._handle_client_request",
                 ("new_wave, exclude_eng_index = request",),
@@ -207,37 +216,45 @@ _SEAMS: Final = (
                 ("self.ignore_start_dp_wave = True", "self.pending_pause = False"),
             ),
             Says(f"{LOCKSTEP_CORE}.resume_scheduler", ("ParallelConfig.has_unfinished_dp(",)),
-            Has(f"{CORE_MODULE}:EngineCoreRequestType", ("START_DP_WAVE",)),
+            Has(REQUEST_TYPES, ("START_DP_WAVE",)),
         ),
         process="core",
-        off="WAVEBUS_CORE_GUARD",
+        off=CORE_GUARD,
         sets=(
             (LOCKSTEP_CORE, "wavebus_pending_wave", None),
             (LOCKSTEP_CORE, "wavebus_alone", False),
             (LOCKSTEP_CORE, "wavebus_complete_alone", Ref(f"{PLAIN_CORE}._pause_complete")),
         ),
-        wraps=wraps_by(
-            "core.lockstep_fixes",
-            (f"{LOCKSTEP_CORE}.resume_scheduler", "resume_scheduler"),
-            (f"{LOCKSTEP_CORE}._handle_client_request", "handle_client_request"),
-            (f"{LOCKSTEP_CORE}.pause_scheduler", "pause_scheduler"),
-            (f"{LOCKSTEP_CORE}._pause_complete", "pause_complete"),
+        wraps=(
+            wrap(f"{LOCKSTEP_CORE}.resume_scheduler", "self", "core.lockstep_fixes"),
+            wrap(
+                f"{LOCKSTEP_CORE}._handle_client_request",
+                "self, request_type, request",
+                "core.lockstep_fixes",
+            ),
+            wrap(
+                f"{LOCKSTEP_CORE}.pause_scheduler", "self, mode, clear_cache", "core.lockstep_fixes"
+            ),
+            wrap(f"{LOCKSTEP_CORE}._pause_complete", "self", "core.lockstep_fixes"),
         ),
     ),
     Seam(
         "admission",
         ("admission", "lockstep_admission"),
         (
-            TAKES_REQUEST,
             TAKES_RPC,
             TAKES_ABORTS,
             Says(f"{PLAIN_CORE}._handle_client_request", ("req, request_wave = request",)),
-            Has(f"{CORE_MODULE}:EngineCoreRequestType", ("ADD",)),
+            Has(REQUEST_TYPES, ("ADD",)),
             Has("vllm.v1.request:Request", ("num_output_tokens",)),
         ),
         process="core",
-        wraps=wraps_by(
-            "core.admission", (f"{PLAIN_CORE}._handle_client_request", "handle_client_request")
+        wraps=(
+            wrap(
+                f"{PLAIN_CORE}._handle_client_request",
+                "self, request_type, request",
+                "core.admission",
+            ),
         ),
         answers=(("wavebus_admission", f"{PLUGIN}.core.admission:set_admission"),),
     ),
@@ -253,28 +270,22 @@ _SEAMS: Final = (
         "version labels",
         ("version_labels",),
         (
-            Takes(f"{BASE_CORE}._attach_weight_version", ("self", "outputs")),
-            Takes(f"{PLAIN_CORE}.get_weight_version", ("self",)),
+            TELLS_VERSION,
             Says(f"{BASE_CORE}.step_with_batch_queue", ("batch_queue.appendleft(",)),
         ),
         process="core",
         sets=((BASE_CORE, "wavebus_labels_steps", True),),
-        wraps=wraps_by(
-            "core.swap", (f"{BASE_CORE}._attach_weight_version", "attach_weight_version")
-        ),
+        wraps=(wrap(f"{BASE_CORE}._attach_weight_version", "self, outputs", "core.swap"),),
     ),
     Seam(
         "swap",
         ("staged_updates", "lockstep_staged_updates"),
         (
             TAKES_RPC,
-            Takes(
-                f"{PLAIN_CORE}.reset_prefix_cache",
-                ("self", "reset_running_requests", "reset_connector"),
-            ),
-            Takes(f"{PLAIN_CORE}.reset_encoder_cache", ("self",)),
-            Takes(f"{BASE_CORE}.set_weight_version", ("self", "weight_version")),
-            Takes(f"{PLAIN_CORE}.get_weight_version", ("self",)),
+            CLEARS_PREFIXES,
+            Takes(f"{PLAIN_CORE}.reset_encoder_cache", "self"),
+            Takes(f"{BASE_CORE}.set_weight_version", "self, weight_version"),
+            TELLS_VERSION,
             Says(f"{PLAIN_CORE}._invoke_utility_method", ("isinstance(result, Future)",)),
             Says(f"{BASE_CORE}.step_with_batch_queue", ("batch_queue.appendleft(",)),
         ),
@@ -289,7 +300,6 @@ _SEAMS: Final = (
         "lockstep swap",
         ("lockstep_staged_updates",),
         (
-            TAKES_AGREEMENT,
             Says(
                 f"{PARALLEL_CONFIG}.sync_dp_state",
                 (
@@ -303,31 +313,31 @@ _SEAMS: Final = (
         forms=(
             Form(
                 "torch adds up",
-                (
-                    Takes(
+                (Says(f"{PARALLEL_CONFIG}.sync_dp_state", ("distributed.all_reduce(tensor",)),),
+                wraps=(
+                    wrap(
                         f"{PARALLEL_CONFIG}.sync_dp_state",
-                        ("dp_group", "has_unfinished", "pending_pause"),
-                    ),
-                    Says(
-                        f"{PARALLEL_CONFIG}.sync_dp_state", ("torch.distributed.all_reduce(tensor",)
+                        "dp_group, has_unfinished, pending_pause",
+                        "core.swap:sum_by_torch",
                     ),
                 ),
-                wraps=wraps_by("core.swap", (f"{PARALLEL_CONFIG}.sync_dp_state", "sum_by_torch")),
             ),
             Form(
                 "vLLM adds up",
                 (
-                    Takes(
-                        f"{PARALLEL_CONFIG}.sync_dp_state",
-                        ("self", "dp_group", "has_unfinished", "pending_pause"),
-                    ),
                     Says(
                         f"{PARALLEL_CONFIG}.sync_dp_state",
                         ("cpu_all_reduce_(tensor, dp_group, timeout=",),
                     ),
-                    Takes("vllm.distributed.utils:cpu_all_reduce_", ("tensor", "group", "timeout")),
+                    Takes("vllm.distributed.utils:cpu_all_reduce_", "tensor, group, timeout"),
                 ),
-                wraps=wraps_by("core.swap", (f"{PARALLEL_CONFIG}.sync_dp_state", "sum_by_vllm")),
+                wraps=(
+                    wrap(
+                        f"{PARALLEL_CONFIG}.sync_dp_state",
+                        "self, dp_group, has_unfinished, pending_pause",
+                        "core.swap:sum_by_vllm",
+                    ),
+                ),
             ),
         ),
         process="core",
@@ -336,16 +346,19 @@ _SEAMS: Final = (
             (LOCKSTEP_CORE, "wavebus_swaps_together", True),
             (LOCKSTEP_CORE, "wavebus_outputs", Ref(f"{CORE_MODULE}:EngineCoreOutputs")),
         ),
-        wraps=wraps_by(
-            "core.swap",
-            (f"{LOCKSTEP_CORE}._has_global_unfinished_reqs", "has_global_unfinished_reqs"),
+        wraps=(
+            wrap(
+                f"{LOCKSTEP_CORE}._has_global_unfinished_reqs",
+                "self, local_unfinished",
+                "core.swap",
+            ),
         ),
     ),
     Seam(
         "wake",
         ("sleep",),
         (
-            Takes(f"{BASE_CORE}.wake_up", ("self", "tags")),
+            Takes(f"{BASE_CORE}.wake_up", "self, tags"),
             Says(
                 f"{BASE_CORE}.wake_up",
                 ("self.model_executor.wake_up(tags)", "self.resume_scheduler()"),
@@ -358,10 +371,10 @@ _SEAMS: Final = (
             Form(
                 "caches are published again",
                 (
-                    Takes(PUBLISH_CACHES, ("self",)),
+                    Takes(_PUBLISH_CACHES, "self"),
                     Says(f"{BASE_CORE}.wake_up", ("self._set_kv_connector_handshake_metadata()",)),
                 ),
-                sets=((BASE_CORE, "wavebus_publish_caches", Ref(PUBLISH_CACHES)),),
+                sets=((BASE_CORE, "wavebus_publish_caches", Ref(_PUBLISH_CACHES)),),
             ),
         ),
         process="core",
@@ -374,11 +387,11 @@ _SEAMS: Final = (
             Has("vllm.v1.engine.utils:DPCoordinator"),
             Takes(
                 f"{COORDINATOR_MODULE}:DPCoordinator.__init__",
-                ("self", "parallel_config", "enable_wave_coordination", "logging_config"),
+                "self, parallel_config, enable_wave_coordination, logging_config",
             ),
-            Takes(f"{COORDINATOR_MODULE}:DPCoordinator.get_engine_socket_addresses", ("self",)),
-            Takes(f"{COORDINATOR_MODULE}:DPCoordinator.get_stats_publish_address", ("self",)),
-            Takes(f"{COORDINATOR_MODULE}:DPCoordinator.shutdown", ("self", "timeout")),
+            Takes(f"{COORDINATOR_MODULE}:DPCoordinator.get_engine_socket_addresses", "self"),
+            Takes(f"{COORDINATOR_MODULE}:DPCoordinator.get_stats_publish_address", "self"),
+            Takes(f"{COORDINATOR_MODULE}:DPCoordinator.shutdown", "self, timeout"),
             Fields(
                 "vllm.v1.engine:EngineCoreOutputs",
                 ((0, "engine_index"), (6, "wave_complete"), (7, "start_wave")),
@@ -394,12 +407,12 @@ _SEAMS: Final = (
                 ),
             ),
             Says(f"{LOCKSTEP_CORE}.run_busy_loop", (START_WAVE, "not self.pending_pause")),
-            # A rank that resumes obeys a START before it waits for the others (docs/waves.md).
+            # A rank that resumes accepts a START before it waits for the others (docs/waves.md).
             Says(
                 f"{LOCKSTEP_CORE}.resume_scheduler",
-                (RESUMES_AT_ONCE,),
+                (_RESUMES_AT_ONCE,),
             ),
-            # A core that has heard READY ignores it when it comes again.
+            # A core that has received READY ignores a second one.
             Says(f"{PLAIN_CORE}.process_input_sockets", ("type_frame.buffer == b'READY'",)),
         ),
         forms=(WAVES_BY_FRONT_ENDS, WAVES_BY_CORES),
@@ -417,29 +430,17 @@ _SEAMS: Final = (
         "lora adapters",
         ("lora_updates",),
         (
-            Takes(f"{LORA_MANAGER}._load_adapter", ("self", "lora_request")),
-            Takes(f"{LORA_MANAGER}._apply_adapters", ("self", "lora_requests")),
             Takes(
                 "vllm.lora.lora_model:LoRAModel.from_lora_tensors",
-                (
-                    "cls",
-                    "lora_model_id",
-                    "tensors",
-                    "peft_helper",
-                    "device",
-                    "dtype",
-                    "model_vocab_size",
-                    "weights_mapper",
-                    "skip_prefixes",
-                ),
+                "cls, lora_model_id, tensors, peft_helper, device, dtype, model_vocab_size, "
+                "weights_mapper, skip_prefixes",
             ),
             Has("vllm.lora.peft_helper:PEFTHelper"),
             Has("vllm.lora.utils:parse_fine_tuned_lora_name"),
         ),
-        wraps=wraps_by(
-            "worker.lora",
-            (f"{LORA_MANAGER}._load_adapter", "load_adapter"),
-            (f"{LORA_MANAGER}._apply_adapters", "apply_adapters"),
+        wraps=(
+            wrap(f"{LORA_MANAGER}._load_adapter", "self, lora_request", "worker.lora"),
+            wrap(f"{LORA_MANAGER}._apply_adapters", "self, lora_requests", "worker.lora"),
         ),
     ),
     Seam(
@@ -457,4 +458,4 @@ _SEAMS: Final = (
 )
 
 
-REGISTRY: Final = Registry(FEATURES, (*KV_SEAMS, *_SEAMS, *FRONT_ENDS, *CALLED))
+REGISTRY: Final = Registry(FEATURES, (*KV_SEAMS, *_SEAMS, *FRONT_ENDS, *CALLED), NESTING)

@@ -1,5 +1,7 @@
-"""What the sidecar and its plugin call in vLLM, where nothing is installed, and what is wrapped in
-its front ends (API servers, and processes with an ``AsyncLLM``): parts of the registry.
+"""The parts of the registry for vLLM's front ends, and for what is only called.
+
+Front ends are API servers, and processes with an ``AsyncLLM``; some of their methods are wrapped.
+Where the sidecar or its plugin calls something of vLLM, nothing is installed.
 
 Importing this module imports neither vllm nor torch.
 """
@@ -9,7 +11,8 @@ from __future__ import annotations
 from typing import Final
 
 from bus.seams import Form, Has, Ref, Says, Seam, Takes
-from sidecar.vllm.plugin.vllm_names import CORE_MODULE, PLAIN_CORE, wraps_by
+from sidecar.vllm.plugin.environment import CLOSED_ANSWER
+from sidecar.vllm.plugin.vllm_names import CORE_MODULE, PLAIN_CORE, wrap
 
 _LLM: Final = "vllm.v1.engine.async_llm:AsyncLLM"
 _ENTRY: Final = "vllm.entrypoints"
@@ -17,8 +20,6 @@ _SAMPLER: Final = "vllm.v1.worker.gpu.sample.sampler:Sampler"
 _PAUSE_ROUTES: Final = ("'/pause'", "'/resume'", "'/update_weight_version'", "'/weight_info'")
 _OUTPUTS: Final = "vllm.v1.engine.output_processor"
 _STATE: Final = f"{_OUTPUTS}:RequestState"
-_PROCESS_OUTPUTS: Final = f"{_OUTPUTS}:OutputProcessor.process_outputs"
-_CHECK_TOKENS: Final = "vllm.renderers.base:BaseRenderer.validate_token_ids"
 
 FRONT_ENDS: Final = (
     Seam(
@@ -26,14 +27,17 @@ FRONT_ENDS: Final = (
         ("closed_answer",),
         (
             Has(CORE_MODULE, ("EngineCoreOutput", "EngineCoreOutputs", "FinishReason")),
-            Says(_PROCESS_OUTPUTS, ("req_state.queue.put(request_output)",)),
+            Says(
+                f"{_OUTPUTS}:OutputProcessor.process_outputs",
+                ("req_state.queue.put(request_output)",),
+            ),
             Says(
                 f"{_OUTPUTS}:RequestOutputCollector.put",
                 ("self.output is None or isinstance(output, Exception)",),
             ),
             Says("vllm.v1.engine.async_llm:AsyncLLM.generate", ("raise e.cause from e",)),
-            Takes("vllm.v1.engine.async_llm:InputStreamError.__init__", ("self", "cause")),
-            Takes("vllm.exceptions:RetryableRequestError.__init__", ("self", "message")),
+            Takes("vllm.v1.engine.async_llm:InputStreamError.__init__", "self, cause"),
+            Takes("vllm.exceptions:RetryableRequestError.__init__", "self, message"),
         ),
         process="core",
         needs=("admission",),
@@ -42,18 +46,14 @@ FRONT_ENDS: Final = (
             (PLAIN_CORE, "wavebus_output", Ref(f"{CORE_MODULE}:EngineCoreOutput")),
             (PLAIN_CORE, "wavebus_outputs", Ref(f"{CORE_MODULE}:EngineCoreOutputs")),
         ),
-        wraps=wraps_by("core.admission", (_PROCESS_OUTPUTS, "process_outputs")),
-        off="WAVEBUS_CLOSED_ANSWER",
+        wraps=(wrap(f"{_OUTPUTS}:OutputProcessor.process_outputs", "", "core.admission"),),
+        off=CLOSED_ANSWER,
     ),
     Seam(
         "streamed versions",
         ("streamed_versions",),
         (
-            Takes(
-                f"{_STATE}._new_completion_output",
-                ("self", "token_ids", "finish_reason", "stop_reason"),
-            ),
-            Takes(f"{_STATE}._weight_version_spans", ("self",)),
+            Takes(f"{_STATE}._weight_version_spans", "self"),
             Has("vllm.outputs:CompletionOutput", ("weight_versions",)),
             Says(
                 "vllm.outputs:RequestOutput.add",
@@ -65,15 +65,18 @@ FRONT_ENDS: Final = (
             ),
         ),
         process="core",
-        wraps=wraps_by(
-            "front_end", (f"{_STATE}._new_completion_output", "label_completion_output")
+        wraps=(
+            wrap(
+                f"{_STATE}._new_completion_output",
+                "self, token_ids, finish_reason, stop_reason",
+                "front_end:label_completion_output",
+            ),
         ),
     ),
     Seam(
         "token checks",
         ("token_checks",),
         (
-            Takes(_CHECK_TOKENS, ("self", "token_ids", "parameter")),
             Says(
                 "vllm.v1.engine.input_processor:InputProcessor",
                 ("self.renderer.validate_token_ids(prompt_ids)",),
@@ -82,7 +85,13 @@ FRONT_ENDS: Final = (
             Has("vllm.exceptions:VLLMValidationError"),
         ),
         process="core",
-        wraps=wraps_by("front_end", (_CHECK_TOKENS, "check_token_ids")),
+        wraps=(
+            wrap(
+                "vllm.renderers.base:BaseRenderer.validate_token_ids",
+                "self, token_ids, parameter",
+                "front_end:check_token_ids",
+            ),
+        ),
     ),
 )
 
@@ -93,14 +102,12 @@ CALLED: Final = (
         (
             Takes(
                 "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload",
-                ("model",),
+                "model",
             ),
             Has("vllm.model_executor.model_loader.reload:finalize_layerwise_reload"),
-            Takes(
-                "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info", ("layer",)
-            ),
+            Takes("vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info", "layer"),
             Has("vllm.model_executor.model_loader.utils:initialize_model"),
-            Takes("vllm.utils.torch_utils:set_default_torch_dtype", ("dtype",)),
+            Takes("vllm.utils.torch_utils:set_default_torch_dtype", "dtype"),
             Has("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT"),
             Has("vllm.distributed.parallel_state", ("get_tp_group", "get_pp_group")),
         ),
@@ -137,11 +144,11 @@ CALLED: Final = (
         "AsyncLLM",
         ("in_process",),
         (
-            Takes(f"{_LLM}.resume_generation", ("self",)),
-            Takes(f"{_LLM}.collective_rpc", ("self", "method", "timeout", "args", "kwargs")),
-            Takes(f"{_LLM}.wake_up", ("self", "tags")),
-            Takes(f"{_LLM}.update_weight_version", ("self", "new_version")),
-            Takes(f"{_LLM}.add_lora", ("self", "lora_request")),
+            Takes(f"{_LLM}.resume_generation", "self"),
+            Takes(f"{_LLM}.collective_rpc", "self, method, timeout, args, kwargs"),
+            Takes(f"{_LLM}.wake_up", "self, tags"),
+            Takes(f"{_LLM}.update_weight_version", "self, new_version"),
+            Takes(f"{_LLM}.add_lora", "self, lora_request"),
             Has(
                 _LLM,
                 (
@@ -167,10 +174,10 @@ CALLED: Final = (
         ("in_process_routes",),
         (
             Says(f"{_ENTRY}.cli.serve", ("make_arg_parser",)),
-            Takes(f"{_ENTRY}.launchers.app:build_app", ("args", "supported_tasks", "model_config")),
+            Takes(f"{_ENTRY}.launchers.app:build_app", "args, supported_tasks, model_config"),
             Takes(
                 f"{_ENTRY}.launchers.api_server.app_state:init_app_state",
-                ("engine_client", "state", "args", "supported_tasks"),
+                "engine_client, state, args, supported_tasks",
             ),
             Has(f"{_ENTRY}.launchers.launcher:NoSignalServer", ("capture_signals",)),
             Has(_LLM, ("get_supported_tasks",)),

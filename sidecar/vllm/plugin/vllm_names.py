@@ -9,8 +9,8 @@ from typing import Final
 
 from bus.seams import Form, Says, Takes, Wrap
 
-# Those that begin with "lockstep" concern ranks that step together (mixtures of experts with data
-# parallelism), and no other engine.
+# Features that begin with "lockstep" concern ranks that step together (mixtures of experts with
+# data parallelism), and no other engine.
 FEATURES: Final = {
     "weight_updates": "load weights in a pause",
     "staged_updates": "load weights without a pause",
@@ -42,71 +42,52 @@ FEATURES: Final = {
     "cpu_experts": "run mixtures of experts in lockstep on CPUs",
 }
 
-
-CORE_MODULE: Final = "vllm.v1.engine.core"
-
-PLAIN_CORE: Final = f"{CORE_MODULE}:EngineCoreProc"
-
-LOCKSTEP_CORE: Final = f"{CORE_MODULE}:DPEngineCoreProc"
-
-BASE_CORE: Final = f"{CORE_MODULE}:EngineCore"
-
-SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
-
-CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector"
-
-NIXL: Final = f"{CONNECTORS}.v1.nixl.pull_scheduler:NixlPullConnectorScheduler"
-
-NIXL_BASE: Final = f"{CONNECTORS}.v1.nixl.base_scheduler:NixlBaseConnectorScheduler"
-
-PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
-
-PARALLEL_CONFIG: Final = "vllm.config.parallel:ParallelConfig"
-
-COORDINATOR_MODULE: Final = "vllm.v1.engine.coordinator"
-
-TRANSFER_PACKAGE: Final = "vllm.distributed.weight_transfer"
-
-WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
-
-LORA_MANAGER: Final = "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager"
-
 PLUGIN: Final = "sidecar.vllm.plugin"
 
-TAKES_RPC: Final = Takes(
-    f"{PLAIN_CORE}.collective_rpc", ("self", "method", "timeout", "args", "kwargs")
-)
+CORE_MODULE: Final = "vllm.v1.engine.core"
+BASE_CORE: Final = f"{CORE_MODULE}:EngineCore"
+PLAIN_CORE: Final = f"{CORE_MODULE}:EngineCoreProc"
+LOCKSTEP_CORE: Final = f"{CORE_MODULE}:DPEngineCoreProc"
+# The class whose ``collective_rpc`` answers what is in :attr:`Seam.answers`.
+CORES: Final = PLAIN_CORE
+REQUEST_TYPES: Final = f"{CORE_MODULE}:EngineCoreRequestType"
+SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
+PARALLEL_CONFIG: Final = "vllm.config.parallel:ParallelConfig"
+COORDINATOR_MODULE: Final = "vllm.v1.engine.coordinator"
+CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector"
+NIXL: Final = f"{CONNECTORS}.v1.nixl.pull_scheduler:NixlPullConnectorScheduler"
+NIXL_BASE: Final = f"{CONNECTORS}.v1.nixl.base_scheduler:NixlBaseConnectorScheduler"
+TRANSFER_PACKAGE: Final = "vllm.distributed.weight_transfer"
+WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
+LORA_MANAGER: Final = "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager"
 
-TAKES_REQUEST: Final = Takes(
-    f"{PLAIN_CORE}._handle_client_request", ("self", "request_type", "request")
-)
-
-TAKES_PAUSE: Final = Takes(f"{PLAIN_CORE}.pause_scheduler", ("self", "mode", "clear_cache"))
-
-TAKES_RESUME: Final = Takes(f"{PLAIN_CORE}.resume_scheduler", ("self",))
-
+TAKES_RPC: Final = Takes(f"{PLAIN_CORE}.collective_rpc", "self, method, timeout, args, kwargs")
 TAKES_ABORTS: Final = Takes(
-    f"{PLAIN_CORE}._send_abort_outputs_to_client", ("self", "req_ids", "client_index")
+    f"{PLAIN_CORE}._send_abort_outputs_to_client", "self, req_ids, client_index"
 )
-
-TAKES_AGREEMENT: Final = Takes(
-    f"{LOCKSTEP_CORE}._has_global_unfinished_reqs", ("self", "local_unfinished")
+CLEARS_PREFIXES: Final = Takes(
+    f"{PLAIN_CORE}.reset_prefix_cache", "self, reset_running_requests, reset_connector"
 )
-
-RESUMES_AT_ONCE: Final = (
-    "self.ignore_start_dp_wave = False\n"
-    "    has_global_unfinished = ParallelConfig.has_unfinished_dp("
-)
+TELLS_VERSION: Final = Takes(f"{PLAIN_CORE}.get_weight_version", "self")
 
 START_WAVE: Final = "EngineCoreOutputs(start_wave=self.current_wave)"
 
 
-def wraps_by(module: str, *pairs: tuple[str, str]) -> tuple[Wrap, ...]:
-    return tuple(Wrap(target, f"{PLUGIN}.{module}:{around}") for target, around in pairs)
+def wrap(target: str, parameters: str, around: str) -> Wrap:
+    """Describes a wrap whose function is in the plugin.
+
+    Args:
+        target: a method of vLLM.
+        parameters: the method's, as :class:`bus.seams.Takes` has them.
+        around: the function as ``module:name``, or its module, if it has the method's name.
+    """
+    module, _, function = around.partition(":")
+    function = function or target.rpartition(".")[2].lstrip("_")
+    return Wrap(target, parameters, f"{PLUGIN}.{module}:{function}")
 
 
-# Who notices that an idle DP group has got a request: the front end, which tells the coordinator
-# FIRST_REQ; or the engine core itself, which starts the wave and reports that.
+# What notices that an idle DP group has got a request: the front end, which sends FIRST_REQ to the
+# coordinator; or the engine core itself, which starts the wave and reports that.
 WAVES_BY_FRONT_ENDS: Final = Form(
     "front ends start waves",
     (
@@ -130,6 +111,3 @@ WAVES_BY_CORES: Final = Form(
     ),
     sets=((LOCKSTEP_CORE, "wavebus_joins_asked_waves", False),),
 )
-
-# The class whose ``collective_rpc`` answers what is in :attr:`Seam.answers`.
-CORES: Final = PLAIN_CORE

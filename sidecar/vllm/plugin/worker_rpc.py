@@ -1,9 +1,9 @@
 """What a sidecar asks of a worker by vLLM's ``collective_rpc``: methods, by name.
 
-The plugin adds them to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which
-pass vLLM's codec and JSON alike. Whether the plugin is there at all, and which, is asked with a
-method that any worker has: a call that fails in all workers would spoil the executor's later
-answers (:mod:`sidecar.vllm.plugin.agreement`).
+The plugin adds them to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which pass vLLM's
+codec and JSON alike. Whether the plugin is there at all, and which, is asked with a method that any
+worker has: a call that fails in all workers would spoil the executor's later answers
+(:mod:`sidecar.vllm.plugin.agreement`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from bus.messages import (
     RequestLimits,
     ShortText,
 )
-from bus.weight_transfer.allocation import StagingCapacity, combine
 from sidecar.shared_pages.pause_lease import MAX_CORES, Cores
 from sidecar.vllm.plugin import environment, kv_connectors, operations
 from sidecar.vllm.plugin.core.status import page_path, siblings
@@ -38,11 +37,7 @@ ASK_FACTS: Final = "wavebus_facts"
 ASK_REQUESTS: Final = "wavebus_requests"
 ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
-ASK_STAGING_CHANNEL: Final = "wavebus_staging_channel"
 ASK_PRESENCE: Final = "__str__"
-# The same, of what arms; it returns whether that can be staged. In one call: each takes its time
-# from a step, and waits for one.
-ARM: Final = "wavebus_arm"
 # Answered by the core (:mod:`sidecar.vllm.plugin.core.swap`), with a list of whether a swap was
 # called off. SWAP takes ``version``, ``clear_cache``, the ``operation`` that its workers are to
 # perform, and, before that, the ``check``.
@@ -60,11 +55,19 @@ _TAIL: Final = re.compile(r"-[0-9a-f]{8}\Z")
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
-    """``page``: the core's status page, empty without one; ``coordinator_pid``: of the coordinator
-    that this rank started, 0 if it started none; ``cores``: the processes of all cores with such
-    pages that the core's own parent has started; ``features``: as in
-    :class:`bus.messages.EngineFacts`; ``limits``: what requests one core takes; ``kv_connectors``:
-    see :mod:`sidecar.vllm.plugin.kv_connectors`."""
+    """What the sidecar must know of an engine.
+
+    Attributes:
+        coordinator: who coordinates the DP group.
+        dp_group: the DP group's name on the bus.
+        coordinator_pid: of the coordinator that this rank started; 0 if it started none.
+        core_pid: of the worker's core.
+        page: the core's status page; empty without one.
+        cores: pids of all cores with such pages that the core's own parent has started.
+        features: as in :class:`bus.messages.EngineFacts`.
+        limits: what requests one core takes.
+        kv_connectors: see :mod:`sidecar.vllm.plugin.kv_connectors`.
+    """
 
     coordinator: environment.DpCoordinator
     dp_group: ShortText
@@ -77,15 +80,15 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     kv_connectors: KvConnectors = msgspec.field(default_factory=dict)
 
     def limits_of(self, cores: int) -> RequestLimits:
-        """What requests an engine of so many cores takes."""
+        """Return what requests an engine with this many cores takes."""
         return dataclasses.replace(self.limits, slots=self.limits.slots * cores)
 
 
 def read(answer: Any) -> WorkerFacts:
-    """The facts in the answer of ``collective_rpc``: a list with one entry per worker.
+    """Return the facts in the answer of ``collective_rpc``: a list with one entry per worker.
 
     Raises:
-        EngineError: they are not there, or none of ours.
+        EngineError: the answer has none of ours.
     """
     try:
         return msgspec.convert(answer[0], WorkerFacts)
@@ -94,69 +97,49 @@ def read(answer: Any) -> WorkerFacts:
 
 
 def read_requests(answer: Any) -> tuple[str, ...]:
-    """The ids in the answer of ``collective_rpc``; empty if there are none to be read."""
+    """Return the ids in the answer of ``collective_rpc``; empty if there are none."""
     try:
         return msgspec.convert(answer[0], tuple[ShortText, ...])
     except (msgspec.ValidationError, IndexError, KeyError, TypeError):
         return ()
 
 
-def read_prefetch_depth(answer: Any) -> int:
-    """How many chunks may be received ahead, in the answer to ``PERFORM``: as a number, or, over
-    HTTP, its text.
+def read_done(answer: Any) -> list[operations.Done]:
+    """Return each worker's answer to :data:`operations.PERFORM`.
 
     Raises:
-        EngineError: it is not there.
+        EngineError: the answer has none.
     """
     try:
-        return int(answer[0])
-    except (ValueError, IndexError, TypeError) as error:
+        done = msgspec.convert(answer, list[operations.Done])
+    except msgspec.ValidationError as error:
         raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
-
-
-def read_room(answer: Any) -> StagingCapacity:
-    """What staging takes in the worker that needs most, and why the first one can't that can't, in
-    the answer to :data:`ARM`.
-
-    Raises:
-        EngineError: it is not there.
-    """
-    try:
-        return combine(msgspec.convert(answer, list[StagingCapacity]))
-    except (msgspec.ValidationError, ValueError, TypeError) as error:
-        raise EngineError(f"the plugin inside vLLM answered {answer!r:.200}: {error}") from error
-
-
-def read_staging_channels(answer: Any) -> tuple[str, ...]:
-    """What the staging channel of each worker is called.
-
-    Raises:
-        EngineError: one has none.
-    """
-    names = tuple(answer) if isinstance(answer, list) else ()
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise EngineError(
-            f"the plugin inside vLLM answered {answer!r:.200}: workers without staging channels"
-        )
-    return names
+    if not done:
+        raise EngineError("the plugin inside vLLM answered for no worker")
+    return done
 
 
 def read_called_off(answer: Any) -> bool | None:
-    """Whether a swap was called off; None: the cores know of none."""
+    """Return whether a swap was called off; None: the cores know of no swaps."""
     reason = str(answer[0]) if isinstance(answer, list) and answer else ""
     return {"True": True, "False": False}.get(reason)  # over HTTP it is its text
 
 
 def read_draft(answer: Any) -> bool:
-    """Whether every worker has a draft model whose weights can be updated."""
+    """Return whether every worker has a draft model whose weights can be updated."""
     return isinstance(answer, list) and bool(answer) and all(each is True for each in answer)
 
 
 def check_drives(answer: Any, backend: str, who: str) -> None:
-    """Whether our plugin is in the worker that answers, and drives the ``backend`` there.
+    """Check that our plugin is in the worker that answers, and drives the ``backend`` there.
+
+    Args:
+        answer: to :data:`ASK_PRESENCE`.
+        backend: the one that was chosen at boot.
+        who: the engine, in words.
 
     Raises:
-        EngineError: it isn't, is another version's, or doesn't.
+        EngineError: the plugin is not there, is another version's, or drives another backend.
     """
     found = str(answer[0]) if isinstance(answer, list) and answer else ""
     if found == _PRESENT + backend:
@@ -174,7 +157,7 @@ def check_drives(answer: Any, backend: str, who: str) -> None:
 
 
 def is_ours(answer: Any) -> bool:
-    """Whether a worker that was asked for its presence says that our plugin is there."""
+    """Return whether a worker's answer to :data:`ASK_PRESENCE` shows our plugin."""
     return str(answer).startswith(_OURS)
 
 
@@ -182,46 +165,36 @@ def is_ours(answer: Any) -> bool:
 
 
 def admission(_worker: Any, **_asked: Any) -> None:
-    """Answer nothing: it is the core that answers, if it is one that we know."""
+    """Answer nothing: the core answers this method, if we know the core."""
 
 
 swap = call_off = run = clear_caches = admission
 
 
 def presence(wrapper: Any) -> str:
+    """Answer :data:`ASK_PRESENCE`."""
     engine = getattr(getattr(wrapper, "worker", None), "weight_transfer_engine", None)
     return _PRESENT + getattr(engine, "wavebus_drives", "none")
 
 
-def perform(worker: Any, operation: str) -> int:
-    prefetch_depth: int = worker.weight_transfer_engine.wavebus_perform(worker, operation)
-    return prefetch_depth
+def perform(worker: Any, operation: str) -> dict[str, Any]:
+    """Carry out an operation; return :class:`operations.Done`."""
+    done = worker.weight_transfer_engine.wavebus_perform(worker, operation)
+    answer: dict[str, Any] = msgspec.to_builtins(done)
+    return answer
 
 
 def loading(worker: Any) -> dict[str, Any]:
-    """How updates of this worker go:
-    :meth:`sidecar.vllm.plugin.loading.plan_cache.PlanCache.account`; empty where
-    no sidecar has spoken to it yet."""
+    """Return how updates of this worker go; empty before a sidecar has used it.
+
+    See :meth:`sidecar.vllm.plugin.loading.plan_cache.PlanCache.account`.
+    """
     engine = getattr(worker, "weight_transfer_engine", None)
     return dict(getattr(engine, "wavebus_loading", {}))
 
 
-def arm(worker: Any, operation: str) -> dict[str, Any]:
-    perform(worker, operation)
-    room = getattr(worker.weight_transfer_engine, "wavebus_room", None)
-    answer: dict[str, Any] = msgspec.to_builtins(
-        room or StagingCapacity(why_not="vLLM's own worker engine")
-    )
-    return answer
-
-
-def staging_channel(worker: Any) -> str:
-    """Where what is staged is asked for; empty where nothing is."""
-    return str(getattr(worker.weight_transfer_engine, "wavebus_staging_channel", ""))
-
-
 def facts(worker: Any) -> dict[str, Any]:
-    """Tell what the sidecar must know of this engine, see :class:`WorkerFacts`."""
+    """Return the worker's :class:`WorkerFacts`."""
     # A worker is a process of its own, a child of the core; or a part of the core.
     core_pid = next((pid for pid in (os.getpid(), os.getppid()) if page_path(pid).exists()), 0)
     coordinator = os.environ.get(environment.DP_COORDINATOR_PID, "0")
@@ -253,8 +226,11 @@ def _features(worker: Any) -> dict[str, str]:
 
 
 def _limits(config: Any, features: Mapping[str, str]) -> RequestLimits:
-    """What requests a core of this ``VllmConfig`` takes. The V1 model runner makes a generator for
-    each request; and what a draft model proposes depends on more than seed and position."""
+    """Return what requests a core of this ``VllmConfig`` takes.
+
+    The V1 model runner makes a generator for each request; and what a draft model proposes depends
+    on more than seed and position.
+    """
     if features["request_limits"]:
         return NO_LIMITS
     keyed = config.use_v2_model_runner and config.speculative_config is None
@@ -267,7 +243,7 @@ def _limits(config: Any, features: Mapping[str, str]) -> RequestLimits:
 
 
 def draft(worker: Any) -> bool:
-    """Have the worker engine know the worker's draft model; whether its weights can be updated.
+    """Tell the worker engine of the worker's draft model; return whether it can be updated.
 
     An older vLLM has no such question, and other workers than those for GPUs and CPUs say no.
     """
@@ -280,7 +256,7 @@ def draft(worker: Any) -> bool:
 
 
 def requests(worker: Any) -> list[str]:
-    """Ids of the requests that have begun, as their clients gave them."""
+    """Return the ids of the requests that have begun, as their clients gave them."""
     begun: dict[str, Any] = getattr(worker.model_runner, "requests", {})
     keep = os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") == "1"
     ids = [name if keep else _TAIL.sub("", name) for name in list(begun)[:MAX_REQUEST_IDS]]

@@ -10,7 +10,8 @@ from bus.cli import options
 from bus.errors import UsageError
 from sidecar.cli import sidecar
 from sidecar.cli_plan import SidecarPlan, make_vllm
-from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm.connection_http import HttpConnection
+from sidecar.vllm.engine import VllmAdapter
 from sidecar.vllm.plugin.environment import (
     BOOT_CLOSED,
     TRUST_KV_CONNECTORS,
@@ -27,9 +28,10 @@ def test_a_server_boots_with_closed_admission_unless_it_is_to_be_open(
     if chosen is not None:
         monkeypatch.setenv(BOOT_CLOSED, chosen)
     engine = make_vllm(SidecarPlan(), (sys.executable,))
-    assert isinstance(engine, VllmHttpEngine)
-    assert engine._server is not None
-    assert engine._server.prepared.env[BOOT_CLOSED] == given
+    assert isinstance(engine, VllmAdapter)
+    assert isinstance(engine._vllm, HttpConnection)
+    assert engine._vllm.server is not None
+    assert engine._vllm.server.prepared.env[BOOT_CLOSED] == given
 
 
 def test_trusted_connectors_are_known_to_the_sidecar_and_its_server(
@@ -45,6 +47,7 @@ def test_trusted_connectors_are_known_to_the_sidecar_and_its_server(
         sidecar.main(asked, standalone_mode=False)
     assert trusted_kv_connectors() == {"One", "Two"}
     engine = make_vllm(SidecarPlan(), (sys.executable,))
-    assert isinstance(engine, VllmHttpEngine)
-    assert engine._server is not None
-    assert trusted_kv_connectors(engine._server.prepared.env) == {"One", "Two"}
+    assert isinstance(engine, VllmAdapter)
+    assert isinstance(engine._vllm, HttpConnection)
+    assert engine._vllm.server is not None
+    assert trusted_kv_connectors(engine._vllm.server.prepared.env) == {"One", "Two"}

@@ -1,13 +1,14 @@
 """Admission of vLLM's engine cores: while it is closed, new requests are ended at once.
 
-Clients talk to a server by themselves, so it is the core that turns them away. One that bears the
-pass, in its id, is let in: the sidecar's own probes do. A client in process gets no tokens, as of
-an aborted request. One of an API server gets an error: the core sends the reason as the request's
-stop reason, and the front end raises the error that vLLM answers with HTTP 503.
+Clients send requests to a server directly, so the core turns them away. A request whose id contains
+the pass is admitted: that is how the sidecar's own probes run. A client in process gets no tokens,
+as of an aborted request. A client of an API server gets an error: the core sends the reason as the
+request's stop reason, and the front end raises the error that vLLM answers with HTTP 503.
 
-The sidecar turns it by vLLM's ``collective_rpc``, in a method that the core answers by itself.
-Nobody else is told, so it stays as it is while sidecars come and go. With ``WAVEBUS_BOOT_CLOSED`` a
-core boots closed: it has the weights of its checkpoint, and its group may serve others.
+The sidecar sets admission by vLLM's ``collective_rpc``, in a method that the core answers by
+itself. Workers and peer ranks are not involved, so admission stays as it is while sidecars come and
+go. With ``WAVEBUS_BOOT_CLOSED`` a core boots closed: it has the weights of its checkpoint, and its
+group may serve others.
 
 Where front ends start the waves of lockstep cores (``wavebus_joins_asked_waves``), a core that
 turns a request away joins the wave that its front end has asked for: the other ranks start it, and
@@ -34,10 +35,15 @@ SET_ADMISSION: Final = "wavebus_admission"
 
 @dataclass(slots=True)
 class CoreAdmission:
-    """One core's. ``admits`` is None for a core that has booted closed, until a sidecar opens it.
-    ``passes``: what the id of a request has in it that is let in all the same; with one, nobody
-    else is. Empty: there is none. ``why``: it is closed. ``served``: clients reach the engine
-    through an API server."""
+    """The admission state of one core.
+
+    Attributes:
+        admits: None in a core that has booted closed, until a sidecar opens it.
+        passes: a text; requests with it in their ids are admitted, and no others. Empty: there is
+            none.
+        why: the reason for which admission is closed.
+        served: clients reach the engine through an API server.
+    """
 
     admits: bool | None = True
     passes: str = ""
@@ -45,6 +51,7 @@ class CoreAdmission:
     served: bool = True
 
     def is_admitted(self, request_id: str) -> bool:
+        """Return whether a request of this id is admitted."""
         if self.passes:
             return self.passes in request_id
         return bool(self.admits)
@@ -59,14 +66,17 @@ def _of(core: Any) -> CoreAdmission:
 
 
 def _has_unknown_waves(core: Any) -> bool:
-    """It is in lockstep, and nobody knows who starts its waves: its admission can't be closed."""
+    """Return whether a lockstep core's waves are started by nobody knows whom.
+
+    The admission of such a core can't be closed.
+    """
     return hasattr(core, "current_wave") and not hasattr(core, "wavebus_joins_asked_waves")
 
 
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """End a request at once that is not admitted."""
+    """End a request at once if it is not admitted."""
     if request_type.name == "ADD" and not _of(core).is_admitted(request[0].request_id):
         _reject(core, *request)
         return
@@ -86,7 +96,7 @@ def _reject(core: Any, request: Any, wave: int) -> None:
 
 
 def _end_empty(core: Any, request: Any) -> None:
-    """End a request that has no token; behind an API server, say why it is not admitted."""
+    """End a request that has no token; behind an API server, with the reason."""
     admission, name = _of(core), request.request_id
     if not (admission.served and hasattr(core, "wavebus_output")) or admission.is_admitted(""):
         core._send_abort_outputs_to_client([name], request.client_index)  # noqa: SLF001
@@ -100,7 +110,7 @@ def _end_empty(core: Any, request: Any) -> None:
 def process_outputs(
     original: Callable[..., Any], processor: Any, outputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In a front end: have a request raise an error that :func:`_end_empty` has ended."""
+    """In a front end, raise an error in a request that :func:`_end_empty` has ended."""
     refused = len(outputs) == 1 and is_closed_message(outputs[0].stop_reason)
     state = processor.request_states.get(outputs[0].request_id) if refused else None
     processed = original(processor, outputs, *args, **kwargs)
@@ -114,8 +124,17 @@ def process_outputs(
 
 
 def set_admission(core: Any, *, ends: bool = False, **how: Any) -> list[dict[str, Any] | None]:
-    """Set what is named of admission; answer its state, or nothing where there is none. ``ends``:
-    end every request that the core has, whichever front end it came from."""
+    """Set the named fields of admission.
+
+    Args:
+        core: the engine core.
+        ends: end every request that the core has, whichever front end it came from.
+        how: fields of :class:`CoreAdmission`.
+
+    Returns:
+        the state, with how many requests were ended; None instead if the core has no admission
+        control.
+    """
     if _has_unknown_waves(core):
         return [None]
     admission = _of(core)

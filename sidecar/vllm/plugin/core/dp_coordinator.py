@@ -1,10 +1,10 @@
-"""The DP coordinator in place of vLLM's DP coordinator, in rank 0's front end.
+"""Starts the bus's DP coordinator in place of vLLM's, in rank 0's front end.
 
-vLLM builds a ``DPCoordinator`` where it launches engine cores, and asks it for addresses;
+vLLM builds a ``DPCoordinator`` where it launches engine cores, and asks it for addresses.
 :class:`BusCoordinator` takes its name in that module and starts ``python -m
-sidecar.dp_coordinator`` instead. External load balancing only: behind vLLM's own balancer cores
-report their request counts through the coordinator at every step, and the DP coordinator passes
-none on.
+sidecar.dp_coordinator`` instead. It supports external load balancing only: behind vLLM's own
+balancer cores report their request counts through the coordinator at every step, and the DP
+coordinator passes none on.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _OPT_OUT = f"leave {environment.DP_COORDINATOR} unset (sidecar: --dp-coordinator
 
 
 class BusCoordinator:
-    """What vLLM uses of a ``DPCoordinator``.
+    """Has what vLLM uses of a ``DPCoordinator``.
 
     Raises:
-        RuntimeError: this DP group can't be coordinated by the bus; says why, and what to do.
+        RuntimeError: this DP group can't be coordinated by the bus; the text says why, and what to
+            do.
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class BusCoordinator:
         )
 
     def get_stats_publish_address(self) -> str:
-        """Where front ends listen."""
+        """Return where front ends listen."""
         return self.proc.addresses.front
 
     def get_engine_socket_addresses(self) -> tuple[str, str]:
-        """Where cores listen, and where they report."""
+        """Return where cores listen, and where they report."""
         return self.proc.addresses.core_in, self.proc.addresses.core_out
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the DP coordinator; again: nothing."""
+        """End the DP coordinator; a second call does nothing."""
         if self._finalizer.detach() is not None:
             self.proc.stop(timeout)
 
@@ -101,7 +102,7 @@ def _refuse_other_shapes(parallel_config: Any, enable_wave_coordination: bool) -
 
 
 def refusal(why: str) -> RuntimeError:
-    """The error that keeps a server from booting which the bus was to coordinate."""
+    """Return the error that keeps a server from booting if the bus was to coordinate it."""
     return RuntimeError(
         f"wavebus: {environment.DP_COORDINATOR}=bus can't be used with this vLLM: {why}. "
         f"Please {_OPT_OUT}"

@@ -63,7 +63,7 @@ def join_run(core: Any, run: str) -> list[bool]:
 
 
 def set_weight_version(original: Callable[..., Any], core: Any, weight_version: str) -> None:
-    """Put a new version in force."""
+    """Set the served version, and salt requests anew if it has changed."""
     changed = weight_version != core.get_weight_version()
     original(core, weight_version)
     if changed:
@@ -89,8 +89,10 @@ def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any
 def add_request(
     original: Callable[..., Any], core: Any, request: Any, request_wave: int = 0
 ) -> Any:
-    """Hash again where a new version came between, since requests are hashed before their turn; or
-    where one is to fetch what is of another."""
+    """Salt the request again if its salt is out of date, or names what it is to fetch.
+
+    Requests are hashed before their turn, and a new version may have come between.
+    """
     _salt(core, request)
     note_untagged(core, request.kv_transfer_params)
     request.wavebus_renewed_s = time.perf_counter()
@@ -111,7 +113,7 @@ def note_untagged(core: Any, params: Any) -> None:
 
 
 def _salt_of(core: Any, served: str, params: Any) -> tuple[str, bool]:
-    """The salt of a request that has not begun; and whether it may fetch what it is offered."""
+    """Return a new request's salt, and whether it may fetch what it is offered."""
     if not (params and params.get("do_remote_prefill")):
         return served, True
     tag = str(params.get(TAG, ""))
@@ -121,6 +123,10 @@ def _salt_of(core: Any, served: str, params: Any) -> tuple[str, bool]:
 
 
 def _resalt(core: Any, *, begun: bool) -> None:
+    """Give requests the salt that their keys and values are of.
+
+    ``begun``: requests that have keys and values compute them anew.
+    """
     for request in core.scheduler.requests.values():
         has_begun = (
             request.num_computed_tokens or request.num_output_tokens or request.num_preemptions
@@ -131,7 +137,7 @@ def _resalt(core: Any, *, begun: bool) -> None:
 
 
 def _salt(core: Any, request: Any) -> bool:
-    """Give the request its salt; whether that is another one."""
+    """Give the request its salt; return whether that is another one."""
     before = getattr(request, "wavebus_salt", None)
     if before is None or request.is_finished():
         return False
@@ -149,10 +155,10 @@ def _salt(core: Any, request: Any) -> bool:
 
 
 def clear(core: Any) -> list[bool]:
-    """Answer :data:`sidecar.vllm.plugin.worker_rpc.CLEAR_CACHES`: have requests compute all anew.
+    """Answer :data:`sidecar.vllm.plugin.worker_rpc.CLEAR_CACHES`: requests compute all anew.
 
-    What can't be freed now, no request finds any more once it has a new salt. What is remembered of
-    images as they came, stays: front ends remember it, too, and send it once.
+    What can't be freed now is found by no request once requests have a new salt. What is remembered
+    of images as they came stays: front ends remember it, too, and send it once.
 
     Raises:
         RuntimeError: something that salts don't keep apart is not cleared.
@@ -179,7 +185,7 @@ def clear(core: Any) -> list[bool]:
 
 
 def _connectors(connector: Any) -> Iterator[Any]:
-    """Those inside a ``MultiConnector``, which may hold others like it, one by one."""
+    """Yield the connectors inside a ``MultiConnector``, which may hold others like it."""
     inside = getattr(connector, "_connectors", None)
     if inside is not None:
         for each in inside:
@@ -189,8 +195,10 @@ def _connectors(connector: Any) -> Iterator[Any]:
 
 
 def _drop_loaded(scheduler: Any, request: Any) -> None:
-    """Have a request that waits with keys and values, or for some that are on their way, compute
-    them: vLLM does that with those whose load has failed."""
+    """Have a request compute the keys and values that it has loaded, or waits for.
+
+    vLLM does that with a request whose load has failed, so the request is made to look like one.
+    """
     status, name = type(request.status), request.request_id
     loads = request.status is status.WAITING_FOR_REMOTE_KVS
     waits = request.status in (status.WAITING, status.PREEMPTED)
@@ -203,7 +211,7 @@ def _drop_loaded(scheduler: Any, request: Any) -> None:
 
 
 def reset_caches(_original: Callable[..., Any], core: Any, *_args: Any, **_kwargs: Any) -> None:
-    """What a pause clears when it is made; blocks that are held don't fail it."""
+    """Clear what a pause clears when it is made; blocks that are held don't fail it."""
     clear(core)
     core.reset_mm_cache()
 
@@ -212,14 +220,17 @@ def reset_caches(_original: Callable[..., Any], core: Any, *_args: Any, **_kwarg
 
 
 def finish_pause(original: Callable[..., Any], core: Any, clear_cache: bool) -> None:
-    """A pause is made; a version that is loaded in it, is put in force as the pause was made."""
+    """Note whether a version that is loaded in this pause keeps keys and values."""
     core.wavebus_keeps_kv = not clear_cache
     original(core, clear_cache)
 
 
 def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wait for steps and requests, not for decode engines that have yet to fetch: blocks that are
-    held for these are no work. A sleep must wait for them: it takes the memory."""
+    """Wait for steps and requests, but not for decode engines that have yet to fetch.
+
+    Blocks that are held for decode engines are no work. A sleep must wait for them, because it
+    takes the memory.
+    """
     before = len(core._idle_state_callbacks)  # noqa: SLF001
     made = original(core, *args, **kwargs)
     if made is not None and not core.wavebus_sleeps:
@@ -230,7 +241,7 @@ def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwarg
 
 
 def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have the pause of a sleep be known as one."""
+    """Mark the pause inside a sleep, which waits for held blocks."""
     core.wavebus_sleeps = True
     try:
         return original(core, *args, **kwargs)
@@ -262,7 +273,7 @@ def _is_quiet(core: Any) -> bool:
 
 
 def connector_finished(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Tag what is handed over."""
+    """Tag what is handed over with its salt."""
     delayed, params = original(scheduler, request)
     salt = getattr(request, "wavebus_salt", "")
     if params and salt:
@@ -286,7 +297,7 @@ def matched_tokens(
 
 
 def build_connector_meta(original: Callable[..., Any], nixl: Any, scheduler_output: Any) -> Any:
-    """Remember which requests' leases were not renewed in time."""
+    """Note which requests' leases were not renewed in time."""
     before = nixl._last_heartbeat_time  # noqa: SLF001
     made = original(nixl, scheduler_output)
     now = nixl._last_heartbeat_time  # noqa: SLF001
@@ -306,8 +317,10 @@ def update_waiting(original: Callable[..., Any], scheduler: Any, request: Any) -
 
 
 def _is_lost(nixl: Any, request: Any) -> bool:
-    """The lease was not renewed, at one time or another, for longer than it runs. It began no later
-    than the request came here, and is renewed with heartbeats."""
+    """Return whether the lease was not renewed, at some time, for longer than it runs.
+
+    The lease began no later than the request came here, and heartbeats renew it.
+    """
     since = request.wavebus_renewed_s
     last = max(since, nixl._last_heartbeat_time)  # noqa: SLF001
     lost_s = getattr(nixl, "wavebus_lost_s", 0.0)
@@ -316,12 +329,12 @@ def _is_lost(nixl: Any, request: Any) -> bool:
 
 
 def _patience_s(nixl: Any) -> float:
-    """The lease, less what a heartbeat may take to come; in seconds."""
+    """Return the lease in seconds, less what a heartbeat may take to come."""
     return float(nixl._kv_lease_duration - nixl._heartbeat_interval)  # noqa: SLF001
 
 
 def release(core: Any, request: Any) -> None:
-    """Let the prefill engine hear of a request that is turned away: it holds blocks for it."""
+    """Tell the prefill engine of a request that is turned away: it holds blocks for it."""
     params = request.kv_transfer_params
     if params and params.get("do_remote_prefill"):
         core.scheduler.add_request(request)

@@ -1,28 +1,28 @@
-"""The deadline of a pause, held inside vLLM's engine core.
+"""Ends a pause inside vLLM's engine core when its lease is over.
 
-A sidecar that dies, or stops, in the middle of a pause leaves its engine paused. What it held the
-engine by, and until when, it has written to the core's lease page
-(:mod:`sidecar.shared_pages.pause_lease`). A thread of the core's process looks at that page; what
-follows when the lease is over, the core does on its own thread, between two of its turns:
+A sidecar that dies, or stops, in the middle of a pause leaves its engine paused. Before that, it
+has written to the core's lease page why the engine is paused, and until when
+(:mod:`sidecar.shared_pages.pause_lease`). A thread of the core's process reads that page. When the
+lease is over, the core acts on its own thread, between two of its turns:
 
 ==================== =================================================================
-found                then
+the core             then
 ==================== =================================================================
-not paused           nothing; unless a peer rank is: then the pause is completed here, so that
+is not paused        nothing; unless a peer rank is: then the pause is completed here, so that
                      all can resume
-a part is missing    quarantined: stays paused, requests end with the tokens they have
-an update was begun  restored; it is whole then
-memory sleeps        woken
-whole                without peers: resumed. Else it votes, see below
+lacks weights        is quarantined: stays paused, requests end with the tokens they have
+has begun an update  restores its weights
+has memory asleep    wakes it
+has all weights      resumes, if it has no peers. Otherwise it votes, see below
 ==================== =================================================================
 
-Peer ranks decide as one, by their pages: ranks of a DP group, which tell each other where those
-are; and cores behind one client (vLLM's internal load balancer), whose one sidecar holds them all,
-and names them in the lease. A core that finds itself whole *votes*: from then on its lease is void,
-and nothing that the sidecar still sends is loaded. When every peer rank has voted, or is being
-resumed by its own sidecar, it resumes: each core by itself, and all alike. When a peer rank lacks a
-part, or serves another version, it is quarantined. It waits, and says for whom, while a peer rank's
-lease runs, or its page can't be read, or it is on another host.
+Peer ranks decide as one, by their pages: ranks of a DP group, which exchange where those are; and
+cores behind one client (vLLM's internal load balancer), whose one sidecar names them all in the
+lease. A core that has all its weights *votes*: from then on its lease is void, and nothing that the
+sidecar still sends is loaded. When every peer rank has voted, or is being resumed by its own
+sidecar, each core resumes by itself. If a peer rank lacks weights, or serves another version, the
+core is quarantined. It waits, and logs for which rank, while a peer rank's lease runs, or its page
+can't be read, or it is on another host.
 
 A sidecar that lives acts by itself when its lease is over; the core gives it ``GRACE_S`` for that.
 """
@@ -52,7 +52,7 @@ from sidecar.shared_pages.pause_lease import (
 )
 from sidecar.shared_pages.two_slot_page import NoPage
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.core.status import beat, make_folder, page_path
+from sidecar.vllm.plugin.core.status import PerProcess, beat, make_folder, page_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,8 +73,13 @@ _UPDATES: Final = (
 
 
 class PeerCore(msgspec.Struct, frozen=True):
-    """Another rank of the DP group, as it tells of itself, or another core behind the one client;
-    ``host`` names one life of one."""
+    """Another rank of the DP group, or another core behind the one client.
+
+    Attributes:
+        rank: the rank in the DP group.
+        host: names one life of a host.
+        page: the path of the core's lease page.
+    """
 
     rank: int
     host: str
@@ -85,7 +90,7 @@ Peers: TypeAlias = dict[str, PeerCore | None]  # by what they are called
 
 
 class LeaseGuard:
-    """One core's."""
+    """Ends the pause of one core when its lease is over."""
 
     def __init__(self, core: Any) -> None:
         path = lease_path(page_path(os.getpid()))
@@ -106,8 +111,10 @@ class LeaseGuard:
             self._store.set(f"{_STORE_KEY}{self._rank}", msgspec.json.encode(peer))
 
     def run(self) -> None:
-        """Have the core look when a lease is over; and tell that its process runs. In a thread, for
-        as long as the core lives."""
+        """Wake the core when a lease is over, and show that its process runs.
+
+        Runs in a thread for as long as the core lives.
+        """
         while True:
             time.sleep(PERIOD_S)
             with self._warns():
@@ -120,7 +127,7 @@ class LeaseGuard:
 
     @contextlib.contextmanager
     def _warns(self) -> Iterator[None]:
-        """What fails is logged, once, and tried again: the core lives on meanwhile."""
+        """Log a failure once; it is tried again, and the core lives on meanwhile."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, the next look may go well
@@ -129,14 +136,14 @@ class LeaseGuard:
                 _log.warning("wavebus: a look at the lease page failed, and is repeated: %r", error)
 
     def void_reason(self) -> str:
-        """Why the hold of the sidecar counts no more; empty: it does, or there is none."""
+        """Return why the sidecar's lease counts no more; empty if it does, or there is none."""
         lease, end = self.page.lease(), self.page.outcome()
         if lease is None or end is None or end.serial != lease.serial:
             return ""
         return f"the pause's lease was over, and the engine is {end.state}: {end.reason}"
 
     def look(self) -> None:
-        """A lease may be over: decide. On the core's thread, which must not end by it."""
+        """Decide if a lease is over. On the core's thread, which must not end by it."""
         self._asked = False
         with self._warns():
             self.check_lease()
@@ -216,7 +223,7 @@ class LeaseGuard:
     # -- the peer ranks ---------------------------------------------------------------------
 
     def _find_peers(self) -> None:
-        """Learn where the peer ranks' pages are; they may boot later than this one."""
+        """Learn where the peer ranks' pages are; peers may boot later than this rank."""
         if self._store is None or len(self._peers) >= self._size - 1:
             return
         for rank in range(self._size):
@@ -225,7 +232,7 @@ class LeaseGuard:
                 self._peers[rank] = msgspec.json.decode(self._store.get(key), type=PeerCore)
 
     def _deciding_peers(self, lease: PauseLease) -> Peers:
-        """Who decides with this core; None for a rank that has not told of itself yet."""
+        """Return the cores that decide with this one; None for a rank without a page so far."""
         if self._size > 1:
             ranks = (rank for rank in range(self._size) if rank != self._rank)
             return {f"rank {rank}": self._peers.get(rank) for rank in ranks}
@@ -237,7 +244,7 @@ class LeaseGuard:
         }
 
     def _verdict(self, mine: PauseLease, peers: Peers) -> tuple[OutcomeState, str]:
-        """What all come to, by what each has written. This one is whole, and has voted."""
+        """Return what all cores come to. This one has all its weights, and has voted."""
         waits = ""
         for name, peer in peers.items():
             try:
@@ -253,10 +260,10 @@ class LeaseGuard:
         return "resumed", "nobody renewed the lease, and no peer rank lacks a part"
 
     def _vote_of(self, mine: PauseLease, peer: PeerCore | None) -> tuple[OutcomeState, str]:
-        """What one peer rank has to say.
+        """Return what one peer rank's page says.
 
         Raises:
-            NoPage: it can't be asked.
+            NoPage: there is no such page on this host.
         """
         if peer is None:
             raise NoPage("it has told of no lease page")
@@ -278,7 +285,7 @@ class LeaseGuard:
         return "waiting", "its sidecar holds it paused"
 
     def _complete_peers(self, peers: Peers) -> None:
-        """A peer that is paused waits until this core is, too; in lockstep, in a collective."""
+        """Pause too if a peer is paused: it waits for this core, in lockstep in a collective."""
         for name, peer in peers.items():
             try:
                 paused = peer is not None and peer.host == _host() and _stays_paused(peer)
@@ -290,34 +297,19 @@ class LeaseGuard:
                 return
 
 
-class _LeaseGuards:
-    """This process's one watch, made when its core first turns; None where that failed."""
-
-    def __init__(self) -> None:
-        self._watch: LeaseGuard | None = None
-        self._tried_in = 0  # the process: forks need their own
-
-    def of(self, core: Any) -> LeaseGuard | None:
-        if hasattr(core, "current_wave") and not hasattr(core, "wavebus_shows_barriers"):
-            return None  # ranks in lockstep decide by what their pages show of resumes
-        if self._tried_in != os.getpid():
-            self._tried_in, self._watch = os.getpid(), None
-            try:
-                self._watch = LeaseGuard(core)
-            except Exception as error:  # noqa: BLE001 - the engine runs as well without it
-                _log.warning("wavebus: this core holds no deadline: %s", error)
-            else:
-                threading.Thread(
-                    target=self._watch.run, name="wavebus_lease_guard", daemon=True
-                ).start()
-        return self._watch
+def _start(core: Any) -> LeaseGuard | None:
+    if hasattr(core, "current_wave") and not hasattr(core, "wavebus_shows_barriers"):
+        return None  # ranks in lockstep decide by what their pages show of resumes
+    guard = LeaseGuard(core)
+    threading.Thread(target=guard.run, name="wavebus_lease_guard", daemon=True).start()
+    return guard
 
 
-_watches = _LeaseGuards()
+_watches = PerProcess(_start, "this core ends no pause by itself")
 
 
 def process_input_queue(original: Callable[..., Any], core: Any) -> None:
-    """Begin to watch the lease page at the core's first turn."""
+    """Start the guard at the core's first turn."""
     _watches.of(core)
     original(core)
 
@@ -325,7 +317,7 @@ def process_input_queue(original: Callable[..., Any], core: Any) -> None:
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """Look at the lease page when the watching thread has asked for it."""
+    """Look at the lease page when the guard has asked for it."""
     if request is not _DUE:
         original(core, request_type, request)
         return
@@ -342,7 +334,7 @@ def collective_rpc(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Let no update through whose pause lease is void."""
+    """Let no update through if its pause lease is void."""
     watch = _watches.of(core) if method == operations.PERFORM else None
     if watch is not None and kwargs and (void := watch.void_reason()):
         _refuse_updates(void, kwargs["operation"])
@@ -357,7 +349,7 @@ def _refuse_updates(void: str, operation: str) -> None:
 
 
 def _stays_paused(peer: PeerCore) -> bool:
-    """Whether a peer rank is paused, or is being paused, and is not in its resume.
+    """Return whether a peer rank is paused, or being paused, and not in its resume.
 
     Raises:
         NoPage: its core has no status page.
@@ -371,7 +363,7 @@ def _is_paused(core: Any) -> bool:
 
 
 def _is_complete(core: Any) -> bool:
-    """Whether the core is idle in its pause; in lockstep: whether all ranks have agreed on it."""
+    """Return whether the core is idle in its pause; in lockstep, whether all ranks agreed on it."""
     return not core.has_work() and bool(getattr(core, "ignore_start_dp_wave", True))
 
 

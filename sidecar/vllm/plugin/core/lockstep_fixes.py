@@ -6,8 +6,8 @@ Each was seen to hang real ranks (vLLM 0.32), with vLLM's own coordinator or any
   resume for ranks that are not in one. Here a resume of a rank that is not paused changes
   nothing.
 * **A lost wake**: START_DP_WAVE comes to a rank that is still paused, which drops it,
-  while a rank that was resumed a moment before obeys it and waits for the other in its
-  first forward pass. Here a paused rank remembers what it dropped, and obeys it after its
+  while a rank that was resumed a moment before accepts it and waits for the other in its
+  first forward pass. Here a paused rank remembers what it dropped, and accepts it after its
   resume. No rank steps alone by that: every rank gets every START, either before its
   resume or after it, and no resume returns before all ranks were asked for one. Numbers of
   waves that are over are dropped as ever.
@@ -46,7 +46,7 @@ def _has_agreed(core: Any) -> bool:
 
 
 def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
-    """Resume a rank that is paused, and obey the wave that it dropped meanwhile."""
+    """Resume a rank that is paused, and run the wave that it dropped meanwhile."""
     if not (_is_paused(core) or core.pending_pause or core.ignore_start_dp_wave):
         _log.info("wavebus: a resume of a rank that is not paused; nothing is changed")
         return None

@@ -1,8 +1,8 @@
-"""The status page inside vLLM's engine core: what it does, written where it does it.
+"""Writes the status page of vLLM's engine core: what the core does, where it does it.
 
-Wraps a few methods of ``EngineCoreProc`` and ``DPEngineCoreProc``; all are called on the
-core's one main thread. The page is made by the core's first turn, in a folder of its own
-(:data:`environment.CORE_PAGES`, or else one per user on tmpfs), named by its pid.
+Wraps a few methods of ``EngineCoreProc`` and ``DPEngineCoreProc``; all are called on the core's one
+main thread. The core's first turn makes the page, in a folder of its own
+(:data:`environment.CORE_PAGES`, or else one per user on tmpfs), named by the core's pid.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from sidecar.shared_pages.core_status import (
     GLOBALLY_PAUSED,
@@ -27,7 +27,7 @@ from sidecar.vllm.plugin import environment
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.messages import CorePhase
+T = TypeVar("T")
 
 _log = logging.getLogger("vllm.wavebus")
 _SUFFIX: Final = ".page"
@@ -35,7 +35,7 @@ _SUFFIXES: Final = (_SUFFIX, ".hold")
 
 
 def pages_folder() -> Path:
-    """Where the cores of this environment keep their pages."""
+    """Return the folder of the pages of all cores with this environment."""
     chosen = os.environ.get(environment.CORE_PAGES)
     if chosen:
         return Path(chosen)
@@ -43,7 +43,7 @@ def pages_folder() -> Path:
 
 
 def page_path(pid: int) -> Path:
-    """The page of the core that is this process."""
+    """Return the path of the page of the core that is this process."""
     return pages_folder() / f"{pid}{_SUFFIX}"
 
 
@@ -51,7 +51,7 @@ def make_folder(folder: Path) -> None:
     """Make the folder of the pages, if it is not there.
 
     Raises:
-        PermissionError: somebody else has made it.
+        PermissionError: it belongs to another user.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -59,20 +59,20 @@ def make_folder(folder: Path) -> None:
 
 
 def siblings(pid: int) -> tuple[int, ...]:
-    """The cores that the parent of this one has started: those behind one client. With itself."""
+    """Return the pids of the cores that this core's parent has started, with its own."""
     parent = _parent_of(pid)
     pids = (int(path.stem) for path in pages_folder().glob(f"*{_SUFFIX}") if path.stem.isdigit())
     return tuple(sorted(each for each in pids if parent and _parent_of(each) == parent))
 
 
 def _parent_of(pid: int) -> int:
-    """0: it is gone."""
+    """Return the pid of the parent; 0: the process is gone."""
     stat = stat_of(pid)
     return int(stat[1]) if stat else 0
 
 
 class CoreStatusWriter:
-    """What one core writes of itself."""
+    """Writes the page of one core."""
 
     def __init__(self, core: Any) -> None:
         path = page_path(os.getpid())
@@ -82,9 +82,11 @@ class CoreStatusWriter:
         # The cores' processes end without atexit; this they still run.
         Finalize(self, self.page.close, exitpriority=0)
         self.steps = 0
+        self.enter = self.page.enter
+        self.count(core)
 
     def count(self, core: Any) -> None:
-        """New numbers, for the next :meth:`enter`."""
+        """Update the numbers, which the next :meth:`enter` publishes."""
         paused = int(core.scheduler.pause_state) != 0
         agreed = getattr(core, "ignore_start_dp_wave", paused)
         stepping = getattr(core, "engines_running", False)
@@ -98,40 +100,48 @@ class CoreStatusWriter:
             untagged=getattr(core, "wavebus_untagged", 0),
         )
 
-    def enter(self, phase: CorePhase) -> None:
-        self.page.enter(phase)
 
+class PerProcess(Generic[T]):
+    """Makes this process's one object when its core first turns; forks get their own.
 
-class _StatusWriters:
-    """This process's one watch, made when its core first turns; None where that failed."""
+    Args:
+        make: makes it of the core, or returns None where there is to be none.
+        failure: what is missing if ``make`` raises; the engine runs as well without it.
+    """
 
-    def __init__(self) -> None:
-        self._watch: CoreStatusWriter | None = None
-        self._tried_in = 0  # the process: forks need their own
+    def __init__(self, make: Callable[[Any], T | None], failure: str) -> None:
+        self._make = make
+        self._failure = failure
+        self._made: T | None = None
+        self._pid = 0
 
-    def of(self, core: Any) -> CoreStatusWriter | None:
-        if self._tried_in != os.getpid():
-            self._tried_in = os.getpid()
+    def of(self, core: Any) -> T | None:
+        """Return the object of this process; None where there is none."""
+        if self._pid != os.getpid():
+            self._pid, self._made = os.getpid(), None
             try:
-                self._watch = CoreStatusWriter(core)
-                self._watch.count(core)
-            except Exception as error:  # noqa: BLE001 - the engine runs as well without it
-                self._watch = None
-                _log.warning("wavebus: no status page of this engine core: %s", error)
-        return self._watch
+                self._made = self._make(core)
+            except Exception as error:  # noqa: BLE001 - it is logged
+                _log.warning("wavebus: %s: %s", self._failure, error)
+        return self._made
 
-    def beat(self) -> None:
-        """This process runs. In any thread, once its core has turned."""
-        if self._watch is not None and self._tried_in == os.getpid():
-            self._watch.page.beat()
+    @property
+    def current(self) -> T | None:
+        """The object, if it was made in this process. In any thread."""
+        return self._made if self._pid == os.getpid() else None
 
 
-_watches = _StatusWriters()
-beat = _watches.beat
+_watches = PerProcess(CoreStatusWriter, "no status page of this engine core")
+
+
+def beat() -> None:
+    """Show that this process runs. In any thread, once its core has turned."""
+    if _watches.current is not None:
+        _watches.current.page.beat()
 
 
 def _watched(around: Callable[..., Any]) -> Callable[..., Any]:
-    """Give the function the watch of the core that it is around; without one, it is left out."""
+    """Pass the core's writer to a function around one of its methods; without a writer, skip it."""
 
     @functools.wraps(around)
     def with_watch(original: Callable[..., Any], core: Any, *args: Any) -> Any:
@@ -145,6 +155,7 @@ def _watched(around: Callable[..., Any]) -> Callable[..., Any]:
 
 @_watched
 def input_queue(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> None:
+    """Show that the core waits for requests."""
     watch.count(core)
     watch.enter("work" if core.has_work() else "idle")
     original(core)
@@ -160,7 +171,7 @@ def client_request(
     request_type: Any,
     request: Any,
 ) -> None:
-    """Other than steps, this is what takes a core's time: calls on its workers, for one."""
+    """Show that the core works: besides steps, calls of its workers take its time."""
     watch.enter("work")
     original(core, request_type, request)
     watch.count(core)
@@ -169,7 +180,7 @@ def client_request(
 
 @_watched
 def outputs_made(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Whoever has read a request's last output finds it counted no more."""
+    """Count before outputs leave: a client with the last one finds the request gone."""
     outputs = original(core)
     watch.count(core)
     watch.enter("work")
@@ -180,6 +191,7 @@ def outputs_made(watch: CoreStatusWriter, original: Callable[..., Any], core: An
 def abort_outputs(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, *request: Any
 ) -> None:
+    """Count before the outputs of aborted requests leave."""
     watch.count(core)
     watch.enter("work")
     original(core, *request)
@@ -187,6 +199,7 @@ def abort_outputs(
 
 @_watched
 def engine_step(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
+    """Show a step, and count steps, except in lockstep, where agreements are counted."""
     watch.enter("step")
     executed = original(core)
     if not hasattr(core, "step_counter"):  # in lockstep, agreement counts
@@ -197,6 +210,7 @@ def engine_step(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 
 @_watched
 def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
+    """Show a step without a request."""
     watch.enter("dummy")
     result = original(core)
     watch.enter("work")
@@ -207,6 +221,7 @@ def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 def agreement(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
+    """Show that the rank waits for the others to agree."""
     watch.steps += 1
     watch.count(core)
     watch.enter("sync")
@@ -217,6 +232,7 @@ def agreement(
 
 @_watched
 def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
+    """Show that the rank waits for the others to resume."""
     watch.enter("barrier")
     try:
         return original(core)
@@ -226,7 +242,7 @@ def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) ->
 
 
 def _remove_stale(folder: Path) -> None:
-    """Pages whose cores were killed."""
+    """Remove the pages of cores that were killed."""
     for path in folder.iterdir():
         ours = path.suffix in _SUFFIXES and path.stem.isdigit()
         if ours and not Path(f"/proc/{path.stem}").exists():

@@ -68,7 +68,7 @@ class SwapRefused(Exception):
 
 @dataclass(slots=True)
 class ReadySwap:
-    """What a rank is ready to do, as soon as all are."""
+    """A swap that a rank makes as soon as all ranks are ready."""
 
     version: int
     operation: str
@@ -78,7 +78,7 @@ class ReadySwap:
 
 @dataclass(slots=True)
 class _Vote:
-    """This process's part in the all-reduce that is under way, and what came of it."""
+    """This process's part in the all-reduce that is under way, and its result."""
 
     ready: bool = False
     all_ready: bool = False
@@ -123,8 +123,11 @@ def call_off(core: Any) -> list[bool]:
 
 
 def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
-    """No step is asked of the workers meanwhile. They were checked: if it fails now, some of them,
-    or of other ranks, may have swapped."""
+    """Swap while no step is asked of the workers.
+
+    The workers were checked before. If this fails now, some of them, or of other ranks, may have
+    swapped.
+    """
     before = core.get_weight_version()
     on_their_way = len(core.batch_queue or ())
     with _exit_on_failure():
@@ -140,7 +143,7 @@ def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
 
 
 def _clear_caches(core: Any, swap: ReadySwap) -> None:
-    """All that was computed with the weights before; nothing is computed until they are swapped."""
+    """Drop all that the old weights have computed; nothing is computed until the swap."""
     if not swap.clear_cache:
         return
     try:
@@ -151,8 +154,10 @@ def _clear_caches(core: Any, swap: ReadySwap) -> None:
 
 @contextlib.contextmanager
 def _exit_on_failure() -> Iterator[None]:
-    """Some workers, or other ranks, may serve other weights by now: where this fails, nobody is to
-    hear from this core again."""
+    """End the process if the block fails.
+
+    Some workers, or other ranks, may serve other weights by then: nobody may use this core again.
+    """
     try:
         yield
     except Exception as error:
@@ -181,7 +186,7 @@ def has_global_unfinished_reqs(
 def sum_by_torch(
     _original: Callable[..., Any], dp_group: Any, has_unfinished: bool, pending_pause: bool
 ) -> tuple[bool, bool]:
-    """``ParallelConfig.sync_dp_state`` as a static method, and which ranks are ready to swap."""
+    """Replace ``ParallelConfig.sync_dp_state``, a static method; also count ready ranks."""
     import torch  # noqa: PLC0415 - a core has it
 
     def add_up(votes: torch.Tensor) -> None:
@@ -197,8 +202,10 @@ def sum_by_vllm(
     has_unfinished: bool,
     pending_pause: bool,
 ) -> tuple[bool, bool]:
-    """The same as a method, whose sum is vLLM's own and has a time limit: all ranks must add up in
-    the same way, or they never meet."""
+    """Replace ``sync_dp_state``, a method, by a sum of vLLM's own, which has a time limit.
+
+    All ranks must add up in the same way, or they never meet.
+    """
     from vllm.distributed.utils import cpu_all_reduce_  # noqa: PLC0415 - only inside a core
 
     def add_up(votes: torch.Tensor) -> None:

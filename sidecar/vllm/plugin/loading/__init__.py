@@ -1,0 +1,1 @@
+"""Manifests, copy plans, and the memory that updates are staged in."""

@@ -1,8 +1,8 @@
-"""Where each element of each received tensor ends up in the model: a plan to copy by.
+"""Says where each element of each received tensor ends up in the model: a plan to copy by.
 
-Made of what a :class:`LoaderTrace` saw the model's own loader do, once per manifest, and never
-of names of layers. There is a plan only where copies are all that the loader does, and where
-they fill every element of every parameter exactly once; so that whoever repeats them needs no
+The plan is made of what a :class:`LoaderTrace` saw the model's own loader do, once per manifest,
+and never of names of layers. There is a plan only where copies are all that the loader does, and
+where they fill every element of every parameter exactly once, so that repeating them needs no
 loader.
 """
 
@@ -28,7 +28,7 @@ _LARGE_BYTES: Final = 1 << 20
 
 
 class NoPlanError(Exception):
-    """Why these tensors can't be copied by a plan."""
+    """Says why these tensors can't be copied by a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,20 @@ class PlanTarget:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """``copies`` has every tensor of the manifest by its name, and none for one that this worker
-    takes nothing of; ``targets`` everything that is filled."""
+    """Says where the elements of each tensor go.
+
+    Attributes:
+        copies: by every tensor of the manifest; empty for one that this worker takes nothing of.
+        fills: by target, what is the same in every update, such as padding.
+        targets: everything that is filled, by name.
+    """
 
     copies: dict[str, tuple[TracedCopy, ...]]
     fills: dict[str, tuple[TracedFill, ...]]
     targets: dict[str, PlanTarget]
 
     def is_whole(self, chunks: Iterable[Iterable[TensorMeta]]) -> bool:
-        """Whether all of each of these tensors is copied, and none is cast."""
+        """Return whether all of each of these tensors is copied, and none is cast."""
         return all(
             sum(torch.Size(copy.region[1]).numel() for copy in self.copies[meta.name])
             == torch.Size(meta.shape).numel()
@@ -63,7 +68,7 @@ class CopyPlan:
 
     @functools.cached_property
     def size_bytes(self) -> int:
-        """Of all targets."""
+        """The size of all targets."""
         return sum(
             torch.Size(target.shape).numel() * target.dtype.itemsize
             for target in self.targets.values()
@@ -71,7 +76,7 @@ class CopyPlan:
 
 
 def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
-    """The plan of a whole load.
+    """Return the plan of a whole load.
 
     Args:
         trace: of a loader that was given every tensor.
@@ -113,14 +118,17 @@ def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
 
 
 def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """The view that a region says, of a contiguous tensor."""
+    """Return the view that a region describes, of a contiguous tensor."""
     offset, sizes, strides = region
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
 
 class CopyBatch:
-    """From each source into the target of the same place: small ones together, in one go, and large
-    ones each by itself, which on a GPU is the quicker way for them."""
+    """Copies from each source into the target at the same place.
+
+    Small tensors are copied together in one call, large ones each by itself, which is faster for
+    them on a GPU.
+    """
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         self._targets: list[torch.Tensor] = []
@@ -137,7 +145,7 @@ class CopyBatch:
         self.numel = sum(target.numel() for target in targets)
 
     def run(self) -> None:
-        """Copy, as often as this is called."""
+        """Copy; it may be called again."""
         for target, source in self._apart:
             target.copy_(source)
         if self._targets:
@@ -145,7 +153,7 @@ class CopyBatch:
 
 
 def _check_filled(name: str, regions: Iterable[Region], numel: int | None = None) -> None:
-    """None of its elements is filled twice; and each of them is, if it has so many."""
+    """Check that no element is filled twice, and, with ``numel``, that each is filled."""
     end = 0
     for begin, length in _runs(name, regions):
         if begin < end:
@@ -158,7 +166,7 @@ def _check_filled(name: str, regions: Iterable[Region], numel: int | None = None
 
 
 def _runs(name: str, regions: Iterable[Region]) -> list[tuple[int, int]]:
-    """What the regions cover, as contiguous runs in order: begin and length, in elements."""
+    """Return what the regions cover as contiguous runs in order: begin and length, in elements."""
     runs: list[tuple[int, int]] = []
     for offset, sizes, strides in regions:
         begins, length, reach = [offset], 1, 1

@@ -4,11 +4,11 @@ Where weights are repacked for the kernels, vLLM's layerwise reload serves wrong
 update that reports no error, in two cases (seen on vLLM 0.32 by comparing greedy tokens with
 transformers; on GPUs nothing is repacked):
 
-* An output head tied to the embeddings keeps the packed copy of its first weights:
-  it is never loaded itself (``cpu_linear``, ``model_executor/layers/utils.py``).
-* Mixture-of-experts layers pack their weights only while their kernel is set up for
-  the first time, so an update writes unpacked weights into packed memory
-  (``fused_moe/unquantized_fused_moe_method.py``).
+* An output head tied to the embeddings keeps the packed copy of its first weights: it is never
+loaded itself (``cpu_linear``, ``model_executor/layers/utils.py``).
+* Mixture-of-experts layers pack their weights only while their kernel is set up for the first time,
+so an update writes unpacked weights into packed memory
+(``fused_moe/unquantized_fused_moe_method.py``).
 
 Data parallel ranks with experts exchange tokens by all-gather before the experts and by
 reduce-scatter after them, with as many rows as each rank has. ``CpuCommunicator`` (0.32) has no
@@ -63,7 +63,7 @@ class CpuRepacking:
 
 
 def install() -> None:
-    """Give the communicator what it lacks; one that has it keeps its own. On CPUs alone."""
+    """Add to the communicator what it lacks, on CPUs alone."""
     from vllm.platforms import current_platform  # noqa: PLC0415 - vLLM has chosen it by now
 
     if not current_platform.is_cpu():
@@ -78,7 +78,7 @@ def install() -> None:
 
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-    """All ranks' rows, in order; of a list, of each tensor in it."""
+    """Return all ranks' rows in order; of a list, of each tensor in it."""
     import torch  # noqa: PLC0415 - in vLLM's processes
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -94,7 +94,7 @@ def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = 
 
 
 def reduce_scatterv(self: Any, input_: Any, dim: int = -1, sizes: list[int] | None = None) -> Any:
-    """This rank's rows of the sum over all ranks."""
+    """Return this rank's rows of the sum over all ranks."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -109,5 +109,5 @@ def reduce_scatterv(self: Any, input_: Any, dim: int = -1, sizes: list[int] | No
 def reduce_scatterv_into_output(
     self: Any, input_: Any, output: Any, dim: int = -1, sizes: list[int] | None = None
 ) -> Any:
-    """The same, into a tensor that is there."""
+    """Write this rank's rows of the sum over all ranks into ``output``."""
     return output.copy_(reduce_scatterv(self, input_, dim, sizes))

@@ -47,12 +47,14 @@ class TracedFill:
 
 
 class TargetNames:
-    """The parameters and buffers of a model, and their names by the memory behind them.
+    """Names the parameters and buffers of a model by the memory behind them.
 
-    Some loaders make a parameter as they come to its tensor: vLLM's, the bias of an output head.
+    Some loaders make a parameter when they come to its tensor: vLLM's do so with the bias of an
+    output head.
 
     Attributes:
-        parameters, buffers: by name.
+        parameters: by name.
+        buffers: by name.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -60,10 +62,11 @@ class TargetNames:
         self._look()
 
     def find(self, tensor: torch.Tensor, *, again: bool = False) -> str:
-        """Returns what a tensor, or the tensor that it is a view of, is called; empty for none.
+        """Return the name of a tensor, or of the tensor that it is a view of; empty for none.
 
         Args:
-            again: look at the model again if nothing is known of it.
+            tensor: a parameter, a buffer, or a view of one.
+            again: look at the model again if nothing is known of the tensor.
         """
         name = self._names.get(storage_of(tensor), "")
         if not name and again:
@@ -132,40 +135,39 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.metas[self._at]
 
     def feed(self, start: int, end: int, without: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """One chunk for the loader, but for the tensor of that name."""
+        """Yield one chunk for the loader, except for the tensor named ``without``."""
         for index in range(start, end):
             self._at = index
             if self.metas[index].name != without:
                 yield self.metas[index].name, self.sources[index]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A parameter or buffer of the model."""
+        """Return a parameter or buffer of the model."""
         parameters, buffers = self.targets.parameters, self.targets.buffers
         return parameters[name] if name in parameters else buffers[name]
 
     def written(self, parameter: str) -> int:
-        """How many of its elements were written."""
+        """Return how many elements of a parameter were written."""
         return sum(map(_numel, self._writes.get(parameter, ())))
 
     def origins(self) -> dict[str, str]:
-        """The parameters and buffers that are written, each with a tensor that it is written
-        from."""
+        """Return the written parameters and buffers, each with a tensor that filled it."""
         return {
             name: self.metas[next(iter(regions.values()))].name
             for name, regions in self._writes.items()
         }
 
     def read(self, index: int) -> int:
-        """How many elements of a tensor were read."""
+        """Return how many elements of a tensor were read."""
         return sum(map(_numel, self._reads.get(index, ())))
 
     def read_to_end(self, index: int) -> bool:
-        """Whether its last element was."""
+        """Return whether a tensor's last element was read."""
         last = torch.Size(self.metas[index].shape).numel() - 1
         return self.derived(index) or any(_last(r) == last for r in self._reads.get(index, ()))
 
     def derived(self, index: int) -> bool:
-        """Whether the loader computed something from it first, so that reads can't be counted."""
+        """Return whether the loader computed from a tensor, so that reads can't be counted."""
         return index in self._derived
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -224,7 +226,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.fills.append(TracedFill(name, _region(target), value))
 
     def _note_change(self, changed: torch.Tensor, how: str) -> None:
-        """Something that can't be repeated was done to what is loaded, or to where it goes."""
+        """Note that something was done that a plan can't repeat."""
         index = self._index_of.get(storage_of(changed))
         if index is not None:
             self._derived.add(index)
@@ -233,7 +235,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_no_copy(f"{name} is changed by {how}")
 
     def _known_name(self, tensor: torch.Tensor) -> str:
-        """Of the tensor that is loaded, parameter or buffer that this is, or a view of."""
+        """Return the name of the source, parameter or buffer that this is, or is a view of."""
         storage = storage_of(tensor)
         if storage in self._index_of:
             return self.metas[self._index_of[storage]].name
@@ -275,12 +277,12 @@ _FILLS = frozenset(
 
 
 def refused(tensor: str, reason: str) -> EngineError:
-    """``reason`` as an error that names the tensor, in its text as well."""
+    """Return ``reason`` as an error that names the tensor, in its text as well."""
     return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
 
 
 def shared_refusal(meta: TensorMeta, parameter: str) -> EngineError:
-    """Of a tensor that fills what a draft model shares with its model."""
+    """Return the error of a tensor that fills what a draft shares with its model."""
     return refused(
         meta.name,
         f"fills {parameter}, which this draft shares with the model that it drafts for: leave it "
@@ -306,7 +308,7 @@ def _kind_of(func: Any) -> Kind:
 
 
 def _changed(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operator writes to."""
+    """Yield the tensors that an operator writes to."""
     for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - see above
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -323,7 +325,7 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a tensor or view; meta tensors have no address."""
+    """Return the identity of the memory behind a tensor; meta tensors have no address."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public one
 
 

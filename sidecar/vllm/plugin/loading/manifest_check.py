@@ -96,11 +96,11 @@ class Blueprint:
 
 
 def tied_head(model_config: Any, model: torch.nn.Module) -> str:
-    """The tensor to keep from the loader: an output head tied to the embeddings.
+    """Return the tensor to keep from the loader: an output head tied to the embeddings.
 
-    vLLM 0.32 skips it by itself, but fails when the embeddings are not in the same
-    chunk (``models/utils.py``). It also ties a head that was equal to the embeddings
-    in its checkpoint, whatever the configuration says. Empty where nothing is tied.
+    vLLM 0.32 skips it by itself, but fails when the embeddings are not in the same chunk
+    (``models/utils.py``). It also ties a head that was equal to the embeddings in its checkpoint,
+    whatever the configuration says. Empty where nothing is tied.
     """
     config = model_config.hf_text_config
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -128,8 +128,11 @@ class ManifestChecker:
         self._judged = False  # that one's manifest, by this worker
 
     def prepare(self) -> None:
-        """Have the meta model, before requests wait for it: while it is built, nothing else may
-        make a tensor. If it can't be, that is said when a manifest is checked."""
+        """Build the meta model before requests wait for it.
+
+        While it is built, nothing else may make a tensor. If it can't be built, a later check says
+        so.
+        """
         try:
             self._meta_model()
         except Exception:  # noqa: BLE001 - it will be tried again
@@ -137,11 +140,11 @@ class ManifestChecker:
 
     @property
     def prepared(self) -> bool:
-        """Whether there is one."""
+        """Whether the meta model is there."""
         return self._model is not None
 
     def check(self, manifest: Manifest) -> LoaderTrace:
-        """Refuse what would not fill the model. A collective of the engine's workers.
+        """Refuse a manifest that would not fill the model. A collective of the engine's workers.
 
         Returns:
             what the loader did with the manifest's tensors.
@@ -168,8 +171,10 @@ class ManifestChecker:
         return trace
 
     def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], TargetNames]:
-        """The loader of the meta model, and that model's parameters and buffers
-        (:mod:`sidecar.vllm.plugin.loading.staged_weights`). After a check."""
+        """Return the loader of the meta model, and that model's parameters and buffers.
+
+        Used by :mod:`sidecar.vllm.plugin.loading.staged_weights`, after a check.
+        """
         model = self._model
         assert model is not None, "a manifest was checked"
 
@@ -218,7 +223,7 @@ class ManifestChecker:
     # -- judging -----------------------------------------------------------------------
 
     def _judge(self, manifest: Manifest, trace: LoaderTrace) -> None:
-        """What a worker can say by itself."""
+        """Check what a worker can check without its peers."""
         if manifest.counts:
             check_in_place(
                 self._built.vllm_config, self._serving, trace.targets.parameters, trace.origins()
@@ -266,8 +271,11 @@ class ManifestChecker:
                 raise _unknown(meta, "the model has no place for it and would drop it silently")
 
     def _may_lack(self, parameter: str, written: int) -> bool:
-        """A tied head is never loaded, nor is what is another model's; scales of quantised
-        weights may be computed."""
+        """Return whether a parameter may stay empty.
+
+        A tied head is never loaded, nor is what is another model's; scales of quantised weights may
+        be computed.
+        """
         return not written and (
             parameter == self._tied_head
             or parameter in self._built.shared
@@ -275,7 +283,7 @@ class ManifestChecker:
         )
 
     def _may_ignore(self, meta: TensorMeta, manifest: Manifest) -> bool:
-        """Tensors that a trainer has and a model rightly doesn't take."""
+        """Return whether a model rightly ignores a tensor that a trainer has."""
         if meta.name == self._tied_head:
             embeddings = [m for m in manifest.tensors() if m.name.endswith("embed_tokens.weight")]
             return any((m.shape, m.dtype) == (meta.shape, meta.dtype) for m in embeddings)
@@ -284,7 +292,7 @@ class ManifestChecker:
         return "rotary_emb.inv_freq" in meta.name or (elsewhere and ".experts." in meta.name)
 
     def _missing_name(self, parameter: str, given: set[str]) -> str:
-        """The trainer's name of what is missing: a part of a fused parameter by its own name."""
+        """Return the trainer's name of what is missing; of a fused parameter, the part's."""
         packed: dict[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
         for fused, parts in packed.items():
             if f".{fused}." in parameter:
@@ -294,10 +302,10 @@ class ManifestChecker:
 
 
 def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Module:
-    """The worker's model once more, without memory and unknown to the serving one.
+    """Build the worker's model once more, without memory and unknown to the serving one.
 
-    Layers and loaders ask integer tables, such as the map of experts, for values: those are
-    made on the CPU, and get the serving model's content.
+    Layers and loaders ask integer tables, such as the map of experts, for values: those are made on
+    the CPU, and get the serving model's content.
     """
     from vllm.config import CompilationMode  # noqa: PLC0415 - only inside a worker
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
@@ -333,8 +341,10 @@ def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Mod
 
 
 def _complete(module: torch.nn.Module, serving: torch.nn.Module) -> None:
-    """Put all of a layer on the meta device but for its integer tables; and give it the bias that
-    the loader makes only when it comes to it."""
+    """Move a layer to the meta device, except for its integer tables.
+
+    It also gets the bias that the loader makes only when it comes to its tensor.
+    """
     parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 - its own, no child's
     for key, buffer in buffers.items():
         table = serving._buffers.get(key)  # noqa: SLF001
@@ -350,14 +360,16 @@ def _complete(module: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 
 def quantised_while_loading(model: torch.nn.Module) -> bool:
-    """Whether vLLM quantises layers as it loads them, from a checkpoint that isn't quantised."""
+    """Return whether vLLM quantises layers as it loads them, from a plain checkpoint."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     return any(getattr(method, "uses_meta_device", False) for method in methods)
 
 
 class _ValuesOnCpu(TorchFunctionMode):
-    """What a constructor makes of numbers has values even where the default device is meta, for as
-    long as it meets no tensor without."""
+    """Gives what a constructor makes of numbers values, even where the default device is meta.
+
+    That ends where a tensor without values comes in.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -372,7 +384,7 @@ class _ValuesOnCpu(TorchFunctionMode):
 
 @contextmanager
 def _own_rotary_cache() -> Iterator[None]:
-    """Let the model have rotary embeddings of its own: others keep those in vLLM's cache."""
+    """Give the model rotary embeddings of its own: others keep theirs in vLLM's cache."""
     from vllm.model_executor.layers import rotary_embedding  # noqa: PLC0415 - only in a worker
 
     cache: dict[Any, Any] = rotary_embedding._ROPE_DICT  # noqa: SLF001 - there is no other way in
@@ -386,7 +398,7 @@ def _own_rotary_cache() -> Iterator[None]:
 
 
 def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:
-    """What the loader's own exception means: a name it lacks, or a shape that doesn't fit."""
+    """Return what the loader's exception means: an unknown name, or a shape that doesn't fit."""
     # vLLM appends the names of all parameters there are.
     said = str(error).partition(". The available")[0]
     text = f"{type(error).__name__}: {said}".rstrip(": ")
@@ -402,4 +414,5 @@ def _unknown(meta: TensorMeta, why: str) -> EngineError:
 
 
 def meta_numel(meta: TensorMeta) -> int:
+    """Return how many elements a tensor has."""
     return torch.Size(meta.shape).numel()

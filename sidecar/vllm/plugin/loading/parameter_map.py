@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRef:
-    """Where a target lives in the serving model. ``address``: of its memory, which a parameter may
-    change."""
+    """A target of a copy plan in the serving model.
+
+    Attributes:
+        module: whose parameter or buffer it is.
+        key: its name there.
+        tensor: the parameter or buffer.
+        address: of its memory, which a parameter may change.
+    """
 
     module: torch.nn.Module
     key: str
@@ -33,7 +39,7 @@ class ParameterRef:
 
     @property
     def owned(self) -> dict[str, Any]:
-        """Where the module has it: among its own parameters or buffers, and no child's."""
+        """The module's own parameters or buffers, no child's, whichever has the target."""
         own: dict[str, Any] = self.module._parameters  # noqa: SLF001 - as the docstring says
         return own if own.get(self.key) is not None else self.module._buffers  # noqa: SLF001
 
@@ -44,9 +50,9 @@ class ParameterRef:
 
 
 class ParameterFingerprint:
-    """Whether places are still what :func:`find_parameters` has found.
+    """Tells whether parameters are still what :func:`find_parameters` has found.
 
-    Steps wait while it is asked: so what it looks up, is laid out beforehand.
+    Steps wait for the answer, so what is compared is prepared beforehand.
     """
 
     def __init__(self, places: Mapping[str, ParameterRef]) -> None:
@@ -70,10 +76,10 @@ class ParameterFingerprint:
 def find_parameters(
     plan: CopyPlan, model: torch.nn.Module, device: torch.device
 ) -> dict[str, ParameterRef]:
-    """Where the plan's targets are in a model that serves.
+    """Return where the plan's targets are in a model that serves.
 
     Raises:
-        NoPlanError: names one that isn't there, or can't be filled as the plan says.
+        NoPlanError: a target isn't there, or can't be filled as the plan says.
     """
     there: dict[str, ParameterRef] = {}
     for prefix, module in model.named_modules():
@@ -92,16 +98,20 @@ def find_parameters(
 
 
 def as_tensors() -> AbstractContextManager[None]:
-    """Of a block: parameters are the tensors that they are, and nothing more. vLLM's answer by
-    ``__torch_function__``, in Python, whatever they are asked: what takes a hundred nanoseconds,
-    takes three microseconds."""
+    """Treat parameters as plain tensors during a block.
+
+    vLLM's parameters answer everything by ``__torch_function__``, in Python: 3 µs instead of 0.1
+    µs.
+    """
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
     return guard
 
 
 def repacks(place: ParameterRef, device: torch.device) -> bool:
-    """Whether vLLM gives what is there another form when it is loaded: a layer's parameters, not
-    its buffers."""
+    """Return whether vLLM changes the form of a layer's parameter when it is loaded.
+
+    On a CPU it does so, except for buffers.
+    """
     method = getattr(place.module, "quant_method", None)
     return device.type == "cpu" and method is not None and place.key in place.module._parameters  # noqa: SLF001 - the module's own, no child's
 
@@ -127,6 +137,6 @@ _EXPERTS_AS_LOADED: Final = frozenset({"TRITON", "BATCHED_TRITON"})
 
 
 def reordering_kernel(module: torch.nn.Module) -> str:
-    """The kernel for which vLLM puts this layer's weights in another order; empty: for none."""
+    """Return the kernel for which vLLM reorders this layer's weights; empty: none."""
     kernel = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
     return "" if kernel is None or kernel.name in _EXPERTS_AS_LOADED else str(kernel.name)

@@ -1,10 +1,10 @@
-"""Can a patch be written into these parameters, where they serve?
+"""Checks that a patch can be written into these parameters where they serve.
 
 vLLM hands a patch to the model's loaders as tensors of full shape, with NaN for what stays, and
 loaders write into the parameters that serve. That is right only as long as those lie as they were
-when they were loaded; vLLM itself looks at shapes, and nothing else. It may have laid them out anew
-since, for its kernels: quantised, transposed, packed, or blocks of one shape in another order.
-The first ones show; of the last, expert layers are known to do so.
+when they were loaded; vLLM itself compares shapes, and nothing else. It may have laid them out anew
+since, for its kernels: quantised, transposed, packed, or blocks of one shape in another order. The
+first three show; of the last, expert layers are known to do so.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def check_in_place(
     """Refuse a patch of parameters that don't lie as they were loaded.
 
     Args:
+        vllm_config: vLLM's.
         serving: the worker's model.
         loaded: the parameters of the same model before any was processed.
         origins: names of those that are patched, each with that of a tensor of the patch.

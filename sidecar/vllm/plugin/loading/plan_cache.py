@@ -1,16 +1,16 @@
-"""Which way an update goes into the model: by the loader, or by a copy plan.
+"""Decides how an update goes into the model: by the loader, or by a copy plan.
 
 ::
 
     what is known    an update then goes                             and then
-    nothing          is armed: a plan is made, or told why not
+    nothing          is armed: a plan is made, or there is a reason why not
     no plan          by vLLM's loader
     a plan           by vLLM's loader, compared with the plan        it is proven, or dropped
     a proven plan    by the plan
 
-All workers of an engine go the same way: by the loader, if one of them can't go by a plan. What is
-known, is known of the tensors of one manifest, however they are cut into chunks; another one's
-takes its place.
+All workers of an engine go the same way: by the loader, if one of them can't use a plan. What is
+known, is known of the tensors of one manifest, however they are cut into chunks; another manifest
+replaces it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,14 @@ PLAIN_METHODS: Final = frozenset(
 
 @dataclass(slots=True)
 class PlanEntry:
-    """Of the tensors of one manifest."""
+    """What is known of the tensors of one manifest.
+
+    Attributes:
+        tensors: their names, dtypes and shapes.
+        plan: the copy plan; None without one.
+        proven: the plan does what the loader does.
+        reason: why there is no plan.
+    """
 
     tensors: tuple[Any, ...]
     plan: CopyPlan | None = None
@@ -51,14 +58,17 @@ class PlanEntry:
 
 
 class PlanCache:
-    """What one worker knows, and how its update session that is open goes.
+    """Knows the plan of one worker's model, and how the open update session goes.
 
     Args:
         vllm_config: vLLM's.
         model: the serving model.
         device: where its weights are.
         tied_head: the parameter that the loader never fills; empty for none.
-        any_rank: elementwise maximum of flags over all workers of the engine.
+        any_rank: returns the elementwise maximum of flags over all workers of the engine.
+
+    Attributes:
+        update: the open session, if it goes by the plan.
     """
 
     def __init__(
@@ -81,7 +91,7 @@ class PlanCache:
         self._way = ""  # how the last one went
 
     def on_armed(self, manifest: Manifest, trace: LoaderTrace) -> None:
-        """The manifest is armed; the loader was seen with its tensors."""
+        """Make a plan of a manifest that is armed, from what the loader did with its tensors."""
         tensors = (manifest.names, manifest.dtypes, manifest.shapes)
         if self._entry is not None and self._entry.tensors == tensors:
             return
@@ -95,13 +105,13 @@ class PlanCache:
             self._discard(known, f"{type(error).__name__}: {error}", level=logging.ERROR)
 
     def start(self, *, reloading: bool) -> bool:
-        """Choose the way of a session. A collective of the engine's workers.
+        """Choose how a session goes. A collective of the engine's workers.
 
         Args:
             reloading: an earlier session has left layers in the middle of vLLM's reload.
 
         Returns:
-            whether it goes by the plan, in :attr:`update`; else it is the loader's.
+            whether it goes by the plan, in :attr:`update`; otherwise by the loader.
         """
         self.close()
         known = self._entry
@@ -119,15 +129,15 @@ class PlanCache:
         return self.update is not None
 
     def on_load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """The loader is about to load these."""
+        """Note the tensors that the loader is about to load."""
         self._observe(lambda comparison: comparison.on_load(tensors))
 
     def on_loaded(self) -> None:
-        """The loader has."""
+        """Compare what the loader has loaded."""
         self._observe(PlanComparison.compare_loaded)
 
     def on_finished(self) -> None:
-        """The loader's session is done, without an error: its plan is proven now, or dropped."""
+        """Prove or drop the plan: the loader's session is done, without an error."""
         comparison, known = self._comparison, self._comparing
         if comparison is None or known is None:
             return
@@ -144,7 +154,7 @@ class PlanCache:
             self._discard(known, comparison.difference, level=logging.ERROR)
 
     def on_staged(self, *, proven: bool) -> None:
-        """A staged update has used the plan, and shown that it is right, or that it isn't."""
+        """Note that a staged update has used the plan, and whether the plan was right."""
         known = self.entry
         self._way = "staged"
         if not proven:
@@ -152,25 +162,28 @@ class PlanCache:
         known.proven = known.plan is not None
 
     def close(self) -> None:
-        """The session is over: no update by the plan, no comparison."""
+        """End the session."""
         self.close_comparison()
         self.update = None
 
     def close_comparison(self) -> None:
-        """What comes now is not the whole update: nothing can be learnt from it."""
+        """Stop comparing: an update that is not whole proves nothing."""
         if self._comparison is not None:
             self._comparison.close()
         self._comparison = self._comparing = None
 
     @property
     def entry(self) -> PlanEntry:
-        """Of the tensors that were armed last."""
+        """What is known of the tensors that were armed last."""
         return self._entry or PlanEntry((), reason="nothing was armed")
 
     def account(self) -> dict[str, Any]:
-        """How the last update went, ``plan``, ``staged``, ``loader``, or empty before the first;
-        whether the next one of the armed tensors can go by the plan; and why it can't, where that
-        is for good."""
+        """Return how updates go.
+
+        ``way`` is how the last one went: ``plan``, ``staged``, ``loader``, or empty before the
+        first. ``proven``: the next one of the armed tensors can use the plan. ``reason``: why it
+        never can.
+        """
         known = self.entry
         return {"way": self._way, "proven": known.proven, "reason": known.reason}
 
@@ -183,7 +196,7 @@ class PlanCache:
         self._comparing = known
 
     def _observe(self, step: Callable[[PlanComparison], None]) -> None:
-        """What looks on while the loader works, must not spoil its work."""
+        """Run a step of the comparison, which must not spoil the loader's work."""
         if self._comparison is None or self._comparing is None:
             return
         try:
@@ -203,7 +216,7 @@ class PlanCache:
         )
 
     def _check_methods(self) -> None:
-        """No layer makes something else of its weights when they are loaded."""
+        """Check that no layer changes its weights when they are loaded."""
         if self._vllm_config.parallel_config.enable_eplb:
             raise NoPlanError("experts move between workers (EPLB)")
         for name, module in self._model.named_modules():

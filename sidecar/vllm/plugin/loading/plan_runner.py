@@ -1,4 +1,4 @@
-"""A copy plan at work: an update that is copied by it, and one that it is compared with.
+"""Runs copy plans: an update that is copied by one, and one that is compared with it.
 
 Weights are found by name each time an update starts: layers may have got other parameters since,
 and parameters other memory. ``base_layer``, which vLLM puts between when it serves LoRA adapters,
@@ -37,14 +37,14 @@ class RepackedLayer:
         self._filled: dict[str, torch.Tensor] = {}
 
     def memory(self, key: str, device: torch.device) -> torch.Tensor:
-        """Where the target is to be filled."""
+        """Return the memory in which a parameter is to be filled."""
         if key not in self._filled:
             target = self._targets[key]
             self._filled[key] = torch.empty(target.shape, dtype=target.dtype, device=device)
         return self._filled[key]
 
     def note(self, numel: int) -> None:
-        """So many elements more are filled; when all are, the layer gets them."""
+        """Count filled elements; when all are, the layer gets them."""
         self._missing -= numel
         if not self._missing:
             filled, self._filled = self._filled, {}
@@ -67,10 +67,10 @@ def put(module: torch.nn.Module, filled: dict[str, torch.Tensor]) -> None:
 
 
 class PlannedUpdate:
-    """One update session that copies.
+    """Copies the chunks of one update session.
 
     Args:
-        plan: what goes where.
+        plan: says where each element goes.
         model: the serving model.
         device: where its weights are.
 
@@ -119,11 +119,14 @@ class PlannedUpdate:
 
 
 class PlanComparison:
-    """One update session of the loader's, and the plan beside it: does each element that the plan
-    would have copied stand where it would be?
+    """Compares an update session of the loader with the plan.
 
-    A chunk's tensors are kept until the layers that they belong to are whole, for which vLLM's
-    reload keeps them as well. A layer that repacks is compared before it does.
+    Each element that the plan would have copied must be where the plan would have put it. A chunk's
+    tensors are kept until the layers that they belong to are whole, for which vLLM's reload keeps
+    them as well. A layer that repacks is compared before it does.
+
+    Attributes:
+        difference: the first difference; empty: there is none.
     """
 
     def __init__(self, plan: CopyPlan, model: torch.nn.Module, device: torch.device) -> None:
@@ -143,7 +146,7 @@ class PlanComparison:
             self._hook(method)
 
     def on_load(self, tensors: Received) -> None:
-        """These are about to be loaded."""
+        """Note tensors that are about to be loaded."""
         for name, tensor in tensors:
             self._missing.discard(name)
             for target in dict.fromkeys(copy.target for copy in self._plan.copies[name]):
@@ -158,11 +161,11 @@ class PlanComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether everything came, and all of it is where the plan would have copied it."""
+        """Whether everything came, and is where the plan would have copied it."""
         return not (self._missing or self._waiting or self.difference)
 
     def finish(self) -> None:
-        """The loader is done: compare what is left."""
+        """Compare the rest: the loader is done."""
         self.close()
         for name in list(self._waiting):
             current = None if name in self._repacked else self._places[name].current
@@ -173,7 +176,7 @@ class PlanComparison:
                 self._compare(name, current.data)
 
     def close(self) -> None:
-        """Take the hooks out."""
+        """Remove the hooks."""
         for method, own in self._hooked:
             if own is None:
                 del method.process_weights_after_loading
@@ -189,7 +192,7 @@ class PlanComparison:
             try:
                 for name in self._names_of.get(layer, ()):
                     self._compare_processed(name)
-            except Exception as error:  # noqa: BLE001 - who looks on, must not spoil the load
+            except Exception as error:  # noqa: BLE001 - a comparison must not spoil the load
                 self._differs(f"{type(error).__name__}: {error}")
             original(layer)
 
@@ -235,15 +238,15 @@ class PlanComparison:
 def copies(
     plan: CopyPlan, tensors: Received, memory: Callable[[str], torch.Tensor]
 ) -> tuple[CopyBatch, list[tuple[str, int]]]:
-    """What goes where of received tensors.
+    """Return the copies that put received tensors into the targets of a plan.
 
     Args:
-        plan: says so.
+        plan: says where each element goes.
         tensors: some of the manifest's.
-        memory: where a target of the plan is to be filled.
+        memory: returns where a target of the plan is to be filled.
 
     Returns:
-        the copies, and of which targets how many elements each of them fills.
+        the copies; and for each of them its target, and how many elements of it are filled.
 
     Raises:
         KeyError: a tensor that the manifest doesn't have.
@@ -262,7 +265,7 @@ def copies(
 
 
 def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
-    """Fill what of a target is the same in all updates; return how many elements that are."""
+    """Fill what is the same in all updates; return how many elements that are."""
     filled = 0
     for each in plan.fills.get(name, ()):
         filled += part(target, each.region).fill_(each.value).numel()
@@ -270,7 +273,7 @@ def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
 
 
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Not-a-number, too, equals itself. ``other`` is cast, as a copy would."""
+    """Return whether all bits are equal, after a cast of ``other``; not-a-number equals itself."""
     other = other.to(device=one.device, dtype=one.dtype)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     return torch.equal(one.view(bits), other.view(bits))

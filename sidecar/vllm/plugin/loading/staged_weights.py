@@ -1,20 +1,20 @@
-"""The next weights of a worker's model, beside those that serve, and the swap.
+"""Keeps the next weights of a worker's model beside those that serve, and swaps them.
 
 ::
 
     state    call       next     what happens
-    EMPTY    begin      FILLING  memory for all that the copy plan fills is there
-    FILLING  stage      FILLING  a chunk is in that memory (:mod:`staging_layouts`)
+    EMPTY    begin      FILLING  memory for all that the copy plan fills is allocated
+    FILLING  stage      FILLING  a chunk is put into that memory (:mod:`staging_layouts`)
     FILLING  seal       SEALED   every element was staged, once
     SEALED   swap       EMPTY    all of it is copied to where the model serves from
-    any      let_go     EMPTY    nothing has changed
+    any      release    EMPTY    nothing has changed
 
 A plan that no update has proven yet is proven as it is used: the model's own loader is run over the
 chunk as it has arrived, with its parameters on the meta device, and each copy that it makes is
 compared with what was staged. So the serving model is not touched for it.
 
 Weights that a CPU serves in another form than it loads
-(:mod:`sidecar.vllm.plugin.loading.plan_runner`), get that form in the swap.
+(:mod:`sidecar.vllm.plugin.loading.plan_runner`) get that form in the swap.
 """
 
 from __future__ import annotations
@@ -53,17 +53,20 @@ if TYPE_CHECKING:
 
 
 class StagedWeights:
-    """Of one model, from one update to the next.
+    """Keeps the staged weights of one model, and their memory from one update to the next.
 
     Args:
         model: the serving model.
         device: where its weights are.
+
+    Attributes:
+        memory: that updates are staged in.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._memory = StagingBuffers(device)
+        self.memory = StagingBuffers(device)
         self._parameters: tuple[CopyPlan, dict[str, ParameterRef], ParameterFingerprint] | None = (
             None
         )
@@ -73,26 +76,12 @@ class StagedWeights:
         # What a swap copies, of a layout, from memory, to places that are these.
         self._swap: tuple[tuple[object, ...], CopyBatch] | None = None
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether an update is staged, or is about to be."""
-        return self._begun
-
-    @property
-    def held_bytes(self) -> int:
-        """What the memory takes."""
-        return self._memory.held_bytes
-
-    @property
-    def released_bytes(self) -> int:
-        """What it took, and has let go."""
-        return self._memory.released_bytes
-
     def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
-        """Have memory for all that the plan fills; what an update before has left, is used again.
+        """Allocate memory for all that the plan fills, or reuse that of an earlier update.
 
         Args:
-            chunks: what will come, the same objects where it is the same.
+            plan: says where each element goes.
+            chunks: what will come; the same objects if it is the same.
 
         Raises:
             EngineError: code ``staging_refused``: there is no room, or the model's weights are not
@@ -105,17 +94,16 @@ class StagedWeights:
             as_sent = plan.is_whole(chunks) and not repacked
             self._layout = AsSent(plan, chunks) if as_sent else ByTarget(plan), chunks
         layout, _ = self._layout
-        self._memory.allocate(layout.shapes)
-        layout.begin(self._memory.tensors)
+        self.memory.allocate(layout.shapes)
+        layout.begin(self.memory.tensors)
         self._begun = True
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:
-        """The chunk's tensors, where it may be received as it is packed: then there is nothing to
-        copy."""
+        """Return the chunk's tensors, if it may be received as it is packed, without a copy."""
         return self._require_layout().buffer_for(seq)
 
     def stage(self, seq: int, tensors: Received) -> bool:
-        """Have a chunk in the memory. Returns whether it is copied there.
+        """Put a chunk into the memory; return whether it was copied.
 
         Raises:
             KeyError: a tensor that the manifest doesn't have.
@@ -150,10 +138,10 @@ class StagedWeights:
             raise EngineError(f"the copy plan is not what the loader does: {proof.difference}")
 
     def seal(self) -> None:
-        """All of it was staged.
+        """Check that all of it was staged.
 
         Raises:
-            EngineError: it was not.
+            EngineError: some of it was not.
         """
         layout = self._require_layout()
         if layout.missing:
@@ -165,7 +153,7 @@ class StagedWeights:
         self._sealed = True
 
     def require_sealed(self) -> None:
-        """For a swap.
+        """Check that a swap would succeed.
 
         Raises:
             EngineError: code ``called_off``: not all is staged, or the model's weights are not
@@ -176,13 +164,16 @@ class StagedWeights:
         self._find_parameters_or(NackCode.CALLED_OFF, self._require_layout().plan)
 
     def swap(self) -> None:
-        """Copy all of it to where :meth:`require_sealed` has found the targets. No step runs."""
+        """Copy all of it to where :meth:`require_sealed` has found the targets.
+
+        No step may run.
+        """
         assert self._parameters is not None, "it was asked whether they are there"
         _, places, _ = self._parameters
         repacked: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
         for name, place in places.items():
             if repacks(place, self._device):
-                repacked.setdefault(place.module, {})[place.key] = self._memory.tensors[name]
+                repacked.setdefault(place.module, {})[place.key] = self.memory.tensors[name]
         with torch.no_grad():
             self._prepare(places).run()
             layout = self._require_layout()
@@ -191,18 +182,18 @@ class StagedWeights:
                 put(module, filled)
 
     def release(self, *, keep: bool) -> None:
-        """The update is over. ``keep``: its memory stays."""
+        """End the update. ``keep``: its memory stays."""
         self._begun = self._sealed = False
         if not keep:
-            self._memory.release()
-            if not self._memory.tensors:
+            self.memory.release()
+            if not self.memory.tensors:
                 self._swap = None
                 if self._layout is not None:
                     self._layout[0].discard()
 
     def _prepare(self, places: dict[str, ParameterRef]) -> CopyBatch:
-        """What a swap copies."""
-        layout, memory = self._require_layout(), self._memory.tensors
+        """Return the copies of a swap."""
+        layout, memory = self._require_layout(), self.memory.tensors
         if self._swap is not None:
             known, copies = self._swap
             if all(map(operator.is_, known, (layout, memory, places))):
@@ -219,20 +210,16 @@ class StagedWeights:
 
     def _find_parameters_or(self, code: NackCode, plan: CopyPlan) -> dict[str, ParameterRef]:
         try:
-            return self._find_parameters(plan)
+            return self.find_parameters(plan)
         except NoPlanError as error:
             raise EngineError(str(error), code=code) from error
 
-    def require_parameters(self, plan: CopyPlan) -> None:
-        """The model's weights are where the plan wants them.
+    def find_parameters(self, plan: CopyPlan) -> dict[str, ParameterRef]:
+        """Return where the targets are; they are looked for anew only if they have moved.
 
         Raises:
-            NoPlanError: they are not.
+            NoPlanError: the model's weights are not where the plan wants them.
         """
-        self._find_parameters(plan)
-
-    def _find_parameters(self, plan: CopyPlan) -> dict[str, ParameterRef]:
-        """Where the targets are; where they were, if they still are."""
         if self._parameters is not None:
             known, places, fingerprints = self._parameters
             if known is plan and fingerprints:
@@ -248,11 +235,13 @@ class StagedWeights:
 
 
 class _Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Entered around a loader whose parameters are on meta, and whose tensors are real.
+    """Compares what a loader copies on meta with what was staged.
+
+    It is entered around a loader whose parameters are on meta, and whose tensors are real.
 
     Attributes:
-        compared: so many elements are where the plan has put them.
-        difference: the first thing that is not; empty: all is.
+        compared: how many elements are where the plan has put them.
+        difference: the first difference; empty: there is none.
     """
 
     def __init__(self, staged: StagingLayout, names: TargetNames) -> None:

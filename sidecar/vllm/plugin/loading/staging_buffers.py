@@ -1,7 +1,7 @@
-"""The memory that an update is staged in.
+"""Allocates the memory that an update is staged in.
 
-On a GPU the tensors stay when their memory is let go, and get it back when it is needed again: so
-whatever was made of them, views and lists of copies, holds from one update to the next. On a CPU
+On a GPU the tensors stay when their memory is released, and get it back when it is needed again: so
+whatever was made of them, views and lists of copies, is valid from one update to the next. On a CPU
 they are made anew, since a layer that repacks may keep what it was given.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StagingBuffers:
-    """Of one model.
+    """Holds the staging memory of one model.
 
     Attributes:
         tensors: by name; another dict, where they are made anew.
@@ -35,16 +35,16 @@ class StagingBuffers:
 
     @property
     def held_bytes(self) -> int:
-        """What it takes now."""
+        """How many bytes it takes now."""
         return sum(each.nbytes for each in self.tensors.values()) if self._held else 0
 
     @property
     def released_bytes(self) -> int:
-        """What it took before it was let go, if it is to have the same again."""
+        """How many bytes it took before it was released, if it is to take them again."""
         return 0 if self._held else sum(each.nbytes for each in self.tensors.values())
 
     def allocate(self, shapes: Shapes) -> None:
-        """Have tensors of these names, shapes and dtypes; if it has them, they stay as they are.
+        """Allocate tensors of these names, shapes and dtypes; those that fit stay as they are.
 
         Raises:
             EngineError: code ``staging_refused``: there is no room.
@@ -71,7 +71,7 @@ class StagingBuffers:
         self._held = True
 
     def release(self) -> None:
-        """It is free for others; nothing of it may be looked at."""
+        """Release the memory; nothing of it may be read."""
         self._held = False
         if self._device.type == "cpu":
             self.tensors = {}
@@ -80,6 +80,6 @@ class StagingBuffers:
             each.untyped_storage().resize_(0)
 
     def _discard(self) -> None:
-        """For good: whoever still has views of it, keeps no memory."""
+        """Release it for good: views that somebody still has keep no memory."""
         self.release()
         self.tensors = {}

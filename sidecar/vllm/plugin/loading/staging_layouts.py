@@ -41,11 +41,11 @@ _ALL: Final = "all"  # the one memory's name
 
 
 class StagingLayout(ABC):
-    """Of the updates that have one manifest.
+    """Lays out the updates that have one manifest.
 
     Attributes:
-        plan: what goes where.
-        shapes: the memory that it takes.
+        plan: says where each element goes.
+        shapes: of the memory that the layout takes.
         missing: how many elements are not staged yet.
     """
 
@@ -60,7 +60,7 @@ class StagingLayout(ABC):
         self._planned: WeakKeyDictionary[ReceivedChunk, CopyBatch] = WeakKeyDictionary()
 
     def begin(self, memory: Memory) -> None:
-        """Another update, in this memory; nothing of it is there."""
+        """Begin another update in this memory; nothing of it is staged."""
         if memory is not self._memory:
             self.discard()
             self._memory = memory
@@ -68,7 +68,7 @@ class StagingLayout(ABC):
         self._start()
 
     def stage(self, seq: int, tensors: Received) -> bool:
-        """Have a chunk in the memory. Returns whether it is copied there.
+        """Put a chunk into the memory; return whether it was copied.
 
         Raises:
             KeyError: a tensor that the manifest doesn't have.
@@ -84,12 +84,12 @@ class StagingLayout(ABC):
         return copied
 
     def discard(self) -> None:
-        """The memory is gone."""
+        """Drop what belongs to memory that is gone."""
         self._memory = {}
         self._planned.clear()
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:  # noqa: ARG002 - not every layout has one
-        """The chunk's tensors, where it may be received as it is packed."""
+        """Return the chunk's tensors, if it may be received as it is packed."""
         return None
 
     def _copy(self, seq: int, tensors: Received) -> CopyBatch:
@@ -104,14 +104,14 @@ class StagingLayout(ABC):
 
     @abstractmethod
     def find(self, target: str, region: Region) -> torch.Tensor | None:
-        """What is staged for a part of a target that some chunk was copied to; None: nothing is."""
+        """Return what is staged for a part of a target; None: no chunk was copied to it."""
 
     @abstractmethod
     def into(self, targets: Memory) -> CopyBatch:
-        """All of it into tensors like the plan's targets."""
+        """Return the copies of all of it into tensors like the plan's targets."""
 
     def pad(self, targets: Memory) -> None:  # noqa: B027 - not every layout has to
-        """Fill there what is the same in all updates, and no part of :meth:`into`."""
+        """Fill what is the same in all updates, and no part of :meth:`into`."""
 
     @abstractmethod
     def _start(self) -> None: ...
@@ -128,10 +128,12 @@ class ByTarget(StagingLayout):
         self.shapes = {name: (each.shape, each.dtype) for name, each in plan.targets.items()}
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
+        """Return what is staged for a part of a target; None: nothing."""
         there = self._memory.get(target)
         return None if there is None else part(there, region)
 
     def into(self, targets: Memory) -> CopyBatch:
+        """Return the copies of all of it into tensors like the plan's targets."""
         return CopyBatch(list(targets.values()), [self._memory[name] for name in targets])
 
     def _start(self) -> None:
@@ -143,8 +145,7 @@ class ByTarget(StagingLayout):
 
 
 class AsSent(StagingLayout):
-    """One memory, in which each chunk has its bytes behind those of the one before, and its tensors
-    where packing puts them."""
+    """Keeps chunks one behind the other in one memory, each as it is packed."""
 
     def __init__(self, plan: CopyPlan, chunks: Sequence[tuple[TensorMeta, ...]]) -> None:
         super().__init__(plan)
@@ -159,20 +160,24 @@ class AsSent(StagingLayout):
         self._found: dict[tuple[str, Region], tuple[int, str, Region]] = {}
 
     def begin(self, memory: Memory) -> None:
+        """Begin another update in this memory; nothing of it is staged."""
         super().begin(memory)
         if not self._buffers:
             ends = itertools.accumulate(self._sizes_bytes, initial=0)
             self._buffers = [memory[_ALL][begin:end] for begin, end in itertools.pairwise(ends)]
 
     def discard(self) -> None:
+        """Drop what belongs to memory that is gone."""
         super().discard()
         self._buffers = []
         self._views.clear()
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:
+        """Return the chunk's tensors in the memory."""
         return self._own(seq) if seq < len(self._chunks) else None
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
+        """Return what is staged for a part of a target; None: nothing."""
         if not self._found:
             for seq, name, copy in self._copies():
                 self._found[copy.target, copy.region] = seq, name, copy.source
@@ -183,6 +188,7 @@ class AsSent(StagingLayout):
         return part(dict(self._own(seq))[name], source)
 
     def into(self, targets: Memory) -> CopyBatch:
+        """Return the copies of all of it into tensors like the plan's targets."""
         own = {name: tensor for seq in range(len(self._chunks)) for name, tensor in self._own(seq)}
         pairs = [
             (part(targets[copy.target], copy.region), part(own[name], copy.source))
@@ -191,6 +197,7 @@ class AsSent(StagingLayout):
         return CopyBatch([target for target, _ in pairs], [source for _, source in pairs])
 
     def pad(self, targets: Memory) -> None:
+        """Fill the padding of the targets."""
         for name in self.plan.fills:
             pad(self.plan, name, targets[name])
 

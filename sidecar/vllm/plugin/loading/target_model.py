@@ -1,4 +1,4 @@
-"""What a worker knows of its models, and of the update that comes next."""
+"""Keeps what a worker knows of its models, and of the update that comes next."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ if TYPE_CHECKING:
     from bus.messages import Staging, Target
     from bus.weight_transfer.base import Receiver
     from bus.weight_transfer.packing import Tensors
-    from sidecar.transfer.chunk_receiver import ChunkReceiver
-    from sidecar.vllm.plugin import operations
     from sidecar.vllm.plugin.loading.manifest_check import Blueprint
 
 
 class TargetModel:
-    """One of the worker's models, and what it takes to load it."""
+    """One of the worker's models, and what is needed to load it."""
 
     def __init__(self, model: torch.nn.Module, built: Blueprint, device: torch.device) -> None:
         self.model = model
@@ -38,7 +36,7 @@ class TargetModel:
         self.repacking = CpuRepacking(model, device)
 
     def without_tied_head(self, received: Tensors) -> Tensors:
-        """Of what was received, what is loaded: a tied head is another tensor already."""
+        """Return what is loaded of what was received: a tied head is loaded with the embeddings."""
         if not self.tied_head or all(name != self.tied_head for name, _ in received):
             return received
         return [(name, tensor) for name, tensor in received if name != self.tied_head]
@@ -49,22 +47,27 @@ class TargetModel:
         return bool(reloading_layers(self.model))
 
     def discard(self) -> None:
-        """Empty the layers' buffers: with them, a tensor that can't be loaded would be tried again
-        by every finish, and fail it for good."""
+        """Empty the layers' buffers.
+
+        A tensor that can't be loaded would otherwise be tried again by every finish, and fail it
+        for good.
+        """
         self.plans.close_comparison()
         for info in reloading_layers(self.model):
             info.loaded_weights = []
             info.load_numel = 0
 
     def process_deferred(self, dtype: torch.dtype) -> None:
-        """Post-process those layers that vLLM leaves for the end of a load."""
+        """Post-process the layers that vLLM leaves for the end of a load."""
         for layer in deferred_layers(self.model):
             layer.process_weights_after_loading(dtype)
 
 
 class ArmedManifest:
-    """A manifest's chunks: the same objects for each update that has that manifest, so that what is
-    known of them is known of the next one's."""
+    """A manifest's chunks: the same objects for each update that has that manifest.
+
+    So what is known of one update's chunks is known of the next one's.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -73,39 +76,28 @@ class ArmedManifest:
         self._fits: tuple[Receiver, int | None] | None = None
 
     def check_room(self, backend: str, receiver: Receiver | None) -> None:
-        """As :func:`sidecar.transfer.check_room`, and only if it is another transport."""
+        """Check the room as :func:`sidecar.transfer.check_room`, once for each transport."""
         fits = None if receiver is None else (receiver, receiver.room_bytes)
         if fits is None or fits != self._fits:
             check_room(backend, receiver, self.manifest)
             self._fits = fits
 
-    def chunk(self, operation: operations.ReceiveChunk) -> tuple[TensorMeta, ...]:
-        """What is to be received.
-
-        Raises:
-            EngineError: code ``transfer_failed``: it is not the manifest's.
-        """
-        metas, part = self.chunk_at(operation.seq), self.manifest.part(operation.seq)
-        manifest = self.manifest
-        own = manifest.names[part], manifest.dtypes[part], manifest.shapes[part]
-        if own != (operation.names, operation.dtypes, operation.shapes):
-            raise _another(operation.seq)
-        return metas
-
     def chunk_at(self, seq: int) -> tuple[TensorMeta, ...]:
-        """A chunk by its number.
+        """Return a chunk by its number.
 
         Raises:
             EngineError: code ``transfer_failed``: the manifest has none.
         """
         if seq >= len(self.chunks):
-            raise _another(seq)
+            raise EngineError(
+                f"chunk {seq} is not the one of the armed manifest", code=NackCode.TRANSFER_FAILED
+            )
         return self.chunks[seq]
 
 
 @dataclass(frozen=True, slots=True)
 class ArmedUpdate:
-    """An update whose manifest was checked. ``staging``: as ARM has it."""
+    """An update whose manifest was checked. ``staging`` is as in ARM."""
 
     announced: ArmedManifest
     target: Target
@@ -113,21 +105,16 @@ class ArmedUpdate:
 
     @property
     def manifest(self) -> Manifest:
-        """All that it sends."""
+        """The manifest of the update."""
         return self.announced.manifest
 
     def counts(self, seq: int) -> tuple[int, ...]:
-        """Of a patch: how many elements of each of a chunk's tensors come."""
+        """Return how many elements of each of a chunk's tensors come; for a patch."""
         return self.manifest.counts[self.manifest.part(seq)]
-
-    def receive(self, operation: operations.ReceiveChunk, receiver: ChunkReceiver) -> None:
-        """Begin to receive a chunk, if it is one of this update's."""
-        metas = self.announced.chunk(operation)
-        receiver.begin(operation.seq, metas, operation.backend, operation.handle)
 
 
 def require_armed(armed: ArmedUpdate | None) -> ArmedUpdate:
-    """The update that was armed.
+    """Return the update that was armed.
 
     Raises:
         EngineError: code ``wrong_state``: there is none.
@@ -135,9 +122,3 @@ def require_armed(armed: ArmedUpdate | None) -> ArmedUpdate:
     if armed is None:
         raise EngineError("receive before a manifest was armed", code=NackCode.WRONG_STATE)
     return armed
-
-
-def _another(seq: int) -> EngineError:
-    return EngineError(
-        f"chunk {seq} is not the one of the armed manifest", code=NackCode.TRANSFER_FAILED
-    )

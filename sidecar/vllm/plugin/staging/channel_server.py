@@ -1,19 +1,19 @@
 """A worker's staging channel: where a sidecar reaches it while it makes steps.
 
 vLLM's ``collective_rpc`` goes through the engine core, which asks its workers between two steps:
-what is asked so, waits for a step, and the next step waits for it. What is staged disturbs no
-step, so it comes another way: each worker listens at a Unix socket of its own, and carries out
-what it is asked there in a thread, one thing at a time.
+such a call waits for a step, and the next step waits for the call. Staging must not disturb steps,
+so it comes another way: each worker listens at a Unix socket of its own, and carries out operations
+in a thread, one at a time.
 
-The core comes first. What it asks, begins a swap, ends an update, or starts another: so whoever is
-staging is not needed any more, is interrupted, and kept out until the worker is done. (Who opens a
-transport goes on, and so does the core.) And who has come last, comes before all others: what one
-of them has asked and was not begun yet, never is.
+Calls of the core take priority. They begin a swap, end an update, or start another, so an operation
+that is under way is not needed any more: it is interrupted, and no other begins until the worker is
+done. (Opening a transport goes on, and so does the core.) The newest connection supersedes all
+others: what an older one has asked and was not begun never is.
 
-The socket is in Linux's abstract namespace: there is no file that a process which is killed would
-leave. Only processes of one user are let in, at both ends. A frame is its length, 4 bytes,
-big-endian, and then an operation of :mod:`sidecar.vllm.plugin.staging.channel_messages`; back comes
-its answer.
+The socket is in Linux's abstract namespace: there is no file that a killed process would leave.
+Only processes of one user are let in, at both ends. A frame is its length, 4 bytes, big-endian, and
+then an operation of :mod:`sidecar.vllm.plugin.operations`; its answer comes back in
+the same form.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar, cast
 
-from sidecar.vllm.plugin import agreement
+from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.operations import MAX_PAYLOAD_CHARS, Open, WorkerFailure
-from sidecar.vllm.plugin.staging import channel_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,17 +44,18 @@ _RETRY_S: Final = 0.05
 
 
 class StagingChannelServer:
-    """One worker's. Its thread starts when its address is first asked for.
+    """Serves one worker's channel. Its thread starts when its address is first asked for.
 
     Args:
-        carry_out: does what is asked; in a thread of the channel's.
-        interrupt: has whoever is in there come out soon; called from any thread, any time.
-        surroundings: of all that such a thread does; entered once in it.
+        execute: carries out an operation, in a thread of the channel.
+        interrupt: makes the operation that is under way return soon; called from any thread, any
+            time.
+        thread_context: entered once in each such thread, around all that it does.
     """
 
     def __init__(
         self,
-        execute: Callable[[channel_messages.Operation], channel_messages.Done],
+        execute: Callable[[operations.Operation], operations.Done],
         interrupt: Callable[[], None],
         thread_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -63,14 +63,14 @@ class StagingChannelServer:
         self._interrupt = interrupt
         self._thread_context = thread_context
         self._newest: socket.socket | None = None
-        self._client_lock = threading.Lock()  # of those who ask by a staging channel
-        self._worker_lock = threading.Lock()  # of these, and of the core
+        self._client_lock = threading.Lock()  # of operations that come by a staging channel
+        self._worker_lock = threading.Lock()  # of these, and of calls of the core
         self._listener: socket.socket | None = None
         self._name = ""
 
     @property
     def name(self) -> str:
-        """Of the socket, in the abstract namespace."""
+        """The socket's name, in the abstract namespace."""
         if self._listener is None:
             self._name = f"wavebus-staging-{os.getpid()}-{secrets.token_hex(8)}"
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -81,7 +81,7 @@ class StagingChannelServer:
 
     @contextlib.contextmanager
     def preempted(self) -> Iterator[None]:
-        """Nothing is carried out for the length of a block; what was, has been interrupted."""
+        """Carry out nothing during a block; what is under way is interrupted first."""
         wait_s = 0.0
         while not self._worker_lock.acquire(timeout=wait_s):
             self._interrupt()  # again: the next one may just have begun
@@ -92,11 +92,11 @@ class StagingChannelServer:
             self._worker_lock.release()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more connections."""
         listener, self._listener = self._listener, None
         if listener is not None:
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # who waits in accept, comes out
+                listener.shutdown(socket.SHUT_RDWR)  # a thread that waits in accept returns
             listener.close()
 
     def _in_thread(self, target: Callable[[socket.socket], None], served: socket.socket) -> None:
@@ -133,47 +133,50 @@ class StagingChannelServer:
         ):
             stream = cast("BinaryIO", made)
             while (blob := _read_frame(stream)) is not None:
-                asked = _attempt(functools.partial(channel_messages.decode, blob))
+                asked = _attempt(functools.partial(operations.unpack, blob))
                 with contextlib.ExitStack() as held:
                     for lock in self._locks_for(asked):
                         held.enter_context(lock)
                     if self._newest is not connection:
                         return
-                    answer = channel_messages.encode(self._answer(asked))
+                    answer = operations.pack(self._answer(asked))
                 connection.sendall(LENGTH.pack(len(answer)) + answer)
 
-    def _locks_for(self, asked: channel_messages.Operation | WorkerFailure) -> list[threading.Lock]:
-        """What nothing else has meanwhile. Who opens a transport may wait for others: the core, and
-        with it all steps, need not wait for that, nor who comes and greets."""
+    def _locks_for(self, asked: operations.Operation | WorkerFailure) -> list[threading.Lock]:
+        """Return what an operation holds while it is carried out.
+
+        Opening a transport may wait for others. The core, and with it all steps, need not wait for
+        that; neither does a connection that greets.
+        """
         match asked:
-            case channel_messages.Greet():
+            case operations.Greet():
                 return []
             case Open():
                 return [self._client_lock]
         return [self._client_lock, self._worker_lock]
 
-    def _answer(self, asked: channel_messages.Operation | WorkerFailure) -> channel_messages.Answer:
+    def _answer(self, asked: operations.Operation | WorkerFailure) -> operations.Answer:
         if isinstance(asked, WorkerFailure):
             return asked
         return _attempt(functools.partial(self._execute, asked))
 
 
 def _attempt(work: Callable[[], T]) -> T | WorkerFailure:
-    """What has come of it; or how it has failed."""
+    """Return the result, or how the work has failed."""
     done: list[T] = []
     failure = agreement.attempt(lambda: done.append(work()))
     return failure or done[0]
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is of this user, or root's."""
+    """Return whether the process at the other end is of this user, or of root."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return uid in (os.getuid(), 0)
 
 
 def _read_frame(stream: BinaryIO) -> bytes | None:
-    """A frame; None where there is none any more, or one that is too long."""
+    """Return a frame; None at the end, or if the frame is too long."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

@@ -2,22 +2,24 @@
 
 ::
 
-    asked by        operation        where                    what
-    the channel     Open             the channel's thread     the way that chunks come
-    the channel     ArmManifest,     the channel's thread     what comes; as before
-                    ArmAgain
-    the channel     StartStaging     the channel's thread     memory beside the weights
-    the channel     Receive, Stage   the channel's thread     a chunk comes, and is there
-    the channel     Seal             the channel's thread     all of it is there
-    the core        Ready, Swap      the worker's thread      it is copied into the weights
-    the core        LetGo            the worker's thread      nothing is staged any more
+    asked by        operation        where                    what happens
+    the channel     Open             the channel's thread     the transport is opened
+    the channel     ArmManifest,     the channel's thread     the manifest is checked; again
+                    Rearm
+    the channel     StartStaging     the channel's thread     memory is allocated beside the weights
+    the channel     ReceiveChunk,   the channel's thread     a chunk comes, and is staged
+                    Stage
+    the channel     Seal             the channel's thread     every element is staged
+    the core        CheckReady,      the worker's thread      all is copied into the weights
+                    SwapStaged
+    the core        ReleaseStaging   the worker's thread      what is staged is dropped
 
-Until the swap the worker makes steps. They are Python, most of them, and so is what the staging
-channel does: of the two threads one runs at a time. So whatever is asked of the staging channel
-takes its time from a step, and should be little. On a GPU the staging channel has a stream of its
-own, and says that something is done when the GPU has done it.
+Until the swap the worker makes steps. Steps are mostly Python, and so is the staging channel; of
+the two threads one runs at a time. So whatever the staging channel does takes its time from a step,
+and should be little. On a GPU the staging channel has a stream of its own, and reports that
+something is done when the GPU has done it.
 
-A worker that has peer ranks sees a manifest for the first time by the core's way: they ask each
+A worker that has peer ranks receives a new manifest through the core, because the ranks ask each
 other.
 """
 
@@ -41,13 +43,14 @@ from sidecar.transfer.verification import DeferredSums
 from sidecar.vllm.plugin import agreement
 from sidecar.vllm.plugin.loading.copy_plan import NoPlanError
 from sidecar.vllm.plugin.loading.target_model import ArmedUpdate, require_armed
-from sidecar.vllm.plugin.operations import ArmManifest, Open
-from sidecar.vllm.plugin.staging.channel_messages import (
+from sidecar.vllm.plugin.operations import (
+    ArmManifest,
     Done,
     Greet,
+    Open,
     Operation,
     Rearm,
-    ReceiveStaged,
+    ReceiveChunk,
     Seal,
     SentChunk,
     Stage,
@@ -70,32 +73,34 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 
 
 class StagingEngine(Protocol):
-    """The worker's, as far as its channel asks it. What it raises is for the sidecar."""
+    """The worker's engine, as far as its channel needs it. Its errors are for the sidecar."""
 
     @property
     def armed(self) -> ArmedUpdate | None:
         """The update that comes next, or is under way."""
 
     def open_transfer(self, operation: Open) -> int:
-        """See the operation; how many chunks may be received ahead."""
+        """Open the transport; return how many chunks may be received ahead."""
 
     def arm(self, operation: ArmManifest) -> StagingCapacity:
-        """See the operation; whether it can be staged."""
+        """Arm an update; return whether it can be staged."""
 
     def rearm(self, operation: Rearm) -> StagingCapacity:
-        """See the operation; whether it can be staged."""
+        """Arm the last manifest again; return whether it can be staged."""
 
 
 class Stager:
-    """Of one model.
+    """Stages the updates of one model while the engine keeps stepping.
 
     Args:
-        inbox: the worker's.
+        loadable: the model.
+        receiver: the worker's receiver of chunks.
         vllm_config: with which the model was built.
-        engine: the worker's.
+        device: where its weights are.
+        engine: the worker's engine.
 
     Attributes:
-        swap_ms: how long the last swap kept the device from steps.
+        swap_ms: how long the last swap kept the device from steps, in milliseconds.
     """
 
     def __init__(
@@ -122,8 +127,10 @@ class Stager:
     # -- on the worker's thread --------------------------------------------------------
 
     def capacity(self, armed: ArmedUpdate | None, *, is_partial: bool) -> StagingCapacity:
-        """Whether the armed update can be staged here. ``broken``: the model is in the middle of
-        a load."""
+        """Return whether the armed update can be staged here.
+
+        ``is_partial``: an update has broken off in the middle of a load.
+        """
         if armed is None or armed.staging is None or armed.target != "model":
             return StagingCapacity(why_not="no update was armed that may be staged")
         known = self._target.plans.entry
@@ -141,40 +148,45 @@ class Stager:
         return staging_capacity(armed.staging, needed, self._device, held_bytes=held)
 
     def _layout_mismatch(self, plan: CopyPlan) -> str:
-        """What of the model is not where the plan wants it; empty: all is."""
+        """Return which parameter is not where the plan wants it; empty: none."""
         try:
-            self._target.staged.require_parameters(plan)
+            self._target.staged.find_parameters(plan)
         except NoPlanError as error:
             return str(error)
         return ""
 
     def _reusable_bytes(self, needed: int) -> int:
-        """What an update before has left here, and nobody must be asked for: it is held, or was
-        let go and is still this process's."""
-        staged = self._target.staged
-        if staged.released_bytes >= needed and spare_memory(self._device) >= needed:
+        """Return how many bytes an earlier update has left here.
+
+        They are held, or were released and still belong to this process, so that nobody has to be
+        asked.
+        """
+        memory = self._target.staged.memory
+        if memory.released_bytes >= needed and spare_memory(self._device) >= needed:
             return needed
-        return staged.held_bytes
+        return memory.held_bytes
 
     def _is_refused_again(self, needed: int) -> bool:
-        """What seems free may lie in pieces, or be had for CUDA graphs alone. So what could not be
-        had is not tried again before there is more."""
+        """Return whether an allocation would probably fail as the last one did.
+
+        What seems free may be fragmented, or reserved for CUDA graphs. So it is not tried again
+        before more is free.
+        """
         if self._last_refusal is None:
             return False
         asked, free = self._last_refusal
         return needed >= asked and free_memory(self._device) < free + needed // 10
 
     def discard_transport(self) -> None:
-        """Another one comes: nothing of the last one's buffers is kept."""
+        """Drop what belongs to the transport's buffers, before another transport comes."""
         self._sums.close()
 
-    def check_ready(self) -> None:
-        """Whether a swap would go through."""
-        self._target.staged.require_sealed()
-
     def swap(self) -> None:
-        """In all workers, or in none. What fails behind that, leaves an engine that must not go
-        on: it is not :data:`NackCode.CALLED_OFF`."""
+        """Swap in all workers, or in none.
+
+        A failure behind that leaves an engine that must not go on: its code is not
+        :data:`NackCode.CALLED_OFF`.
+        """
         loadable = self._target
         agreement.run_before_any_continues(loadable.staged.require_sealed)
         with self._timed():
@@ -186,14 +198,14 @@ class Stager:
         self.release()
 
     def release(self) -> None:
-        """Nothing is staged any more."""
+        """Drop what is staged."""
         self._discard_chunks()
         staging = None if self._armed is None else self._armed.staging
         self._armed = None
         self._target.staged.release(keep=staging is not None and staging.keep)
 
     def _discard_chunks(self) -> None:
-        """What comes yet is of an update that was given up: steps don't wait for its trainer."""
+        """Drop chunks of an update that was given up: steps don't wait for its trainer."""
         self._receiver.interrupt()
         self._receiver.clear()
         self._sums.discard()
@@ -220,16 +232,18 @@ class Stager:
                     return Done(room=self._engine.rearm(operation))
                 case StartStaging():
                     return Done(in_place=self._start(self._engine.armed))
-                case ReceiveStaged():
+                case ReceiveChunk():
                     self._receive(operation)
                 case Stage():
                     self._stage(operation.chunks)
                 case Seal():
                     self._target.staged.seal()
+                case _:
+                    raise EngineError("not by a staging channel", code=NackCode.WRONG_STATE)
             return Done()
 
     def _start(self, armed: ArmedUpdate | None) -> bool:
-        """Have memory for the armed update. Returns whether chunks are received into it.
+        """Allocate memory for the armed update; return whether chunks are received into it.
 
         Raises:
             EngineError: code ``wrong_state``: none can be staged.
@@ -250,14 +264,16 @@ class Stager:
         launches = receiver is not None and receiver.can_launch
         return launches and known.proven and staged.buffer_for(0) is not None
 
-    def _receive(self, asked: ReceiveStaged) -> None:
+    def _receive(self, asked: ReceiveChunk) -> None:
         metas = require_armed(self._armed).announced.chunk_at(asked.seq)
         into = self._target.staged.buffer_for(asked.seq)
         self._receiver.begin(asked.seq, metas, asked.backend, asked.handle, into)
 
     def _stage(self, chunks: Sequence[SentChunk]) -> None:
-        """They lie beside the weights, when they have arrived; and when the last of all is among
-        them, all are what was sent."""
+        """Stage chunks that have arrived.
+
+        With the last chunk of the update, all checksums are compared.
+        """
         try:
             if chunks:
                 self._receiver.take(chunks[-1].seq)  # the others have come before
@@ -295,8 +311,10 @@ class Stager:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Of a block: until the device has done it, and, on a GPU, not before it has done what it
-        was asked earlier."""
+        """Measure a block until the device has done it.
+
+        On a GPU the clock starts when the device has done what it was asked before.
+        """
         if self._device.type != "cuda":
             since_s = time.perf_counter()
             yield
@@ -315,7 +333,7 @@ class Stager:
 
 @contextlib.contextmanager
 def _short_switch_interval() -> Iterator[None]:
-    """Have threads wait less for each other."""
+    """Have threads wait less for each other during a block."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:

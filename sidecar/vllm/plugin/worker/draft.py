@@ -1,8 +1,8 @@
-"""A worker's draft model, and how it was built, told to the worker's weight transfer engine.
+"""Tells the weight transfer engine of the worker's draft model, and how that was built.
 
-vLLM gives that engine the model that it serves, and points it at the draft when an update of it
-starts. By then its manifest must have been checked: so a sidecar asks for this first. What a
-draft model is built of, only the one who drafts knows, and its two model runners say it in
+vLLM gives the engine the model that it serves, and points it at the draft when an update of the
+draft starts. By then the manifest must have been checked: so a sidecar asks for this first. Only
+the drafter knows what a draft model is built of, and vLLM's two model runners expose it in
 different ways (0.32).
 """
 
@@ -21,10 +21,10 @@ logger = init_logger("vllm.wavebus")
 
 
 def introduce(worker: Any) -> bool:
-    """Tell the worker's engine of its draft model; False where it can't be told how to build it.
+    """Tell the worker's engine of its draft model.
 
-    Never raises: a call that fails in all workers spoils the executor's later answers
-    (:mod:`sidecar.vllm.plugin.agreement`).
+    Returns:
+        False if this vLLM does not show how the draft was built, or the engine can't be told.
     """
     try:
         draft = worker.get_draft_model()
@@ -36,7 +36,7 @@ def introduce(worker: Any) -> bool:
 
 
 def shared_parameters(draft: torch.nn.Module, model: torch.nn.Module) -> frozenset[str]:
-    """Those of ``draft`` that are ``model``'s, by their names in ``draft``."""
+    """Return the parameters of ``draft`` that are ``model``'s, by their names in ``draft``."""
     theirs = {id(parameter) for parameter in model.parameters()}
     ours = draft.named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in ours if id(parameter) in theirs)

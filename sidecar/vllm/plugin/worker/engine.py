@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from bus.weight_transfer.allocation import StagingCapacity
     from bus.weight_transfer.base import Receiver
     from bus.weight_transfer.packing import Tensors
-    from sidecar.vllm.plugin.staging import channel_messages
 
 __all__ = ["WavebusWeightTransferEngine"]
 
@@ -79,23 +78,23 @@ _NOT_YOURS = operations.WorkerFailure(
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """``init_info`` as it came, from somebody else."""
+    """``init_info`` as it came from a caller that is no sidecar."""
 
     raw: dict[str, Any]
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """``update_info`` as it came."""
+    """``update_info`` as it came from a caller that is no sidecar."""
 
     raw: dict[str, Any]
 
 
 class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Dispatches each update to a receiver; checks manifests; loads.
+    """Dispatches each update to a receiver, checks manifests, and loads.
 
-    vLLM says which model a session is for before it starts, and points ``self.model`` at that one
-    until it has finished. A manifest is armed before that: so :meth:`introduce_draft`.
+    vLLM says which model a session is for before it starts, and points ``self.model`` at that model
+    until it has finished. A manifest is armed before that: hence :meth:`introduce_draft`.
     """
 
     wavebus_drives = BACKEND
@@ -121,7 +120,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.session = UpdateSession()
 
     def introduce_draft(self, model: torch.nn.Module, built: Blueprint) -> None:
-        """The worker's draft model, whose manifests can be armed from now on."""
+        """Register the worker's draft model, so that its manifests can be armed."""
         known = self._loadable.get("draft")
         if known is None or known.model is not model:
             self._loadable["draft"] = TargetModel(model, built, self.device)
@@ -135,39 +134,40 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     # -- entry points of vLLM ---------------------------------------------------------------
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        """Keep the dict of a caller that is no sidecar; it will be refused."""
         return InitInfo(init_dict)
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        """Keep the dict of a caller that is no sidecar; it will be refused."""
         return UpdateInfo(update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:  # noqa: ARG002 - not for us
-        """Refused: a sidecar opens transports by an operation."""
+        """Refuse: a sidecar opens transports by an operation."""
         agreement.refuse(_NOT_YOURS)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:  # noqa: ARG002 - not for us
-        """Refused: a sidecar loads by an operation."""
+        """Refuse: a sidecar loads by an operation."""
         agreement.refuse(_NOT_YOURS)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:  # noqa: ARG002 - not for us
-        """Refused: a sidecar receives by an operation."""
+        """Refuse: a sidecar receives by an operation."""
         agreement.refuse(_NOT_YOURS)
 
     def start_weight_update(self) -> None:
-        """The sidecar's session is opened; another one is refused."""
+        """Open the sidecar's session; refuse anybody else's."""
         if self.session.ours:
-            self.session.on_opened(self._start)
+            self.session.on_vllm_call(self._start, opens=True)
         else:
             self.session.refused = True
             agreement.refuse(_NOT_YOURS)
 
     def finish_weight_update(self) -> None:
-        """The sidecar's session is closed; of another one there is nothing to finish."""
+        """Close the sidecar's session; anybody else's has nothing to finish."""
         if self.session.ours:
-            self.session.on_closed(self._finish)
+            self.session.on_vllm_call(self._finish, opens=False)
 
     def _start(self) -> None:
-        """Get ready to copy by the plan; or put the model into loading format: its parameters are
-        on meta from there on."""
+        """Prepare to copy by the plan, or move the parameters to meta for loading."""
         self._began = True
         loadable = self._loadable[self._target]
         run = loadable.plans.start(reloading=loadable.is_reloading)
@@ -191,7 +191,6 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         synchronize(self.device)
 
     def _require_its_session(self) -> None:
-        """The session is of the model that was armed: tensors of one may fit the other, too."""
         armed = self.armed
         if armed is not None and armed.target != self._target:
             raise EngineError(
@@ -200,7 +199,6 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
 
     def _finish(self) -> None:
-        """Post-process what was loaded; layers without any load get their old weights back."""
         self._receiver.clear()
         plans = self._loadable[self._target].plans
         try:
@@ -219,12 +217,11 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         loadable.repacking.after_finish()
 
     def shutdown(self) -> None:
+        """Close the staging channel and the transport."""
         self._stager.channel.close()
         self._receiver.close()
 
-    @property
-    def wavebus_staging_channel(self) -> str:
-        """The name of this worker's staging channel."""
+    def _channel_name(self) -> str:
         return self._stager.channel.name
 
     @property
@@ -236,35 +233,40 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
-        """See :meth:`PlanCache.account`; and ``swap_ms``, of the last staged one;
-        ``staging_bytes``,
-        which are held now."""
+        """Account of updates (:meth:`PlanCache.account`), the last swap's time, and bytes held."""
         model = self._loadable["model"]
-        swap_ms, staging_bytes = round(self._stager.swap_ms, 3), model.staged.held_bytes
+        swap_ms, staging_bytes = round(self._stager.swap_ms, 3), model.staged.memory.held_bytes
         return {**model.plans.account(), "swap_ms": swap_ms, "staging_bytes": staging_bytes}
 
     # -- operations ------------------------------------------------------------------
 
-    def wavebus_perform(self, worker: Any, operation: str) -> int:
-        """Carry one out, in the worker that this engine is of. Returns how many chunks may be
-        received ahead, over the transport that is open.
+    def wavebus_perform(self, worker: Any, operation: str) -> operations.Done:
+        """Carry out an operation in this engine's worker.
 
         Raises:
             WorkerRefusal: in the last worker, if it failed in any.
         """
-        with self._stager.channel.preempted():
-            agreement.run_together(lambda: self._perform(worker, operations.decode(operation)))
-        return self._receiver.prefetch_depth
+        done = operations.Done()
 
-    def _perform(self, worker: Any, operation: operations.Operation) -> None:
+        def execute() -> None:
+            nonlocal done
+            done = self._execute(worker, operations.decode(operation))
+
+        with self._stager.channel.preempted():
+            agreement.run_together(execute)
+        return done
+
+    def _execute(self, worker: Any, operation: operations.Operation) -> operations.Done:
         match operation:
+            case operations.Open():
+                return operations.Done(ahead=self.open_transfer(operation))
+            case operations.ArmManifest():
+                self._arm(operation)
+                return operations.Done(room=self.wavebus_room)
             case operations.Hello(protocol=protocol):
                 _check_protocol(protocol)
                 self._loadable["model"].checker.prepare()
-            case operations.Open():
-                self.open_transfer(operation)
-            case operations.ArmManifest():
-                self._arm(operation)
+                return operations.Done(channel=self._channel_name())
             case operations.Start(target=target):
                 if operation.recover:
                     agreement.run_before_any_continues(lambda: self._close(worker))
@@ -277,7 +279,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             case operations.LoadChunk():
                 self._load(worker, operation)
             case operations.CheckReady():
-                self._stager.check_ready()
+                self._loadable["model"].staged.require_sealed()
             case operations.SwapStaged():
                 self._stager.swap()
             case operations.ReleaseStaging():
@@ -292,6 +294,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self._adapters.undo(settled=settled)
             case operations.SettleAdapter():
                 self._adapters.settle()
+            case _:
+                raise EngineError("only by a staging channel", code=NackCode.WRONG_STATE)
+        return operations.Done()
 
     def _restore(self, worker: Any, target: Target) -> None:
         if not self.session.open:
@@ -299,22 +304,19 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         agreement.run_before_any_continues(lambda: self._close(worker))
 
     def _close(self, worker: Any) -> None:
-        """Close the session that is open, if one is; layers that are not complete keep their old
-        weights."""
         if self.session.open:
             self._discard()
             self.session.close(worker)
 
     def _discard(self) -> None:
-        """What of the update has come, is not loaded any more."""
         self._receiver.clear()
         self._loadable[self._target].discard()
 
     def open_transfer(self, operation: operations.Open) -> int:
-        """Open the transport. Returns how many chunks may be received ahead.
+        """Open the transport; return how many chunks may be received ahead.
 
         Raises:
-            EngineError: it can't be.
+            EngineError: the transport can't be opened.
         """
         with self._opening:  # one that a sidecar before has begun goes on until its deadline
             self._open(operation)
@@ -354,14 +356,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 "weights",
                 code=NackCode.OTHER_BASE,
             )
+        described = operation.names, operation.dtypes, operation.shapes
         try:
-            manifest = Manifest(
-                operation.names,
-                operation.dtypes,
-                operation.shapes,
-                operation.chunk_ends,
-                operation.counts,
-            )
+            manifest = Manifest(*described, operation.chunk_ends, operation.counts)
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
         target = operation.target
@@ -385,20 +382,19 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.armed = ArmedUpdate(self._last_manifest, target, operation.staging)
 
     def arm(self, operation: operations.ArmManifest) -> StagingCapacity:
-        """Arm while steps are made; whether it can be staged.
+        """Arm while the engine serves; return whether the update can be staged.
 
         Raises:
-            EngineError: the target can't be filled with it; code ``wrong_state``, if no step may be
-                made meanwhile.
+            EngineError: the target can't be filled with it; ``wrong_state``: no step may be made
+                meanwhile.
         """
         if not self._loadable["model"].checker.prepared:
             raise EngineError("nothing was checked here before", code=NackCode.WRONG_STATE)
         self._arm(operation)
         return self.wavebus_room
 
-    def rearm(self, operation: channel_messages.Rearm) -> StagingCapacity:
-        """As it was armed last, to be staged: whether it can be. While steps are made; nothing is
-        asked of the worker's peer ranks.
+    def rearm(self, operation: operations.Rearm) -> StagingCapacity:
+        """Arm the last manifest again for staging, while the engine serves, without peers.
 
         Raises:
             EngineError: another update was armed last, or the transport has no room for it.
@@ -413,10 +409,10 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:  # noqa: ARG002 - see native
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
-        require_armed(self.armed).receive(operation, self._receiver)
+        metas = require_armed(self.armed).announced.chunk_at(operation.seq)
+        self._receiver.begin(operation.seq, metas, operation.backend, operation.handle)
 
     def _loads_in_place(self) -> bool:
-        """Whether what is received can be loaded from where the transport has it."""
         if isinstance(self._receiver.receiver, LoraReceiver):  # vLLM keeps adapters in CPU memory
             return True
         return self._loadable[self._target].plans.update is not None
@@ -424,7 +420,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _arrived(
         self, operation: operations.VerifyChunk | operations.LoadChunk | operations.LoadAdapter
     ) -> Tensors:
-        """The tensors of a chunk, when they are there, and are what was sent."""
+        """Return the tensors of a chunk, once they are there and are what was sent."""
         received = self._receiver.take(operation.seq)
         if operation.sums:
             check_sums(operation.seq, received, operation.verify, operation.sums)
@@ -433,8 +429,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _take(
         self, operation: operations.LoadChunk | operations.LoadAdapter, check: Callable[[], None]
     ) -> Tensors:
-        """A chunk, once it has arrived in all workers, and ``check`` raises in none of them: then
-        they load, or none does."""
+        """Return a chunk once all workers have it, and ``check`` has raised in none of them."""
         arrived: Tensors = []
 
         def prepare() -> None:
@@ -486,14 +481,17 @@ def _check_protocol(theirs: int) -> None:
 
 
 def worker_index(parallel: Any) -> int:
-    """This worker's number among those of its engine, which on the bus is one client's: all
-    ranks of data parallelism behind an internal load balancer, one behind an external one."""
+    """Return this worker's number among those of its engine.
+
+    One client is one engine: all ranks behind an internal load balancer, one behind an external
+    one.
+    """
     ranks_here = 0 if parallel.data_parallel_external_lb else parallel.data_parallel_index
     return int(ranks_here * parallel.world_size + parallel.rank)
 
 
 def not_this_engine(backend: str) -> EngineError:
-    """The error of what another worker engine of vLLM's would have to do."""
+    """Return the error of an operation that needs another worker engine of vLLM."""
     return EngineError(
         f"this engine was not booted with vLLM's worker engine {engine_of(backend)!r}",
         code=NackCode.BACKEND_MISSING,

@@ -1,15 +1,14 @@
-"""LoRA adapters that came over the bus, in one worker.
+"""Keeps LoRA adapters that came over the bus, in one worker.
 
-vLLM loads an adapter by its path, and again by that path whenever it likes: when a request comes
-whose adapter was evicted, and after every update of the model's weights, which drops all
+vLLM loads an adapter by its path, and may load it again at any time: when a request comes whose
+adapter was evicted, and after every update of the model's weights, which drops all adapters
 (``reset_lora_state``, 0.32). A request that was begun before an update has the path of that time;
 and one whose path came by an in-place load has it loaded again at every step. So an old request
 would put an old adapter in the place of the new one, and a path that is gone ends the engine.
 
-Here a path is read once, by the update; from then on the worker holds the tensors, by the
+In this module the update reads a path once; from then on the worker holds the tensors, by the
 adapter's name. Whenever vLLM loads an adapter of that name, under any id or path, it gets those.
-Only an adapter that somebody loads himself, from a path that is none of the bus's, is loaded as
-he says.
+Only a user who loads an adapter from a path outside the bus gets that one.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ class HeldAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _PreviousAdapter:
-    """What the adapter ``name`` was; None: the bus had brought none."""
+    """What the adapter ``name`` was before; None: the bus had brought none."""
 
     name: str
     held: HeldAdapter | None
 
 
 class LoraAdapters:
-    """Of one worker.
+    """Holds the adapters of one worker.
 
     Args:
         manager: vLLM's ``LoRAModelManager``; None where LoRA is not enabled.
@@ -74,7 +73,7 @@ class LoraAdapters:
 
     @classmethod
     def of(cls, model: Any) -> LoraAdapters:
-        """Those of a worker's model, from now on consulted whenever vLLM loads one."""
+        """Return those of a worker's model, which are consulted whenever vLLM loads an adapter."""
         manager = getattr(model, "lora_manager", None)
         if manager is None:
             return cls(None)
@@ -85,7 +84,7 @@ class LoraAdapters:
         return known
 
     def require_available(self) -> None:
-        """This engine takes adapters.
+        """Check that this engine takes adapters.
 
         Raises:
             EngineError: code ``backend_missing``.
@@ -102,12 +101,13 @@ class LoraAdapters:
             )
 
     def check(self, config: dict[str, Any], manifest: Manifest) -> None:
-        """Whether an adapter fits: see :func:`check_adapter`."""
+        """Check that an adapter fits, see :func:`check_adapter`."""
         check_adapter(config, manifest, self._manager)
 
     def load(self, name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Have an adapter in the place of the one before. vLLM takes it when it next loads one of
-        that name; it has none of them loaded now.
+        """Put an adapter in the place of the one before.
+
+        vLLM takes it when it next loads one of that name; it has none of them loaded now.
 
         Raises:
             EngineError: vLLM can't make an adapter of it; nothing has changed.
@@ -120,13 +120,13 @@ class LoraAdapters:
         self._unload(name)
 
     def begin(self) -> None:
-        """Another update begins: what the last one has settled stays."""
+        """Begin another update: what the last one has settled stays."""
         self.undo(settled=False)
         self._before = None
         self._settled = False
 
     def undo(self, *, settled: bool) -> None:
-        """What the update under way has loaded is as before; ``settled``: even if it is settled."""
+        """Undo what the update has loaded; ``settled``: even if it is settled."""
         before = self._before
         if before is None or (self._settled and not settled):
             return
@@ -138,14 +138,14 @@ class LoraAdapters:
         self._unload(before.name)
 
     def settle(self) -> None:
-        """What was loaded is being committed."""
+        """Mark what was loaded as being committed."""
         self._settled = True
 
     # -- when vLLM loads one ---------------------------------------------------------
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """In this block adapters are loaded for requests, and not because somebody says so."""
+        """Mark a block in which adapters are loaded for requests, not by command."""
         self._stepping = True
         try:
             yield
@@ -153,8 +153,11 @@ class LoraAdapters:
             self._stepping = False
 
     def replacement_for(self, request: Any) -> tuple[Any, Any]:
-        """What to load for a ``LoRARequest``: vLLM's model of one that is held, or nothing and
-        the request as it is to be obeyed."""
+        """Return what to load for a ``LoRARequest``.
+
+        Returns:
+            vLLM's model of an adapter that is held, or None; and the request to load otherwise.
+        """
         name, path = request.lora_name, request.lora_path
         self._ids.setdefault(name, set()).add(request.lora_int_id)
         ours = path.startswith(_OURS)
@@ -170,7 +173,7 @@ class LoraAdapters:
         return None, request
 
     def _built(self, held: HeldAdapter, adapter_id: int) -> Any:
-        """vLLM's model of an adapter. It works on its tensors in place: they are copies."""
+        """Return vLLM's model of an adapter. It works on its tensors in place: they are copies."""
         from vllm.lora.lora_model import LoRAModel  # noqa: PLC0415 - only where LoRA is enabled
 
         manager = self._manager
@@ -186,7 +189,7 @@ class LoraAdapters:
         )
 
     def _unload(self, name: str) -> None:
-        """Under every id, so that each is loaded again."""
+        """Unload the adapter under every id, so that each is loaded again."""
         for adapter_id in self._ids.pop(name, set()):
             self._manager.remove_adapter(adapter_id)
 
@@ -201,7 +204,7 @@ def load_adapter(original: Callable[..., Any], manager: Any, lora_request: Any) 
 
 
 def apply_adapters(original: Callable[..., Any], manager: Any, lora_requests: set[Any]) -> None:
-    """Load for a step what is not there, and nothing in place a second time."""
+    """Load what a step lacks, and nothing in place a second time."""
     adapters: LoraAdapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
     if adapters is None:
         original(manager, lora_requests)

@@ -1,4 +1,4 @@
-"""Does this LoRA adapter fit this model? Asked before anything is read, let alone loaded.
+"""Checks whether a LoRA adapter fits the model, before anything is read or loaded.
 
 vLLM itself copies whatever fits into the corner of a larger buffer, and takes half of a pair.
 """
@@ -32,7 +32,7 @@ class _Pair:
 
 
 def peft_helper(config: dict[str, Any], lora_config: Any) -> Any:
-    """vLLM's view of an adapter's config.
+    """Return vLLM's view of an adapter's config.
 
     Raises:
         EngineError: code ``manifest_refused``: vLLM can't have such an adapter.
@@ -53,8 +53,8 @@ def check_adapter(config: dict[str, Any], manifest: Manifest, manager: Any) -> N
     A collective of the engine's workers: each has a part of the model.
 
     Raises:
-        EngineError: code ``manifest_refused``, with the tensor that is unknown, misshapen, of
-            too high a rank, or the half that is missing.
+        EngineError: code ``manifest_refused``, with the tensor that is unknown, misshapen, of too
+            high a rank, or the half that is missing.
     """
     metas = tuple(manifest.tensors())
     _check_ranks(config, metas, int(manager.lora_config.max_lora_rank))
@@ -83,13 +83,13 @@ def check_adapter(config: dict[str, Any], manifest: Manifest, manager: Any) -> N
 
 
 def weights_mapper(model: Any) -> Any:
-    """From the names of a checkpoint to vLLM's, as vLLM has it for adapters; None without one."""
+    """Return vLLM's mapper from a checkpoint's names to its own, for adapters; None without one."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return None if mapper is None else mapper.get_rename_mapper()
 
 
 def _check_ranks(config: dict[str, Any], metas: tuple[TensorMeta, ...], highest: int) -> None:
-    """By the tensors themselves: a config names no tensor."""
+    """Check ranks by the tensors themselves: a config names no tensor."""
     for meta in metas:
         rank = min(meta.shape, default=0) if len(meta.shape) == _DIMENSIONS else 0
         if meta.name.endswith(_SUFFIXES[0]) and rank:
@@ -105,7 +105,7 @@ def _check_ranks(config: dict[str, Any], metas: tuple[TensorMeta, ...], highest:
 
 
 def _parsed(meta: TensorMeta, mapper: Any) -> tuple[str, str]:
-    """vLLM's name of the module, and which half of its pair this is."""
+    """Return vLLM's name of the module, and which half of its pair this is."""
     from vllm.lora.utils import parse_fine_tuned_lora_name  # noqa: PLC0415 - as above
 
     suffix = next((s for s in _SUFFIXES if meta.name.endswith(s)), None)
@@ -118,8 +118,10 @@ def _parsed(meta: TensorMeta, mapper: Any) -> tuple[str, str]:
 
 
 def _locations(manager: Any) -> dict[str, tuple[str, int]]:
-    """Where each module that an adapter may be on lies: in which of the wrapped ones, a fused
-    one perhaps, and as which part of it."""
+    """Return where each module that an adapter may be on is.
+
+    That is the wrapped module, which may be a fused one, and the part of it.
+    """
     places: dict[str, tuple[str, int]] = {}
     for wrapped in manager.modules:
         for part, name in enumerate(manager.packed_modules.get(wrapped, [wrapped])):
@@ -128,8 +130,10 @@ def _locations(manager: Any) -> dict[str, tuple[str, int]]:
 
 
 def _sizes(manager: Any, place: tuple[str, int] | None) -> tuple[int, int] | None:
-    """Inputs and outputs of a module, whole; None if another worker has it, or it is none of the
-    linear ones (experts), whose own loaders check."""
+    """Return the inputs and outputs of a whole module.
+
+    None if another worker has it, or if it is not linear (experts), whose own loaders check.
+    """
     if place is None:
         return None
     wrapped, part = place

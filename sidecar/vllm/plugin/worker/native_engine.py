@@ -1,10 +1,10 @@
-"""vLLM's own worker engines, driven over the bus: guarded by what wavebus's has.
+"""Drives vLLM's own worker engines over the bus, guarded by what wavebus's engine has.
 
-An engine that is booted with ``--weight-transfer-config '{"backend": "nccl"}'`` gets a subclass
-of the class that vLLM's factory knows by that name, whichever it is. What others tell it, goes
-to that class as if there were no wavebus. What the sidecar tells it, are the operations of
+An engine that is booted with ``--weight-transfer-config '{"backend": "nccl"}'`` gets a subclass of
+the class that vLLM's factory knows by that name, whichever it is. Calls of other callers go to that
+class as if there were no wavebus. The sidecar's calls are the operations of
 :mod:`sidecar.vllm.plugin.operations`, carried out as by :class:`WavebusWeightTransferEngine`: so
-manifests are checked before anybody enters a collective, no worker raises alone, and an update
+manifests are checked before any rank enters a collective, no worker raises alone, and an update
 that broke off can be recovered. Only four things are then the other class's own: opening its
 transport, starting, receiving (which loads) and finishing.
 """
@@ -20,7 +20,7 @@ from vllm.config import set_current_vllm_config
 from bus import vllm_payloads
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.weight_transfer.allocation import RankAssignment
+from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
 from bus.weight_transfer.formats import transfer_failed
 from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.loading.loader_trace import refused
@@ -50,7 +50,7 @@ class OriginalMethods:
 
 
 class NativeUpdates(WavebusWeightTransferEngine):
-    """The sidecar's half of a guarded engine. Backends of wavebus's work in it as well."""
+    """The sidecar's half of a guarded engine; wavebus's own backends work in it as well."""
 
     def __init__(self, name: str, original: OriginalMethods, *args: Any) -> None:
         super().__init__(*args)
@@ -58,6 +58,14 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._original = original
         self._opened = False  # theirs
         self._started_theirs = False  # the update session was
+
+    def _channel_name(self) -> str:
+        return ""
+
+    @property
+    def wavebus_room(self) -> StagingCapacity:
+        """Nothing is staged here."""
+        return StagingCapacity(why_not="vLLM's own worker engine")
 
     def _start(self) -> None:
         self._started_theirs = self._opened
@@ -68,7 +76,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._original.start_weight_update()
 
     def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:
-        """Also load it, in a session, where the transport is theirs."""
+        """Receive a chunk; over a transport of theirs, that also loads it, in a session."""
         if not vllm_payloads.engine_of(operation.backend):
             super()._receive(worker, operation)
             return
@@ -79,18 +87,17 @@ class NativeUpdates(WavebusWeightTransferEngine):
             self.session.require_open(worker)
             chunk = self._update_info(operation)
 
-        agreement.run_before_any_continues(
-            prepare
-        )  # who stayed out of the collective, would be waited for
+        # A worker that stayed out of the collective would keep the others waiting in it.
+        agreement.run_before_any_continues(prepare)
         with set_current_vllm_config(self.vllm_config):
             self._original.update_weights(chunk)
 
     def _update_info(self, operation: operations.ReceiveChunk) -> dict[str, Any]:
-        """What the guarded engine is to be told."""
+        """Return what the guarded engine is given."""
         if not self._opened or operation.backend != self._backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         armed = require_armed(self.armed)
-        metas = armed.announced.chunk(operation)
+        metas = armed.announced.chunk_at(operation.seq)
         self._require_its_session()
         columns = _columns(metas, armed.counts(operation.seq))
         return rebuildable(vllm_payloads.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
@@ -103,7 +110,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._loadable[self._target].repacking.after_finish()
 
     def shutdown(self) -> None:
-        """Let both go: the receiver of wavebus's, and the transport that is theirs."""
+        """Close the receiver of wavebus, and the transport that is theirs."""
         super().shutdown()
         self._close_theirs()
 
@@ -113,7 +120,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             self._original.shutdown()
 
     def closed_with_theirs(self) -> None:
-        """The guarded engine is shut down, whoever asked for it."""
+        """Note that the guarded engine is shut down, by whatever caller."""
         self._opened = False
         self.shutdown()
 
@@ -206,7 +213,7 @@ def _require_rank(place: RankAssignment) -> None:
 
 
 def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str, Any]:
-    """A chunk's tensors, as vLLM's update infos tell of them; ``counts`` are a patch's."""
+    """Return a chunk's tensors as vLLM's update infos have them; ``counts`` are a patch's."""
     return {
         "names": [meta.name for meta in metas],
         "dtype_names": [meta.dtype for meta in metas],
@@ -216,7 +223,12 @@ def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str
 
 
 def guarded(name: str, theirs: type[Any]) -> type[Any]:
-    """A subclass of ``theirs``, which vLLM's factory knows as ``name``; it obeys a sidecar too."""
+    """Return a subclass of ``theirs`` that a sidecar can drive, too.
+
+    Args:
+        name: under which vLLM's factory knows ``theirs``.
+        theirs: a worker engine of vLLM's.
+    """
 
     class Guarded(theirs):  # type: ignore[misc]
         wavebus_drives = name
@@ -265,7 +277,7 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
         def wavebus_loading(self) -> dict[str, Any]:
             return {} if self._wavebus is None else self._wavebus.wavebus_loading
 
-        def wavebus_perform(self, worker: Any, operation: str) -> int:
+        def wavebus_perform(self, worker: Any, operation: str) -> operations.Done:
             return self._guard().wavebus_perform(worker, operation)
 
         def start_weight_update(self) -> None:

@@ -37,7 +37,7 @@ def create_engine(
     device: Any,
     model: Any,
 ) -> Any:
-    """Make a worker engine of vLLM's that obeys a sidecar, too; around ``create_engine``."""
+    """Make a worker engine of vLLM's that a sidecar can drive; around ``create_engine``."""
     engine = _guarded(factory, config.backend)
     if engine is None:
         return original(factory, config, vllm_config, device, model)
@@ -55,6 +55,6 @@ def _guarded(factory: Any, backend: str) -> type[Any] | None:
 
         return guarded(backend, theirs)
     except Exception:  # noqa: BLE001 - it is logged
-        # Whoever boots this engine may have no use for a bus.
+        # The engine may be booted for other uses than the bus.
         _log.exception("wavebus: can't drive vLLM's worker engine %r", backend)
         return None

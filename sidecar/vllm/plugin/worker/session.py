@@ -1,12 +1,12 @@
 """A worker's update session: vLLM's own, opened and closed for the sidecar.
 
-vLLM's workers keep book of their session: they point their engine at the draft model for the
-length of one, and drop LoRA adapters at its end. So it is the worker's own calls that open and
-close it. They call the engine in their turn, whose part never raises there: vLLM would end the
-session of that one worker, while those of its peer ranks stay open. What failed is raised when the
-worker's call has returned, and the session is open in all workers of an engine or in none.
+vLLM's workers keep book of their session: they point their engine at the draft model for its
+length, and drop LoRA adapters at its end. So the worker's own calls open and close it. They call
+the engine in turn, which never raises there: vLLM would end the session of that one worker, while
+those of its peer ranks stay open. The engine's error is raised when the worker's call has returned,
+and the session is open in all workers of an engine or in none.
 
-Whatever calls the engine while none of the sidecar's calls is under way, is somebody else.
+A call of the engine that comes while no call of the sidecar is under way is another caller's.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 
 class UpdateSession:
-    """Whether one is open, and whose call is under way.
+    """Keeps whether an update session is open, and whose call is under way.
 
     Attributes:
-        open: the sidecar's session is.
-        ours: a call of the sidecar's is under way that opens or closes it.
-        refused: somebody else was not let open one, which vLLM knows of in the one worker that
-            said so (:func:`ranks.refuse`): in the others it is open, for vLLM.
+        open: the sidecar's session is open.
+        ours: a call of the sidecar is under way that opens or closes it.
+        refused: another caller was refused a session. vLLM knows of the refusal only in the one
+            worker that raised it (:func:`agreement.refuse`); in the others the session is open, for
+            vLLM.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class UpdateSession:
         self._failure: WorkerFailure | None = None
 
     def require_open(self, worker: Any) -> None:
-        """What comes next belongs into a session.
+        """Check that a session is open.
 
         Raises:
             EngineError: code ``wrong_state``, if none is open.
@@ -51,7 +52,7 @@ class UpdateSession:
             raise EngineError("the update session is not open", code=NackCode.WRONG_STATE)
 
     def begin(self, worker: Any, target: Target) -> None:
-        """Open one of the target. A collective of the engine's workers.
+        """Open a session of the target. A collective of the engine's workers.
 
         Raises:
             EngineError: code ``wrong_state``, if one is open; or what the engine failed with, and
@@ -65,7 +66,7 @@ class UpdateSession:
                 worker.start_weight_update()
 
     def finish(self, worker: Any) -> None:
-        """Close it. A collective of the engine's workers.
+        """Close the session. A collective of the engine's workers.
 
         Raises:
             EngineError: code ``wrong_state``, if none is open; or what the engine failed with, and
@@ -75,7 +76,7 @@ class UpdateSession:
         self.close(worker)
 
     def close(self, worker: Any) -> None:
-        """Close it; or forget it, where somebody else's call has closed it for vLLM.
+        """Close the session, also if another caller has closed it for vLLM.
 
         Raises:
             EngineError: what the engine failed with; none is open then.
@@ -85,15 +86,10 @@ class UpdateSession:
                 worker.finish_weight_update()
         self.open = False
 
-    def on_opened(self, action: Callable[[], None]) -> None:
-        """The engine's part when the worker opens one."""
+    def on_vllm_call(self, action: Callable[[], None], *, opens: bool) -> None:
+        """Run the engine's part when the worker opens or closes a session."""
         self._failure = agreement.attempt(action)
-        self.open = True
-
-    def on_closed(self, action: Callable[[], None]) -> None:
-        """The engine's part when the worker closes it."""
-        self._failure = agreement.attempt(action)
-        self.open = False
+        self.open = opens
 
     def _require_none(self, worker: Any) -> None:
         if self.open:

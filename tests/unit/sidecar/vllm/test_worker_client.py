@@ -16,14 +16,13 @@ from bus.messages import NO_LIMITS, NackCode, Staging
 from bus.weight_transfer.allocation import NO_RANK, StagingCapacity
 from sidecar.engine import Chunk
 from sidecar.vllm.plugin import kv_connectors, operations, worker_rpc
-from sidecar.vllm.plugin.staging import channel_messages
 from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
 from sidecar.vllm.worker_client import WorkerClient
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
-    Told: TypeAlias = operations.Operation | channel_messages.Operation | str
+    Told: TypeAlias = operations.Operation | str
 
 MANIFEST = Manifest(("a",), ("float32",), ((2,),), (1,))
 META = TensorMeta("a", "float32", (2,))
@@ -47,7 +46,7 @@ class Workers:
         self.found = StagingCapacity(64)
         self.calls_off: bool | None = False
         self.peers: list[StagingChannelServer] = []
-        self.by_lane: list[channel_messages.Operation] = []
+        self.by_lane: list[operations.Operation] = []
         self.in_place = False
         self.forgets = False  # what was armed
         self.channel = StagingChannelServer(self._carry_out, lambda: None)
@@ -58,13 +57,14 @@ class Workers:
         kwargs = kwargs or {}
         match method:
             case operations.PERFORM:
-                self._perform(operations.decode(kwargs["operation"]))
-                return [2]
-            case worker_rpc.ARM:
-                self._perform(operations.decode(kwargs["operation"]))
-                return [msgspec.to_builtins(self.found)]
-            case worker_rpc.ASK_STAGING_CHANNEL:
-                return [self.channel_name or self.channel.name, *(peer.name for peer in self.peers)]
+                asked = operations.decode(kwargs["operation"])
+                self._perform(asked)
+                armed = isinstance(asked, operations.ArmManifest)
+                done = operations.Done(ahead=2, room=self.found if armed else None)
+                if not isinstance(asked, operations.Hello):
+                    return [msgspec.to_builtins(done)]
+                names = [self.channel_name or self.channel.name, *(p.name for p in self.peers)]
+                return [msgspec.to_builtins(operations.Done(channel=name)) for name in names]
             case worker_rpc.SWAP:
                 self.told += [operations.decode(kwargs[name]) for name in ("check", "operation")]
                 self.told.append(f"swap to {kwargs['version']}, {kwargs['clear_cache']}")
@@ -74,16 +74,16 @@ class Workers:
                 return [self.calls_off]
         raise AssertionError(method)
 
-    def _carry_out(self, told: channel_messages.Operation) -> channel_messages.Done:
-        if isinstance(told, channel_messages.Greet):
-            return channel_messages.Done()
+    def _carry_out(self, told: operations.Operation) -> operations.Done:
+        if isinstance(told, operations.Greet):
+            return operations.Done()
         self.told.append(told)
         self.by_lane.append(told)
-        if isinstance(told, channel_messages.Rearm | operations.ArmManifest):
+        if isinstance(told, operations.Rearm | operations.ArmManifest):
             if self.forgets:
                 raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
-            return channel_messages.Done(room=self.found)
-        return channel_messages.Done(in_place=self.in_place, ahead=3)
+            return operations.Done(room=self.found)
+        return operations.Done(in_place=self.in_place, ahead=3)
 
     def _perform(self, told: operations.Operation) -> None:
         self.told.append(told)
@@ -103,7 +103,10 @@ def closed() -> Iterator[list[WorkerClient | StagingChannelServer]]:
     made: list[WorkerClient | StagingChannelServer] = []
     yield made
     for each in made:
-        each.close()
+        if isinstance(each, WorkerClient):
+            each._close_channels()
+        else:
+            each.close()
 
 
 def client_of(workers: Workers, closed: list[WorkerClient | StagingChannelServer]) -> WorkerClient:
@@ -131,19 +134,19 @@ def test_an_update_is_one_call_for_each_step(
     """A chunk is two: it is verified where it is loaded."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
+    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
     steps = (
         client.arm(MANIFEST, "model"),
         client.start_update(recover=False, target="model"),
         client.receive(Chunk(0, "shm", (META,), b"h")),
         client.load(0, "full", (7,)),
         client.finish_update(),
-        client.settle(),
+        client._settle(),
     )
     assert told(workers, *steps) == [
         operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", ()),
         operations.Start("model", recover=False),
-        operations.ReceiveChunk(0, "shm", ("a",), ("float32",), ((2,),), b"h"),
+        operations.ReceiveChunk(0, "shm", b"h"),
         operations.LoadChunk(0, "full", (7,)),
         operations.Finish(),
     ]
@@ -155,7 +158,7 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     """Chunks come by the channel, so that no step waits for them."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
+    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
     steps = (
         client.arm(MANIFEST, "model", MAY),
         client.start_update(recover=False, target="model", staged=True),
@@ -167,10 +170,10 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     )
     assert told(workers, *steps) == [
         operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY),
-        channel_messages.StartStaging(),
-        channel_messages.ReceiveStaged(0, "shm", b"h"),
-        channel_messages.Stage((channel_messages.SentChunk(0, "full", (7,)),)),
-        channel_messages.Seal(),
+        operations.StartStaging(),
+        operations.ReceiveChunk(0, "shm", b"h"),
+        operations.Stage((operations.SentChunk(0, "full", (7,)),)),
+        operations.Seal(),
         operations.CheckReady(),
         operations.SwapStaged(),
         "swap to 3, False",
@@ -185,7 +188,7 @@ def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
     workers = Workers()
     workers.in_place = True
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1), client.open_transfer("nccl", b"", NO_RANK))
+    told(workers, client._hello(facts(), cores=1), client.open_transfer("nccl", b"", NO_RANK))
     manifest = replace(
         MANIFEST, names=tuple("abc"), dtypes=("int8",) * 3, shapes=((1,),) * 3, chunk_ends=(1, 2, 3)
     )
@@ -201,14 +204,14 @@ def test_chunks_that_are_received_where_they_are_staged_are_told_of_together(
         client.load(2, "sample", (9,)),
         client.finish_update(),
     )
-    sent = [channel_messages.SentChunk(seq, "sample", (7 + seq,)) for seq in range(3)]
+    sent = [operations.SentChunk(seq, "sample", (7 + seq,)) for seq in range(3)]
     assert told(workers, *steps) == [
-        channel_messages.StartStaging(),
-        channel_messages.ReceiveStaged(0, "nccl", b"h"),
-        channel_messages.ReceiveStaged(1, "nccl", b"h"),
-        channel_messages.ReceiveStaged(2, "nccl", b"h"),
-        channel_messages.Stage(tuple(sent)),
-        channel_messages.Seal(),
+        operations.StartStaging(),
+        operations.ReceiveChunk(0, "nccl", b"h"),
+        operations.ReceiveChunk(1, "nccl", b"h"),
+        operations.ReceiveChunk(2, "nccl", b"h"),
+        operations.Stage(tuple(sent)),
+        operations.Seal(),
     ]
 
 
@@ -219,9 +222,9 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     tensors were an adapter's."""
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
+    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
     arm = operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
-    again = channel_messages.Rearm(MANIFEST.digest(), MAY)
+    again = operations.Rearm(MANIFEST.digest(), MAY)
     other = replace(MANIFEST, shapes=((3,),))
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
@@ -235,7 +238,7 @@ def test_a_manifest_that_was_armed_before_is_not_sent_again(
     told(workers, client.arm(MANIFEST, "model"))
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [again]
     told(workers, client.arm(other, "model"))
-    theirs = channel_messages.Rearm(other.digest(), MAY)
+    theirs = operations.Rearm(other.digest(), MAY)
     assert told(workers, client.arm(other, "model", MAY)) == [theirs]
     told(workers, client.arm(MANIFEST, "draft"))
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm]
@@ -256,7 +259,7 @@ def test_what_may_take_long_is_asked_of_lanes(
         StagingChannelServer(workers._carry_out, lambda: None) for _ in range(workers_there - 1)
     ]
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1))
+    told(workers, client._hello(facts(), cores=1))
     assert asyncio.run(client.open_transfer("shm", b"", NO_RANK)) == 3
     assert workers.by_lane == [operations.Open("shm", b"", 0, 1, 0)] * workers_there
     told(workers, client.arm(MANIFEST, "model", MAY))
@@ -282,7 +285,7 @@ def test_an_engine_without_room_says_so_and_refuses_what_must_be_staged(
     workers.found = StagingCapacity(64, "no room" if cores == 1 else "")
     workers.calls_off = False if cores else None
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=cores))
+    told(workers, client._hello(facts(), cores=cores))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     why_not = {1: "no room", 2: "several cores", 0: "can't swap"}[cores]
     assert why_not in found.why_not
@@ -298,7 +301,7 @@ def test_a_vllm_that_takes_no_staged_updates_is_named_with_the_reason(
     workers = Workers()
     client = client_of(workers, closed)
     why = "ParallelConfig.sync_dp_state takes more"
-    told(workers, client.hello(facts({"staged_updates": why, "admission": ""}), cores=1))
+    told(workers, client._hello(facts({"staged_updates": why, "admission": ""}), cores=1))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     assert found.why_not == f"this vLLM takes no staged updates: {why}"
 
@@ -309,9 +312,9 @@ def test_where_versions_would_share_a_prefix_cache_it_is_always_cleared(
 ) -> None:
     workers = Workers()
     client = client_of(workers, closed)
-    told(workers, client.hello(facts({"prefix_cache_versions": mixes}), cores=1))
-    assert client.caches.clears(True)
-    assert client.caches.clears(False) == bool(mixes)
+    told(workers, client._hello(facts({"prefix_cache_versions": mixes}), cores=1))
+    assert client._caches.clears(True)
+    assert client._caches.clears(False) == bool(mixes)
     assert told(workers, client.swap(5, clear_cache=False))[-1] == f"swap to 5, {bool(mixes)}"
 
 
@@ -322,7 +325,7 @@ def test_workers_that_cannot_be_reached_stage_nothing(
     workers = Workers()
     workers.channel_name = "wavebus-channel-nobody"
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=1))
+    told(workers, client._hello(facts(), cores=1))
     found = asyncio.run(client.arm(MANIFEST, "model", MAY))
     assert "must run on one host" in found.why_not
 
@@ -358,7 +361,7 @@ def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
     """One that finds another sum keeps all of them from loading."""
     workers = Workers(fails=fails)
     client = client_of(workers, closed)
-    told(workers, client.hello(facts(), cores=2))
+    told(workers, client._hello(facts(), cores=2))
     if fails:
         with pytest.raises(EngineError, match="another sum"):
             told(workers, client.load(0, "full", (7,)))
@@ -377,14 +380,14 @@ def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm(
     client = client_of(workers, closed)
     told(
         workers,
-        client.hello(facts(), cores=1),
+        client._hello(facts(), cores=1),
         client.open_transfer(adapter_backend("mine"), b"", NO_RANK),
     )
     steps = (
         client.start_update(recover=False, target="model"),
         client.load(0, "full", (7,)),
         client.finish_update(),
-        client.settle(),
+        client._settle(),
         client.restore("model"),
     )
     assert told(workers, *steps) == [
@@ -403,9 +406,26 @@ def test_an_engine_with_a_refused_connector_is_armed_with_nothing(
     workers = Workers()
     client = client_of(workers, closed)
     found = {"ExampleConnector": kv_connectors.BY_TOKENS, "NixlConnector": kv_connectors.TAGGED}
-    before = told(workers, client.hello(facts(connectors=found), cores=1))
+    before = told(workers, client._hello(facts(connectors=found), cores=1))
     for staging in (None, MAY):
         with pytest.raises(EngineError, match="ExampleConnector: keyed by") as refused:
             asyncio.run(client.arm(MANIFEST, "model", staging))
         assert refused.value.code is NackCode.KV_CONNECTOR_REFUSED
     assert workers.told == before
+
+
+@pytest.mark.parametrize("chunk", [Chunk(0, "shm", (), b"h"), Chunk(1, "shm", (META,), b"h")])
+@pytest.mark.parametrize("staging", [None, MAY])
+def test_a_chunk_that_was_not_armed_is_refused(
+    chunk: Chunk, staging: Staging | None, closed: list[WorkerClient | StagingChannelServer]
+) -> None:
+    """Workers are asked for a chunk by its number alone: so it must be the armed manifest's."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    told(workers, client._hello(facts(), cores=1), client.open_transfer("shm", b"", NO_RANK))
+    told(workers, client.arm(MANIFEST, "model", staging))
+    told(workers, client.start_update(recover=False, staged=staging is not None))
+    with pytest.raises(EngineError, match="not the one of the armed manifest") as refused:
+        asyncio.run(client.receive(chunk))
+    assert refused.value.code is NackCode.TRANSFER_FAILED
+    assert not any(isinstance(each, operations.ReceiveChunk) for each in workers.told)

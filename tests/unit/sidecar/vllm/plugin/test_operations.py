@@ -11,7 +11,6 @@ import pytest
 from bus.messages import NackCode, Staging
 from bus.weight_transfer.allocation import StagingCapacity
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.staging import channel_messages
 
 FAILURE = operations.WorkerFailure(
     NackCode.MANIFEST_REFUSED, 'it\'s "too" /tmp/big\nby half ü', "a.b.weight"
@@ -26,7 +25,7 @@ FAILURE = operations.WorkerFailure(
         operations.VerifyChunk(3, "full", (0, (1 << 64) - 1)),
         operations.ArmManifest(("a",), ("float32",), ((2, 3),), (1,), "draft", (4,)),
         operations.Start("draft", True),
-        operations.ReceiveChunk(3, "shm", ("a",), ("float32",), ((2, 3),), b"\x80"),
+        operations.ReceiveChunk(3, "shm", b"\x80"),
         operations.LoadChunk(3, "sample", (0, (1 << 64) - 1)),
         operations.Restore("draft"),
         operations.Finish(),
@@ -111,25 +110,25 @@ def test_long_failures_are_clipped() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        channel_messages.Greet(),
-        channel_messages.Rearm("d" * 64, Staging(True, 1, keep=False, clear_cache=True)),
+        operations.Greet(),
+        operations.Rearm("d" * 64, Staging(True, 1, keep=False, clear_cache=True)),
         operations.Open("gloo", b"\x00\xff", 1 << 62, 9, 3),
         operations.ArmManifest(("a",), ("float32",), ((2, 3),), (1,), "model", ()),
-        channel_messages.StartStaging(),
-        channel_messages.ReceiveStaged(3, "nccl", b"\x80"),
-        channel_messages.Stage((channel_messages.SentChunk(3, "full", (0, (1 << 64) - 1)),)),
-        channel_messages.Seal(),
+        operations.StartStaging(),
+        operations.ReceiveChunk(3, "nccl", b"\x80"),
+        operations.Stage((operations.SentChunk(3, "full", (0, (1 << 64) - 1)),)),
+        operations.Seal(),
     ],
 )
-def test_what_a_lane_is_asked_survives_its_way(said: channel_messages.Operation) -> None:
-    assert channel_messages.decode(channel_messages.encode(said)) == said
+def test_what_a_lane_is_asked_survives_its_way(said: operations.Operation) -> None:
+    assert operations.unpack(operations.pack(said)) == said
 
 
 @pytest.mark.parametrize(
-    "said", [channel_messages.Done(), channel_messages.Done(room=StagingCapacity(3, "no")), FAILURE]
+    "said", [operations.Done(), operations.Done(room=StagingCapacity(3, "no")), FAILURE]
 )
-def test_so_does_what_it_answers(said: channel_messages.Answer) -> None:
-    assert channel_messages.decode_answer(channel_messages.encode(said)) == said
+def test_so_does_what_it_answers(said: operations.Answer) -> None:
+    assert operations.unpack_answer(operations.pack(said)) == said
 
 
 @pytest.mark.parametrize(
@@ -143,4 +142,4 @@ def test_so_does_what_it_answers(said: channel_messages.Answer) -> None:
 )
 def test_a_lane_takes_nothing_else(blob: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        channel_messages.decode(blob)
+        operations.unpack(blob)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import zipfile
+from dataclasses import replace
+from itertools import permutations
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +24,7 @@ from bus.messages import Join, Status, StatusRequest
 from bus.protocol.broker.broker import Broker
 from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.effects import Note
+from bus.seams import Registry, Seam, Wrap
 from bus.vllm_source import SourceTree
 from bus.vllm_versions import TESTED, untested_reason
 from sidecar.vllm.plugin import installation
@@ -31,13 +35,14 @@ from sidecar.vllm.plugin.operations import PERFORM
 from sidecar.vllm.plugin.patches import REGISTRY
 from sidecar.vllm.plugin.vllm_names import NIXL, SCHEDULER
 from tests.support.new_vllm import NewVllm, check_nothing_is_missed, installed, write
+from tests.support.seams import install
 from tests.unit.bus._builders import envelope, facts, only
 from tests.vllm._vllm import require_vllm
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bus.seams import Report, Seam
+    from bus.seams import Report
 
 require_vllm()
 ROOT = installed()
@@ -335,9 +340,7 @@ def test_workers_get_every_method_that_sidecars_ask_for() -> None:
             "ASK_REQUESTS",
             "ASK_DRAFT",
             "ASK_LOADING",
-            "ASK_STAGING_CHANNEL",
             "ASK_PRESENCE",
-            "ARM",
             "SWAP",
             "CALL_OFF",
             "JOIN_RUN",
@@ -347,6 +350,79 @@ def test_workers_get_every_method_that_sidecars_ask_for() -> None:
     assert names == asked | {PERFORM, SET_ADMISSION}
     answered = {method for each in REGISTRY.seams for method, _ in each.answers}
     assert answered <= names
+
+
+def test_two_wraps_of_one_method_have_a_defined_order() -> None:
+    """However many seams fit; all of them are of one kind of process, and so installed at once."""
+    wrapping: dict[str, set[str]] = {}
+    for seam in REGISTRY.seams:
+        for part in (seam.common, *seam.forms):
+            for wrap in part.wraps:
+                wrapping.setdefault(wrap.target, set()).add(seam.name)
+    several = {target: names for target, names in wrapping.items() if len(names) > 1}
+    assert {target: set(names) for target, names in REGISTRY.nesting.items()} == several
+    for target, names in several.items():
+        assert len({REGISTRY.seam(name).process for name in names}) == 1
+        undefined = replace(REGISTRY, nesting={target: REGISTRY.nesting[target][:-1]})
+        with pytest.raises(ValueError, match="nesting"):
+            undefined.wraps(dict.fromkeys(names, "only"))
+
+
+class Engine:
+    """What two seams wrap a method of, and a third one where it is inherited."""
+
+    def run(self, calls: list[str]) -> None:
+        calls.append("vLLM")
+
+
+class LockstepEngine(Engine):
+    """It inherits the method."""
+
+
+def _calls(name: str) -> Any:
+    def around(original: Any, engine: Engine, calls: list[str]) -> None:
+        calls.append(name)
+        original(engine, calls)
+
+    return around
+
+
+status_around, lease_around, lockstep_around = map(_calls, ("status", "lease", "lockstep"))
+
+
+@pytest.mark.parametrize("without", ["", "status", "lease", "lockstep"])
+@pytest.mark.parametrize("seams", list(permutations(("status", "lease", "lockstep"))))
+def test_wraps_nest_as_defined_whatever_is_installed_first(
+    seams: tuple[str, ...], without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A seam that does not fit leaves the others as they were."""
+    targets = {"status": "Engine", "lease": "Engine", "lockstep": "LockstepEngine"}
+    wraps = {
+        name: Wrap(f"vllm.engine:{owner}.run", "self, calls", f"{__name__}:{name}_around")
+        for name, owner in targets.items()
+    }
+    nesting = {wraps["status"].target: ("status", "lease")}
+    registry = Registry({}, tuple(Seam(n, (), wraps=(wraps[n],)) for n in seams), nesting)
+    monkeypatch.setattr(installation, "REGISTRY", registry)
+    plain = type("Engine", (), dict(vars(Engine)))
+    module = SimpleNamespace(Engine=plain, LockstepEngine=type("LockstepEngine", (plain,), {}))
+    installed = [name for name in seams if name != without]
+    installation.apply_patches(dict.fromkeys(installed, "only"), lambda _: module)
+    for engine, order in (
+        (module.Engine(), ("lease", "status")),
+        (module.LockstepEngine(), ("lockstep", "lease", "status")),
+    ):
+        calls: list[str] = []
+        engine.run(calls)
+        assert calls == [*(name for name in order if name != without), "vLLM"]
+
+
+def test_cores_answer_their_methods_and_no_others(core_module: Any) -> None:
+    install(core_module, "admission")
+    core = core_module.EngineCoreProc()
+    assert core.collective_rpc(SET_ADMISSION, kwargs={"ends": False})[0]["admits"] is True
+    assert core.calls == []
+    assert core.collective_rpc("wavebus_swap", None, (), None) == [("wavebus_swap", None, (), None)]
 
 
 def test_wraps_keep_the_kind_of_a_method(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,14 @@ def test_another_plugin_or_none_is_refused_by_name(answer: Any, told: str) -> No
 def test_an_operation_is_carried_out_by_the_workers_engine() -> None:
     """Which is given the worker, whose session it opens and closes."""
     told: list[Any] = []
-    worker, _ = workers_with(SimpleNamespace(wavebus_perform=lambda *args: told.append(args)))
-    assert getattr(worker, operations.PERFORM)(operation="op") is None
+
+    def carry_out(*args: Any) -> operations.Done:
+        told.append(args)
+        return operations.Done(ahead=3)
+
+    worker, _ = workers_with(SimpleNamespace(wavebus_perform=carry_out))
+    answer = getattr(worker, operations.PERFORM)(operation="op")
+    assert worker_rpc.read_done([answer]) == [operations.Done(ahead=3)]
     assert told == [(worker, "op")]
 
 
@@ -127,10 +133,14 @@ def test_whether_a_swap_was_called_off(answer: object, called_off: bool | None) 
     assert worker_rpc.read_called_off(answer) is called_off
 
 
-def test_what_staging_takes_is_that_of_the_worker_that_needs_most() -> None:
-    """One that can't, keeps all from it."""
-    some, most = {"needed_bytes": 5, "why_not": ""}, {"needed_bytes": 9, "why_not": "no room"}
-    assert worker_rpc.read_room([some, most]) == StagingCapacity(9, "no room")
-    for wrong in ([], None, [{"needed_bytes": "many"}]):
+def test_each_workers_answer_is_read() -> None:
+    """Of what was armed it has what staging takes. No answer is an error."""
+    some = {"type": "done", "room": {"needed_bytes": 5, "why_not": ""}}
+    most = {"type": "done", "ahead": 3, "room": {"needed_bytes": 9, "why_not": "no room"}}
+    assert worker_rpc.read_done([some, most]) == [
+        operations.Done(room=StagingCapacity(5)),
+        operations.Done(ahead=3, room=StagingCapacity(9, "no room")),
+    ]
+    for wrong in ([], None, [{"type": "done", "room": {"needed_bytes": "many"}}], [2]):
         with pytest.raises(EngineError, match="answered"):
-            worker_rpc.read_room(wrong)
+            worker_rpc.read_done(wrong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -12,6 +12,7 @@ from bus.errors import EngineError
 from bus.messages import NackCode, ProbeResult
 from bus.rejection import closed_message
 from sidecar.vllm.admission import AdmissionControl
+from sidecar.vllm.engine import VllmAdapter
 from sidecar.vllm.plugin.core.admission import SET_ADMISSION
 from sidecar.vllm.plugin.environment import BOOT_CLOSED
 from tests.support.seams import install
@@ -223,13 +224,23 @@ def asks(core: Any) -> Callable[[str, dict[str, Any]], Awaitable[Any]]:
 
 
 class Core:
-    """What a sidecar's adapter reaches: a core, and what is done to it, in order."""
+    """The connection of a sidecar's adapter: a core, and what is done to it, in order."""
+
+    is_served = True
+    is_shared = False
 
     def __init__(self, module: Any | None = None) -> None:
         self.core = module.EngineCoreProc() if module else None
         self.done: list[Any] = []
-        self.hand = AdmissionControl(self.ask)
         self.fails = False
+        self.adapter = VllmAdapter(cast("Any", self))
+        self.hand = self.adapter._admission
+
+    async def request_ids(self) -> tuple[str, ...]:
+        return ()
+
+    async def in_flight(self, _seen: int | None) -> int:
+        return 0
 
     async def ask(self, method: str, kwargs: dict[str, Any]) -> Any:
         if self.core is None:
@@ -248,7 +259,7 @@ class Core:
         self.done.append("abort")
         return 0
 
-    async def probe_one(
+    async def generate(
         self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
     ) -> ProbeResult:
         state = self.core.wavebus_admission if self.core else None
@@ -268,7 +279,7 @@ def test_probes_run_behind_the_door_and_leave_a_paused_engine(core_with_door: An
     async def scenario() -> None:
         await core.hand.look()
         assert (core.hand.is_supported, core.hand.found_closed) == (True, False)
-        found = await core.hand.probe(core, ((1,),), 4, "s", mode="abort", clear_cache=True)
+        found = await core.adapter.probe(((1,),), 4, "s", mode="abort", clear_cache=True)
         assert found == (ProbeResult((7,), (-0.5,)),)
 
     asyncio.run(scenario())
@@ -285,7 +296,7 @@ def test_probes_that_fail_leave_a_paused_engine_too(core_with_door: Any) -> None
     async def scenario() -> None:
         await core.hand.look()
         with pytest.raises(EngineError, match="no"):
-            await core.hand.probe(core, ((1,),), 4, "s", mode="abort", clear_cache=True)
+            await core.adapter.probe(((1,),), 4, "s", mode="abort", clear_cache=True)
 
     asyncio.run(scenario())
     assert core.done[-2:] == [("abort", True), {"passes": ""}]
@@ -298,7 +309,7 @@ def test_requests_that_a_pause_keeps_meet_no_probe(core_with_door: Any) -> None:
     async def scenario() -> None:
         await core.hand.look()
         with pytest.raises(EngineError, match="keeps requests") as refused:
-            await core.hand.probe(core, ((1,),), 4, "s", mode="keep", clear_cache=True)
+            await core.adapter.probe(((1,),), 4, "s", mode="keep", clear_cache=True)
         assert refused.value.code is NackCode.WRONG_STATE
 
     asyncio.run(scenario())

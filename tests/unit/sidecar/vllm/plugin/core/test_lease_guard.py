@@ -16,7 +16,7 @@ from sidecar.vllm.plugin import environment
 from sidecar.vllm.plugin import operations as wire
 from sidecar.vllm.plugin.agreement import WorkerRefusal
 from sidecar.vllm.plugin.core import lease_guard
-from sidecar.vllm.plugin.core.status import page_path
+from sidecar.vllm.plugin.core.status import PerProcess, page_path
 from tests.support.seams import install
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Core:
 def module(core_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Wrapped, in a process that has no watch yet."""
     monkeypatch.setenv(environment.CORE_PAGES, str(tmp_path / "pages"))
-    monkeypatch.setattr(lease_guard, "_watches", lease_guard._LeaseGuards())
+    monkeypatch.setattr(lease_guard, "_watches", PerProcess(lease_guard._start, ""))
     install(core_module, "pause lease")
     core_module.DPEngineCoreProc.wavebus_shows_barriers = True  # else its ranks can't decide
     return core_module
@@ -278,7 +278,7 @@ def test_a_pause_that_drains_still_is_ended_when_its_sidecar_is_dead(alone: Core
 
 UPDATES = [
     wire.Start("model", recover=False),
-    wire.ReceiveChunk(0, "shm", (), (), (), b""),
+    wire.ReceiveChunk(0, "shm", b""),
     wire.LoadChunk(0, "off", ()),
     wire.LoadAdapter(0, "off", ()),
     wire.Finish(),

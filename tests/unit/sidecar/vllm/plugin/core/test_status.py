@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the page goes; each test is a process that has none yet."""
     monkeypatch.setenv(environment.CORE_PAGES, str(tmp_path / "pages"))
-    monkeypatch.setattr(status, "_watches", status._StatusWriters())
+    monkeypatch.setattr(
+        status, "_watches", status.PerProcess(status.CoreStatusWriter, "no status page")
+    )
     return tmp_path / "pages"
 
 

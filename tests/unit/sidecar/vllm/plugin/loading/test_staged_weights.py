@@ -165,20 +165,20 @@ def test_nothing_changes_before_the_swap_and_then_all_does(tested: Staging) -> N
 
 def test_memory_is_kept_or_not(tested: Staging) -> None:
     """As much as all that is filled; or that is sent, where it lies as it is sent."""
-    assert tested.weights.held_bytes == 0
+    assert tested.weights.memory.held_bytes == 0
     tested.begin()
     if tested.made is Serving:
         needed = sum(torch.Size(t.shape).numel() * 4 for t in tested.plan.targets.values())
     else:
         needed = sum(packed_offsets(chunk)[-1] for chunk in tested.chunks)
-    assert tested.weights.held_bytes == needed
-    memory = {each.data_ptr() for each in tested.weights._memory.tensors.values()}
+    assert tested.weights.memory.held_bytes == needed
+    memory = {each.data_ptr() for each in tested.weights.memory.tensors.values()}
     tested.weights.release(keep=True)
-    assert (tested.weights.has_begun, tested.weights.held_bytes) == (False, needed)
+    assert (tested.weights._begun, tested.weights.memory.held_bytes) == (False, needed)
     tested.begin()
-    assert {each.data_ptr() for each in tested.weights._memory.tensors.values()} == memory
+    assert {each.data_ptr() for each in tested.weights.memory.tensors.values()} == memory
     tested.weights.release(keep=False)
-    assert tested.weights.held_bytes == 0
+    assert tested.weights.memory.held_bytes == 0
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -303,7 +303,7 @@ def test_a_model_that_is_not_where_the_plan_wants_it_is_refused(tested: Staging)
         tested.weights.require_sealed()
     assert swapped.value.code is NackCode.CALLED_OFF
     with pytest.raises(NoPlanError, match="norm"):
-        tested.weights.require_parameters(tested.plan)
+        tested.weights.find_parameters(tested.plan)
     with pytest.raises(EngineError, match="norm") as begun:
         tested.begin()
     assert begun.value.code is NackCode.STAGING_REFUSED

@@ -14,8 +14,8 @@ import pytest
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.operations import Open
-from sidecar.vllm.plugin.staging import channel_messages
 from sidecar.vllm.plugin.staging.channel_server import LENGTH, MAX_FRAME_BYTES, StagingChannelServer
 from sidecar.vllm.staging_channel import StagingChannels
 
@@ -34,17 +34,17 @@ class Worker:
     """
 
     def __init__(self, *, waits_for: int = -1, fails_at: int = -1) -> None:
-        self.told: list[channel_messages.Operation] = []
+        self.told: list[operations.Operation] = []
         self.began = threading.Event()
         self.came = threading.Event()
         self.interrupted = False
         self.channel = StagingChannelServer(self._carry_out, self._interrupt)
         self._waits_for, self._fails_at = waits_for, fails_at
 
-    def _carry_out(self, operation: channel_messages.Operation) -> channel_messages.Done:
-        if isinstance(operation, channel_messages.Greet):
-            return channel_messages.Done()
-        seq = operation.chunks[0].seq if isinstance(operation, channel_messages.Stage) else -2
+    def _carry_out(self, operation: operations.Operation) -> operations.Done:
+        if isinstance(operation, operations.Greet):
+            return operations.Done()
+        seq = operation.chunks[0].seq if isinstance(operation, operations.Stage) else -2
         self.began.set()
         if seq == self._waits_for:
             assert self.came.wait(LIMIT_S)
@@ -53,7 +53,7 @@ class Worker:
         if seq == self._fails_at:
             raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH, tensor="a.b")
         self.told.append(operation)
-        return channel_messages.Done(in_place=seq == 0)
+        return operations.Done(in_place=seq == 0)
 
     def _interrupt(self) -> None:
         self.interrupted = True
@@ -69,8 +69,8 @@ def workers() -> Iterator[list[Worker]]:
         worker.channel.close()
 
 
-def stage(seq: int) -> channel_messages.Stage:
-    return channel_messages.Stage((channel_messages.SentChunk(seq, "off", ()),))
+def stage(seq: int) -> operations.Stage:
+    return operations.Stage((operations.SentChunk(seq, "off", ()),))
 
 
 async def reached(*workers: Worker) -> StagingChannels:
@@ -87,14 +87,14 @@ def test_all_workers_do_what_is_asked_in_its_order(workers: list[Worker]) -> Non
         channels = await reached(*workers)
         for seq in range(3):
             answers = await channels.perform(stage(seq))
-            assert answers == [channel_messages.Done(in_place=seq == 0)] * 2
+            assert answers == [operations.Done(in_place=seq == 0)] * 2
             assert [len(worker.told) for worker in workers] == [seq + 1] * 2
-        await channels.perform(channel_messages.Seal())
+        await channels.perform(operations.Seal())
         channels.close()
 
     asyncio.run(scenario())
     for worker in workers:
-        assert worker.told == [stage(0), stage(1), stage(2), channel_messages.Seal()]
+        assert worker.told == [stage(0), stage(1), stage(2), operations.Seal()]
 
 
 def test_a_failure_keeps_its_code_and_its_tensor_and_the_lane(workers: list[Worker]) -> None:
@@ -172,7 +172,7 @@ def test_the_core_does_not_wait_for_who_opens_a_transport(workers: list[Worker])
         later.close()
 
     asyncio.run(scenario())
-    assert [type(each) for each in worker.told] == [Open, channel_messages.Stage]
+    assert [type(each) for each in worker.told] == [Open, operations.Stage]
 
 
 def test_the_answer_to_a_call_that_was_given_up_is_nobodys(workers: list[Worker]) -> None:
@@ -264,7 +264,8 @@ def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
 _RUNS_OUT_OF_DESCRIPTORS = """
 import os, resource, sys, threading, time
 from types import SimpleNamespace
-from sidecar.vllm.plugin.staging import channel_messages as lane_wire, channel_server as channel
+from sidecar.vllm.plugin import operations
+from sidecar.vllm.plugin.staging import channel_server as channel
 
 found_none = threading.Event()
 
@@ -273,7 +274,7 @@ def sleep(seconds):
     time.sleep(seconds)
 
 channel.time = SimpleNamespace(sleep=sleep)
-worker = channel.StagingChannelServer(lambda _: lane_wire.Done(), lambda: None)
+worker = channel.StagingChannelServer(lambda _: operations.Done(), lambda: None)
 print(worker.name, flush=True)
 sys.stdin.readline()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -373,7 +374,7 @@ import os, socket
 os.setuid({NOBODY})
 end = socket.socket(socket.AF_UNIX)
 end.connect("\\0{worker.channel.name}")
-blob = {channel_messages.encode(stage(0))!r}
+blob = {operations.pack(stage(0))!r}
 try:
     end.sendall(len(blob).to_bytes(4, "big") + blob)
     print(end.recv(4))

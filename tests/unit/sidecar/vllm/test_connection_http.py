@@ -14,8 +14,10 @@ import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.messages import NackCode
 from sidecar.engine import ProbeResult
-from sidecar.vllm import connection_http, http_engine
-from sidecar.vllm.http_engine import VllmHttpEngine
+from sidecar.vllm import connection_http
+from sidecar.vllm import engine as engine_module
+from sidecar.vllm.connection_http import HttpConnection
+from sidecar.vllm.engine import VllmAdapter
 from sidecar.vllm.plugin import operations, worker_rpc
 
 if TYPE_CHECKING:
@@ -26,15 +28,15 @@ if TYPE_CHECKING:
 def test_only_loopback(url: str) -> None:
     """Unless asked for: the API key does not cover the RL routes."""
     with pytest.raises(UsageError, match="API key"):
-        VllmHttpEngine(url)
-    VllmHttpEngine(url, allow_remote=True)
+        HttpConnection(url)
+    HttpConnection(url, allow_remote=True)
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://127.0.0.1"])
 def test_urls_that_are_none(url: str) -> None:
     """Refused before anything is tried."""
     with pytest.raises(UsageError):
-        VllmHttpEngine(url)
+        HttpConnection(url)
 
 
 PRESENT = worker_rpc._PRESENT + "wavebus"
@@ -43,6 +45,7 @@ FAILURE = operations.WorkerFailure(
 )
 # What vLLM 0.32 and 0.33 answer on their RL routes when a call has failed.
 OLD_DEATH = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+FAMILY = "# TYPE vllm:num_requests_running gauge\n"
 NEW_DEATH = "The server had an error while processing your request."
 
 
@@ -83,7 +86,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(server: Server) -> AsyncIterator[tuple[VllmHttpEngine, web.AppRunner]]:
+async def serving(server: Server) -> AsyncIterator[tuple[VllmAdapter, web.AppRunner]]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -91,12 +94,18 @@ async def serving(server: Server) -> AsyncIterator[tuple[VllmHttpEngine, web.App
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    engine = VllmHttpEngine(f"http://127.0.0.1:{port}", ready_timeout_s=2)
+    engine = VllmAdapter(HttpConnection(f"http://127.0.0.1:{port}", ready_timeout_s=2))
     try:
         yield engine, runner
     finally:
         await engine.close()
         await runner.cleanup()
+
+
+def http(engine: VllmAdapter) -> HttpConnection:
+    """The adapter's connection."""
+    assert isinstance(engine._vllm, HttpConnection)
+    return engine._vllm
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -163,9 +172,8 @@ def test_a_step_is_one_post() -> None:
     """Of one operation, for all workers."""
 
     async def scenario() -> None:
-        server = Server(collective_rpc={"results": ["1"]})
+        server = Server(collective_rpc={"results": [{"type": "done"}]})
         async with serving(server) as (engine, _):
-            engine._connections = connection_http.HttpSessions(5.0)
             await engine.start_update(recover=False, target="draft")
             operation = operations.encode(operations.Start("draft", recover=False))
             [(name, body)] = server.posts
@@ -177,16 +185,13 @@ def test_a_step_is_one_post() -> None:
 
 def test_requests_are_counted_before_the_first_of_them() -> None:
     """Several API servers show no value then. One that keeps no statistics is refused."""
-    family = "# TYPE vllm:num_requests_running gauge\n"
     value = 'vllm:num_requests_running{engine="0"} 2.0\n'
 
     async def scenario() -> None:
-        for text, count in ((family, 0), (family + value, 2)):
+        for text, count in ((FAMILY, 0), (FAMILY + value, 2)):
             async with serving(Server(metrics=text)) as (engine, _):
-                engine._connections = connection_http.HttpSessions(5.0)
                 assert await engine.in_flight() == count
         async with serving(Server(metrics="")) as (engine, _):
-            engine._connections = connection_http.HttpSessions(5.0)
             with pytest.raises(EngineError, match="--disable-log-stats"):
                 await engine.in_flight()
 
@@ -195,21 +200,18 @@ def test_requests_are_counted_before_the_first_of_them() -> None:
 
 def test_requests_are_ended_in_the_core() -> None:
     """Whichever API server they came from; where the core can't, by the one that is asked."""
-    family = "# TYPE vllm:num_requests_running gauge\n"
 
     async def scenario() -> None:
         state = {"admits": True, "passes": "", "ended": 8}
-        server = Server(collective_rpc={"results": [state]}, metrics=family)
+        server = Server(collective_rpc={"results": [state]}, metrics=FAMILY)
         async with serving(server) as (engine, _):
-            engine._connections = connection_http.HttpSessions(5.0)
             await engine._admission.look()
             assert await engine.abort_requests() == 8
             name, body = server.posts[-1]
             assert (name, body["kwargs"]) == ("collective_rpc", {"ends": True})
         ended = {"aborted": 3}
-        server = Server(collective_rpc={"results": [None]}, abort_requests=ended, metrics=family)
+        server = Server(collective_rpc={"results": [None]}, abort_requests=ended, metrics=FAMILY)
         async with serving(server) as (engine, _):
-            engine._connections = connection_http.HttpSessions(5.0)
             await engine._admission.look()
             assert await engine.abort_requests() == 3
 
@@ -224,8 +226,7 @@ def test_a_probe_is_one_request_with_a_salt_of_its_own() -> None:
     async def scenario() -> None:
         server = Server(**{"inference/v1/generate": {"choices": [choice]}})
         async with serving(server) as (engine, _):
-            engine._connections = connection_http.HttpSessions(5.0)
-            found = await engine.probe_one("probe-1", (1, 2), 2, "salt-of-u1")
+            found = await http(engine).generate("probe-1", (1, 2), 2, "salt-of-u1")
             assert found == ProbeResult((7, 8), (-0.5, -0.25))
             [(name, body)] = server.posts
             assert name == "inference/v1/generate"
@@ -253,9 +254,9 @@ def test_who_is_asked_for_an_api_key_runs_no_probes(
     """Nor who has no such route. It is asked before anything begins."""
 
     async def scenario() -> None:
-        async with serving(Server(**{"inference/v1/generate": answer})) as (engine, _):
-            engine._connections = connection_http.HttpSessions(5.0)
-            assert await engine._accepts_token_ids() is serves
+        routes = {"inference/v1/generate": answer, "metrics": FAMILY}
+        async with serving(Server(**routes)) as (engine, _):
+            assert await http(engine).accepts_probes() is serves
 
     run(scenario())
 
@@ -265,7 +266,7 @@ def test_a_start_that_waits_for_its_server_says_so(capsys: pytest.CaptureFixture
     bus.log.configure(level="warning", json=True)
 
     async def scenario() -> None:
-        engine = VllmHttpEngine("http://127.0.0.1:9", ready_timeout_s=0.1)
+        engine = VllmAdapter(HttpConnection("http://127.0.0.1:9", ready_timeout_s=0.1))
         with pytest.raises(EngineError, match="no healthy server"):
             await engine.start()
         await engine.close()
@@ -279,7 +280,7 @@ def test_an_engine_core_that_does_not_answer_ends_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its server is healthy, and its core hangs in a collective."""
-    monkeypatch.setattr(http_engine, "START_ANSWER_S", 0.05)
+    monkeypatch.setattr(engine_module, "START_ANSWER_S", 0.05)
 
     async def scenario() -> None:
         async with serving(Server(version=asyncio.Event())) as (engine, _):
@@ -325,7 +326,7 @@ def test_a_quiet_connection_is_closed_by_us(monkeypatch: pytest.MonkeyPatch) -> 
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            engine = VllmHttpEngine(f"http://127.0.0.1:{port}", ready_timeout_s=2)
+            engine = VllmAdapter(HttpConnection(f"http://127.0.0.1:{port}", ready_timeout_s=2))
             with pytest.raises(EngineError):
                 await engine.start()
             await hung_up.wait()
@@ -351,7 +352,7 @@ def test_a_connection_that_saw_a_failure_is_not_used_again() -> None:
             pause = asyncio.create_task(engine.pause("keep", clear_cache=True))
             await server.asked("pause")
             with pytest.raises(EngineError):
-                await engine.post("/abort_requests")
+                await http(engine).post("/abort_requests")
             failed, asked_for_health = server.ports[-2:]
             assert failed != asked_for_health
             await engine.resume()
@@ -401,7 +402,6 @@ def test_a_dead_engine_is_recognised_by_its_servers_health(text: str) -> None:
     async def scenario() -> None:
         server = Server(pause=web.HTTPInternalServerError(text=text))
         async with serving(server) as (engine, _):
-            engine._connections = connection_http.HttpSessions(5.0)
             with pytest.raises(EngineError) as failed:
                 await engine.pause("keep", clear_cache=True)
             assert failed.value.code is NackCode.ENGINE_FAILED
@@ -425,8 +425,9 @@ def test_a_server_that_ends_with_its_engine_is_dead() -> None:
             writer.close()
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        engine = VllmHttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        engine._connections = connection_http.HttpSessions(5.0)
+        engine = VllmAdapter(
+            HttpConnection(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        )
         with pytest.raises(EngineDead, match="/pause: the server's engine is dead"):
             await engine.pause("keep", clear_cache=True)
         await engine.close()
@@ -442,7 +443,6 @@ def test_what_the_plugin_says_gets_through_an_error() -> None:
     async def scenario() -> None:
         server = Server(collective_rpc=answer)
         async with serving(server) as (engine, _):
-            engine._connections = connection_http.HttpSessions(5.0)
             with pytest.raises(EngineError) as failed:
                 await engine.start_update(recover=False)
             assert (failed.value.code, failed.value.tensor) == (FAILURE.code, FAILURE.tensor)
@@ -457,7 +457,6 @@ def test_an_engine_wakes_by_its_workers_and_resumes_by_vllms_own_wake() -> None:
     async def scenario() -> None:
         server = Server(collective_rpc={"results": [None]}, wake_up={"status": "awake"})
         async with serving(server) as (engine, _):
-            engine._connections = connection_http.HttpSessions(5.0)
             await engine.wake()
             assert server.names == ["collective_rpc", "wake_up"]
 

@@ -1,0 +1,257 @@
+"""Reaches a vLLM engine that lives in this process: an ``AsyncLLM``.
+
+Requests go to the ``AsyncLLM`` directly, and closing the connection leaves it running. On demand
+the connection serves vLLM's data routes from this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+
+from bus.errors import EngineDead, EngineError
+from sidecar.engine import ProbeResult
+from sidecar.supervision.server import DEV_MODE, complete_command
+from sidecar.vllm.lora_routes import adapter_id, adapter_path
+from sidecar.vllm.worker_client import engine_error
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from bus.messages import PauseMode
+
+DEATH_CHECK_S: Final = 0.5
+
+
+class InProcessConnection:
+    """Makes the calls of :class:`sidecar.vllm.engine.VllmAdapter` by an ``AsyncLLM``'s methods.
+
+    Calls raise :class:`EngineError`, or :class:`EngineDead` if the engine core is gone.
+
+    Args:
+        async_llm: the engine, which stays the caller's.
+        serve: options of vLLM's API server; None: no routes are served.
+
+    Attributes:
+        loaded: vLLM's requests of adapters that were loaded since the last commit, by name.
+        settled: those of adapters that are committed.
+    """
+
+    kind = "vllm"
+    name = "the AsyncLLM (weight_transfer_config of AsyncEngineArgs)"
+    is_shared = False
+    is_local = True
+    ends_with_sidecar = False
+
+    def __init__(self, async_llm: Any, serve: Sequence[str] | None = None) -> None:
+        self.is_served = serve is not None
+        self.loaded: dict[str, Any] = {}
+        self.settled: dict[str, Any] = {}
+        self._llm = async_llm
+        self._routes = HttpRoutes(async_llm, serve) if serve is not None else None
+        self._adapter_path = ""  # of the update that is under way
+
+    async def open(self) -> None:
+        """Do nothing: whoever has an ``AsyncLLM`` has started it."""
+
+    async def close(self) -> None:
+        """Stop serving routes; the engine is the caller's, and stays."""
+        if self._routes is not None:
+            await self._routes.close()
+
+    async def died(self, on_look: Callable[[], None]) -> str:
+        """Return when the engine core is dead."""
+        while not self._llm.errored:  # vLLM offers a flag and no event
+            on_look()
+            await anyio.sleep(DEATH_CHECK_S)
+        return "vLLM's engine core is dead"
+
+    async def software_version(self) -> str:
+        """Return vLLM's version."""
+        import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
+
+        return str(vllm.__version__)
+
+    async def config(self) -> dict[str, Any]:
+        """Return what vLLM was booted with: three parts of its ``VllmConfig``."""
+        config = self._llm.vllm_config
+        transfer = config.weight_transfer_config
+        return {
+            "weight_transfer_config": transfer and vars(transfer),
+            "parallel_config": vars(config.parallel_config),
+            "model_config": vars(config.model_config),
+        }
+
+    async def accepts_probes(self) -> bool:
+        """Return whether :meth:`generate` works."""
+        return True
+
+    async def endpoint(self) -> str:
+        """Serve the routes, if any are to be served; return their URL."""
+        return await self._routes.start() if self._routes is not None else ""
+
+    async def in_flight(self, seen: int | None) -> int:  # noqa: ARG002 - this count is exact
+        """Count requests."""
+        return len(self._llm.output_processor.request_states)
+
+    async def request_ids(self) -> tuple[str, ...]:
+        """Return the requests' ids as clients gave them."""
+        states = self._llm.output_processor.request_states.values()
+        return tuple(dict.fromkeys(str(state.external_req_id)[:256] for state in states))
+
+    async def weight_version(self) -> str:
+        """Return the text that names the weights."""
+        return str(await _call(self._llm.get_weight_version()))
+
+    async def set_weight_version(self, version: str) -> None:
+        """Name the weights, and with them the adapters that were loaded."""
+        await _call(self._llm.update_weight_version(version))
+        self.settled.update(self.loaded)
+        self.loaded.clear()
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Pause by vLLM's own call."""
+        await _call(self._llm.pause_generation(mode=mode, clear_cache=clear_cache))
+
+    async def resume(self) -> None:
+        """Resume by vLLM's own call."""
+        await _call(self._llm.resume_generation())
+
+    async def wake_up(self) -> None:
+        """Wake and resume by vLLM's own call."""
+        await _call(self._llm.wake_up())
+
+    async def abort_requests(self) -> int:
+        """End all requests; return how many."""
+        processor = self._llm.output_processor
+        requests = [*processor.request_states]
+        if requests:
+            everything = [*requests, *processor.parent_requests]
+            await _call(self._llm.abort(everything, internal=True))
+        return len(requests)
+
+    async def reset_caches(self) -> bool:
+        """Drop all caches; return whether nothing of the prefix cache is in use."""
+        if not await _call(self._llm.reset_prefix_cache(reset_running_requests=True)):
+            return False
+        await _call(self._llm.reset_mm_cache())
+        await _call(self._llm.reset_encoder_cache())
+        return True
+
+    async def generate(
+        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
+    ) -> ProbeResult:
+        """Run one greedy request past any end of sequence."""
+        result: ProbeResult = await _call(self._generate(request_id, prompt, max_tokens, salt))
+        return result
+
+    async def _generate(
+        self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
+    ) -> ProbeResult:
+        from vllm import SamplingParams  # noqa: PLC0415 - see software_version()
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        asked = {"prompt_token_ids": list(prompt), "cache_salt": salt}
+        last = None
+        async for output in self._llm.generate(asked, params, request_id=request_id):
+            last = output.outputs[0]
+        assert last is not None
+        tokens = tuple(last.token_ids)
+        steps = zip(last.logprobs, tokens, strict=True)
+        return ProbeResult(tokens, tuple(float(step[token].logprob) for step, token in steps))
+
+    async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
+        """Call vLLM's ``collective_rpc``; return each worker's answer, or the core's."""
+        return await _call(self._llm.collective_rpc(method, kwargs=kwargs or {}))
+
+    async def open_adapter(self, name: str, params: bytes) -> None:  # noqa: ARG002 - any name will do
+        """Note where workers find the adapter."""
+        self._adapter_path = adapter_path(params)
+
+    async def load_adapter(self, name: str) -> None:
+        """Load an adapter in place by vLLM's own call."""
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see software_version()
+
+        arguments = (name, adapter_id(name), self._adapter_path)
+        await _call(self._llm.add_lora(LoRARequest(*arguments, load_inplace=True)))
+        self.loaded[name] = LoRARequest(*arguments)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Undo :meth:`load_adapter`."""
+        self.loaded.pop(name, None)
+
+
+class HttpRoutes:
+    """Serves vLLM's data routes for an ``AsyncLLM``, in this event loop.
+
+    Args:
+        async_llm: the engine.
+        options: vLLM's options, which :func:`sidecar.supervision.server.complete_command` checks
+            and completes.
+    """
+
+    def __init__(self, async_llm: Any, options: Sequence[str]) -> None:
+        model = async_llm.vllm_config.model_config
+        named = ("--model", model.model, "--served-model-name", model.served_model_name)
+        self._llm = async_llm
+        self._command = complete_command((*named, *options), {**os.environ, DEV_MODE: "1"})
+        self._server: Any = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listen, and return the URL.
+
+        Raises:
+            EngineError: the address can't be used.
+        """
+        import uvicorn  # noqa: PLC0415 - comes with vLLM
+        from vllm.entrypoints.cli.serve import make_arg_parser  # noqa: PLC0415
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state  # noqa: PLC0415
+        from vllm.entrypoints.launchers.app import build_app  # noqa: PLC0415
+        from vllm.entrypoints.launchers.launcher import NoSignalServer  # noqa: PLC0415
+        from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(self._command.argv))
+        tasks = await self._llm.get_supported_tasks()
+        app = build_app(args, tasks, self._llm.model_config)
+        await init_app_state(self._llm, app.state, args, tasks)
+        try:
+            family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+            listening = socket.create_server((args.host, args.port), family=family)
+        except OSError as error:
+            raise EngineError(f"can't listen at {self._command.endpoint}: {error}") from error
+        config = uvicorn.Config(
+            app, lifespan="off", access_log=False, log_config=None, timeout_graceful_shutdown=1
+        )
+        app.state.server = self._server = NoSignalServer(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+        return self._command.endpoint
+
+    async def close(self) -> None:
+        """Stop listening; answers that are under way have 1 s to end."""
+        if self._task is not None:
+            self._server.should_exit = True
+            await self._task
+
+
+async def _call(call: Awaitable[Any]) -> Any:
+    """Await a call of vLLM's, and translate its errors.
+
+    Raises:
+        EngineDead: the engine core is gone.
+        EngineError: with the text of vLLM, or of the plugin inside it.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415 - see software_version()
+
+    try:
+        return await call
+    except EngineDeadError as error:
+        raise EngineDead(f"vLLM: {error}") from error
+    except Exception as error:
+        raise engine_error(str(error) or type(error).__name__) from error

@@ -1,0 +1,244 @@
+"""Drives a vLLM, whichever way it is reached.
+
+The adapter knows the order of vLLM's calls and what wavebus adds to them. A connection makes the
+calls: over HTTP (:mod:`sidecar.vllm.connection_http`) or in process
+(:mod:`sidecar.vllm.connection_inprocess`). Both connections have the same methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import anyio
+
+from bus.errors import EngineError
+from bus.lora import adapter_of
+from bus.vllm_versions import require_supported, untested_reason
+from sidecar.engine import START_ANSWER_S, EngineInfo, answers_within
+from sidecar.vllm.admission import AdmissionControl
+from sidecar.vllm.core_state import CoreLink, check_ranks, driven_backends, parse_version
+from sidecar.vllm.plugin import worker_rpc
+from sidecar.vllm.plugin.compat import check_backend
+from sidecar.vllm.worker_client import WorkerClient
+
+if TYPE_CHECKING:
+    from bus.messages import PauseMode, ProbeResult, SleepLevel
+    from bus.weight_transfer.allocation import RankAssignment
+    from sidecar.shared_pages.core_status import CoreStatusView
+    from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
+    from sidecar.vllm.connection_http import HttpConnection
+    from sidecar.vllm.connection_inprocess import InProcessConnection
+    from sidecar.vllm.plugin.environment import DpCoordinator
+
+    VllmConnection: TypeAlias = HttpConnection | InProcessConnection
+
+ABORT_SEEN_S: Final = 1.0
+
+
+class VllmAdapter(WorkerClient):
+    """A vLLM as a :class:`sidecar.engine.Engine`.
+
+    Args:
+        connection: makes vLLM's calls.
+        dp_coordinator: ``bus`` insists that the bus coordinates the engine's DP group;
+            :mod:`sidecar.vllm.plugin.environment` says how it is made to.
+    """
+
+    def __init__(self, connection: VllmConnection, dp_coordinator: DpCoordinator = "vllm") -> None:
+        super().__init__(connection)
+        self._vllm = connection
+        self._core = CoreLink(dp_coordinator)
+        self._admission = AdmissionControl(connection.ask, served=connection.is_served)
+
+    async def start(self) -> EngineInfo:
+        """Reach the engine, starting it if it is ours, and check that it can be driven.
+
+        Raises:
+            EngineError: it does not answer in time, is too old, lacks the RL routes or the
+                backend, or has another coordinator; the text says how to start it.
+            EngineDead: a server that we started has ended.
+        """
+        await self._vllm.open()
+        with answers_within(START_ANSWER_S, f"the engine core of {self._vllm.name}"):
+            info = await self._read_info()
+        return replace(info, endpoint=await self._vllm.endpoint())
+
+    async def _read_info(self) -> EngineInfo:
+        version = await self._vllm.software_version()
+        require_supported(version)
+        config = await self._vllm.config()
+        backend = str((config.get("weight_transfer_config") or {}).get("backend", ""))
+        name = self._vllm.name
+        check_backend(backend, name)
+        # Before any call of the plugin: without it, such a call would fail in all workers.
+        present = await self._vllm.ask(worker_rpc.ASK_PRESENCE)
+        worker_rpc.check_drives(present, backend, name)
+        parallel = config["parallel_config"]
+        check_ranks(
+            name,
+            hybrid=bool(parallel.get("data_parallel_hybrid_lb")),
+            elastic=bool(parallel.get("enable_elastic_ep")),
+        )
+        # Behind an internal load balancer one client pauses all ranks: a DP group of one.
+        external = bool(parallel["data_parallel_external_lb"])
+        dp_size = int(parallel["data_parallel_size"])
+        cores = 1 if external else dp_size
+        facts = worker_rpc.read(await self._vllm.ask(worker_rpc.ASK_FACTS))
+        await self._hello(facts, cores=cores)
+        accepts_probes = await self._vllm.accepts_probes()
+        await self._admission.look()
+        model = config["model_config"]
+        info = EngineInfo(
+            kind=self._vllm.kind,
+            software=f"vllm {version}",
+            model=str(model["model"]),
+            dp_rank=int(parallel["data_parallel_rank"]) if external else 0,
+            dp_size=dp_size if external else 1,
+            workers=int(parallel["world_size"]) * cores,
+            backends=driven_backends(backend),
+            endpoint="",
+            can_sleep=bool(model.get("enable_sleep_mode")),
+            draft=worker_rpc.read_draft(await self._vllm.ask(worker_rpc.ASK_DRAFT)),
+            canary="abort" if self._admission.is_supported and accepts_probes else "",
+            closed=self._admission.found_closed,
+            booted_closed=self._admission.booted_closed,
+            ends_with_sidecar=self._vllm.ends_with_sidecar,
+            features=facts.features,
+            untested=untested_reason(version),
+            dtype=str(model.get("dtype", "")).removeprefix("torch."),
+            limits=facts.limits_of(cores),
+            kv_connectors=self._caches.connectors,
+        )
+        self._core.learn(facts, info, cores=cores, here=self._vllm.is_local)
+        return info
+
+    async def close(self) -> None:
+        """Close the connection and the workers' staging channels."""
+        self._close_channels()
+        await self._vllm.close()
+
+    async def died(self) -> str:
+        """Return when the engine is dead, with the reason."""
+        return await self._vllm.died(self._core.check_coordinator)
+
+    async def in_flight(self) -> int:
+        """Count the requests that run, wait, or are frozen by a pause."""
+        return await self._vllm.in_flight(self._core.requests())
+
+    async def request_ids(self) -> tuple[str, ...]:
+        """Return the requests' ids as clients gave them; empty if they can't be had."""
+        return await self._vllm.request_ids()
+
+    def core_view(self) -> CoreStatusView | None:
+        """Return the status page of the engine's core; None without one."""
+        return self._core.view()
+
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
+        """See :meth:`sidecar.engine.Engine.write_pause_lease`."""
+        return self._core.write_pause_lease(lease)
+
+    def abandoned_pause(self) -> AbandonedPause | None:
+        """Return the pause that an earlier sidecar has left; None: there is none."""
+        return self._core.abandoned_pause()
+
+    async def join_run(self, run: str) -> None:
+        """Salt the caches with the id of a run."""
+        await self._caches.join_run(run)
+
+    async def version(self) -> int:
+        """Return the version that the engine serves; 0 before the first commit."""
+        return parse_version(await self._vllm.weight_version())
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Pause, and drop the caches if asked to, or if this vLLM needs it."""
+        await self._vllm.pause(mode, clear_cache=self._caches.clears(clear_cache))
+
+    async def resume(self) -> None:
+        """Schedule again."""
+        await self._vllm.resume()
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Have the workers sleep, and the core know nothing of it.
+
+        vLLM's own sleep pauses a second time, and a rank then waits for the other ranks' sleep.
+        """
+        await self._release_staging()
+        await self._vllm.ask("sleep", {"level": level})
+
+    async def wake_weights(self) -> None:
+        """Give the weights' memory back to the workers."""
+        await self._vllm.ask("wake_up", {"tags": ["weights"]})
+
+    async def wake(self) -> None:
+        """Have the workers wake, and resume by vLLM's own wake, which finds nothing asleep.
+
+        From 0.33 on that call gives the KV connector the cache's new addresses.
+        """
+        await self._vllm.ask("wake_up", {"tags": None})
+        await self._vllm.wake_up()
+
+    async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
+        """Open or close admission; cores of an unknown vLLM have none, and queue requests."""
+        if self._admission.is_supported:
+            await self._admission.admit(open=open)
+
+    async def abort_requests(self) -> int:
+        """End every request; return how many when they are counted no more, or 1 s later.
+
+        A server may have several front ends, each of which could end its own requests alone: so
+        the cores end them, where they can.
+        """
+        ended = await self._admission.end_requests() if self._vllm.is_shared else None
+        if ended is None:
+            ended = await self._vllm.abort_requests()
+        with anyio.move_on_after(ABORT_SEEN_S):
+            while await self.in_flight():  # noqa: ASYNC110 - no event tells it
+                await anyio.sleep(ABORT_SEEN_S / 50)
+        return ended
+
+    async def clear_cache(self) -> None:
+        """Drop keys, values and prefix cache by the plugin, or else by vLLM's own calls."""
+        if not await self._caches.clear() and not await self._vllm.reset_caches():
+            raise EngineError("vLLM could not drop its prefix cache: some of it is in use")
+
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
+        """Open the transport in all workers; return how many chunks may be received ahead."""
+        prefetch_depth = await super().open_transfer(backend, params, place)
+        if adapter := adapter_of(backend):
+            await self._vllm.open_adapter(adapter, params)
+        return prefetch_depth
+
+    async def probe(
+        self,
+        prompts: tuple[tuple[int, ...], ...],
+        max_tokens: int,
+        salt: str,
+        *,
+        mode: PauseMode,
+        clear_cache: bool,
+    ) -> tuple[ProbeResult, ...]:
+        """Resume with admission closed to all but the probes, and pause again.
+
+        A paused vLLM runs no probe, and what a pause keeps would run beside them.
+        """
+        passes = await self._admission.pass_probes(mode)
+        await self.abort_requests()
+        await self.resume()
+        try:
+            results = await asyncio.gather(
+                *(
+                    self._vllm.generate(f"{passes}-{number}", prompt, max_tokens, salt)
+                    for number, prompt in enumerate(prompts)
+                )
+            )
+        finally:
+            await self.pause(mode, clear_cache=clear_cache)
+            await self._admission.end_probes()
+        return tuple(results)
+
+    async def commit(self, version: int) -> None:
+        """Serve as this version from now on."""
+        await self._settle()
+        await self._vllm.set_weight_version(str(version))
