@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 import bus.log
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-@pytest.fixture(autouse=True, scope="session")
-def _quiet_logs() -> None:
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet_logs() -> Iterator[None]:
+    before = bus.log._settings
     bus.log.configure(level="critical", json=True)
+    yield
+    bus.log._settings = before
