@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bus.messages import CorePhase, PauseMode, ProbeResult, SleepLevel
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
     from sidecar.embedded.requests import GenerationRequest, Publish
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class EngineCore:
 
     def __init__(
         self,
-        model: Qwen3,
+        model: ModelRunner,
         *,
         slots: int,
         publish: Publish,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
 
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.messages import NackCode, RequestLimits
 from bus.weight_transfer.registry import receiver_backends
 from sidecar.embedded.config import read_config
 from sidecar.embedded.core import EngineCore
-from sidecar.embedded.model import Qwen3
+from sidecar.embedded.model import ModelRunner
 from sidecar.embedded.parallel.rank import DpRank
 from sidecar.embedded.probing import probe_requests
 from sidecar.embedded.requests import Delta, Generation, GenerationRequest
@@ -32,9 +33,8 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import PauseMode, ProbeResult, SleepLevel, Verify
     from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.embedded.config import ModelConfig
-    from sidecar.embedded.experts import Exchange
     from sidecar.embedded.parallel.options import DataParallel
+    from sidecar.embedded.qwen3 import Exchange, Qwen3Config
     from sidecar.embedded.sampling import SamplingParams
     from sidecar.engine import (
         AbandonedPause,
@@ -112,7 +112,7 @@ class EmbeddedEngine:
         self._boot_closed = boot_closed
         self._dp = dp
         if dp is not None:
-            experts = self._config.experts.count if self._config.experts else 0
+            experts = self._config.experts
             if experts < dp.size:
                 raise UsageError(
                     f"model={model}: a model with {experts} experts can't be spread over "
@@ -236,7 +236,7 @@ class EmbeddedEngine:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            eos_token_ids=self._config.eos_token_ids,
+            eos_token_ids=self._config.eos_ids,
             stream=stream,
         )
         core.submit(request, self._rank.on_request() if self._rank else 0)
@@ -368,7 +368,7 @@ class EmbeddedEngine:
         exchange: Exchange | None = None
         if self._dp is not None:
             self._rank = DpRank(self._dp, self._on_lost)
-            exchange = await self._rank.join(asdict(self._config))
+            exchange = await self._rank.join(msgspec.structs.asdict(self._config))
         shape = {"slots": self.max_num_seqs, "max_len": self.max_model_len}
         model = await asyncio.to_thread(_load, self._config, self._folder, exchange, **shape)
         make = self._rank.make_core if self._rank else EngineCore
@@ -454,10 +454,10 @@ class EmbeddedEngine:
 
 
 def _load(
-    config: ModelConfig, folder: Path, exchange: Exchange | None, *, slots: int, max_len: int
-) -> Qwen3:
-    model = Qwen3(config, slots=slots, max_len=max_len, exchange=exchange)
-    load_folder(model.layout, model.parameters, folder)
+    config: Qwen3Config, folder: Path, exchange: Exchange | None, *, slots: int, max_len: int
+) -> ModelRunner:
+    model = ModelRunner(config, slots=slots, max_len=max_len, exchange=exchange)
+    load_folder(model.expected, model.parameters, folder)
     return model
 
 

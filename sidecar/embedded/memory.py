@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.messages import SleepLevel
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
 
 # All bits set is not a number, in every floating point format.
 _NAN_BYTE: Final = 0xFF
@@ -49,7 +49,7 @@ _S = ModelMemoryState
 class ModelMemory:
     """One model's. Every method runs in the core's thread, between steps."""
 
-    def __init__(self, model: Qwen3) -> None:
+    def __init__(self, model: ModelRunner) -> None:
         self.state = _S.AWAKE
         self._weights = _storages(model.parameters.values())
         self._cache = _storages((model.kv.keys, model.kv.values))

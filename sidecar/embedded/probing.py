@@ -20,7 +20,7 @@ from sidecar.embedded.scheduler import BatchScheduler
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
 
 
 def probe_requests(
@@ -48,7 +48,7 @@ def probe_requests(
 
 
 def run_probes(
-    model: Qwen3,
+    model: ModelRunner,
     requests: Sequence[GenerationRequest],
     *,
     slots: int,
@@ -82,7 +82,7 @@ def run_probes(
 
 
 @contextlib.contextmanager
-def _cache_given_back(model: Qwen3, *, in_use: bool) -> Iterator[None]:
+def _cache_given_back(model: ModelRunner, *, in_use: bool) -> Iterator[None]:
     kept = (model.kv.keys.clone(), model.kv.values.clone()) if in_use else None
     model.kv.clear()
     yield

@@ -15,7 +15,7 @@ from sidecar.embedded.sampling import SamplingBatch, raw_logprobs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
     from sidecar.embedded.requests import Publish
 
 # Padded tokens that one step may prefill; a longer prompt goes alone.
@@ -32,7 +32,7 @@ class BatchScheduler:
         publish: called with what comes of a step or an abort, at most once for each.
     """
 
-    def __init__(self, model: Qwen3, *, slots: int, publish: Publish) -> None:
+    def __init__(self, model: ModelRunner, *, slots: int, publish: Publish) -> None:
         self.model = model
         self._slots = slots
         self._publish = publish

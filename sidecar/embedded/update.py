@@ -40,7 +40,7 @@ from bus.messages import NackCode
 from bus.weight_transfer.allocation import StagingCapacity, require_capacity
 from bus.weight_transfer.registry import make_receiver
 from sidecar.embedded.memory import ModelMemoryState
-from sidecar.embedded.weights import check_manifest, load_tensors
+from sidecar.embedded.weights import load_tensors
 from sidecar.transfer import check_delivered, check_room, check_sums, staging_capacity
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from bus.weight_transfer.allocation import RankAssignment
     from bus.weight_transfer.base import Receiver
     from sidecar.embedded.core import EngineCore
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
     from sidecar.engine import Chunk
 
 
@@ -61,8 +61,8 @@ class StagedParameters:
     :meth:`load` runs in any one thread; the others, in the core's, between steps.
     """
 
-    def __init__(self, model: Qwen3) -> None:
-        self._layout = model.layout
+    def __init__(self, model: ModelRunner) -> None:
+        self._expected = model.expected
         self._parameters = model.parameters
         self._staged: dict[str, torch.Tensor] = {}
 
@@ -87,7 +87,7 @@ class StagedParameters:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put tensors, by their Hugging Face names, where they will go."""
-        load_tensors(self._layout, self._staged, tensors)
+        load_tensors(self._staged, tensors)
 
     def swap(self) -> None:
         """Copy all of it into the parameters."""
@@ -116,7 +116,7 @@ class Updater:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._layout = core.model.layout
+        self._expected = core.model.expected
         self._state = UpdaterState.IDLE
         self._armed: Manifest | None = None
         self._manifest: Manifest | None = None
@@ -145,7 +145,7 @@ class Updater:
 
     def arm(self, manifest: Manifest, staging: Staging | None) -> StagingCapacity:
         self._armed = None
-        check_manifest(self._layout, manifest)
+        self._expected.check(manifest)
         check_room(self._backend, self._receiver, manifest)
         room = StagingCapacity()
         if staging is not None:
@@ -216,7 +216,7 @@ class Updater:
         if self._received_seq != seq:
             raise _wrong_state(f"chunk {seq} is not received")
         self._foreign = True
-        load_tensors(self._layout, self._core.model.parameters, self._received)
+        load_tensors(self._core.model.parameters, self._received)
         self._loaded.add(seq)
         self._release()
 

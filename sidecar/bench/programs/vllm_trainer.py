@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 
     from trainer_agent.options import How
 
-_8B: Final = {"vocab_size": 151_936, "num_heads": 32, "head_dim": 128, "max_positions": 4096}
-_TINY: Final = {"vocab_size": 1024, "head_dim": 64, "max_positions": 4096}
+_8B: Final[dict[str, Any]] = {
+    "vocab_size": 151_936,
+    "num_heads": 32,
+    "head_dim": 128,
+    "max_positions": 4096,
+}
+_TINY: Final[dict[str, Any]] = {"vocab_size": 1024, "head_dim": 64, "max_positions": 4096}
 MODELS: Final = {
     # The shape of Qwen3-8B: 8.19 billion parameters in 399 tensors.
     "8b": PolicyConfig(

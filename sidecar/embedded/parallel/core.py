@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from bus.messages import PauseMode
     from sidecar.dp_coordinator.frames import CoreReport
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
     from sidecar.embedded.parallel.group import RankGroup
     from sidecar.embedded.parallel.waves import RankWaves
     from sidecar.embedded.requests import Publish
@@ -82,7 +82,7 @@ class LockstepCore(EngineCore):
 
     def __init__(
         self,
-        model: Qwen3,
+        model: ModelRunner,
         *,
         slots: int,
         publish: Publish,

@@ -147,7 +147,7 @@ class RankGroup:
 class GroupExchange:
     """Experts in blocks over the ranks: rank ``r`` of ``n`` has an ``n``-th of them.
 
-    Implements :class:`sidecar.embedded.experts.Exchange` by three exchanges of all with
+    Implements :class:`sidecar.embedded.qwen3.Exchange` by three exchanges of all with
     all: how many rows go where, the rows, and the results.
     """
 

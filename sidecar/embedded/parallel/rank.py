@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
     from typing import Any
 
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.requests import Publish
     from sidecar.shared_pages.core_status import CoreStatusPage
@@ -87,7 +87,7 @@ class DpRank:
 
     def make_core(
         self,
-        model: Qwen3,
+        model: ModelRunner,
         *,
         slots: int,
         publish: Publish,

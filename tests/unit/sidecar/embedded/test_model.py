@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sidecar.embedded.config import read_config
-from sidecar.embedded.model import Qwen3
+from sidecar.embedded.model import ModelRunner
 from sidecar.embedded.weights import load_folder
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 PROMPTS = [[5, 9, 77, 31, 12], [40, 3], [8, 8, 8, 100, 101, 102, 103, 104, 4]]
 
 
-def _model(checkpoint: Checkpoint, *, dtype: str = "auto", slots: int = 4) -> Qwen3:
-    model = Qwen3(read_config(checkpoint.folder, dtype), slots=slots, max_len=128)
-    load_folder(model.layout, model.parameters, checkpoint.folder)
+def _model(checkpoint: Checkpoint, *, dtype: str = "auto", slots: int = 4) -> ModelRunner:
+    model = ModelRunner(read_config(checkpoint.folder, dtype), slots=slots, max_len=128)
+    load_folder(model.expected, model.parameters, checkpoint.folder)
     return model
 
 
 @torch.inference_mode()
-def _batched_greedy(model: Qwen3, prompts: list[list[int]], count: int) -> list[list[int]]:
+def _batched_greedy(model: ModelRunner, prompts: list[list[int]], count: int) -> list[list[int]]:
     """All prompts side by side, one slot each."""
     slots = list(range(len(prompts)))
     rows = [list(prompt) for prompt in prompts]
