@@ -96,7 +96,7 @@ class Sequence:
         """Tokens that may not be sampled yet: ends, until ``min_tokens`` are there."""
         if self.output_len >= self.request.params.min_tokens:
             return ()
-        return (*self.request.params.stop_token_ids, *self.ends)
+        return (*self.request.params.stops, *self.ends)
 
     def append(self, token: int, logprob: float | None, version: int) -> None:
         """Take a sampled token, and see whether it was the last."""
@@ -109,7 +109,7 @@ class Sequence:
         params = self.request.params
         if token in self.ends:
             self.finish_reason = "stop"
-        elif token in params.stop_token_ids:
+        elif token in params.stops:
             self.finish_reason, self.stop_reason = "stop", token
         elif self.output_len >= self.request.max_tokens:
             self.finish_reason = "length"

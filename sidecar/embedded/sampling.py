@@ -8,17 +8,20 @@ had been; and so does one that is asked anew, with its tokens so far as part of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
     from torch import Tensor
+
+TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
 
 # Below this temperature the likeliest token is taken, as vLLM does.
 GREEDY_BELOW: Final = 1e-5
@@ -30,40 +33,49 @@ _LAST_SHIFT: Final = 31
 _UNIFORM_BITS: Final = 48
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to choose tokens, and when to stop. Names and meanings are vLLM's.
 
-    ``top_k`` 0 or -1 takes the whole vocabulary. ``n`` choices share a prompt.
-    ``max_tokens`` None: up to the model's length. ``seed`` None: a random one.
-    Until ``min_tokens`` no end is sampled.
-
-    ``logprobs`` None gives none, 0 or 1 the sampled token's. They are vLLM's
-    default, *raw* log-probabilities: of the model's own distribution, before
-    temperature, ``top_k`` and ``top_p``. At temperature 1 without either they are
-    also those of the distribution that was sampled from; otherwise they are not.
+    Attributes:
+        top_k: 0 or -1 takes the whole vocabulary.
+        seed: None draws one.
+        n: choices that share the prompt.
+        max_tokens: None allows as many as the model's length leaves.
+        min_tokens: no end of the sequence is sampled before so many tokens.
+        logprobs: None gives none, 0 or 1 the sampled token's. They are vLLM's default, *raw*
+            log-probabilities, of the model's own distribution. At temperature 1, without ``top_k``
+            and ``top_p``, that is the distribution that tokens are sampled from.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    n: int = 1
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1)] = 1
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] | None = None
     ignore_eos: bool = False
-    logprobs: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """``stop_token_ids``, none by default."""
+        return self.stop_token_ids or ()
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
         return self.temperature < GREEDY_BELOW
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of choice ``index`` of a request. As in vLLM, it is that of a request for one
-    choice with the seed ``seed + index``."""
-    return _scramble((seed + index) & _MASK64)
+    """Return the 64-bit seed of choice ``index`` of a request.
+
+    As in vLLM, it is that of a request for one choice with the seed ``seed + index``.
+    """
+    only = np.array([(seed + index) & _MASK64], np.uint64)
+    return int(_outputs(only, np.zeros_like(only))[0])
 
 
 class SamplingBatch:
@@ -121,20 +133,20 @@ def raw_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
 def uniforms(
     seeds: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for every (seed, count): SplitMix64's ``count``-th output."""
+    """Return a number in [0, 1) for every (seed, count)."""
+    bits = _outputs(seeds, counts) >> np.uint64(64 - _UNIFORM_BITS)
+    return bits.astype(np.float64) * 2.0**-_UNIFORM_BITS
+
+
+def _outputs(
+    seeds: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """SplitMix64's ``count``-th output for each seed."""
     state = seeds + (counts + np.uint64(1)) * np.uint64(_STEP)
     for shift, factor in _MIX:
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
     state ^= state >> np.uint64(_LAST_SHIFT)
-    return (state >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64) * 2.0**-_UNIFORM_BITS
-
-
-def _scramble(value: int) -> int:
-    """One output of SplitMix64, in plain integers."""
-    state = (value + _STEP) & _MASK64
-    for shift, factor in _MIX:
-        state = ((state ^ (state >> shift)) * factor) & _MASK64
-    return state ^ (state >> _LAST_SHIFT)
+    return state
 
 
 def _cuts(params: SamplingParams, vocab_size: int) -> bool:

@@ -111,7 +111,7 @@ class DataPlane:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = decode_request(await http.read())
         engine = self._engine
-        params = check_request(
+        check_request(
             body,
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
@@ -119,7 +119,7 @@ class DataPlane:
             model=engine.model_name,
         )
         request_id = body.request_id or secrets.token_hex(16)
-        generation = engine.generate(body.token_ids, params, stream=bool(body.stream))
+        generation = engine.generate(body.token_ids, body.sampling_params, stream=bool(body.stream))
         try:
             if body.stream:
                 return await _stream(http, generation, request_id)
