@@ -11,17 +11,18 @@ from collections import defaultdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.bench import updates
-from sidecar.bench.fleet import NATIVE
+from sidecar.bench import fleet, updates
+from sidecar.bench.fleet import BUS, NATIVE
 from sidecar.bench.harness import gb_per_s, median, say
-from sidecar.bench.updates import BUS, under_load
+from sidecar.bench.updates import under_load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sidecar.bench.fleet import UpdatedEngines
     from sidecar.bench.harness import Bench
     from sidecar.bench.plans import EnginesPlan, GapPlan
-    from sidecar.bench.updates import Measured, UpdatedEngines, UpdateRound
+    from sidecar.bench.updates import Measured, UpdateRound
 
 WAYS: Final = {"native": NATIVE, "paused": BUS, "staged": BUS}
 
@@ -33,7 +34,7 @@ async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
         BenchFailed: a process died, or a request ended without all its tokens, or before the
             update did.
     """
-    start = updates.vllm if plan.engine == "vllm" else updates.embedded
+    start = fleet.start_vllm if plan.engine == "vllm" else fleet.start_embedded
     engines = await start(bench, plan, WAYS)
     megabytes = round(engines.size_bytes / 1e6, 1)
     say(f"{megabytes} MB, {plan.requests} requests at a time")

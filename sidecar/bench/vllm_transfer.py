@@ -22,18 +22,19 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from sidecar.bench import updates
-from sidecar.bench.fleet import NATIVE
+from sidecar.bench import fleet, updates
+from sidecar.bench.fleet import BUS, NATIVE
 from sidecar.bench.harness import gb_per_s, median, say
 from sidecar.bench.transfer import covered_s
-from sidecar.bench.updates import BUS, under_load
+from sidecar.bench.updates import under_load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from sidecar.bench.fleet import UpdatedEngines
     from sidecar.bench.harness import Bench
     from sidecar.bench.plans import EnginesPlan, TransferBenchPlan
-    from sidecar.bench.updates import UpdatedEngines, UpdateRound
+    from sidecar.bench.updates import UpdateRound
 
 # What was called, and when it began and ended, in seconds on `time.monotonic()`'s clock.
 Call: TypeAlias = "tuple[str, float, float]"
@@ -50,7 +51,7 @@ async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
         BenchFailed: a process died, or a request ended without all its tokens.
     """
     began_s = time.monotonic()
-    engines = await updates.vllm(bench, plan, WAYS)
+    engines = await fleet.start_vllm(bench, plan, WAYS)
     size_bytes, booted_s = engines.size_bytes, time.monotonic() - began_s
     say(f"booted in {booted_s:.0f} s: {size_bytes / 1e9:.2f} GB")
     measured = await updates.rounds_of(engines, plan, one_round, copy=False)
