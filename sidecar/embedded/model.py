@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 class KvCache:
     """Keys and values of every slot: [layers, slots, kv_heads, max_len, head_dim].
 
-    What lies behind a sequence's length is never attended to, but takes part in
-    arithmetic under a weight of zero, so it must stay finite: hence zeros, not
-    whatever the memory held.
+    Positions behind a sequence's length take part in arithmetic with a weight of zero, so they must
+    be finite: the cache begins with zeros.
     """
 
     def __init__(self, config: Qwen3Config, slots: int, max_len: int) -> None:
@@ -43,7 +42,7 @@ class KvCache:
         self._touched = 0
 
     def rows(self, positions: Tensor, deepest: int) -> Tensor:
-        """Where slot ``i`` keeps position ``positions[i]``: [n * kv_heads] rows of a layer."""
+        """Return the rows of a layer, [n * kv_heads], for ``positions[i]`` of slot ``i``."""
         self._touched = max(self._touched, deepest)
         return (self._slot_rows[: len(positions)] + positions[:, None]).view(-1)
 
@@ -66,13 +65,13 @@ class KvCache:
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Discard everything."""
         self.keys[:, :, :, : self._touched] = 0
         self.values[:, :, :, : self._touched] = 0
         self._touched = 0
 
     def restore(self, keys: Tensor, values: Tensor) -> None:
-        """Remember what was there when these were copied."""
+        """Put copies of keys and values back."""
         self.keys.copy_(keys)
         self.values.copy_(values)
         self._touched = self.max_len
@@ -82,8 +81,8 @@ class KvCache:
 class Decode:
     """One more token for each of the first ``n`` slots.
 
-    ``positions[i]`` is where ``tokens[i]`` stands, counted from 0, which is also the
-    number of positions that slot ``i`` has cached.
+    ``positions[i]`` is the position of ``tokens[i]``, from 0, and so the number of positions that
+    slot ``i`` has cached.
     """
 
     tokens: list[int]

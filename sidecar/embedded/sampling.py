@@ -1,9 +1,9 @@
 """From logits to tokens.
 
-Randomness is keyed by position: a token depends on the seed of its choice, its position in prompt
-and output together, and its logits, and on nothing else. So a request with a seed gives the same
-tokens in whatever company it runs; a request that is frozen, or recomputed, goes on as if nothing
-had been; and so does one that is asked anew, with its tokens so far as part of the prompt.
+Randomness is keyed by position: a token depends on the seed of its choice, on its position in
+prompt and output together, and on its logits. So a request with a seed gives the same tokens beside
+any other requests. A request that is frozen, recomputed, or sent again with its tokens so far as
+part of the prompt continues as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
 
-# Below this temperature the likeliest token is taken, as vLLM does.
+# Below this temperature the likeliest token is taken, as in vLLM.
 GREEDY_BELOW: Final = 1e-5
 _MASK64: Final = (1 << 64) - 1
 # The constants of SplitMix64 (Steele, Lea and Flood, 2014).
@@ -79,12 +79,12 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 class SamplingBatch:
-    """The parameters of one batch as tensors; made again when its rows change.
+    """The parameters of one batch as tensors, made anew when its rows change.
 
     Args:
-        params: of each row.
-        seeds: of each row, from :func:`choice_seed`.
-        vocab_size: tokens there are.
+        params: each row's parameters.
+        seeds: each row's seed, from :func:`choice_seed`.
+        vocab_size: tokens in the vocabulary.
     """
 
     def __init__(
@@ -106,8 +106,12 @@ class SamplingBatch:
         self.wants_logprobs = any(p.logprobs is not None for p in params)
 
     def sample(self, logits: Tensor, counts: Sequence[int]) -> list[int]:
-        """One token per row of ``logits`` [n, vocab]; ``counts`` tokens each row has so far, those
-        of its prompt too."""
+        """Return one token per row.
+
+        Args:
+            logits: [n, vocab], float32.
+            counts: how many tokens each row has, prompt and output.
+        """
         tokens = logits.argmax(-1)
         if len(self._drawn):
             everyone = len(self._drawn) == len(tokens)
@@ -123,7 +127,7 @@ class SamplingBatch:
 
 
 def raw_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Log-probability of each row's token in the model's own distribution."""
+    """Return each row's log-probability of its token in the model's own distribution."""
     index = torch.tensor(tokens)[:, None]
     picked = logits.gather(1, index).squeeze(1) - logits.logsumexp(-1)
     values: list[float] = picked.tolist()
@@ -164,10 +168,10 @@ def _cut(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the running sum of ``probs`` passes ``uniform`` of the whole.
+    """Return the token at which the running sum of ``probs`` passes ``uniform`` of the whole.
 
-    In double precision, so that a token of probability zero has no width. Logits
-    that are not numbers give the last token: garbage in, but no crash.
+    Double precision keeps the width of a token of probability zero at zero. Logits that are not
+    numbers give the last token, without a crash.
     """
     sums = probs.double().cumsum(-1)
     target = uniform[:, None] * sums[:, -1:]
