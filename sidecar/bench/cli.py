@@ -97,9 +97,8 @@ def gap(*, plan: GapPlan, as_json: bool) -> None:
 
 
 def require_modules(*modules: str) -> None:
-    """
-    Raises:
-        UsageError: names those that are not installed, and how to get them.
+    """Raises:
+    UsageError: names those that are not installed, and how to get them.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -109,9 +108,8 @@ def require_modules(*modules: str) -> None:
 
 
 def require_engines(plan: EnginesPlan) -> None:
-    """
-    Raises:
-        UsageError: the engines that are asked for can't be measured so here.
+    """Raises:
+    UsageError: the engines that are asked for can't be measured so here.
     """
     require_modules("torch", "aiohttp")
     if plan.engine == "vllm":

@@ -181,7 +181,8 @@ async def idle(bench: Bench) -> dict[str, float]:
 
 async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
     """A broker, N sidecars that have joined, and the trainer that owns them, which is returned.
-    ``plain``: they have no keys, and the broker no journal."""
+    ``plain``: they have no keys, and the broker no journal.
+    """
     variables: dict[str, dict[str, str]] = {}
     kept: dict[str, Any] = {"heartbeat_ms": BrokerConfig().heartbeat_ms}
     if not plain:

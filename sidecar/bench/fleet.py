@@ -48,7 +48,8 @@ _KV_CACHE_SPARE: Final = 1.5
 @dataclass(frozen=True, slots=True)
 class BroadcastEnds:
     """The ends of the raw broadcast, which have met, each on the GPU of its number; or, where
-    trainer and engine share a GPU, one process that copies within it."""
+    trainer and engine share a GPU, one process that copies within it.
+    """
 
     workers: tuple[Worker, ...]
 
@@ -125,7 +126,8 @@ class ServedAnswer:
 
 def without_experts(served: ServedAnswer, expected: tuple[int, ...] = ()) -> ServedAnswer:
     """What is compared where experts are not: the other weights, and the tokens, or else those that
-    are expected in their place."""
+    are expected in their place.
+    """
     sums = {name: sum_ for name, sum_ in served.checksums.items() if _EXPERTS not in name}
     return ServedAnswer(expected or served.tokens, sums)
 
@@ -372,8 +374,9 @@ def on_cpu() -> dict[str, str]:
 
 
 def step_graphs(requests: int) -> tuple[str, ...]:
-    """vLLM's options with which a step of so many requests is one graph; without its compiler,
-    which takes longer than all that is measured."""
+    """VLLM's options with which a step of so many requests is one graph; without its compiler,
+    which takes longer than all that is measured.
+    """
     config = {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",

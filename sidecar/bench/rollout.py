@@ -69,7 +69,8 @@ class RolloutBench:
 
     async def start_engine(self) -> tuple[str, Worker, str]:
         """Another engine. It has more slots than streams: a session's may have 1.25 times the mean
-        of them."""
+        of them.
+        """
         number = next(self._numbers)
         engine, said = await self._bench.start(
             "embedded_engine",

@@ -157,7 +157,8 @@ def tokens_within(
     came: Iterable[Sequence[float]], pieces: Iterable[Sequence[int]], since_s: float, until_s: float
 ) -> float:
     """How many tokens were made in the given time. Of those that came after a gap that is partly
-    in it, that part: so a short time counts for what it is, and not in whole steps."""
+    in it, that part: so a short time counts for what it is, and not in whole steps.
+    """
     total = 0.0
     for times, counts in zip(came, pieces, strict=True):
         for (before_s, at_s), count in zip(itertools.pairwise(times), counts[1:], strict=True):

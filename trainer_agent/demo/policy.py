@@ -79,7 +79,7 @@ class Policy(Qwen3):
 
 
 def copy_of(policy: Policy) -> dict[str, Tensor]:
-    """Its weights, as they are now."""
+    """Return a copy of the policy's weights."""
     return {name: each.detach().clone() for name, each in policy.state_dict().items()}
 
 

@@ -1,6 +1,6 @@
-"""Rollouts: requests to the engines without end, several at a time, in a thread of their own.
+"""Rollouts: several requests at a time, without end, in a thread of their own.
 
-Nothing here knows of updates, pauses or dead engines: the client continues what they interrupt.
+Nothing here depends on updates, pauses or dead engines: the client continues interrupted requests.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ _CUT_SHORT: Final = {
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the requests. One that the client gave up is lost; one that is ``left_out``
-    came back too early for a trainer still at work; ``cut_short``: those that the client continued
-    on another engine, or on the same one later. ``aborted``: engines that ended a request early,
-    with when it began and ended (wall clock, s). ``longest_token_gap_ms`` is the longest time
-    between two tokens of one sequence, as they arrive here."""
+    """How requests ended.
+
+    Attributes:
+        lost: requests that the client gave up.
+        cut_short: requests that the client continued, by why the first attempt ended.
+        aborted: engines that ended a request early, with its begin and end (wall clock, s).
+        left_out: groups that were too old for a slow trainer.
+        longest_token_gap_ms: longest time between two tokens of one sequence, as they arrive here.
+    """
 
     requests: int = 0
     lost: int = 0
@@ -52,15 +56,15 @@ class Counts:
 
 
 class RolloutPool:
-    """Keeps ``streams`` requests under way, always; finished groups queue up.
-
-    The newest ``ahead`` groups wait for the trainer; when it is slow, older ones are left
-    out, so that what it takes is never very stale. A context manager, for one thread.
+    """Keeps requests under way, and queues finished groups. A context manager, for one thread.
 
     Args:
-        broker: its address; the engines are those of ``group``.
+        broker: the broker's address.
+        group: the engines' group.
         group_size: answers to a prompt.
-        seed: of prompts and answers.
+        streams: requests at a time.
+        ahead: how many groups wait for the trainer; older ones are dropped, so that none is stale.
+        seed: seed of prompts and answers.
         whole: called with every sequence.
     """
 
@@ -105,7 +109,7 @@ class RolloutPool:
         """Wait for so many groups of rollouts, each of one prompt.
 
         Raises:
-            WavebusError: no engine gives any.
+            WavebusError: no group has come for 120 s.
         """
         taken: list[list[Rollout]] = []
         waited_s = 0.0
@@ -122,16 +126,13 @@ class RolloutPool:
         return taken
 
     def greedy_reward(self) -> float:
-        """Mean reward of the engines' greedy answers to the held-out prompts."""
+        """Return the mean reward of the engines' greedy answers to the held-out prompts."""
         self._check()
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._greedy(), self._loop).result(_PATIENCE_S)
 
     def _check(self) -> None:
-        """
-        Raises:
-            WavebusError: the thread has ended.
-        """
+        """Raise WavebusError if the thread has ended."""
         if self._error is not None:
             raise WavebusError(f"rollouts failed: {self._error}") from self._error
 
@@ -140,7 +141,7 @@ class RolloutPool:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 - told to whoever takes
+        except BaseException as error:  # noqa: BLE001 - take() raises it
             self._error = error
         finally:
             self._ready.set()
@@ -176,7 +177,7 @@ class RolloutPool:
         return sum(group[0].reward for group in answers if group) / len(prompts)
 
     async def _ask(self, prompt: tuple[int, ...], *, n: int, seed: int | None) -> list[Rollout]:
-        """One request; its sequences, none if it was lost. ``seed=None``: greedy."""
+        """Send a request; return its sequences, or none if it was lost. No seed: greedy."""
         sampling: dict[str, Any] = {
             "n": n,
             "temperature": 0.0 if seed is None else 1.0,
@@ -222,6 +223,6 @@ class RolloutPool:
 
 
 def versions_of(choice: Choice) -> tuple[int, ...]:
-    """Each token's version; 0 where none is known."""
+    """Return each token's version; 0 if it is unknown."""
     spans: Sequence[tuple[int, int]] = [(s.version or 0, s.end - s.start) for s in choice.spans]
     return tuple(version for version, count in spans for _ in range(count))

@@ -73,7 +73,8 @@ def many_small(tensors: int) -> PolicyConfig:
 
 def mixture(megabytes: int) -> PolicyConfig:
     """A mixture of 16 experts of about so many megabytes, in float32, nearly all of them in the
-    experts: of these a token needs two, so it is quick for its size."""
+    experts: of these a token needs two, so it is quick for its size.
+    """
     layers, experts, hidden = 4, 16, 256
     floats = megabytes * 1_000_000 / _FLOAT_BYTES
     return PolicyConfig(

@@ -72,7 +72,7 @@ class Quiet(uvicorn.Server):
 
 
 def _config(*, access_log: bool) -> uvicorn.Config:
-    """uvicorn as it comes; its log goes to stderr, since stdout carries this process's words."""
+    """Uvicorn as it comes; its log goes to stderr, since stdout carries this process's words."""
     log_config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     for handler in log_config["handlers"].values():
         handler["stream"] = "ext://sys.stderr"

@@ -39,7 +39,8 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
 
     def prepare(self) -> None:
         """What other ranks would do while this one does its own: so it is none of the update's
-        time. Packed, a buffer takes one chunk after the other, and nothing can be done before."""
+        time. Packed, a buffer takes one chunk after the other, and nothing can be done before.
+        """
         self._others = []
         for device, uuid, weights in self._copies:
             with torch.cuda.device(device):

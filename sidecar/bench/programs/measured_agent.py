@@ -36,7 +36,8 @@ class TimedSender:
 
     def transfer_ms(self) -> float:
         """From when the first chunk left to when the last one was acked; and what putting took
-        before that, while the engine still served."""
+        before that, while the engine still served.
+        """
         left_s = self.transfers[0][0]
         before_s = sum(min(until, left_s) - since for since, until in self.puts if since < left_s)
         return self.receive_ms() + before_s * 1000

@@ -46,7 +46,8 @@ class NativeWeights(EitherForm):
 
 class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
     """vLLM's own client, of one server or of all ranks of a DP group at once, which notes when its
-    calls were (name, begin and end), and pauses."""
+    calls were (name, begin and end), and pauses.
+    """
 
     def __init__(self, urls: Sequence[str]) -> None:
         super().__init__(urls[0])

@@ -27,7 +27,8 @@ class PausingTrainer:
 
     async def round(self) -> dict[str, float]:
         """How long a pause and the resume after it took together; of that the pause alone, and of
-        that the slowest engine, as its sidecar saw it."""
+        that the slowest engine, as its sidecar saw it.
+        """
         since_s = time.perf_counter()
         async with self._agent.paused(mode="keep") as ack:
             paused_s = time.perf_counter()
@@ -42,7 +43,8 @@ class PausingTrainer:
 
     async def idle(self, since_s: float) -> None:
         """Return when all cores are idle, and began to be after ``since_s`` on
-        ``time.monotonic()``'s clock: so this is no old news."""
+        ``time.monotonic()``'s clock: so this is no old news.
+        """
         while True:
             [shown] = [s for s in (await self._agent.status()).groups if s.name == self._group]
             after_ms = (time.monotonic() - since_s) * 1000

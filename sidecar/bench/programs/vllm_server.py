@@ -26,7 +26,8 @@ _OURS: Final = "sidecar.vllm.plugin"
 
 class TimedVllmEngine(VllmHttpEngine):
     """An engine that notes each call of an update: ``[name, since, until]``, in seconds on
-    ``time.monotonic()``'s clock, which all processes of a host share."""
+    ``time.monotonic()``'s clock, which all processes of a host share.
+    """
 
     def __init__(self, server: SupervisedServer) -> None:
         super().__init__(server=server, ready_timeout_s=_BOOT_S)
@@ -115,7 +116,7 @@ async def vllm_server(
 
 
 def foreign_plugins() -> list[str]:
-    """vLLM's plugins here that are not wavebus's, by name."""
+    """VLLM's plugins here that are not wavebus's, by name."""
     found = entry_points()
     groups = [group for group in found.groups if group.startswith("vllm.")]
     plugins = [point for group in groups for point in found.select(group=group)]

@@ -66,7 +66,8 @@ MODELS: Final = {
 
 def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Of a model of that shape, made where they are to lie: norms near one, and the rest drawn so
-    that activations keep their size."""
+    that activations keep their size.
+    """
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Policy(config).named_parameters()}
     generator = torch.Generator(device).manual_seed(7)

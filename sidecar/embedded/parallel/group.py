@@ -124,7 +124,8 @@ class RankGroup:
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Give ``sent[r]`` rows to rank ``r``, one rank's after another's, and get as many
-        as ``received`` says, in the same order."""
+        as ``received`` says, in the same order.
+        """
         given = rows.contiguous()
         taken = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype)
         self._wait(

@@ -66,7 +66,8 @@ class RankWaves:
     @property
     def owes_wave(self) -> bool:
         """Whether a START_DP_WAVE came that is to be obeyed after the resume. Who asked for that
-        wave may have nothing to do any more, and then wouldn't step in it."""
+        wave may have nothing to do any more, and then wouldn't step in it.
+        """
         return self._start is not None and self._start >= self.number
 
     def on_request(self, wave: int) -> CoreReport | None:
@@ -97,7 +98,8 @@ class RankWaves:
 
     def join_in(self) -> CoreReport | None:
         """This rank has something to confer about: a wave runs, or starts. What the others must
-        hear."""
+        hear.
+        """
         if self.running or self.paused:
             return None
         self.running = True
