@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -55,10 +56,9 @@ _EXACT: Final = True  # draws are keyed by position
 
 
 class EmbeddedEngine:
-    """Implements :class:`sidecar.engine.Engine`, and serves requests itself.
+    """Implements :class:`sidecar.engine.Engine`, and serves requests itself, in one event loop.
 
-    Cancelling a call does not undo the request: as with vLLM, the engine still executes it. Use an
-    engine from one event loop.
+    Cancelling a call does not undo the request: as with vLLM, the engine still executes it.
 
     Args:
         model: a folder with ``config.json`` and ``*.safetensors`` of a Qwen3 model.
@@ -110,18 +110,16 @@ class EmbeddedEngine:
         self._step_ms = step_ms
         self._boot_closed = boot_closed
         self._dp = dp
-        if dp is not None:
-            experts = self._config.experts
-            if experts < dp.size:
-                raise UsageError(
-                    f"model={model}: a model with {experts} experts can't be spread over "
-                    f"{dp.size} data parallel ranks; start engines of their own"
-                )
+        if dp is not None and self._config.experts < dp.size:
+            raise UsageError(
+                f"model={model}: a model with {self._config.experts} experts can't be spread over "
+                f"{dp.size} data parallel ranks; start engines of their own"
+            )
         self._rank: DpRank | None = None
         self._page = CoreStatusPage(core_page, rank=dp.rank if dp else 0)
         self._server = DataPlane(self, host, port, api_key) if host is not None else None
         self._generations: dict[str, Generation] = {}
-        self._requests = 0
+        self._ids = itertools.count(1)
         self._core: EngineCore | None = None
         self._updater: Updater | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -134,23 +132,17 @@ class EmbeddedEngine:
     # Life
 
     async def start(self) -> EngineInfo:
-        """Load the model and serve; return what the engine is.
-
-        Raises:
-            EngineError: the ranks did not meet, or the port is taken.
-            UsageError: the folder does not hold the model.
-        """
+        """Load the model and serve; return what the engine is."""
         self._loop = asyncio.get_running_loop()
         self._death = self._loop.create_future()
         try:
             await self._boot()
             await self.admit(open=not self._boot_closed)
             endpoint = await self._server.start() if self._server else ""
-        except OSError as error:
+        except BaseException as error:
             await self.close()
-            raise EngineError(f"can't listen for requests: {error}") from error
-        except BaseException:
-            await self.close()
+            if isinstance(error, OSError):
+                raise EngineError(f"can't listen for requests: {error}") from error
             raise
         return EngineInfo(
             kind="embedded",
@@ -243,8 +235,7 @@ class EmbeddedEngine:
             EngineDead: the engine is gone.
         """
         core = self._started()
-        self._requests += 1
-        request_id = str(self._requests)
+        request_id = str(next(self._ids))
         room = self.max_model_len - len(token_ids)
         request = GenerationRequest(
             id=request_id,
@@ -320,8 +311,9 @@ class EmbeddedEngine:
     async def receive(self, chunk: Chunk) -> None:
         """Receive a chunk from the transport."""
         updater = self._update()
-        short = updater.is_short(len(chunk.tensors))
-        await self._transport(lambda: updater.receive(chunk), short=short)
+        await self._transport(
+            partial(updater.receive, chunk), short=updater.is_short(len(chunk.tensors))
+        )
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         """Verify the received chunk, and load it into the weights or into staged ones."""
@@ -366,9 +358,9 @@ class EmbeddedEngine:
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
         """Replace the served weights with the staged ones between two steps."""
-        core, updater = self._started(), self._update()
-        check, make = partial(updater.require_staged, version), partial(updater.swap, version)
-        await _answer(core.swap(check, make, clear_cache=clear_cache))
+        updater = self._update()
+        check, take = partial(updater.require_staged, version), partial(updater.swap, version)
+        await _answer(self._started().swap(check, take, clear_cache=clear_cache))
 
     async def call_off(self) -> None:
         """Cancel a swap that waits for peer ranks."""
@@ -445,13 +437,8 @@ class EmbeddedEngine:
             self._core.fail(reason)
 
     def _on_core_died(self, reason: str) -> None:
-        member = self._rank
-        if member is None:
-            self._fail_requests(reason)
-            return
-
         async def bury() -> None:
-            known = await member.explain(reason)
+            known = await self._rank.explain(reason) if self._rank else reason
             if known is not None:
                 self._fail_requests(known)
 
