@@ -47,20 +47,21 @@ _KV_CACHE_SPARE: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class BroadcastEnds:
-    """The ends of the raw broadcast, which have met, each on the GPU of its number; or, where
-    trainer and engine share a GPU, one process that copies within it.
+    """The ends of the raw broadcast, connected, each on the GPU of its number.
+
+    If trainer and engine share a GPU, there is one process, which copies within that GPU.
     """
 
     workers: tuple[Worker, ...]
 
     async def raw_ms(self) -> float:
-        """One broadcast, until all are done; alone, a copy."""
+        """Return the time of one broadcast; of an end alone, of a copy."""
         if len(self.workers) == 1:
             return await self.copy_ms()
         return float(max(await asyncio.gather(*(end.ask("broadcast_ms") for end in self.workers))))
 
     async def copy_ms(self) -> float:
-        """One copy of as many bytes within the last one's memory."""
+        """Return the time of one copy within the last end's memory."""
         return float(await self.workers[-1].ask("copy_ms"))
 
 
@@ -70,10 +71,10 @@ async def raw_ends(
     """Start them.
 
     Args:
-        bench: ends them.
-        device: where they are.
-        size_bytes: of a broadcast.
-        alone: there is one, since what is measured stays on one GPU.
+        bench: ends the processes.
+        device: where their memory is.
+        size_bytes: size of a broadcast.
+        alone: whether there is one end, because all memory is on one GPU.
         how: more for :meth:`sidecar.bench.harness.Bench.launch`.
     """
     count = 1 if alone else 2
@@ -93,16 +94,16 @@ async def raw_ends(
 
 @dataclass(frozen=True)
 class UpdatedEngines:
-    """Trainer and engines, and how to ask them.
+    """A trainer and engines, and how to call them.
 
     Attributes:
-        update: makes one update of a way, and returns what it took.
-        urls: of each way, where its engines take requests, rank by rank.
-        engines: of each way, those who tell of their calls.
-        raw_ms: one transfer of ``size_bytes`` with nothing around it.
-        copy_ms: one copy of ``size_bytes`` within an engine's memory.
-        serves: what a way's engines serve now; alike where that is the same.
-        not_compared: what of it is left out there, and why.
+        update: makes one update of a way, and returns its times.
+        urls: each way's engines' URLs, rank by rank.
+        engines: each way's processes, which report their calls.
+        raw_ms: makes one transfer of ``size_bytes`` with nothing around it.
+        copy_ms: makes one copy of ``size_bytes`` within an engine's memory.
+        serves: returns what a way's engines serve now; equal for equal weights.
+        not_compared: what ``serves`` leaves out, and why.
     """
 
     update: Callable[[str], Awaitable[dict[str, Any]]]
@@ -118,16 +119,14 @@ class UpdatedEngines:
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """What a server answers with, and vLLM's own checksums of its weights."""
+    """A server's answer, and vLLM's checksums of its weights."""
 
     tokens: tuple[int, ...]
     checksums: dict[str, str]
 
 
 def without_experts(served: ServedAnswer, expected: tuple[int, ...] = ()) -> ServedAnswer:
-    """What is compared where experts are not: the other weights, and the tokens, or else those that
-    are expected in their place.
-    """
+    """Leave experts' checksums out, and replace the tokens if others are expected."""
     sums = {name: sum_ for name, sum_ in served.checksums.items() if _EXPERTS not in name}
     return ServedAnswer(expected or served.tokens, sums)
 
@@ -148,8 +147,8 @@ async def start_embedded(
 ) -> UpdatedEngines:
     """Start a broker, a trainer and two groups, each engine in a process of its own.
 
-    One group is on the bus, the other one's engines are called directly. Where memory can be lent,
-    it is, in all ways.
+    One group is on the bus, and the other's engines are called directly. Memory is lent in all ways
+    if the backend can.
     """
     checkpoint = bench.folder() / "checkpoint"
     address = await bench.broker()
@@ -292,19 +291,19 @@ async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -
 
 
 async def _urls(ranks: Iterable[Worker]) -> list[str]:
-    """Where they take requests, once all of them do."""
+    """Return the URLs, when all ranks take requests."""
     return [said["url"] for said in await asyncio.gather(*(rank.hello() for rank in ranks))]
 
 
 def group_of(server: str) -> str:
-    """The group that a server is alone in."""
+    """Return the group that a server is alone in."""
     return server.replace("_", "-")
 
 
 def trainer_settings(
     plan: EnginesPlan, address: str, servers: Iterable[str], model: Path
 ) -> dict[str, Any]:
-    """Of :mod:`sidecar.bench.programs.vllm_trainer`."""
+    """Return the settings of :mod:`sidecar.bench.programs.vllm_trainer`."""
     cuda = plan.device == "cuda"
     return {
         "broker": address,
@@ -328,7 +327,7 @@ def trainer_settings(
 def server_settings(
     plan: EnginesPlan, engine: str, name: str, address: str, model: Path
 ) -> list[dict[str, Any]]:
-    """Of :mod:`sidecar.bench.programs.vllm_server`: a server's, or those of all its ranks."""
+    """Return the settings of a server, or of all its ranks."""
     cpu, lockstep, port = plan.device == "cpu", plan.dp_size > 1, free_port(_HOST)
     argv = (
         *("--model", str(model), "--served-model-name=bench", "--load-format=dummy"),
@@ -363,19 +362,20 @@ def server_settings(
 
 
 def server_argv(*options: str) -> list[str]:
-    """The command of a vLLM server that needs no tokenizer."""
+    """Return the command of a vLLM server that needs no tokenizer."""
     module = "vllm.entrypoints.openai.api_server"
     return [sys.executable, "-m", module, "--skip-tokenizer-init", *options]
 
 
 def on_cpu() -> dict[str, str]:
-    """What a server's environment has on a CPU, unless the user knows better."""
+    """Return a server's environment on a CPU; the user's own variables win."""
     return {name: os.environ.get(name, value) for name, value in VLLM_ON_CPU.items()}
 
 
 def step_graphs(requests: int) -> tuple[str, ...]:
-    """VLLM's options with which a step of so many requests is one graph; without its compiler,
-    which takes longer than all that is measured.
+    """Return options of vLLM with which a step of so many requests is one CUDA graph.
+
+    vLLM's compiler is off: it takes longer than all that is measured.
     """
     config = {
         "mode": 0,
@@ -386,12 +386,12 @@ def step_graphs(requests: int) -> tuple[str, ...]:
 
 
 def _kv_cache_bytes(plan: EnginesPlan) -> int:
-    """Enough for all requests at once: one that is put off would make a gap of its own."""
+    """Return enough for all requests at once: a delayed one would make a gap of its own."""
     tokens = plan.requests * (PROMPT_TOKENS + plan.tokens) + _MAX_MODEL_LEN
     return int(tokens * _KV_CACHE_TOKEN_BYTES * _KV_CACHE_SPARE)
 
 
 def _visible(gpu: int) -> str:
-    """As the variable names it."""
+    """Return a GPU as ``CUDA_VISIBLE_DEVICES`` names it."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return seen.split(",")[gpu] if seen else str(gpu)

@@ -1,7 +1,7 @@
-"""``bench gap``: the time between tokens over a weight update, in three ways side by side.
+"""``bench gap``: the time between tokens over a weight update, in three ways.
 
-- **native**: the engine's own flow: pause, update, resume. No bus.
-- **paused**, **staged**: the bus, ``update_weights(how=...)``.
+- **native**: the engine's own flow without a bus: pause, update, resume.
+- **paused**, **staged**: the bus, by ``update_weights(how=...)``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAYS: Final = {"native": NATIVE, "paused": BUS, "staged": BUS}
 
 
 async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
-    """The JSON's fields; draws the picture, too.
+    """Return the JSON's fields, and draw the picture.
 
     Raises:
         BenchFailed: a process died, or a request ended without all its tokens, or before the
@@ -59,12 +59,12 @@ async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
 
 
 async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> UpdateRound:
-    """One update of a way's engines while requests decode.
+    """Update a way's engines once while requests decode.
 
-    Adds ``receive_ms``, from when its first chunk left to when its last one was there, and with a
-    bus ``commit_ms``, from the COMMIT to its last ack; ``before_tokens_per_s`` of all requests
-    together, and of what is staged ``receiving_tokens_per_s``, from the update's begin to its
-    COMMIT; ``swap_ms``, how long the swap kept the slowest engine from steps.
+    Adds ``receive_ms``, from the first chunk's sending to the last one's arrival, and
+    ``before_tokens_per_s`` of all requests together; with a bus ``commit_ms``, from COMMIT to its
+    last ack. A staged update has ``receiving_tokens_per_s``, from its begin to COMMIT, and
+    ``swap_ms``, how long the slowest engine could not step.
     """
     seen = await under_load(engines, way, plan)
     done, answer = seen.round(plan.tokens), seen.answer
@@ -83,7 +83,7 @@ async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> Upd
 
 
 def figures_of(measured: Measured, *, requests: int, size_bytes: int) -> dict[str, Any]:
-    """The JSON's fields: of each way medians and all rounds, and what they are to each other."""
+    """Return each way's medians and rounds, and their ratios."""
     ways: dict[str, dict[str, Any]] = {
         way: _of_way(done, size_bytes) for way, done in measured.rounds.items()
     }
@@ -118,6 +118,6 @@ def _of_way(rounds: Sequence[UpdateRound], size_bytes: int) -> dict[str, Any]:
 
 
 def typical(rounds: Sequence[UpdateRound]) -> UpdateRound:
-    """The one whose gap is the median, or next to it."""
+    """Return the round whose gap is the median, or nearest to it."""
     middle_ms = statistics.median(done.figures["gap_ms"] for done in rounds)
     return min(rounds, key=lambda done: abs(done.figures["gap_ms"] - middle_ms))

@@ -1,8 +1,8 @@
 """Updates of engines while requests decode, in several ways that alternate in one run.
 
-In a round as many requests as asked for are begun. When all of them decode, they are left alone for
-a while: those gaps between tokens are the ordinary ones. Then comes one update. Each request must
-end with all its tokens. In the end all engines must serve the same, and another thing than before.
+A round begins requests. When all of them decode, the gaps of the next tokens are the ordinary ones.
+Then comes one update. Each request must end with all its tokens. In the end all engines must serve
+the same weights, and not those that they began with.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sidecar.bench.plans import EnginesPlan
     from sidecar.bench.streams import Streams
 
-# A request decodes so many tokens before its steps count, and so many of these are ordinary ones.
+# How many tokens a request decodes before its steps count, and then before the update.
 _BEGUN_TOKENS: Final = 8
 _ORDINARY_TOKENS: Final = 40
 
@@ -40,14 +40,13 @@ class UpdateRound:
     """One update under load.
 
     Attributes:
-        figures: ``gap_ms``, the longest gap of any request that some part of the update is in;
+        figures: ``gap_ms``, the longest gap of any request that overlaps the update;
             ``step_p50_ms`` and ``step_p99_ms`` of ordinary gaps; ``update_ms``, from its first
             message to its last; and what a bench adds.
-        steps_ms: ordinary gaps, before it.
+        steps_ms: ordinary gaps, before the update.
         lost: requests that ended with fewer tokens.
-        tokens: when each came, in ms from the update's begin, and how long after the one before of
-            its request.
-        phases_ms: how long calls took, by name.
+        tokens: when each token came, in ms from the update's begin, and the gap before it.
+        phases_ms: the length of calls, by name.
     """
 
     figures: dict[str, float]
@@ -59,7 +58,7 @@ class UpdateRound:
 
 @dataclass(frozen=True)
 class Measured:
-    """All counted rounds. ``raw_ms``, ``copy_ms``: one of each per round."""
+    """All counted rounds, with one raw transfer and one copy for each."""
 
     rounds: dict[str, list[UpdateRound]]
     raw_ms: list[float]
@@ -69,19 +68,19 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class LoadedUpdate:
-    """What was seen of one update: when tokens came, and what its trainer says of it."""
+    """One update: when tokens came, and what the trainer reports."""
 
     streams: Streams
     decoding_s: float
     answer: dict[str, Any]
 
     def tokens_per_s(self, since_s: float, until_s: float) -> float:
-        """Of all requests together."""
+        """Return the speed of all requests together."""
         made = tokens_within(self.streams.came, self.streams.pieces, since_s, until_s)
         return made / (until_s - since_s)
 
     def round(self, tokens: int) -> UpdateRound:
-        """The figures that all benches have, of requests of so many tokens."""
+        """Return the figures of all benches, for requests of so many tokens."""
         came, since_s, until_s = self.streams.came, self.answer["since_s"], self.answer["until_s"]
         steps = gaps_ms(came, self.decoding_s, since_s)
         found = {
@@ -100,7 +99,7 @@ class LoadedUpdate:
 
 
 async def under_load(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> LoadedUpdate:
-    """Begin requests; when all decode, leave them alone for a while, and then update."""
+    """Begin requests, let all decode for a while, and then update."""
     async with streaming(engines.urls[way], plan.requests, plan.tokens) as streams:
         await streams.have(_BEGUN_TOKENS)
         decoding_s = time.monotonic()
@@ -116,7 +115,13 @@ async def rounds_of(
     *,
     copy: bool = True,
 ) -> Measured:
-    """Alternate. The first round of each way is not counted. ``copy``: copies are measured, too.
+    """Run rounds of all ways in turn; the first of each does not count.
+
+    Args:
+        engines: the trainer and the engines.
+        plan: the options.
+        one_round: makes one update of a way.
+        copy: whether copies are measured, too.
 
     Raises:
         BenchFailed: a process died, or a request ended without all its tokens, or before the
@@ -144,7 +149,7 @@ async def rounds_of(
 
 
 def of_way(rounds: Sequence[UpdateRound], size_bytes: int, moved: str) -> dict[str, Any]:
-    """Medians of one way. ``moved``: the word for its transfer, in ``<moved>_ms``."""
+    """Return medians of one way; ``<moved>_ms`` is the figure of its transfer."""
     found = medians([done.figures for done in rounds])
     steps = [step for done in rounds for step in done.steps_ms]
     return {
