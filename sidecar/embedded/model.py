@@ -52,12 +52,15 @@ class KvCache:
         self._flat_keys[layer].index_copy_(0, rows, key.reshape(-1, dim))
         self._flat_values[layer].index_copy_(0, rows, value.reshape(-1, dim))
 
-    def fill(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write from position 0; ``key`` and ``value`` are [b, kv_heads, time, head_dim]."""
-        time = key.shape[2]
+    def fill(self, layer: int, first: int, key: Tensor, value: Tensor) -> None:
+        """Write slots from ``first`` on, and positions from 0 on.
+
+        ``key`` and ``value`` are [b, kv_heads, time, head_dim].
+        """
+        count, _, time, _ = key.shape
         self._touched = max(self._touched, time)
-        self.keys[layer, slots, :, :time] = key
-        self.values[layer, slots, :, :time] = value
+        self.keys[layer, first : first + count, :, :time] = key
+        self.values[layer, first : first + count, :, :time] = value
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` positions of a slot over another slot."""
@@ -91,13 +94,13 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Whole prompts, each for its slot.
+    """Whole prompts for the slots from ``first`` on.
 
     Shorter prompts are padded on the right, where no real token looks.
     """
 
     prompts: list[list[int]]
-    slots: list[int]
+    first: int
 
 
 class ModelRunner:
@@ -123,14 +126,6 @@ class ModelRunner:
         self._cos, self._sin = (
             each.to(config.torch_dtype) for each in rope_of(torch.arange(max_len), config)
         )
-
-    def decode(self, tokens: list[int], positions: list[int]) -> Tensor:
-        """Return logits [n, vocab] of a :class:`Decode` alone."""
-        return self.step(Decode(tokens, positions), None)
-
-    def prefill(self, prompts: list[list[int]], slots: list[int]) -> Tensor:
-        """Return logits [b, vocab] of a :class:`Prefill` alone."""
-        return self.step(None, Prefill(prompts, slots))
 
     def step(self, decode: Decode | None, prefill: Prefill | None) -> Tensor:
         """Make one pass over the layers for either or both; they use different slots.
@@ -206,7 +201,7 @@ class _Prefilling:
         tokens = pad_sequence(prompts, batch_first=True)
         self._kv = model.kv
         self._shape = (*tokens.shape, -1, model.config.head_dim)
-        self._slots = torch.tensor(what.slots)
+        self._first = what.first
         batch, time = tokens.shape
         self.tokens = tokens.view(-1)
         self.places = torch.arange(time).repeat(batch)
@@ -214,7 +209,7 @@ class _Prefilling:
 
     def attend(self, layer: int, *qkv: Tensor) -> Tensor:
         query, key, value = (each.view(self._shape) for each in qkv)
-        self._kv.fill(layer, self._slots, key.transpose(1, 2), value.transpose(1, 2))
+        self._kv.fill(layer, self._first, key.transpose(1, 2), value.transpose(1, 2))
         return attend_whole(layer, query, key, value).flatten(0, 1)
 
     def last(self, x: Tensor) -> Tensor:

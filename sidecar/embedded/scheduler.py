@@ -65,19 +65,14 @@ class BatchScheduler:
         There must be a sequence to run. Tokens are marked with ``version``.
         """
         decode = prefill = None
-        owner_of: list[int] = []
-        running = len(self._rows)
-        if running:
+        if self._rows:
             decode = Decode(
                 [sequence.tokens[-1] for sequence in self._rows],
                 [len(sequence.tokens) - 1 for sequence in self._rows],
             )
-        if admit and self._waiting and running < self._slots:
-            prefill, owner_of = self._begin()
-        logits = self.model.step(decode, prefill)
-        if prefill is not None:
-            logits = self._share(prefill, owner_of, logits, running)
-        self._take(logits, version)
+        if admit and self._waiting and len(self._rows) < self._slots:
+            prefill = self._begin()
+        self._take(self.model.step(decode, prefill), version)
 
     def discard_cache(self) -> None:
         """Discard keys and values; running sequences are computed anew, before others."""
@@ -112,39 +107,18 @@ class BatchScheduler:
                 sequence.stop_reason = closed_message(_WHY_CLOSED)
         self._publish([sequence.delta(fresh=0) for sequence in sequences])
 
-    def _begin(self) -> tuple[Prefill, list[int]]:
-        """Move waiting sequences into free slots; choices of one request share a prefill.
-
-        Returns:
-            What to prefill, and the index of each new row's prompt in it.
-        """
-        owners: list[Sequence] = []
-        owner_slots: list[int] = []
-        owner_of: list[int] = []
+    def _begin(self) -> Prefill:
+        """Move waiting sequences into free slots, and return what to prefill."""
+        first = len(self._rows)
         longest = 0
         while self._waiting and len(self._rows) < self._slots:
-            sequence = self._waiting[0]
-            if not owners or not _shares_prefill(owners[-1], sequence):
-                longest = max(longest, len(sequence.tokens))
-                if owners and (len(owners) + 1) * longest > MAX_PREFILL_TOKENS:
-                    break
-                owners.append(sequence)
-                owner_slots.append(len(self._rows))
-            owner_of.append(len(owners) - 1)
+            longest = max(longest, len(self._waiting[0].tokens))
+            begun = len(self._rows) - first
+            if begun and (begun + 1) * longest > MAX_PREFILL_TOKENS:
+                break
             self._rows.append(self._waiting.popleft())
         self._batch = None
-        return Prefill([s.tokens for s in owners], owner_slots), owner_of
-
-    def _share(
-        self, prefill: Prefill, owner_of: list[int], logits: torch.Tensor, first: int
-    ) -> torch.Tensor:
-        """Copy prefilled slots to those that share them; return logits [rows, vocab]."""
-        for slot, owner in enumerate(owner_of, start=first):
-            if slot != prefill.slots[owner]:
-                self.model.kv.move(prefill.slots[owner], slot, len(prefill.prompts[owner]))
-        if len(owner_of) == len(prefill.slots):
-            return logits
-        return logits[[*range(first), *(first + owner for owner in owner_of)]]
+        return Prefill([sequence.tokens for sequence in self._rows[first:]], first)
 
     def _take(self, logits: torch.Tensor, version: int) -> None:
         """Sample from ``logits`` [rows, vocab], and free the slots of ended sequences."""
@@ -182,12 +156,6 @@ class BatchScheduler:
                 self._rows[row] = last
                 self.model.kv.move(len(self._rows), row, len(last.tokens) - 1)
         self._batch = None
-
-
-def _shares_prefill(owner: Sequence, sequence: Sequence) -> bool:
-    """Whether both begin after one prompt."""
-    same = owner.request is sequence.request
-    return same and not owner.output_len and not sequence.output_len
 
 
 def _without_banned(logits: torch.Tensor, rows: list[Sequence]) -> torch.Tensor:

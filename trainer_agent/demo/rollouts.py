@@ -41,7 +41,6 @@ class Counts:
         lost: requests that the client gave up.
         cut_short: requests that the client continued, by why the first attempt ended.
         aborted: engines that ended a request early, with its begin and end (wall clock, s).
-        left_out: groups that were too old for a slow trainer.
         longest_token_gap_ms: longest time between two tokens of one sequence, as they arrive here.
     """
 
@@ -49,7 +48,6 @@ class Counts:
     lost: int = 0
     cut_short: Counter[str] = field(default_factory=Counter)
     aborted: list[tuple[str, float, float]] = field(default_factory=list)
-    left_out: int = 0
     why_lost: Counter[str] = field(default_factory=Counter)
     tokens_by_version: Counter[int] = field(default_factory=Counter)
     longest_token_gap_ms: float = 0.0
@@ -169,7 +167,6 @@ class RolloutPool:
                 self._groups.put(group)
             while self._groups.qsize() > self._ahead:
                 self._groups.get_nowait()
-                self.counts.left_out += 1
 
     async def _greedy(self) -> float:
         prompts = task.held_out()

@@ -50,11 +50,12 @@ def test_greedy_tokens_equal_those_of_transformers(
     load_folder(model.expected, model.parameters, tmp_path)
     rows = [list(prompt) for prompt in PROMPTS]
     with torch.inference_mode():
-        logits = model.prefill(rows, [0, 1, 2])
+        logits = model.step(None, Prefill(rows, 0))
         for _ in range(40):
             for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
                 row.append(token)
-            logits = model.decode([row[-1] for row in rows], [len(row) - 1 for row in rows])
+            last = Decode([row[-1] for row in rows], [len(row) - 1 for row in rows])
+            logits = model.step(last, None)
         for prompt, row in zip(PROMPTS, rows, strict=True):
             expected = oracle(torch.tensor([row]), use_cache=False).logits[0].argmax(-1)
             assert row[len(prompt) :] == expected[len(prompt) - 1 : -1].tolist()
@@ -81,8 +82,8 @@ def test_a_prompt_may_begin_in_the_step_in_which_others_decode(tmp_path: Path) -
     with torch.inference_mode():
         for model in (apart, together):
             load_tensors(model.parameters, checkpoint.weights.items())
-            token = int(model.prefill([first], [0]).argmax())
-        decode, prefill = Decode([token], [len(first)]), Prefill([second], [1])
+            token = int(model.step(None, Prefill([first], 0)).argmax())
+        decode, prefill = Decode([token], [len(first)]), Prefill([second], 1)
         expected = torch.cat([apart.step(decode, None), apart.step(None, prefill)])
         torch.testing.assert_close(together.step(decode, prefill), expected, atol=1e-5, rtol=1e-5)
 
