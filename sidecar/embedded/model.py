@@ -8,7 +8,6 @@ One row of a decode batch is one slot of the cache, so that a batch of ``n`` seq
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +19,8 @@ from sidecar.embedded.qwen3 import Mixture, Qwen3, attend_whole, rope_of
 from sidecar.embedded.weights import ExpectedWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sidecar.embedded.qwen3 import Exchange, Qwen3Config
 
 
@@ -80,29 +81,6 @@ class KvCache:
         self._touched = self.max_len
 
 
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """One more token for each of the first ``n`` slots.
-
-    ``positions[i]`` is the position of ``tokens[i]``, from 0, and so the number of positions that
-    slot ``i`` has cached.
-    """
-
-    tokens: list[int]
-    positions: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Whole prompts for the slots from ``first`` on.
-
-    Shorter prompts are padded on the right, where no real token looks.
-    """
-
-    prompts: list[list[int]]
-    first: int
-
-
 class ModelRunner:
     """A network and its cache. ``parameters`` are loaded in place, and only between steps.
 
@@ -127,18 +105,28 @@ class ModelRunner:
             each.to(config.torch_dtype) for each in rope_of(torch.arange(max_len), config)
         )
 
-    def step(self, decode: Decode | None, prefill: Prefill | None) -> Tensor:
-        """Make one pass over the layers for either or both; they use different slots.
+    def step(
+        self,
+        tokens: Sequence[int] = (),
+        positions: Sequence[int] = (),
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> Tensor:
+        """Make one pass over the layers, for sequences that decode and for new ones.
+
+        Args:
+            tokens: the last token of each of the first ``n`` slots.
+            positions: these tokens' positions, from 0, which is also how many positions of each
+                slot are cached.
+            prompts: ``b`` whole prompts, for the slots that follow.
 
         Returns:
-            Logits in float32, [n + b, vocab]: after each decoded token, and after the
-            last one of each prompt.
+            Logits in float32, [n + b, vocab]: after each token, and after each prompt.
         """
         parts: list[_Decoding | _Prefilling] = []
-        if decode is not None:
-            parts.append(_Decoding(self, decode))
-        if prefill is not None:
-            parts.append(_Prefilling(self, prefill))
+        if tokens:
+            parts.append(_Decoding(self, tokens, positions))
+        if prompts:
+            parts.append(_Prefilling(self, len(tokens), prompts))
         sizes = [len(part.places) for part in parts]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -149,8 +137,8 @@ class ModelRunner:
             return torch.cat([part.attend(layer, *qkv) for part, *qkv in own])
 
         places = torch.cat([part.places for part in parts])
-        tokens = torch.cat([part.tokens for part in parts])
-        hidden = self._network.model(tokens, (self._cos[places], self._sin[places]), attend)
+        ids = torch.cat([part.tokens for part in parts])
+        hidden = self._network.model(ids, (self._cos[places], self._sin[places]), attend)
         own = zip(parts, torch.split(hidden, sizes), strict=True)
         logits: Tensor = self._network.lm_head(torch.cat([part.last(each) for part, each in own]))
         return logits.float()
@@ -166,11 +154,11 @@ class ModelRunner:
 class _Decoding:
     """The part of a step that decodes: its attention reads the cache."""
 
-    def __init__(self, model: ModelRunner, what: Decode) -> None:
+    def __init__(self, model: ModelRunner, tokens: Sequence[int], positions: Sequence[int]) -> None:
         self._kv = model.kv
-        self._deepest = max(what.positions) + 1
-        self.tokens = torch.tensor(what.tokens)
-        self.places = torch.tensor(what.positions)
+        self._deepest = max(positions) + 1
+        self.tokens = torch.tensor(tokens)
+        self.places = torch.tensor(positions)
         self._rows = model.kv.rows(self.places, self._deepest)
         hidden = torch.arange(self._deepest) > self.places[:, None]
         mask = torch.zeros(hidden.shape, dtype=model.config.torch_dtype)
@@ -195,13 +183,13 @@ class _Decoding:
 class _Prefilling:
     """The part of a step that takes in prompts: its attention is among its own tokens."""
 
-    def __init__(self, model: ModelRunner, what: Prefill) -> None:
-        lengths = torch.tensor([len(prompt) for prompt in what.prompts])
-        prompts = [torch.tensor(prompt) for prompt in what.prompts]
-        tokens = pad_sequence(prompts, batch_first=True)
+    def __init__(self, model: ModelRunner, first: int, prompts: Sequence[Sequence[int]]) -> None:
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        # Padded on the right, where no real token looks.
+        tokens = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         self._kv = model.kv
         self._shape = (*tokens.shape, -1, model.config.head_dim)
-        self._first = what.first
+        self._first = first
         batch, time = tokens.shape
         self.tokens = tokens.view(-1)
         self.places = torch.arange(time).repeat(batch)

@@ -118,7 +118,7 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True, rename=_HF_NAMES):
 
 
 class Attend(Protocol):
-    """Attention, whatever the caller keeps of earlier tokens."""
+    """Attention over the keys and values that the caller keeps."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return what each query attends to, in the shape of ``query``.
@@ -150,22 +150,22 @@ class Exchange(Protocol):
         """
 
     def combine(self, results: Tensor) -> Tensor:
-        """Return the results of this rank's rows, for a result of each row it was sent."""
+        """Send a result for each row that this rank computed; return those of its own rows."""
 
 
 class Alone:
     """The exchange of a rank that computes all experts."""
 
     def own(self, experts: int) -> range:
-        """All of them."""
+        """Return all experts."""
         return range(experts)
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
-        """The rows stay."""
+        """Return the rows as they are."""
         return rows, [list(counts)]
 
     def combine(self, results: Tensor) -> Tensor:
-        """The results are here."""
+        """Return the results as they are."""
         return results
 
 
@@ -218,9 +218,10 @@ class Mlp(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A few of many feed-forward networks for each token, which may be on other ranks.
+    """A layer of experts: a few of many feed-forward networks compute each token.
 
-    The order in which a token's results are added does not depend on the number of ranks.
+    Experts may be on other ranks. The order in which a token's results are added does not depend on
+    the number of ranks.
 
     Args:
         config: the sizes.
@@ -238,7 +239,7 @@ class Mixture(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., hidden] to the same shape. Without tokens it serves the other ranks."""
+        """Map [..., hidden] to the same shape; without tokens it serves other ranks alone."""
         config, tokens = self._config, x.flatten(0, -2)
         preference = torch.softmax(self.gate(tokens), dim=-1, dtype=torch.float32)
         share, chosen = torch.topk(preference, config.experts_per_token, dim=-1)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from bus.rejection import closed_message
-from sidecar.embedded.model import Decode, Prefill
 from sidecar.embedded.requests import Delta, GenerationRequest, Sequence, sequences_of
 from sidecar.embedded.sampling import SamplingBatch, raw_logprobs
 
@@ -64,15 +63,12 @@ class BatchScheduler:
 
         There must be a sequence to run. Tokens are marked with ``version``.
         """
-        decode = prefill = None
-        if self._rows:
-            decode = Decode(
-                [sequence.tokens[-1] for sequence in self._rows],
-                [len(sequence.tokens) - 1 for sequence in self._rows],
-            )
+        tokens = [sequence.tokens[-1] for sequence in self._rows]
+        positions = [len(sequence.tokens) - 1 for sequence in self._rows]
+        prompts: list[list[int]] = []
         if admit and self._waiting and len(self._rows) < self._slots:
-            prefill = self._begin()
-        self._take(self.model.step(decode, prefill), version)
+            prompts = self._begin()
+        self._take(self.model.step(tokens, positions, prompts), version)
 
     def discard_cache(self) -> None:
         """Discard keys and values; running sequences are computed anew, before others."""
@@ -107,8 +103,8 @@ class BatchScheduler:
                 sequence.stop_reason = closed_message(_WHY_CLOSED)
         self._publish([sequence.delta(fresh=0) for sequence in sequences])
 
-    def _begin(self) -> Prefill:
-        """Move waiting sequences into free slots, and return what to prefill."""
+    def _begin(self) -> list[list[int]]:
+        """Move waiting sequences into free slots, and return their tokens."""
         first = len(self._rows)
         longest = 0
         while self._waiting and len(self._rows) < self._slots:
@@ -118,7 +114,7 @@ class BatchScheduler:
                 break
             self._rows.append(self._waiting.popleft())
         self._batch = None
-        return Prefill([sequence.tokens for sequence in self._rows[first:]], first)
+        return [sequence.tokens for sequence in self._rows[first:]]
 
     def _take(self, logits: torch.Tensor, version: int) -> None:
         """Sample from ``logits`` [rows, vocab], and free the slots of ended sequences."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sidecar.embedded.config import read_config
-from sidecar.embedded.model import Decode, ModelRunner, Prefill
+from sidecar.embedded.model import ModelRunner
 from sidecar.embedded.weights import load_folder
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 
@@ -28,12 +28,12 @@ def _model(checkpoint: Checkpoint, *, dtype: str = "auto", slots: int = 4) -> Mo
 def _batched_greedy(model: ModelRunner, prompts: list[list[int]], count: int) -> list[list[int]]:
     """All prompts side by side, one slot each."""
     rows = [list(prompt) for prompt in prompts]
-    logits = model.step(None, Prefill(rows, 0))
+    logits = model.step(prompts=rows)
     for step in range(count):
         for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
             row.append(token)
         if step < count - 1:
-            logits = model.step(Decode([r[-1] for r in rows], [len(r) - 1 for r in rows]), None)
+            logits = model.step([r[-1] for r in rows], [len(r) - 1 for r in rows])
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 
@@ -69,7 +69,7 @@ def test_logits_equal_the_reference_closely(checkpoint: Checkpoint) -> None:
     """Not only the largest one."""
     model = _model(checkpoint)
     with torch.inference_mode():
-        logits = model.step(None, Prefill([PROMPTS[0]], 2))
+        logits = model.step(prompts=[PROMPTS[0]])
     expected, _ = checkpoint.forward(checkpoint.weights, PROMPTS[0])
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -79,9 +79,9 @@ def test_a_moved_slot_goes_on_where_it_was(checkpoint: Checkpoint) -> None:
     model = _model(checkpoint)
     prompt = PROMPTS[2]
     with torch.inference_mode():
-        token = int(model.step(None, Prefill([prompt], 3)).argmax())
-        model.kv.move(3, 0, len(prompt))
-        logits = model.step(Decode([token], [len(prompt)]), None)
+        token = int(model.step(prompts=[*PROMPTS[:2], prompt])[2].argmax())
+        model.kv.move(2, 0, len(prompt))
+        logits = model.step([token], [len(prompt)])
     expected, _ = checkpoint.forward(checkpoint.weights, [*prompt, token])
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -101,7 +101,7 @@ def test_bfloat16_stays_close_to_float32(checkpoint: Checkpoint) -> None:
     model = _model(checkpoint, dtype="bfloat16")
     assert {p.dtype for p in model.parameters.values()} == {torch.bfloat16}
     with torch.inference_mode():
-        logits = model.step(None, Prefill([PROMPTS[0]], 0))
+        logits = model.step(prompts=[PROMPTS[0]])
     assert logits.dtype == torch.float32
     expected, _ = checkpoint.forward(checkpoint.weights, PROMPTS[0])
     assert torch.nn.functional.cosine_similarity(logits[0], expected, dim=0) > 0.99

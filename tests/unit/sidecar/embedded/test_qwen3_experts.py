@@ -11,7 +11,7 @@ import torch
 
 from bus.errors import EngineError, UsageError
 from sidecar.embedded.config import read_config
-from sidecar.embedded.model import Decode, ModelRunner, Prefill
+from sidecar.embedded.model import ModelRunner
 from sidecar.embedded.qwen3 import Alone, Mixture
 from sidecar.embedded.weights import load_folder, load_tensors
 from tests.support.checkpoints import make_checkpoint, perturbed
@@ -50,12 +50,11 @@ def test_greedy_tokens_equal_those_of_transformers(
     load_folder(model.expected, model.parameters, tmp_path)
     rows = [list(prompt) for prompt in PROMPTS]
     with torch.inference_mode():
-        logits = model.step(None, Prefill(rows, 0))
+        logits = model.step(prompts=rows)
         for _ in range(40):
             for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
                 row.append(token)
-            last = Decode([row[-1] for row in rows], [len(row) - 1 for row in rows])
-            logits = model.step(last, None)
+            logits = model.step([row[-1] for row in rows], [len(row) - 1 for row in rows])
         for prompt, row in zip(PROMPTS, rows, strict=True):
             expected = oracle(torch.tensor([row]), use_cache=False).logits[0].argmax(-1)
             assert row[len(prompt) :] == expected[len(prompt) - 1 : -1].tolist()
@@ -82,10 +81,11 @@ def test_a_prompt_may_begin_in_the_step_in_which_others_decode(tmp_path: Path) -
     with torch.inference_mode():
         for model in (apart, together):
             load_tensors(model.parameters, checkpoint.weights.items())
-            token = int(model.step(None, Prefill([first], 0)).argmax())
-        decode, prefill = Decode([token], [len(first)]), Prefill([second], 1)
-        expected = torch.cat([apart.step(decode, None), apart.step(None, prefill)])
-        torch.testing.assert_close(together.step(decode, prefill), expected, atol=1e-5, rtol=1e-5)
+            token = int(model.step(prompts=[first]).argmax())
+        # Alone, the second prompt has the first one's slot.
+        expected = torch.cat([apart.step([token], [len(first)]), apart.step(prompts=[second])])
+        found = together.step([token], [len(first)], [second])
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_no_token_is_a_batch_too(tmp_path: Path) -> None:
