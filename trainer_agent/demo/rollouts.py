@@ -6,12 +6,15 @@ Nothing here depends on updates, pauses or dead engines: the client continues in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
+
+import anyio
+from anyio.from_thread import start_blocking_portal
 
 from bus.errors import NoEngine, RequestPoisoned, RolloutFailed, WavebusError
 from trainer_agent.demo import task
@@ -20,6 +23,8 @@ from trainer_agent.rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from anyio.abc import TaskStatus
 
     from trainer_agent.rollouts.results import Choice, TokenDelta
 
@@ -87,21 +92,16 @@ class RolloutPool:
         self._groups: queue.Queue[list[Rollout]] = queue.Queue()
         self._ahead = ahead
         self._seed = seed * 1_000_003
-        self._ready = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._thread = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self._ready.wait()
+        self._portal = self._thread.enter_context(start_blocking_portal())
+        self._serving, _ = self._portal.start_task(self._serve)
+        self._thread.callback(self._serving.cancel)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._loop is not None and self._stop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        self._thread.close()
 
     def take(self, groups: int) -> list[list[Rollout]]:
         """Wait for so many groups of rollouts, each of one prompt.
@@ -126,38 +126,26 @@ class RolloutPool:
     def greedy_reward(self) -> float:
         """Return the mean reward of the engines' greedy answers to the held-out prompts."""
         self._check()
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._greedy(), self._loop).result(_PATIENCE_S)
+        return self._portal.start_task_soon(self._greedy).result(_PATIENCE_S)
 
     def _check(self) -> None:
-        """Raise WavebusError if the thread has ended."""
-        if self._error is not None:
-            raise WavebusError(f"rollouts failed: {self._error}") from self._error
+        """Raise WavebusError if a stream has ended."""
+        if self._serving.done():
+            error = self._serving.exception()
+            if isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise WavebusError(f"rollouts failed: {error}") from error
 
     # -- in the thread ----------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 - take() raises it
-            self._error = error
-        finally:
-            self._ready.set()
-
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
-        async with RolloutClient(self._broker, group=self._group) as self._client:
-            self._ready.set()
-            streams = [asyncio.create_task(self._stream()) for _ in range(self._streams)]
-            stopped = asyncio.create_task(self._stop.wait())
-            await asyncio.wait([stopped, *streams], return_when=asyncio.FIRST_COMPLETED)
-            for stream in streams:
-                stream.cancel()
-            ends = await asyncio.gather(*streams, return_exceptions=True)
-            for end in ends:
-                if isinstance(end, Exception):
-                    raise end
+    async def _serve(self, *, task_status: TaskStatus[None]) -> None:
+        async with (
+            RolloutClient(self._broker, group=self._group) as self._client,
+            anyio.create_task_group() as streams,
+        ):
+            for _ in range(self._streams):
+                streams.start_soon(self._stream)
+            task_status.started()
 
     async def _stream(self) -> None:
         while True:
