@@ -96,9 +96,12 @@ class ModelRunner:
         self, config: Qwen3Config, *, slots: int, max_len: int, exchange: Exchange | None = None
     ) -> None:
         self.config = config
-        network = Qwen3(config, exchange).to(config.torch_dtype)
-        self._network = network.requires_grad_(False)
-        self.expected = ExpectedWeights.of(config)
+        network = whole = Qwen3(config, exchange)
+        if exchange is not None:
+            with torch.device("meta"):
+                whole = Qwen3(config)
+        self.expected = ExpectedWeights.of(whole)
+        self._network = network.to(config.torch_dtype).requires_grad_(False)
         self.parameters = dict(self._network.named_parameters())
         self.kv = KvCache(config, slots, max_len)
         self._cos, self._sin = (

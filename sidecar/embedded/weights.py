@@ -15,14 +15,13 @@ from safetensors import safe_open
 from bus.errors import EngineError, UsageError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
-from sidecar.embedded.qwen3 import Qwen3
 from sidecar.engine import FUSED_HINT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from sidecar.embedded.qwen3 import Qwen3Config
+    from sidecar.embedded.qwen3 import Qwen3
 
 # Computed from the configuration, yet found in some checkpoints: accepted and ignored.
 _DERIVED_SUFFIX = ".rotary_emb.inv_freq"
@@ -45,13 +44,11 @@ class ExpectedWeights:
     optional: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, config: Qwen3Config) -> Self:
-        """Of the whole model, whichever experts this rank has."""
-        with torch.device("meta"):
-            whole = Qwen3(config)
+    def of(cls, whole: Qwen3) -> Self:
+        """Return those of a network with all experts, whichever of them this rank has."""
         shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
         head = {_HEAD: tuple(whole.lm_head.weight.shape)}
-        return cls(config.dtype, shapes, head if config.tied else {})
+        return cls(whole.config.dtype, shapes, head if whole.config.tied else {})
 
     def check(self, manifest: Manifest) -> None:
         """Check that ``manifest`` is one whole update of the model; load nothing.

@@ -14,6 +14,7 @@ from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
 from sidecar.embedded.config import read_config
 from sidecar.embedded.model import ModelRunner
+from sidecar.embedded.qwen3 import Qwen3
 from sidecar.embedded.weights import ExpectedWeights, load_folder, load_tensors
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.support.push import metas_of
@@ -28,7 +29,7 @@ MLP = "model.layers.1.mlp"
 
 @pytest.fixture
 def expected(checkpoint: Checkpoint) -> ExpectedWeights:
-    return ExpectedWeights.of(read_config(checkpoint.folder))
+    return ExpectedWeights.of(Qwen3(read_config(checkpoint.folder)))
 
 
 def _check(expected: ExpectedWeights, metas: Iterable[TensorMeta]) -> None:
@@ -116,7 +117,7 @@ def test_rotary_frequencies_are_taken_and_ignored(
 def test_a_tied_head_may_be_sent_or_left_out(tmp_path: Path) -> None:
     """It is the embedding; still it must have the embedding's shape."""
     tied = make_checkpoint(tmp_path, seed=1, tie=True)
-    expected = ExpectedWeights.of(read_config(tmp_path))
+    expected = ExpectedWeights.of(Qwen3(read_config(tmp_path)))
     head = TensorMeta("lm_head.weight", "float32", (128, 64))
     _check(expected, metas_of(tied.weights))
     _check(expected, [*metas_of(tied.weights), head])
