@@ -10,6 +10,7 @@ import resource
 import statistics
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
@@ -40,29 +41,22 @@ class BenchFailed(WavebusError):
     """A process of the bench died or is stuck."""
 
 
+@dataclass(frozen=True, slots=True)
 class Worker:
     """A process that runs a program (:mod:`sidecar.bench.programs.__main__`)."""
 
-    def __init__(
-        self,
-        name: str,
-        process: asyncio.subprocess.Process,
-        log: IO[bytes],
-        answer_s: float,
-        grace_s: float,
-    ) -> None:
-        self._name = name
-        self._process = process
-        self._log = log
-        self._answer_s = answer_s
-        self._grace_s = grace_s
+    name: str
+    process: asyncio.subprocess.Process
+    log: IO[bytes]
+    answer_s: float
+    grace_s: float
 
     async def ask(self, method: str, **arguments: Any) -> Any:
         """Call a method of the program's object; return its result."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with contextlib.suppress(ConnectionError):  # the answer's absence tells more
-            self._process.stdin.write(json.dumps([method, arguments]).encode() + b"\n")
-            await self._process.stdin.drain()
+            self.process.stdin.write(json.dumps([method, arguments]).encode() + b"\n")
+            await self.process.stdin.drain()
         return (await self.hello())["answer"]
 
     async def hello(self) -> dict[str, Any]:
@@ -71,32 +65,32 @@ class Worker:
         Raises:
             BenchFailed: none came in time; the text has the end of the process's log.
         """
-        assert self._process.stdout is not None
+        assert self.process.stdout is not None
         line = b""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._answer_s):
-                line = await self._process.stdout.readline()
+            async with asyncio.timeout(self.answer_s):
+                line = await self.process.stdout.readline()
         if not line:
-            self._log.seek(0)
-            tail = self._log.read()[-2000:].decode(errors="replace").strip()
-            raise BenchFailed(f"{self._name} ended or is stuck:\n{tail}")
+            self.log.seek(0)
+            tail = self.log.read()[-2000:].decode(errors="replace").strip()
+            raise BenchFailed(f"{self.name} ended or is stuck:\n{tail}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     async def kill(self) -> None:
         """Send SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+            self.process.kill()
+        await self.process.wait()
 
     async def end(self) -> None:
         """Close its stdin, which ends it, and kill it if it lives on."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._grace_s):
-                    await self._process.wait()
+                async with asyncio.timeout(self.grace_s):
+                    await self.process.wait()
         finally:
             await self.kill()
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.bench.harness import gb_per_s, in_turn, median, medians, say
@@ -40,14 +41,14 @@ _COMPARED: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class TransferRun:
     """A trainer, its engine, and the size of the model."""
 
-    def __init__(self, trainer: Worker, engine: Worker, size_bytes: int, tensors: int) -> None:
-        self.trainer = trainer
-        self.engine = engine
-        self.size_bytes = size_bytes
-        self.tensors = tensors
+    trainer: Worker
+    engine: Worker
+    size_bytes: int
+    tensors: int
 
     async def memcpy(self) -> dict[str, float]:
         """Make one copy in the trainer."""
