@@ -1,4 +1,4 @@
-"""``wavebus bench``: figures of the bus on this host."""
+"""``wavebus bench``: measures the bus on this host."""
 
 from __future__ import annotations
 
@@ -97,9 +97,10 @@ def gap(*, plan: GapPlan, as_json: bool) -> None:
 
 
 def require_modules(*modules: str) -> None:
-    """
+    """Check that modules are installed.
+
     Raises:
-        UsageError: names those that are not installed, and how to get them.
+        UsageError: names those that are missing, and how to install them.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -109,9 +110,10 @@ def require_modules(*modules: str) -> None:
 
 
 def require_engines(plan: EnginesPlan) -> None:
-    """
+    """Check that the engines of ``plan`` can be measured here.
+
     Raises:
-        UsageError: the engines that are asked for can't be measured so here.
+        UsageError: says what is missing.
     """
     require_modules("torch", "aiohttp")
     if plan.engine == "vllm":
@@ -133,9 +135,7 @@ def require_engines(plan: EnginesPlan) -> None:
 
 
 def show(name: str, plan: Any, *, as_json: bool, loop: LoopChoice = "auto") -> None:
-    """Measure by the module of that name, and print what it has found.
-
-    Cleans up on SIGTERM as on Ctrl-C.
+    """Run the bench of that name, and print its figures. SIGTERM cleans up as Ctrl-C does.
 
     Raises:
         WavebusError: the weights that were sent did not arrive.

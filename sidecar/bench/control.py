@@ -1,8 +1,8 @@
 """``bench control``: a group's pause and resume over the bus, over HTTP and over bare ZeroMQ.
 
-``docs/bench.md`` says what each way does. All processes that have an event loop have the same kind.
-CPU is taken afterwards, over blocks of rounds of one way: the broker's as STATUS tells it, HTTP's
-as this process spends it. Heartbeats that fall into a block count against the bus.
+``docs/bench.md`` describes each way. All processes with an event loop have the same kind of loop.
+CPU time is measured afterwards, over blocks of rounds of one way: the broker's by STATUS, HTTP's
+in this process. Heartbeats in a block count against the bus.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _SAY_EVERY: Final = 20
 class HttpGroup:
     """Posts to all endpoints at once, as the HTTP clients of RL frameworks do.
 
-    One session with kept connections, an address put together per call, the pause's arguments as
-    query parameters, the answer's JSON read and its status checked, all engines in one ``gather``.
+    It keeps connections open, makes each URL per call, sends arguments as query parameters, reads
+    each answer's JSON, and checks its status.
     """
 
     def __init__(self, session: aiohttp.ClientSession, ports: Iterable[int]) -> None:
@@ -53,7 +53,7 @@ class HttpGroup:
         self.cpu_s = 0.0
 
     async def round_ms(self) -> float:
-        """One round; adds this process's CPU time to :attr:`cpu_s`."""
+        """Make one round; add this process's CPU time to :attr:`cpu_s`."""
         since_cpu_s, since_s = time.process_time(), time.perf_counter()
         # What PAUSE_LOCAL carries, too.
         await self._post_all("/pause", {"mode": "keep", "clear_cache": "true"})
@@ -76,7 +76,7 @@ class HttpGroup:
 
 
 async def measure(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
-    """The JSON's fields: medians, and the bus's ratio to each of them.
+    """Return the JSON's fields: medians, and the bus's ratio to each.
 
     Raises:
         UsageError: the system allows too few open files.
@@ -91,7 +91,7 @@ async def measure(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
 
 
 async def compare(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
-    """Alternate rounds of all ways, and take CPU times afterwards."""
+    """Alternate rounds of all ways, and measure CPU times afterwards."""
     raise_file_limit((2 + plan.plain) * plan.engines)
     say(f"{plan.engines} engines: starting")
     async with await bench.part() as part:
@@ -135,7 +135,7 @@ def figures_of(
     broker_cpu_s: float,
     http_cpu_s: float,
 ) -> dict[str, Any]:
-    """What rounds of each way come to, in ms, and the CPU time of all of those that it was of."""
+    """Return medians in ms, ratios, and CPU times in µs per engine and round."""
     medians = {way: median(took_ms) for way, took_ms in found.items()}
     per_round_us = 1e6 / (engines * cpu_rounds)
     return {
@@ -153,7 +153,7 @@ def figures_of(
 
 
 async def grown(bench: Bench, engines: int, rounds: int) -> float:
-    """The bus's median round with so many engines, in ms."""
+    """Return the bus's median round with so many engines, in ms."""
     raise_file_limit(engines)
     say(f"scale: {engines} engines")
     async with await bench.part() as part:
@@ -163,7 +163,7 @@ async def grown(bench: Bench, engines: int, rounds: int) -> float:
 
 
 async def idle(bench: Bench) -> dict[str, float]:
-    """What the broker takes when nothing happens but heartbeats, one per second and engine."""
+    """Return the broker's memory and CPU share with heartbeats alone, one per second and engine."""
     raise_file_limit(IDLE_ENGINES)
     say(f"idle: {IDLE_ENGINES} engines")
     async with await bench.part() as part:
@@ -180,8 +180,10 @@ async def idle(bench: Bench) -> dict[str, float]:
 
 
 async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
-    """A broker, N sidecars that have joined, and the trainer that owns them, which is returned.
-    ``plain``: they have no keys, and the broker no journal."""
+    """Start a broker, sidecars that join, and their trainer, which is returned.
+
+    With ``plain`` they have no keys, and the broker has no journal.
+    """
     variables: dict[str, dict[str, str]] = {}
     kept: dict[str, Any] = {"heartbeat_ms": BrokerConfig().heartbeat_ms}
     if not plain:
@@ -196,7 +198,7 @@ async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
 
 
 def curve_keys(folder: Path) -> dict[str, dict[str, str]]:
-    """Make keys; the variables that a broker, engines and a trainer get."""
+    """Make keys; return the environment variables of broker, engines and trainer."""
     authorized = folder / AUTHORIZED
     authorized.mkdir()
     _, broker_key = write_pair(folder, Key("broker", "broker", *new_pair()))
@@ -216,6 +218,6 @@ async def _http(bench: Bench, engines: int, *, access_log: bool) -> HttpGroup:
 
 
 async def round_ms(trainer: Worker) -> float:
-    """One pause and resume over the bus, as its trainer counts it."""
+    """Return the time of one pause and resume over the bus, as the trainer measures it."""
     took_ms: float = (await trainer.ask("round"))["round_ms"]
     return took_ms

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -24,13 +25,17 @@ from sidecar.supervision.launch import free_port
 from sidecar.supervision.ranks import rank_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from sidecar.bench.harness import Bench, Worker
     from sidecar.bench.plans import Device, EnginesPlan
 
 NATIVE: Final = "native"
+BUS: Final = "bus"
+# A parameter of experts, by vLLM's name for it; and what is said where those are left out.
+_EXPERTS: Final = ".routed_experts."
+_LEFT_OUT: Final = "native's tokens and experts, which its own update leaves unpacked on a CPU"
 _HOST: Final = "127.0.0.1"
 _SLOW: Final[dict[str, Any]] = {"answer_s": 400.0}  # booting, and meeting for the first time
 _GRACE_S: Final = 40.0
@@ -42,19 +47,21 @@ _KV_CACHE_SPARE: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class BroadcastEnds:
-    """The ends of the raw broadcast, which have met, each on the GPU of its number; or, where
-    trainer and engine share a GPU, one process that copies within it."""
+    """The ends of the raw broadcast, connected, each on the GPU of its number.
+
+    If trainer and engine share a GPU, there is one process, which copies within that GPU.
+    """
 
     workers: tuple[Worker, ...]
 
     async def raw_ms(self) -> float:
-        """One broadcast, until all are done; alone, a copy."""
+        """Return the time of one broadcast; of an end alone, of a copy."""
         if len(self.workers) == 1:
             return await self.copy_ms()
         return float(max(await asyncio.gather(*(end.ask("broadcast_ms") for end in self.workers))))
 
     async def copy_ms(self) -> float:
-        """One copy of as many bytes within the last one's memory."""
+        """Return the time of one copy within the last end's memory."""
         return float(await self.workers[-1].ask("copy_ms"))
 
 
@@ -64,10 +71,10 @@ async def raw_ends(
     """Start them.
 
     Args:
-        bench: ends them.
-        device: where they are.
-        size_bytes: of a broadcast.
-        alone: there is one, since what is measured stays on one GPU.
+        bench: ends the processes.
+        device: where their memory is.
+        size_bytes: size of a broadcast.
+        alone: whether there is one end, because all memory is on one GPU.
         how: more for :meth:`sidecar.bench.harness.Bench.launch`.
     """
     count = 1 if alone else 2
@@ -86,40 +93,42 @@ async def raw_ends(
 
 
 @dataclass(frozen=True)
+class UpdatedEngines:
+    """A trainer and engines, and how to call them.
+
+    Attributes:
+        update: makes one update of a way, and returns its times.
+        urls: each way's engines' URLs, rank by rank.
+        engines: each way's processes, which report their calls.
+        raw_ms: makes one transfer of ``size_bytes`` with nothing around it.
+        copy_ms: makes one copy of ``size_bytes`` within an engine's memory.
+        serves: returns what a way's engines serve now; equal for equal weights.
+        not_compared: what ``serves`` leaves out, and why.
+    """
+
+    update: Callable[[str], Awaitable[dict[str, Any]]]
+    urls: Mapping[str, Sequence[str]]
+    engines: Mapping[str, Sequence[Worker]]
+    raw_ms: Callable[[], Awaitable[float]]
+    copy_ms: Callable[[], Awaitable[float]]
+    serves: Callable[[str], Awaitable[object]]
+    size_bytes: int
+    tensors: int
+    not_compared: str = ""
+
+
+@dataclass(frozen=True)
 class ServedAnswer:
-    """What a server answers with, and vLLM's own checksums of its weights."""
+    """A server's answer, and vLLM's checksums of its weights."""
 
     tokens: tuple[int, ...]
     checksums: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Fleet:
-    """All processes.
-
-    Attributes:
-        servers, urls: by name, rank by rank: one, or those of a DP group.
-        made: what the trainer says of the model: ``size_bytes``, ``tensors``.
-    """
-
-    trainer: Worker
-    servers: dict[str, list[Worker]]
-    urls: dict[str, list[str]]
-    ends: BroadcastEnds
-    made: dict[str, Any]
-
-    async def update(self, way: str) -> dict[str, Any]:
-        """One, and what it took."""
-        return dict(await self.trainer.ask("update", way=way))
-
-    async def serves(self, name: str) -> list[ServedAnswer]:
-        """Asked one rank after the other, so that each steps with the same."""
-        return [await _served(url) for url in self.urls[name]]
-
-    async def expected(self) -> tuple[int, ...]:
-        """What the trainer's own model answers to the same request, on a CPU."""
-        asked = {"prompt": prompt_of(0), "tokens": _GREEDY_TOKENS}
-        return tuple(await self.trainer.ask("greedy", **asked))
+def without_experts(served: ServedAnswer, expected: tuple[int, ...] = ()) -> ServedAnswer:
+    """Leave experts' checksums out, and replace the tokens if others are expected."""
+    sums = {name: sum_ for name, sum_ in served.checksums.items() if _EXPERTS not in name}
+    return ServedAnswer(expected or served.tokens, sums)
 
 
 async def _served(url: str) -> ServedAnswer:
@@ -133,28 +142,111 @@ async def _served(url: str) -> ServedAnswer:
     return ServedAnswer(tuple(await greedy(url, _GREEDY_TOKENS)), sums)
 
 
-async def fleet(bench: Bench, plan: EnginesPlan, servers: Mapping[str, str]) -> Fleet:
-    """Start everything.
+async def start_embedded(
+    bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]
+) -> UpdatedEngines:
+    """Start a broker, a trainer and two groups, each engine in a process of its own.
+
+    One group is on the bus, and the other's engines are called directly. Memory is lent in all ways
+    if the backend can.
+    """
+    checkpoint = bench.folder() / "checkpoint"
+    address = await bench.broker()
+    trainer, made = await bench.start(
+        "embedded_trainer",
+        broker=address,
+        group=BUS,
+        folder=str(checkpoint),
+        shape="mixture",
+        amount=plan.megabytes,
+        backend=plan.over,
+        lent=plan.over == "shm",
+        chunk_bytes=plan.chunk_bytes,
+    )
+    engines: dict[str, list[Worker]] = {}
+    urls: dict[str, list[str]] = {}
+    sockets = [str(bench.folder() / "calls") for _ in range(plan.dp_size)]
+    for group, broker in ((NATIVE, ""), (BUS, address)):
+        master = f"127.0.0.1:{free_port()}"
+        engines[group] = [
+            await bench.launch(
+                "embedded_engine",
+                name=f"{group}-{rank}",
+                folder=str(checkpoint),
+                group=group,
+                broker=broker,
+                socket=sockets[rank],
+                rank=rank,
+                ranks=plan.dp_size,
+                master=master,
+                max_num_seqs=-(-plan.requests // plan.dp_size),
+            )
+            for rank in range(plan.dp_size)
+        ]
+        urls[group] = [(await engine.hello())["url"] for engine in engines[group]]
+    shutil.rmtree(checkpoint)  # the engines have it in memory
+    await trainer.ask("open", engines=plan.dp_size, sockets=sockets)
+
+    async def copy_ms() -> float:
+        return float(await trainer.ask("memcpy_ms"))
+
+    raw_ms = copy_ms
+    if plan.over != "shm":
+        raw_ms = (await raw_ends(bench, "cpu", made["size_bytes"])).raw_ms
+
+    async def update(way: str) -> dict[str, Any]:
+        if way == "native":
+            return dict(await trainer.ask("native", clear_cache=plan.clear_cache))
+        return dict(await trainer.ask("update", how=way, clear_cache=plan.clear_cache))
+
+    async def serves(way: str) -> object:
+        group = ways[way]
+        return [
+            (await greedy(url, _GREEDY_TOKENS), await engine.ask("sums"))
+            for url, engine in zip(urls[group], engines[group], strict=True)
+        ]
+
+    return UpdatedEngines(
+        update=update,
+        urls={way: urls[group] for way, group in ways.items()},
+        engines={way: engines[group] for way, group in ways.items()},
+        raw_ms=raw_ms,
+        copy_ms=copy_ms,
+        serves=serves,
+        **made,
+    )
+
+
+async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -> UpdatedEngines:
+    """Start a trainer and servers: vLLM alone, and others with a sidecar; or DP groups.
+
+    In the end all serve the same, by their tokens and their weights' checksums, with one exception.
+    vLLM packs a mixture's experts for its CPU kernels when they are first loaded, and at no update
+    after that (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So on a CPU the experts that vLLM
+    updates by itself are unpacked in memory that is read as packed, and its answers are wrong.
+    There its experts and answers are not compared, and the others' answers are compared with those
+    of the trainer's own model.
 
     Args:
-        bench: ends it.
+        bench: ends all processes.
         plan: what is measured.
-        servers: the worker engine that each is booted with; one of them is ``native``.
+        ways: the server of each way; one of them is ``native``.
     """
     model = bench.folder() / "model"
     address = await bench.broker()
+    engines = {name: "wavebus" if name == BUS else plan.native for name in ways.values()}
     trainer, made = await bench.start(
         "vllm_trainer",
         env={"VLLM_LOGGING_STREAM": "ext://sys.stderr"},  # it answers on stdout
         **_SLOW,
-        **trainer_settings(plan, address, servers, model),
+        **trainer_settings(plan, address, engines, model),
     )
     each_of = "" if plan.dp_size == 1 else f", each of {plan.dp_size} ranks"
-    say(f"starting {len(servers)} servers of {plan.model}{each_of}")
-    started: dict[str, list[Worker]] = {}
-    for name, engine in servers.items():
+    say(f"starting {len(engines)} servers of {plan.model}{each_of}")
+    servers: dict[str, list[Worker]] = {}
+    for name, engine in engines.items():
         settings = server_settings(plan, engine, name, "" if name == NATIVE else address, model)
-        started[name] = [
+        servers[name] = [
             await bench.launch(
                 "vllm_server",
                 name=name if plan.dp_size == 1 else f"{name}-{rank}",
@@ -165,28 +257,53 @@ async def fleet(bench: Bench, plan: EnginesPlan, servers: Mapping[str, str]) -> 
             for rank, each in enumerate(settings)
         ]
     # All boot at once, and whichever breaks first tells why.
-    booted = await asyncio.gather(*(_urls(ranks) for ranks in started.values()))
-    urls = dict(zip(started, booted, strict=True))
+    booted = await asyncio.gather(*(_urls(ranks) for ranks in servers.values()))
+    urls = dict(zip(servers, booted, strict=True))
     alone = plan.device == "cuda" and plan.one_gpu
     ends = await raw_ends(bench, plan.device, made["size_bytes"], alone=alone, **_SLOW)
     await trainer.ask("open", urls=urls[NATIVE])
-    return Fleet(trainer, started, urls, ends, made)
+    unpacked = plan.mixture and plan.device == "cpu"
+    expected: tuple[int, ...] = ()
+    if unpacked:
+        asked = {"prompt": prompt_of(0), "tokens": _GREEDY_TOKENS}
+        expected = tuple(await trainer.ask("greedy", **asked))
+
+    async def update(way: str) -> dict[str, Any]:
+        return dict(await trainer.ask("update", way=way))
+
+    async def serves(way: str) -> object:
+        # One rank after the other, so that each steps with the same.
+        served = [await _served(url) for url in urls[ways[way]]]
+        if not unpacked:
+            return served
+        return [without_experts(each, expected if way == NATIVE else ()) for each in served]
+
+    return UpdatedEngines(
+        update=update,
+        urls={way: urls[name] for way, name in ways.items()},
+        engines={way: servers[name] for way, name in ways.items()},
+        raw_ms=ends.raw_ms,
+        copy_ms=ends.copy_ms,
+        serves=serves,
+        **made,
+        not_compared=_LEFT_OUT if unpacked else "",
+    )
 
 
 async def _urls(ranks: Iterable[Worker]) -> list[str]:
-    """Where they take requests, once all of them do."""
+    """Return the URLs, when all ranks take requests."""
     return [said["url"] for said in await asyncio.gather(*(rank.hello() for rank in ranks))]
 
 
 def group_of(server: str) -> str:
-    """The group that a server is alone in."""
+    """Return the group that a server is alone in."""
     return server.replace("_", "-")
 
 
 def trainer_settings(
     plan: EnginesPlan, address: str, servers: Iterable[str], model: Path
 ) -> dict[str, Any]:
-    """Of :mod:`sidecar.bench.programs.vllm_trainer`."""
+    """Return the settings of :mod:`sidecar.bench.programs.vllm_trainer`."""
     cuda = plan.device == "cuda"
     return {
         "broker": address,
@@ -210,7 +327,7 @@ def trainer_settings(
 def server_settings(
     plan: EnginesPlan, engine: str, name: str, address: str, model: Path
 ) -> list[dict[str, Any]]:
-    """Of :mod:`sidecar.bench.programs.vllm_server`: a server's, or those of all its ranks."""
+    """Return the settings of a server, or of all its ranks."""
     cpu, lockstep, port = plan.device == "cpu", plan.dp_size > 1, free_port(_HOST)
     argv = (
         *("--model", str(model), "--served-model-name=bench", "--load-format=dummy"),
@@ -245,19 +362,21 @@ def server_settings(
 
 
 def server_argv(*options: str) -> list[str]:
-    """The command of a vLLM server that needs no tokenizer."""
+    """Return the command of a vLLM server that needs no tokenizer."""
     module = "vllm.entrypoints.openai.api_server"
     return [sys.executable, "-m", module, "--skip-tokenizer-init", *options]
 
 
 def on_cpu() -> dict[str, str]:
-    """What a server's environment has on a CPU, unless the user knows better."""
+    """Return a server's environment on a CPU; the user's own variables win."""
     return {name: os.environ.get(name, value) for name, value in VLLM_ON_CPU.items()}
 
 
 def step_graphs(requests: int) -> tuple[str, ...]:
-    """vLLM's options with which a step of so many requests is one graph; without its compiler,
-    which takes longer than all that is measured."""
+    """Return options of vLLM with which a step of so many requests is one CUDA graph.
+
+    vLLM's compiler is off: it takes longer than all that is measured.
+    """
     config = {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -267,12 +386,12 @@ def step_graphs(requests: int) -> tuple[str, ...]:
 
 
 def _kv_cache_bytes(plan: EnginesPlan) -> int:
-    """Enough for all requests at once: one that is put off would make a gap of its own."""
+    """Return enough for all requests at once: a delayed one would make a gap of its own."""
     tokens = plan.requests * (PROMPT_TOKENS + plan.tokens) + _MAX_MODEL_LEN
     return int(tokens * _KV_CACHE_TOKEN_BYTES * _KV_CACHE_SPARE)
 
 
 def _visible(gpu: int) -> str:
-    """As the variable names it."""
+    """Return a GPU as ``CUDA_VISIBLE_DEVICES`` names it."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return seen.split(",")[gpu] if seen else str(gpu)

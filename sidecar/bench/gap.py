@@ -1,7 +1,7 @@
-"""``bench gap``: the time between tokens over a weight update, in three ways side by side.
+"""``bench gap``: the time between tokens over a weight update, in three ways.
 
-- **native**: the engine's own flow: pause, update, resume. No bus.
-- **paused**, **staged**: the bus, ``update_weights(how=...)``.
+- **native**: the engine's own flow without a bus: pause, update, resume.
+- **paused**, **staged**: the bus, by ``update_weights(how=...)``.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from collections import defaultdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from sidecar.bench import updates
-from sidecar.bench.fleet import NATIVE
+from sidecar.bench import fleet, updates
+from sidecar.bench.fleet import BUS, NATIVE
 from sidecar.bench.harness import gb_per_s, median, say
-from sidecar.bench.updates import BUS, under_load
+from sidecar.bench.updates import under_load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sidecar.bench.fleet import UpdatedEngines
     from sidecar.bench.harness import Bench
     from sidecar.bench.plans import EnginesPlan, GapPlan
-    from sidecar.bench.updates import Measured, UpdatedEngines, UpdateRound
+    from sidecar.bench.updates import Measured, UpdateRound
 
 WAYS: Final = {"native": NATIVE, "paused": BUS, "staged": BUS}
 
 
 async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
-    """The JSON's fields; draws the picture, too.
+    """Return the JSON's fields, and draw the picture.
 
     Raises:
         BenchFailed: a process died, or a request ended without all its tokens, or before the
             update did.
     """
-    start = updates.vllm if plan.engine == "vllm" else updates.embedded
+    start = fleet.start_vllm if plan.engine == "vllm" else fleet.start_embedded
     engines = await start(bench, plan, WAYS)
     megabytes = round(engines.size_bytes / 1e6, 1)
     say(f"{megabytes} MB, {plan.requests} requests at a time")
@@ -58,12 +59,12 @@ async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
 
 
 async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> UpdateRound:
-    """One update of a way's engines while requests decode.
+    """Update a way's engines once while requests decode.
 
-    Adds ``receive_ms``, from when its first chunk left to when its last one was there, and with a
-    bus ``commit_ms``, from the COMMIT to its last ack; ``before_tokens_per_s`` of all requests
-    together, and of what is staged ``receiving_tokens_per_s``, from the update's begin to its
-    COMMIT; ``swap_ms``, how long the swap kept the slowest engine from steps.
+    Adds ``receive_ms``, from the first chunk's sending to the last one's arrival, and
+    ``before_tokens_per_s`` of all requests together; with a bus ``commit_ms``, from COMMIT to its
+    last ack. A staged update has ``receiving_tokens_per_s``, from its begin to COMMIT, and
+    ``swap_ms``, how long the slowest engine could not step.
     """
     seen = await under_load(engines, way, plan)
     done, answer = seen.round(plan.tokens), seen.answer
@@ -82,7 +83,7 @@ async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> Upd
 
 
 def figures_of(measured: Measured, *, requests: int, size_bytes: int) -> dict[str, Any]:
-    """The JSON's fields: of each way medians and all rounds, and what they are to each other."""
+    """Return each way's medians and rounds, and their ratios."""
     ways: dict[str, dict[str, Any]] = {
         way: _of_way(done, size_bytes) for way, done in measured.rounds.items()
     }
@@ -117,6 +118,6 @@ def _of_way(rounds: Sequence[UpdateRound], size_bytes: int) -> dict[str, Any]:
 
 
 def typical(rounds: Sequence[UpdateRound]) -> UpdateRound:
-    """The one whose gap is the median, or next to it."""
+    """Return the round whose gap is the median, or nearest to it."""
     middle_ms = statistics.median(done.figures["gap_ms"] for done in rounds)
     return min(rounds, key=lambda done: abs(done.figures["gap_ms"] - middle_ms))

@@ -1,4 +1,4 @@
-"""What all benches have in common: processes, rounds in turn, and figures."""
+"""Processes, alternating rounds and figures, for all benches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import resource
 import statistics
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What servers of a small model need on a CPU.
+# The environment of a small model's server on a CPU.
 VLLM_ON_CPU: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
 _LINE_BYTES: Final = 1 << 20
-# Per engine: a connection's two ends, a listening socket and what ZeroMQ needs beside.
+# Per engine: a connection's two ends, a listening socket and one of ZeroMQ's own.
 _FILES_PER_ENGINE: Final = 4
 _FILES_SPARE: Final = 256
 
@@ -40,63 +41,56 @@ class BenchFailed(WavebusError):
     """A process of the bench died or is stuck."""
 
 
+@dataclass(frozen=True, slots=True)
 class Worker:
     """A process that runs a program (:mod:`sidecar.bench.programs.__main__`)."""
 
-    def __init__(
-        self,
-        name: str,
-        process: asyncio.subprocess.Process,
-        log: IO[bytes],
-        answer_s: float,
-        grace_s: float,
-    ) -> None:
-        self._name = name
-        self._process = process
-        self._log = log
-        self._answer_s = answer_s
-        self._grace_s = grace_s
+    name: str
+    process: asyncio.subprocess.Process
+    log: IO[bytes]
+    answer_s: float
+    grace_s: float
 
     async def ask(self, method: str, **arguments: Any) -> Any:
-        """What a method of the program's object returns."""
-        assert self._process.stdin is not None
+        """Call a method of the program's object; return its result."""
+        assert self.process.stdin is not None
         with contextlib.suppress(ConnectionError):  # the answer's absence tells more
-            self._process.stdin.write(json.dumps([method, arguments]).encode() + b"\n")
-            await self._process.stdin.drain()
+            self.process.stdin.write(json.dumps([method, arguments]).encode() + b"\n")
+            await self.process.stdin.drain()
         return (await self.hello())["answer"]
 
     async def hello(self) -> dict[str, Any]:
-        """The next line; the first one says what was started.
+        """Return the next answer; the first one describes what was started.
 
         Raises:
-            BenchFailed: there is none; with the end of what the process has logged.
+            BenchFailed: none came in time; the text has the end of the process's log.
         """
-        assert self._process.stdout is not None
+        assert self.process.stdout is not None
         line = b""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._answer_s):
-                line = await self._process.stdout.readline()
+            async with asyncio.timeout(self.answer_s):
+                line = await self.process.stdout.readline()
         if not line:
-            self._log.seek(0)
-            tail = self._log.read()[-2000:].decode(errors="replace").strip()
-            raise BenchFailed(f"{self._name} ended or is stuck:\n{tail}")
+            self.log.seek(0)
+            tail = self.log.read()[-2000:].decode(errors="replace").strip()
+            raise BenchFailed(f"{self.name} ended or is stuck:\n{tail}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     async def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+            self.process.kill()
+        await self.process.wait()
 
     async def end(self) -> None:
-        """Its stdin ends, and so does it; if it doesn't, it is killed."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        """Close its stdin, which ends it, and kill it if it lives on."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._grace_s):
-                    await self._process.wait()
+                async with asyncio.timeout(self.grace_s):
+                    await self.process.wait()
         finally:
             await self.kill()
 
@@ -105,9 +99,8 @@ class Bench(contextlib.AsyncExitStack):
     """The processes of one run, or of a part of it: they end with the block.
 
     Args:
-        loop: the event loop of all of them.
-        logs: a folder that keeps what they log. Default: the end of a log is told if its process
-            breaks, and that is all.
+        loop: the event loop of all processes.
+        logs: folder for their logs. By default only the end of a broken process's log is shown.
     """
 
     def __init__(self, loop: LoopChoice, logs: Path | None = None) -> None:
@@ -116,11 +109,11 @@ class Bench(contextlib.AsyncExitStack):
         self.logs = logs
 
     async def part(self) -> Bench:
-        """A part of this run, which may end before the rest."""
+        """Begin a part of this run, which may end before the rest."""
         return await self.enter_async_context(Bench(self.loop, self.logs))
 
     def folder(self) -> Path:
-        """A temporary folder."""
+        """Make a temporary folder."""
         name = self.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-"))
         return Path(name)
 
@@ -137,11 +130,11 @@ class Bench(contextlib.AsyncExitStack):
         """Start a process; its first answer is still to come.
 
         Args:
-            program: a module of :mod:`sidecar.bench.programs`; its function of that name is run.
-            name: of its log.
-            env: variables beside those of this process.
-            answer_s: how long each of its answers may take.
-            grace_s: how long it may take to end; then it is killed.
+            program: a module of :mod:`sidecar.bench.programs`, whose function of that name is run.
+            name: of the log; by default the program's.
+            env: environment variables beside those of this process.
+            answer_s: how long each answer may take.
+            grace_s: how long the process may take to end before it is killed.
             settings: the program's arguments.
         """
         name = name or program
@@ -162,12 +155,12 @@ class Bench(contextlib.AsyncExitStack):
         return started
 
     async def start(self, program: str, **how: Any) -> tuple[Worker, dict[str, Any]]:
-        """Start a process; also what it says first."""
+        """Start a process; return it and its first answer."""
         started = await self.launch(program, **how)
         return started, await started.hello()
 
     async def broker(self, **how: Any) -> str:
-        """Start a broker; its address."""
+        """Start a broker; return its address."""
         return str((await self.start("broker", **how))[1]["address"])
 
 
@@ -179,13 +172,17 @@ async def in_turn(
     swing: bool = False,
     on_round: Callable[[int, str, T], None] = lambda *_: None,
 ) -> dict[str, list[T]]:
-    """Rounds of all ways alternate, so that whatever else the host does falls on all alike.
+    """Run rounds of all ways in turn, so that other load of the host affects all alike.
 
     Args:
-        ways: what runs one round of each.
-        warm: so many rounds are not counted; their numbers are negative.
-        swing: every other time in reverse, so that none always follows the same one.
-        on_round: called after each, with its number, way and result.
+        ways: runs one round of each way.
+        rounds: rounds of each way that count.
+        warm: rounds before them, which have negative numbers.
+        swing: whether every other turn is in reverse, so that no way always follows the same one.
+        on_round: called after each round with its number, way and result.
+
+    Returns:
+        Each way's results.
     """
     found: dict[str, list[T]] = {way: [] for way in ways}
     for number in range(-warm, rounds):
@@ -198,29 +195,29 @@ async def in_turn(
 
 
 def title(number: int) -> str:
-    """What a round is called."""
+    """Return a round's name."""
     return "warming up" if number < 0 else f"round {number + 1}"
 
 
 def median(values: Iterable[float]) -> float:
-    """To three digits."""
+    """Return the median, to three digits."""
     return round(statistics.median(values), 3)
 
 
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each figure that all rounds have."""
+    """Return the median of each figure of all rounds."""
     return {name: median(each[name] for each in rounds) for name in rounds[0]}
 
 
 def gb_per_s(size_bytes: int, took_ms: float) -> float:
-    """A speed, to three digits."""
+    """Return a speed in GB/s, to three digits."""
     return round(size_bytes / took_ms / 1e6, 3)
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """The JSON's fields for people: a line for each, and a column for each that has fields itself.
+    """Return figures as a table: a line for each field, and a column for each object.
 
-    Lists are left out of columns.
+    Columns leave lists out.
     """
     columns = {name: _flat(each) for name, each in figures.items() if isinstance(each, dict)}
     rows: list[tuple[object, ...]] = [
@@ -245,15 +242,15 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-    """How it goes; stdout is for figures."""
+    """Print progress on stderr; stdout is for figures."""
     click.echo(text, err=True)
 
 
 def raise_file_limit(engines: int) -> None:
-    """Take all open files that the system allows, for this process and those it starts.
+    """Raise this process's limit of open files for so many engines; children inherit it.
 
     Raises:
-        UsageError: they are too few for so many engines.
+        UsageError: the system allows too few.
     """
     need = _FILES_PER_ENGINE * engines + _FILES_SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

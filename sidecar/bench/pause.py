@@ -1,14 +1,14 @@
 """``bench pause``: what the bus adds to a DP group's first request, and to its pause.
 
-Two DP groups of the same model stand side by side and are asked in turn, so that whatever
-else the host does falls on both alike:
+Two DP groups of the same model run side by side and are measured in turn, so that other load of the
+host affects both alike:
 
-- **direct**: woken by a coordinator that asks nobody (vLLM's own; embedded: a DP coordinator
-  without a broker), and paused by concurrent posts to the engines themselves.
+- **direct**: woken by a coordinator that asks no broker (vLLM's own; embedded: a DP coordinator
+  without a broker), and paused by concurrent posts to the engines.
 - **bus**: woken by a DP coordinator that asks the broker first, and paused over the bus.
 
-The posts go to the same engines as the bus's pauses, again in turn. Embedded engines have
-no route for a pause, so for them only the first request is compared.
+The posts go to the same engines as the bus's pauses, again in turn. Embedded engines have no route
+for a pause, so only the first request is compared.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import asyncio
 import contextlib
 import itertools
 import os
-import sys
 import time
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import aiohttp
 
+from sidecar.bench.fleet import server_argv
 from sidecar.bench.harness import VLLM_ON_CPU, BenchFailed, in_turn, median, medians, say
 from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor
 from sidecar.vllm.connection_http import KEEP_ALIVE_S
+from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 EXPERTS: Final = 4
 _WARM_ROUNDS: Final = 5
-# How soon it is seen that ranks rest.
+# How soon the bench notices that ranks rest.
 _HEARTBEAT_MS: Final = 200
 # After its last step a worker of vLLM spins for a second before it sleeps (0.32).
 _SPIN_S: Final = 1.1
@@ -46,14 +47,11 @@ _REQUEST: Final = {
     "token_ids": [1, 3, 4, 5],
     "sampling_params": {"max_tokens": 1, "temperature": 0.0},
 }
-_SERVER: Final = (
-    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-    *("--skip-tokenizer-init", "--enforce-eager", "--max-num-seqs=8", "--max-model-len=256"),
-)
+_SERVER: Final = ("--enforce-eager", "--max-num-seqs=8", "--max-model-len=256")
 
 
 class RestingDpGroup:
-    """One of both groups: its engines' addresses, and a trainer that tells when they rest."""
+    """One of the groups: its engines' URLs, and a trainer that reports when they rest."""
 
     def __init__(
         self, session: aiohttp.ClientSession, trainer: Worker, endpoints: Sequence[str]
@@ -64,7 +62,7 @@ class RestingDpGroup:
         self._next: Iterator[str] = itertools.cycle(endpoints)
 
     async def first_request(self) -> dict[str, float]:
-        """One request to an idle group."""
+        """Send one request to the idle group."""
         await self._warm()
         since_s = time.monotonic()
         await self._post(next(self._next) + "/inference/v1/generate", json=_REQUEST)
@@ -73,7 +71,7 @@ class RestingDpGroup:
         return {"took_ms": took_ms}
 
     async def posted_pause(self) -> dict[str, float]:
-        """A pause and a resume by concurrent posts."""
+        """Pause and resume by concurrent posts."""
         await self._warm()
         since_s = time.monotonic()
         await self._all("/pause", {"mode": "keep", "clear_cache": "true"})
@@ -83,7 +81,7 @@ class RestingDpGroup:
         return {"took_ms": took_ms}
 
     async def bus_pause(self) -> dict[str, float]:
-        """The same over the bus."""
+        """Pause and resume over the bus."""
         since_s = time.monotonic()
         answer = await self.trainer.ask("round")
         await self._idle(since_s)
@@ -91,16 +89,16 @@ class RestingDpGroup:
         return {"took_ms": took_ms, "beyond_ms": took_ms - answer["engines_ms"]}
 
     async def _idle(self, since_s: float) -> None:
-        """Return when the group has come to rest from what was asked at ``since_s``.
+        """Return when the group rests from what began at ``since_s``.
 
-        Ranks step on until they next look around, and their workers spin still longer: on two
-        processors, whoever is measured meanwhile is measured against them.
+        Ranks step until their next agreement, and their workers spin even longer, which would
+        disturb a measurement on two processors.
         """
         await self.trainer.ask("idle", since_s=since_s)
         await asyncio.sleep(_SPIN_S)
 
     async def _warm(self) -> None:
-        """Open connections, as a sidecar has them: servers close those that were quiet for long."""
+        """Open connections, as a sidecar has them: servers close quiet ones."""
         for url in self._endpoints:
             async with self._session.get(url + "/health") as response:
                 await response.read()
@@ -116,15 +114,15 @@ class RestingDpGroup:
 
 
 async def measure(bench: Bench, plan: PausePlan) -> dict[str, Any]:
-    """Medians, in ms, and what the bus adds.
+    """Return medians in ms, and what the bus adds.
 
     Raises:
         BenchFailed: a process died.
     """
     folder, checkpoint = bench.folder(), bench.folder()
-    await bench.start("checkpoint", folder=str(checkpoint), experts=EXPERTS)
+    save_checkpoint(Policy(PolicyConfig(experts=EXPERTS)), checkpoint)
     address = await bench.broker(heartbeat_ms=_HEARTBEAT_MS)
-    # The direct group ends when it has served: beside pauses it would only take time.
+    # The direct group ends before the pauses, which it would only slow down.
     parts = {"direct": await bench.part(), "bus": bench}
     say(f"starting two DP groups of {plan.dp_size} {plan.engine} engines")
     for name, part in parts.items():
@@ -175,13 +173,13 @@ def _launch_plan(plan: PausePlan, name: str, address: str, checkpoint: Path) -> 
             *("--broker", address, "--group", name, "--log-format", "json", *coordinator),
             *(() if vllm else ("--engine", "embedded", *model)),
         ),
-        command=(*_SERVER, *model) if vllm else (),
+        command=tuple(server_argv(*_SERVER, *model)) if vllm else (),
     )
 
 
 @contextlib.asynccontextmanager
 async def _running(plan: RankLaunchPlan, log: IO[bytes]) -> AsyncIterator[None]:
-    """The DP group, for the length of a block; a rank that dies ends it."""
+    """Run the DP group during a block, which a dying rank cancels."""
     stop = asyncio.Event()
     this = asyncio.current_task()
     assert this is not None

@@ -31,9 +31,9 @@ def draw(shown: Mapping[str, Trace], figures: Mapping[str, Any], path: Path) -> 
     """Write a PNG.
 
     Args:
-        shown: of each way the round to show.
-        figures: what all rounds came to.
-        path: of the PNG.
+        shown: the round to show, of each way.
+        figures: the figures of all rounds.
+        path: the PNG's path.
     """
     longest_ms = max(update_ms for update_ms, _ in shown.values())
     around_ms = max(_AROUND_MS, _AROUND * longest_ms)
@@ -82,7 +82,7 @@ def draw(shown: Mapping[str, Trace], figures: Mapping[str, Any], path: Path) -> 
 
 
 def _longest(update_ms: float, tokens: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """When the longest gap of the update ended, and how long it was, in ms."""
+    """Return when the longest gap of the update ended, and its length, in ms."""
     of_update = [(at, gap) for at, gap in tokens if at > 0 and at - gap < update_ms]
     return max(of_update, key=lambda each: each[1])
 

@@ -1,4 +1,4 @@
-"""What each command of ``wavebus bench`` can be asked for. Loads neither torch nor vLLM."""
+"""The options of each command of ``wavebus bench``. Loads neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHAPES: Final = "vllm: the shape of Qwen3-8B, or 26 million parameters"
 
 @dataclass(frozen=True, kw_only=True)
 class ControlPlan:
-    """Of ``bench control``."""
+    """Options of ``bench control``."""
 
     engines: int = option(64, "Engines in the group.", min=1)
     rounds: int = option(100, "Pause-and-resume rounds of each kind.", min=1)
@@ -41,7 +41,7 @@ class ControlPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PausePlan:
-    """Of ``bench pause``."""
+    """Options of ``bench pause``."""
 
     engine: EngineKind = option("embedded", "vllm: real servers; pauses are compared, too.")
     dp_size: int = option(2, "Ranks of each DP group.", min=2, max=8)
@@ -50,7 +50,7 @@ class PausePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan:
-    """Of ``bench rollout``."""
+    """Options of ``bench rollout``."""
 
     rounds: int = option(5, "Rounds of each way.", min=1)
     kills: int = option(30, "Engines that get SIGKILL while the client streams from them.", min=0)
@@ -64,13 +64,13 @@ class RolloutPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class EnginesPlan:
-    """Of ``bench transfer`` and ``bench gap``: a trainer, and engines that it updates.
+    """Options of ``bench transfer`` and ``bench gap``: a trainer, and engines that it updates.
 
     Attributes:
-        clear_cache: requests compute their keys and values anew after an update; in all ways.
-        dp_size: ranks in lockstep in place of each server, over which experts are spread; 1: none.
-        native_packed: whether vLLM's own engine goes through buffers, if not as vLLM has it.
-        cuda_graphs: a step is one graph of CUDA's, and not one kernel after the other.
+        clear_cache: whether requests compute their keys and values anew after each update.
+        dp_size: ranks in lockstep in place of each server, over which experts are spread.
+        native_packed: whether vLLM's own engine sends through buffers; None: vLLM's default.
+        cuda_graphs: whether a step is one CUDA graph, or one kernel after the other.
     """
 
     engine: EngineKind = option(
@@ -114,30 +114,30 @@ class EnginesPlan:
 
     @property
     def over(self) -> str:
-        """The backend that was asked for, or what fits the engines."""
+        """The requested backend, or the one that fits the engines."""
         if self.engine == "embedded" or self.dp_size > 1:
             return self.backend or "shm"
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
 
     @property
     def model(self) -> Model:
-        """vllm: which it is."""
+        """The model, if the engines are vLLM's."""
         return self.model_size or ("moe" if self.dp_size > 1 else "8b")
 
     @property
     def native(self) -> str:
-        """The trainer and worker engine of vLLM's, by its name there."""
+        """The name in vLLM of its trainer and worker engine."""
         return self.native_engine or ("ipc" if self.dp_size > 1 else "nccl")
 
     @property
     def chunk_bytes(self) -> int:
-        """Over shm two chunks are in the host's memory."""
+        """The largest size of a chunk. Over shm two chunks are in the host's memory."""
         usual = 512 if self.over == "shm" else 2048
         chosen = self.chunk_megabytes or (8 if self.engine == "embedded" else usual)
         return chosen * 1_000_000
 
     def settings(self) -> dict[str, Any]:
-        """What the JSON says of it."""
+        """Return the JSON's fields of these options."""
         names = ["engine", "rounds", "requests", "tokens", "clear_cache", "dp_size", "chunk_bytes"]
         found = {"backend": self.over}
         if self.engine == "vllm":
@@ -147,23 +147,23 @@ class EnginesPlan:
 
     @property
     def mixture(self) -> bool:
-        """Whether the model is one of experts."""
+        """Whether the model is a mixture of experts."""
         return self.model in MIXTURES
 
     @property
     def one_gpu(self) -> bool:
-        """Whether trainer and servers share one."""
+        """Whether trainer and servers share one GPU."""
         return self.dp_size == 1 and self.native == self.over == "ipc"
 
     @property
     def gpus(self) -> list[int]:
-        """Where servers are, rank by rank. The trainer is on the first GPU."""
+        """The servers' GPUs, rank by rank. The trainer is on the first GPU."""
         if self.dp_size > 1:
             return list(range(self.dp_size))
         return [0 if self.one_gpu else 1]
 
     def check(self) -> None:
-        """Whether servers of vLLM's can run so here.
+        """Check that vLLM's servers can run so here.
 
         Raises:
             UsageError: says what is missing.
@@ -211,7 +211,7 @@ class EnginesPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferBenchPlan(EnginesPlan):
-    """Of ``bench transfer``."""
+    """Options of ``bench transfer``."""
 
     megabytes: int = option(400, "embedded: size of the model of few large tensors.", min=1)
     requests: int = option(32, "vllm: requests that decode while the weights come.", min=1, max=256)
@@ -230,7 +230,7 @@ class TransferBenchPlan(EnginesPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class GapPlan(EnginesPlan):
-    """Of ``bench gap``."""
+    """Options of ``bench gap``."""
 
     clear_cache: bool = option(
         False,

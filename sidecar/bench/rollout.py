@@ -1,10 +1,11 @@
 """``bench rollout``: what the rollout client costs, against aiohttp alone and against vllm-router.
 
-Ways to ask alternate in one run, each in a process of its own, before the same paced engines:
+Three ways to send requests alternate in one run. Each has a process of its own, and all use the
+same engines, whose steps have a fixed length:
 
 - **client**: the rollout client.
-- **bare**: aiohttp that streams and parses the same, and goes round the engines.
-- **router**: the same through vllm-router, by ``consistent_hash``; if that is installed.
+- **bare**: aiohttp alone, which streams, parses the same, and takes the engines in turn.
+- **router**: the same through vllm-router with ``consistent_hash``, if that is installed.
 
 Then many streams are live at once, and engines get SIGKILL while the client streams from them.
 """
@@ -28,6 +29,7 @@ from sidecar.bench.fleet import on_cpu, server_argv
 from sidecar.bench.harness import BenchFailed, in_turn, median, medians, say, title
 from sidecar.bench.streams import percentile
 from sidecar.supervision.launch import free_port
+from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 
 if TYPE_CHECKING:
     from sidecar.bench.harness import Bench, Worker
@@ -53,7 +55,7 @@ _PAIRS: Final = (
 
 
 class RolloutBench:
-    """The engines of one run, and who asks them."""
+    """The engines of one run, and the processes that send requests."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -61,15 +63,18 @@ class RolloutBench:
         self.ways: dict[str, Worker] = {}
 
     async def boot(self) -> list[tuple[str, Worker, str]]:
-        """The broker and the engines, each with its name and URL."""
-        self._checkpoint = str(self._bench.folder())
-        await self._bench.start("checkpoint", folder=self._checkpoint, experts=0)
+        """Start the broker and the engines; return each engine's name and URL."""
+        folder = self._bench.folder()
+        save_checkpoint(Policy(PolicyConfig()), folder)
+        self._checkpoint = str(folder)
         self._address = await self._bench.broker()
         return list(await asyncio.gather(*(self.start_engine() for _ in range(_ENGINES))))
 
     async def start_engine(self) -> tuple[str, Worker, str]:
-        """Another engine. It has more slots than streams: a session's may have 1.25 times the mean
-        of them."""
+        """Start another engine.
+
+        It has more slots than streams: the engine of a session may get 1.25 times the mean.
+        """
         number = next(self._numbers)
         engine, said = await self._bench.start(
             "embedded_engine",
@@ -84,7 +89,7 @@ class RolloutBench:
         return f"{_GROUP}-{number}", engine, said["url"]
 
     async def start_asking(self, group: str, urls: list[str]) -> None:
-        """Who asks these, by each way that there is here."""
+        """Start a process for each way that is possible here."""
         self._urls = {"client": list[str](), "bare": urls}
         if find_spec("vllm_router") is not None:
             self._urls["router"] = [await router(self._bench, urls)]
@@ -95,13 +100,13 @@ class RolloutBench:
             )
 
     async def wave(self, way: str, streams: int, tokens: int, **more: Any) -> dict[str, Any]:
-        """What one wave took."""
+        """Run one wave; return its times."""
         name = f"{way}-{next(self._numbers)}"
         wave = {"name": name, "streams": streams, "tokens": tokens, "urls": self._urls[way], **more}
         return dict(await self.ways[way].ask("run", wave=wave))
 
     async def compare(self, rounds: int) -> dict[str, Any]:
-        """All ways in turn, with one stream and with many."""
+        """Measure all ways in turn, with one stream and with many."""
 
         async def one(name: str, streams: int, *, timed: bool) -> dict[str, Any]:
             took = await self.wave(name.split("_", maxsplit=1)[0], streams, _TOKENS, timed=timed)
@@ -136,7 +141,7 @@ class RolloutBench:
         return figures
 
     async def live(self, streams: int) -> dict[str, Any]:
-        """The client's memory, with so many streams at once, ten times."""
+        """Measure the client's memory with so many streams at once, ten times."""
         say(f"{_WAVES} waves of {streams} streams")
         more = {"timed": True, "until_live": True}
         wave = partial(self.wave, "client", streams, _LIVE_TOKENS, **more)
@@ -149,7 +154,7 @@ class RolloutBench:
         }
 
     async def kill(self, engines: list[tuple[str, Worker, str]], kills: int) -> dict[str, Any]:
-        """From the SIGKILL of an engine to the next token of each answer that it was giving."""
+        """Measure the time from an engine's SIGKILL to the next token of each of its answers."""
         took_ms: list[float] = []
         for number in range(kills):
             name, victim, _ = engines.pop(0)
@@ -167,7 +172,7 @@ class RolloutBench:
         return {"kill_answers": len(took_ms), "kill_p50_ms": p50, "kill_p99_ms": p99}
 
     async def prefix_hits(self, rounds: int) -> dict[str, Any]:
-        """How many prompt tokens two servers had in their caches, of sessions by each way."""
+        """Count the prompt tokens that two servers find in their caches, by each way."""
         say("starting 2 vLLM servers")
         argv = server_argv(
             *("--model", self._checkpoint, "--enforce-eager", "--dtype=float32"),
@@ -198,7 +203,7 @@ class RolloutBench:
 
 
 async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
-    """The JSON's fields.
+    """Return the JSON's fields.
 
     Raises:
         BenchFailed: a process died, or a request failed.
@@ -218,7 +223,7 @@ async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
 
 
 async def router(bench: Bench, urls: list[str]) -> str:
-    """Start a vllm-router before these; its URL."""
+    """Start a vllm-router before these engines; return its URL."""
     port, metrics = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     process = await asyncio.create_subprocess_exec(
@@ -252,7 +257,7 @@ async def _serves(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def cache_hits(session: aiohttp.ClientSession, urls: list[str]) -> int:
-    """Prompt tokens that servers have found in their caches so far."""
+    """Return how many prompt tokens servers have found in their caches so far."""
     total = 0.0
     for url in urls:
         async with session.get(f"{url}/metrics") as response:

@@ -1,7 +1,7 @@
 """Requests that stream from a served engine, and when their tokens came.
 
-What users of an engine feel of an update is the gap that it makes between two tokens. So each
-arrival is noted, as it is read off the server's answer; tokens that come in one piece came at once.
+An update reaches users as a gap between two tokens. So each arrival is recorded as it is read from
+the server's answer; tokens of one piece have the same time.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Streams:
     """Requests under way.
 
     Attributes:
-        came: of each request, when tokens came, in seconds on ``time.monotonic()``'s clock.
-        pieces: how many came each time.
-        counts: of each request, how many came so far.
+        came: when tokens came, by request, in seconds on ``time.monotonic()``'s clock.
+        pieces: how many came each time, by request.
+        counts: how many came so far, by request.
     """
 
     def __init__(self, requests: int, tokens: int) -> None:
@@ -49,10 +49,10 @@ class Streams:
             await self._changed.wait()
 
     async def run(self, session: aiohttp.ClientSession, url: str, index: int) -> None:
-        """One request, to its end.
+        """Send one request and read its answer to the end.
 
         Raises:
-            BenchFailed: it ended otherwise than with all its tokens.
+            BenchFailed: it ended without all its tokens.
         """
         async for piece in _pieces(session, url, index, self._tokens):
             count = len(piece.token_ids or ())
@@ -70,7 +70,7 @@ class Streams:
 async def _pieces(
     session: aiohttp.ClientSession, url: str, index: int, tokens: int
 ) -> AsyncIterator[Piece]:
-    """What comes of a greedy request; a paused engine may reject it until it is resumed."""
+    """Send a greedy request, again if a paused engine rejects it; yield its pieces."""
     sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     body = {"token_ids": prompt_of(index), "sampling_params": sampling, "stream": True}
     while True:
@@ -88,8 +88,9 @@ async def _pieces(
 
 @contextlib.asynccontextmanager
 async def streaming(urls: Sequence[str], requests: int, tokens: int) -> AsyncIterator[Streams]:
-    """So many greedy requests of so many tokens each, begun together; of several servers each gets
-    its share. Leaving the block waits until all have ended.
+    """Begin so many greedy requests of so many tokens each; several servers share them.
+
+    Leaving the block waits until all have ended.
 
     Raises:
         BenchFailed: one failed, or ended with fewer tokens.
@@ -110,10 +111,10 @@ async def streaming(urls: Sequence[str], requests: int, tokens: int) -> AsyncIte
 
 
 async def greedy(url: str, tokens: int) -> list[int]:
-    """What a quiet engine answers to one request.
+    """Return a quiet engine's answer to one request.
 
     Raises:
-        BenchFailed: it does not.
+        BenchFailed: there is none.
     """
     async with aiohttp.ClientSession() as session:
         answer = [piece.token_ids or () async for piece in _pieces(session, url, 0, tokens)]
@@ -121,15 +122,15 @@ async def greedy(url: str, tokens: int) -> list[int]:
 
 
 def prompt_of(index: int) -> list[int]:
-    """Another one for each request, of tokens that every vocabulary has."""
+    """Return a request's own prompt, of tokens that every vocabulary has."""
     return [1 + (index * 7 + place * (index + 3)) % 13 for place in range(PROMPT_TOKENS)]
 
 
 def longest_gap_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> float:
-    """The longest gap between two tokens of a request that some part of the given time is in.
+    """Return the longest gap between two tokens of a request that overlaps the given time.
 
     Raises:
-        BenchFailed: a request had no token before, or none afterwards: its gap is not known.
+        BenchFailed: a request has no token before that time, or none after it.
     """
     longest_s = 0.0
     for times in came:
@@ -144,7 +145,7 @@ def longest_gap_ms(came: Iterable[Sequence[float]], since_s: float, until_s: flo
 
 
 def gaps_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> list[float]:
-    """All gaps between tokens that lie within the given time."""
+    """Return all gaps between tokens within the given time."""
     return [
         (b - a) * 1000
         for times in came
@@ -156,8 +157,10 @@ def gaps_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> 
 def tokens_within(
     came: Iterable[Sequence[float]], pieces: Iterable[Sequence[int]], since_s: float, until_s: float
 ) -> float:
-    """How many tokens were made in the given time. Of those that came after a gap that is partly
-    in it, that part: so a short time counts for what it is, and not in whole steps."""
+    """Return how many tokens were made in the given time.
+
+    Tokens after a gap that is partly in that time count by that part.
+    """
     total = 0.0
     for times, counts in zip(came, pieces, strict=True):
         for (before_s, at_s), count in zip(itertools.pairwise(times), counts[1:], strict=True):
@@ -168,6 +171,6 @@ def tokens_within(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The least value that so many percent are not above."""
+    """Return the least value that so many percent do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

@@ -1,4 +1,4 @@
-"""``bench transfer`` of an embedded engine: what an update costs, beside plain copies of its bytes.
+"""``bench transfer`` of an embedded engine: an update's cost, beside plain copies of its bytes.
 
 A broker, a trainer and an embedded engine under its sidecar, each in a process of its own.
 First a model of few large tensors; rounds of three kinds alternate in one run:
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.bench.harness import gb_per_s, in_turn, median, medians, say
@@ -40,26 +41,26 @@ _COMPARED: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class TransferRun:
-    """A trainer and its engine, and what they send."""
+    """A trainer, its engine, and the size of the model."""
 
-    def __init__(self, trainer: Worker, engine: Worker, size_bytes: int, tensors: int) -> None:
-        self.trainer = trainer
-        self.engine = engine
-        self.size_bytes = size_bytes
-        self.tensors = tensors
+    trainer: Worker
+    engine: Worker
+    size_bytes: int
+    tensors: int
 
     async def memcpy(self) -> dict[str, float]:
-        """One copy by the trainer."""
+        """Make one copy in the trainer."""
         return {"took_ms": await self.trainer.ask("memcpy_ms")}
 
     async def two_memcpy(self) -> dict[str, float]:
-        """Until both have copied all of it."""
+        """Make a copy in both at once."""
         engine = self.engine.ask("memcpy_ms", size_bytes=self.size_bytes)
         return {"took_ms": max(await asyncio.gather(self.trainer.ask("memcpy_ms"), engine))}
 
     async def update(self) -> dict[str, float]:
-        """``control_ms``: nobody put, received or loaded."""
+        """Make an update; ``control_ms`` is the time without a put, receive or load."""
         answer = await self.trainer.ask("update", how="paused")
         calls = [*answer["calls"], *await self.engine.ask("taken_calls")]
         update_ms = (answer["until_s"] - answer["since_s"]) * 1000
@@ -76,7 +77,7 @@ class TransferRun:
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of ``spans`` was."""
+    """Return the time that at least one of ``spans`` covers."""
     total_s = end_s = 0.0
     for since_s, until_s in sorted(spans):
         total_s += max(0.0, until_s - max(since_s, end_s))
@@ -85,7 +86,7 @@ def covered_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
-    """The JSON's fields: medians, and ratios of just these.
+    """Return the JSON's fields: medians, and ratios of these.
 
     Raises:
         BenchFailed: a process died.
@@ -115,7 +116,7 @@ async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
 async def _large(
     bench: Bench, backend: str, plan: TransferBenchPlan, *, lent: bool
 ) -> dict[str, float]:
-    """Rounds of all three kinds with few large tensors."""
+    """Run rounds of all three kinds with few large tensors."""
     async with await bench.part() as part:
         run = await started(part, backend, "large", plan.megabytes, lent=lent)
         ways = {"memcpy": run.memcpy, "two_memcpy": run.two_memcpy, "update": run.update}

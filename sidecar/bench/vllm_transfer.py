@@ -8,12 +8,11 @@ A trainer and three servers of one model (:mod:`sidecar.bench.fleet`). Rounds al
 - **bus**: the bus, with a backend of wavebus's.
 - **raw**: one broadcast of as many bytes between both GPUs, with nothing around it; no requests.
 
-In an update **tensors move** while the trainer puts or sends a
-chunk, and while the engine receives, verifies or loads one. All the rest is **control**: either
-other calls are under way (``control_asks_ms``), or none is (``control_idle_ms``: messages are on
-their way, or are looked at). Moments count once, whatever is done in them. ``window_ms`` is what
-the engine stands still for: from the first PAUSE_LOCAL to the last engine resumed, as the broker
-counts it; without a bus from the post of the pause to the answer of the resume.
+In an update **tensors move** while the trainer puts or sends a chunk, and while the engine
+receives, verifies or loads one. The rest is **control**: either other calls are under way
+(``control_asks_ms``), or none is (``control_idle_ms``: messages are being sent or handled). Each
+moment counts once. ``window_ms`` is the time without steps: from the first PAUSE_LOCAL to the last
+engine resumed, by the broker's clock; without a bus, from the pause's post to the resume's answer.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from sidecar.bench import updates
-from sidecar.bench.fleet import NATIVE
+from sidecar.bench import fleet, updates
+from sidecar.bench.fleet import BUS, NATIVE
 from sidecar.bench.harness import gb_per_s, median, say
 from sidecar.bench.transfer import covered_s
-from sidecar.bench.updates import BUS, under_load
+from sidecar.bench.updates import under_load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from sidecar.bench.fleet import UpdatedEngines
     from sidecar.bench.harness import Bench
     from sidecar.bench.plans import EnginesPlan, TransferBenchPlan
-    from sidecar.bench.updates import UpdatedEngines, UpdateRound
+    from sidecar.bench.updates import UpdateRound
 
 # What was called, and when it began and ended, in seconds on `time.monotonic()`'s clock.
 Call: TypeAlias = "tuple[str, float, float]"
@@ -44,13 +44,13 @@ _MOVES: Final = frozenset({"put", "send", "receive", "verify", "load", "update"}
 
 
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
-    """The JSON's fields: medians, and ratios of just these.
+    """Return the JSON's fields: medians, and ratios of these.
 
     Raises:
         BenchFailed: a process died, or a request ended without all its tokens.
     """
     began_s = time.monotonic()
-    engines = await updates.vllm(bench, plan, WAYS)
+    engines = await fleet.start_vllm(bench, plan, WAYS)
     size_bytes, booted_s = engines.size_bytes, time.monotonic() - began_s
     say(f"booted in {booted_s:.0f} s: {size_bytes / 1e9:.2f} GB")
     measured = await updates.rounds_of(engines, plan, one_round, copy=False)
@@ -66,7 +66,7 @@ async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
 
 
 async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> UpdateRound:
-    """One update of a server whose requests decode."""
+    """Update a server once while its requests decode."""
     [server] = engines.engines[way]
     if way != NATIVE:
         await server.ask("taken_calls")  # what was called before is none of its
@@ -90,12 +90,12 @@ async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> Upd
 def window(
     calls: Sequence[Call], since_s: float, until_s: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """How long no tensor moved in an update, while other calls were under way and while none was;
-    and how long calls took, by name.
+    """Return the control times of an update, and the length of calls by name.
 
     Args:
-        calls: of whoever took part, also before and after it.
-        since_s, until_s: when it began, and ended.
+        calls: the calls of all that took part, also before and after the update.
+        since_s: when the update began.
+        until_s: when it ended.
     """
     inside = [
         (name, max(begun_s, since_s), min(ended_s, until_s))
@@ -114,7 +114,7 @@ def window(
 def figures_of(
     rounds: Mapping[str, Sequence[UpdateRound]], raw_ms: Sequence[float], size_bytes: int
 ) -> dict[str, Any]:
-    """Medians of each way, and what they are to each other."""
+    """Return medians of each way, and their ratios."""
     ways = {way: _of_way(done, size_bytes) for way, done in rounds.items()}
     raw = gb_per_s(size_bytes, median(raw_ms))
     gaps_ms = {way: each["gap_ms"] for way, each in ways.items()}

@@ -1,9 +1,8 @@
-"""The engine core: a thread that steps the model, and is asked things between steps.
+"""The engine core: a thread that steps the model, and executes calls between steps.
 
-Everything that touches requests, cache or parameters runs in the core's thread.
-Others put work into its inbox and hold a future for the answer; the thread
-empties the inbox between two steps. So whatever a call sees and does, it does
-with no step running, and a pause that has returned means an idle device.
+Everything that touches requests, cache or parameters runs in the core's thread. Other threads put
+an action into its inbox and wait for a future. The thread empties the inbox between two steps, so
+no step runs during a call, and the device is idle when a pause has returned.
 
 Pausing, as in vLLM:
 
@@ -15,12 +14,12 @@ wait    run to their end            when the last one has ended
 abort   end with what they have     at once
 ======  ==========================  ===========================
 
-While paused, new requests wait; in modes ``wait`` and ``keep`` those that had not
-begun wait too. ``clear_cache`` forgets keys and values: requests kept in ``keep``
-are then computed anew, over prompt and output so far, after the resume. Without it
-they go on with the keys and values they had, whatever was loaded meanwhile.
+While the core is paused, new requests wait, and so do those that had not begun. With
+``clear_cache`` keys and values are discarded: requests that ``keep`` has kept are computed anew
+after the resume, over prompt and output so far. Otherwise they continue with the keys and values
+that they had, whatever was loaded meanwhile.
 
-A second pause while a first one drains takes its place, and both return together.
+A second pause replaces one that has not returned yet, and both return together.
 
 A core that steps together with others is a :class:`sidecar.embedded.parallel.core.LockstepCore`.
 """
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bus.messages import CorePhase, PauseMode, ProbeResult, SleepLevel
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
     from sidecar.embedded.requests import GenerationRequest, Publish
 
 T = TypeVar("T")
@@ -61,17 +60,17 @@ class EngineCore:
     """Step loop and control calls of one model.
 
     Args:
-        model: its parameters and cache belong to the core's thread from now on.
+        model: the model; only the core's thread uses it from now on.
         slots: sequences that may run at once.
-        publish: called in the core's thread, at most once per step, with what came
-            of it, and before the answer of a call that ended requests.
-        died: called in the core's thread, once, if it crashes.
-        page: where the core shows what it does; one of its own by default.
+        publish: called in the core's thread with the results of a step, at most once per step, and
+            before the answer of a call that ended requests.
+        died: called in the core's thread, once, if the core crashes.
+        page: the status page; by default the core has one that no other process sees.
     """
 
     def __init__(
         self,
-        model: Qwen3,
+        model: ModelRunner,
         *,
         slots: int,
         publish: Publish,
@@ -91,7 +90,7 @@ class EngineCore:
         self._clear_cache = False
         self._pausing: list[Future[None]] = []
         self._actions: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # Guards what is put into `_actions`: after the thread's end nothing may be put into it.
+        # After the thread's end nothing may be put into `_actions`.
         self._actions_lock = threading.Lock()
         self._unanswered: set[Future[object]] = set()
         self._gone = ""
@@ -102,10 +101,11 @@ class EngineCore:
     # Called from other threads
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End every request, then the thread; blocks until it is gone."""
+        """End every request, then the thread; block until it has ended."""
         self._ask_to_stop()
         self._thread.join()
 
@@ -113,11 +113,11 @@ class EngineCore:
         """Queue a request; its deltas go to ``publish``.
 
         Args:
-            request: what is asked.
-            wave: the one that the front end believes in, where there are waves.
+            request: the request.
+            wave: the number of the wave for which the front end has sent it, if there are waves.
 
         Raises:
-            EngineDead: the core is gone.
+            EngineDead: the core has ended.
         """
 
         def run() -> None:
@@ -133,8 +133,8 @@ class EngineCore:
     def call(self, action: Callable[[], T]) -> Future[T]:
         """Run ``action`` between two steps.
 
-        An :class:`EngineError` is the caller's answer; any other error is a defect
-        and ends the core, as does an :class:`EngineDead`.
+        The future raises an :class:`EngineError` of ``action``. Any other error is a defect and
+        ends the core, as does an :class:`EngineDead`.
         """
         future: Future[T] = Future()
 
@@ -152,7 +152,7 @@ class EngineCore:
         return future
 
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
-        """Stop generation; done when no step runs and none will start."""
+        """Stop generation; the future is done when no step runs and none will start."""
         future: Future[None] = Future()
 
         def run() -> None:
@@ -168,7 +168,7 @@ class EngineCore:
         return future
 
     def admit(self, *, open: bool) -> Future[None]:  # noqa: A002 - as in the protocol
-        """Take requests; or end each at once with no tokens."""
+        """Accept new requests, or end each at once without a token."""
 
         def run() -> None:
             self._admits = open
@@ -176,11 +176,11 @@ class EngineCore:
         return self.call(run)
 
     def abort_all(self) -> Future[int]:
-        """End every request with the tokens it has; how many there were."""
+        """End every request with the tokens it has; the future gives their number."""
         return self.call(lambda: self._abort(lambda _: True))
 
     def clear_cache(self) -> Future[None]:
-        """Forget keys and values, in a pause."""
+        """Discard keys and values, in a pause."""
 
         def run() -> None:
             self.require_paused("clear_cache")
@@ -193,12 +193,12 @@ class EngineCore:
     ) -> Future[None]:
         """Have ``take`` change the weights between two steps.
 
-        Args:
-            check: raises if it can't be, before anything happens.
-            take: what is done there.
-            clear_cache: requests compute their keys and values anew.
+        The future raises :class:`EngineError` of code ``called_off`` if nothing has changed.
 
-        The future raises :class:`EngineError` of code ``called_off`` if it does not come to that.
+        Args:
+            check: raises, before anything happens, if the swap is not possible.
+            take: changes the weights.
+            clear_cache: whether requests compute their keys and values anew.
         """
 
         def run() -> None:
@@ -208,11 +208,11 @@ class EngineCore:
         return self.call(run)
 
     def call_off(self) -> Future[None]:
-        """A swap that is not made yet, will not be."""
+        """Cancel a swap that has not been made."""
         return self.call(lambda: None)
 
     def probe(self, requests: Sequence[GenerationRequest]) -> Future[tuple[ProbeResult, ...]]:
-        """Run the canary's probes in the pause; the requests that there are, stay as they are."""
+        """Run the canary's probes in the pause; other requests stay as they are."""
 
         def run() -> tuple[ProbeResult, ...]:
             self.require_paused("a probe")
@@ -229,7 +229,7 @@ class EngineCore:
         return self.call(run)
 
     def abort(self, request_id: str) -> None:
-        """End one request, if it is still there."""
+        """End one request, unless it has ended."""
 
         def run() -> None:
             self._abort(lambda request: request.id == request_id)
@@ -237,7 +237,7 @@ class EngineCore:
         self._put(run)
 
     def fail(self, reason: str) -> None:
-        """End as after a crash, for something that happened elsewhere."""
+        """End as after a crash, for a reason outside this core."""
 
         def run() -> None:
             raise EngineDead(reason)
@@ -260,10 +260,10 @@ class EngineCore:
             )
 
     def sleep(self, level: SleepLevel) -> None:
-        """Give the model's memory back.
+        """Give the model's memory back to the system.
 
         Raises:
-            EngineError: code ``wrong_state``, unless paused with the cache forgotten.
+            EngineError: code ``wrong_state``, unless paused with the cache discarded.
         """
         self.require_paused("sleep")
         if self._scheduler.running:
@@ -277,7 +277,7 @@ class EngineCore:
 
         Raises:
             EngineError: code ``wrong_state``, without a pause that has returned;
-                ``engine_asleep``, if memory is not there.
+                ``engine_asleep``, if memory is not allocated.
         """
         self.require_paused("resume")
         self._require_awake("resume")
@@ -290,28 +290,27 @@ class EngineCore:
             )
 
     def _swap_now(self, take: Callable[[], None], *, clear_cache: bool) -> None:
-        """Now: no step runs."""
         take()
         if clear_cache:
             self._scheduler.discard_cache()
 
-    # What a core in lockstep does differently
+    # Overridden by a core in lockstep
 
     def _on_request(self, wave: int) -> None:
-        """A request came."""
+        """A request has been queued."""
 
     def _on_rejected(self, wave: int) -> None:
-        """A request came, and was ended."""
+        """A request has been rejected."""
 
     def _on_pause_requested(self) -> None:
-        """A pause was asked."""
+        """A pause has been requested."""
 
     def _has_step(self) -> bool:
         """Whether there is a step to make."""
         return self._may_step()
 
     def _is_quiet(self) -> bool:
-        """Whether no step will be made until somebody asks for something."""
+        """Whether the next step needs another call."""
         return not self._may_step()
 
     def _turn(self) -> None:
@@ -319,7 +318,7 @@ class EngineCore:
         self._step()
 
     def _wave(self) -> tuple[int, bool]:
-        """The wave, and whether it runs, for the status page."""
+        """Return the wave and whether it runs, for the status page."""
         return 0, self._may_step()
 
     # The thread
@@ -360,14 +359,14 @@ class EngineCore:
             self._leave("the engine is closed")
 
     def _leave(self, reason: str) -> None:
-        """Close admission, and answer those who still wait."""
+        """Accept no more actions, and fail the futures that are not done."""
         with self._actions_lock:
             self._gone = reason
         for future in list(self._unanswered):
             future.set_exception(EngineDead(reason))
 
     def _run_actions(self) -> None:
-        """Do what was asked; wait for something to be asked when there is no step to make."""
+        """Execute the actions there are; wait for one if there is no step to make."""
         while not self._stopping and (not self._actions.empty() or not self._has_step()):
             if self._actions.empty():
                 self._show("idle")
@@ -392,7 +391,7 @@ class EngineCore:
             time.sleep(left_s)
 
     def _settle_pause(self) -> None:
-        """Answer pauses, once nothing runs and nothing will."""
+        """Answer pauses when nothing runs and nothing will."""
         if not self._pausing or not self._is_quiet():
             return
         if self._clear_cache:
@@ -408,7 +407,7 @@ class EngineCore:
         return count
 
     def _show(self, phase: CorePhase) -> None:
-        """Write the status page. What comes next is shown when it begins."""
+        """Write the status page, at the begin of a phase."""
         wave, stepping = self._wave()
         flags = STEPPING if stepping else 0
         if self._mode is not None:

@@ -1,21 +1,23 @@
-"""The embedded engine: a small real inference engine, in this process, on the CPU."""
+"""The embedded engine: a small real inference engine in this process, on the CPU."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
 
 from bus.errors import EngineDead, EngineError, UsageError
 from bus.messages import NackCode, RequestLimits
 from bus.weight_transfer.registry import receiver_backends
 from sidecar.embedded.config import read_config
 from sidecar.embedded.core import EngineCore
-from sidecar.embedded.model import Qwen3
+from sidecar.embedded.model import ModelRunner
 from sidecar.embedded.parallel.rank import DpRank
 from sidecar.embedded.probing import probe_requests
 from sidecar.embedded.requests import Delta, Generation, GenerationRequest
@@ -32,9 +34,8 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.messages import PauseMode, ProbeResult, SleepLevel, Verify
     from bus.weight_transfer.allocation import RankAssignment
-    from sidecar.embedded.config import ModelConfig
-    from sidecar.embedded.experts import Exchange
     from sidecar.embedded.parallel.options import DataParallel
+    from sidecar.embedded.qwen3 import Exchange, Qwen3Config
     from sidecar.embedded.sampling import SamplingParams
     from sidecar.engine import (
         AbandonedPause,
@@ -55,7 +56,9 @@ _EXACT: Final = True  # draws are keyed by position
 
 
 class EmbeddedEngine:
-    """Implements :class:`sidecar.engine.Engine`, and serves requests itself.
+    """Implements :class:`sidecar.engine.Engine`, and serves requests itself, in one event loop.
+
+    Cancelling a call does not undo the request: as with vLLM, the engine still executes it.
 
     Args:
         model: a folder with ``config.json`` and ``*.safetensors`` of a Qwen3 model.
@@ -66,16 +69,12 @@ class EmbeddedEngine:
             limit by default, and at most 2048 unless asked for.
         dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's.
         served_model_name: what ``/v1/models`` says; the folder's path by default.
-        dp: which rank of which data parallel group it is; the model needs experts then.
-            :meth:`start` returns when all ranks are up, and none can be closed or die
-            without the others. A call that pauses or resumes returns when all ranks
-            have been called.
+        dp: the engine's rank in a data parallel group, whose model needs experts. :meth:`start`
+            returns when all ranks are up. If one rank closes or dies, the others end, too. A call
+            that pauses or resumes returns when all ranks have been called.
         core_page: a file for the core's status page, for other processes.
-        step_ms: a step takes at least so long, as a larger model's does.
-        boot_closed: start with closed admission, which a sidecar opens when it has joined.
-
-    Use it from one event loop. Cancelling a call does not call off what it asked:
-    as with vLLM, the engine still does it.
+        step_ms: the least time that a step takes, in ms; a larger model's steps take longer.
+        boot_closed: whether admission is closed until a sidecar has joined and opens it.
 
     Raises:
         UsageError: the folder or an option can't be used.
@@ -111,23 +110,21 @@ class EmbeddedEngine:
         self._step_ms = step_ms
         self._boot_closed = boot_closed
         self._dp = dp
-        if dp is not None:
-            experts = self._config.experts.count if self._config.experts else 0
-            if experts < dp.size:
-                raise UsageError(
-                    f"model={model}: a model with {experts} experts can't be spread over "
-                    f"{dp.size} data parallel ranks; start engines of their own"
-                )
+        if dp is not None and self._config.experts < dp.size:
+            raise UsageError(
+                f"model={model}: a model with {self._config.experts} experts can't be spread over "
+                f"{dp.size} data parallel ranks; start engines of their own"
+            )
         self._rank: DpRank | None = None
         self._page = CoreStatusPage(core_page, rank=dp.rank if dp else 0)
         self._server = DataPlane(self, host, port, api_key) if host is not None else None
         self._generations: dict[str, Generation] = {}
-        self._requests = 0
+        self._ids = itertools.count(1)
         self._core: EngineCore | None = None
         self._updater: Updater | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._death: asyncio.Future[str] | None = None
-        self._mourning: asyncio.Task[None] | None = None
+        self._burial: asyncio.Task[None] | None = None
         self._closed = False
         # Receivers may be tied to the thread that opened them.
         self._transport_thread = ThreadPoolExecutor(1, thread_name_prefix="wavebus-receive")
@@ -135,17 +132,17 @@ class EmbeddedEngine:
     # Life
 
     async def start(self) -> EngineInfo:
+        """Load the model and serve; return what the engine is."""
         self._loop = asyncio.get_running_loop()
         self._death = self._loop.create_future()
         try:
             await self._boot()
             await self.admit(open=not self._boot_closed)
             endpoint = await self._server.start() if self._server else ""
-        except OSError as error:
+        except BaseException as error:
             await self.close()
-            raise EngineError(f"can't listen for requests: {error}") from error
-        except BaseException:
-            await self.close()
+            if isinstance(error, OSError):
+                raise EngineError(f"can't listen for requests: {error}") from error
             raise
         return EngineInfo(
             kind="embedded",
@@ -165,7 +162,7 @@ class EmbeddedEngine:
         )
 
     async def close(self) -> None:
-        """End what runs with the tokens it has, and let everything go."""
+        """End every request with the tokens it has, and release everything."""
         if self._closed:
             return
         self._closed = True
@@ -174,7 +171,7 @@ class EmbeddedEngine:
         if self._core is not None:
             await asyncio.to_thread(self._core.stop)
         for generation in self._generations.values():
-            # Of a core that is blocked in a step, and was left there.
+            # A core that is blocked in a step did not end its requests.
             generation.fail(EngineDead("the engine is closed"))
         if self._server:
             await self._server.close()
@@ -185,6 +182,7 @@ class EmbeddedEngine:
             await self._rank.close()
 
     async def died(self) -> str:
+        """Wait until the engine dies; return the reason."""
         if self._death is None:
             raise EngineError("the engine is not started")
         return await asyncio.shield(self._death)
@@ -195,21 +193,27 @@ class EmbeddedEngine:
         return self._death is not None and not self._closed and not self._death.done()
 
     async def in_flight(self) -> int:
+        """Return how many requests have not ended."""
         return len(self._generations)
 
     async def request_ids(self) -> tuple[str, ...]:
+        """Return the ids of the requests that have not ended."""
         return tuple(self._generations)
 
     def core_view(self) -> CoreStatusView | None:
+        """Return what the core's status page shows; None after the end."""
         return None if self._closed else self._page.view()
 
-    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:  # noqa: ARG002 - it ends with its sidecar
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:  # noqa: ARG002
+        """Return None: an engine that ends with its sidecar needs no lease."""
         return None
 
     def abandoned_pause(self) -> AbandonedPause | None:
+        """Return None: no pause outlives the sidecar, which is in this process."""
         return None
 
     async def version(self) -> int:
+        """Return the version of the weights that are served."""
         return self._started().version
 
     # Requests
@@ -217,18 +221,21 @@ class EmbeddedEngine:
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, stream: bool = True
     ) -> Generation:
-        """Begin a request at once; iterate over the result for its deltas.
+        """Begin a request; iterate over the result for its deltas.
 
-        With ``stream`` each choice says every token as it comes, otherwise all of
-        them at its end. :func:`sidecar.embedded.http_messages.check_request` says what
-        is a valid request; this trusts the caller.
+        Nothing is checked here: :func:`sidecar.embedded.http_messages.check_request` checks a
+        request.
+
+        Args:
+            token_ids: the prompt, shorter than ``max_model_len``.
+            params: how to choose tokens, and when to stop.
+            stream: whether each token makes a delta; otherwise each choice makes one at its end.
 
         Raises:
             EngineDead: the engine is gone.
         """
         core = self._started()
-        self._requests += 1
-        request_id = str(self._requests)
+        request_id = str(next(self._ids))
         room = self.max_model_len - len(token_ids)
         request = GenerationRequest(
             id=request_id,
@@ -236,7 +243,7 @@ class EmbeddedEngine:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            eos_token_ids=self._config.eos_token_ids,
+            eos_token_ids=self._config.eos_ids,
             stream=stream,
         )
         core.submit(request, self._rank.on_request() if self._rank else 0)
@@ -247,59 +254,49 @@ class EmbeddedEngine:
     # Control
 
     async def join_run(self, run: str) -> None:
-        """Nothing is to be done: its caches are its own process's, and begin empty."""
+        """Do nothing: the caches are in this process, and begin empty."""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop generation; return when no step runs and none will start."""
         await _answer(self._started().pause(mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
-        core, updater = self._started(), self._update()
-
-        def run() -> None:
-            updater.require_whole()
-            core.resume()
-
-        await _answer(core.call(run))
+        """Generate again."""
+        await self._call(self._update().resume)
 
     async def sleep(self, level: SleepLevel) -> None:
-        core, updater = self._started(), self._update()
-
-        def run() -> None:
-            core.sleep(level)
-            updater.on_slept(discarded=level == 2)  # noqa: PLR2004 - the level
-
-        await _answer(core.call(run))
+        """Give memory back: level 1 keeps a copy of the weights, level 2 discards them."""
+        await self._call(partial(self._update().sleep, level))
 
     async def wake_weights(self) -> None:
-        await _answer(self._started().call(self._started().memory.wake_weights))
+        """Allocate the weights' memory again."""
+        await self._call(self._started().memory.wake_weights)
 
     async def wake(self) -> None:
-        core, updater = self._started(), self._update()
-
-        def run() -> None:
-            core.require_paused("wake")
-            updater.require_whole()
-            core.memory.wake()
-            core.resume()
-
-        await _answer(core.call(run))
+        """Allocate all memory again, and resume."""
+        await self._call(self._update().wake)
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
+        """Accept new requests, or end each at once without a token."""
         await _answer(self._started().admit(open=open))
 
     async def abort_requests(self) -> int:
+        """End every request with the tokens it has; return how many there were."""
         return await _answer(self._started().abort_all())
 
     async def clear_cache(self) -> None:
+        """Discard keys and values, in a pause."""
         await _answer(self._started().clear_cache())
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
+        """Open the receiving end of a transport; return how many workers receive."""
         await self._transport(lambda: self._update().open_transfer(backend, params, place))
         return 1
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
+        """Check an update's manifest; return whether and how the update can be staged."""
         self._started()
         require_model(target)
         return self._update().arm(manifest, staging)
@@ -307,16 +304,19 @@ class EmbeddedEngine:
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False
     ) -> None:
+        """Open the armed update; ``recover`` replaces an update that has failed."""
         require_model(target)
-        updater = self._update()
-        await _answer(self._started().call(lambda: updater.start(recover=recover, staged=staged)))
+        await self._call(partial(self._update().start, recover=recover, staged=staged))
 
     async def receive(self, chunk: Chunk) -> None:
+        """Receive a chunk from the transport."""
         updater = self._update()
-        short = updater.is_short(len(chunk.tensors))
-        await self._transport(lambda: updater.receive(chunk), short=short)
+        await self._transport(
+            partial(updater.receive, chunk), short=updater.is_short(len(chunk.tensors))
+        )
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        """Verify the received chunk, and load it into the weights or into staged ones."""
         updater = self._update()
         if sums:
             short = updater.is_short(updater.received_tensors, verify)
@@ -324,14 +324,16 @@ class EmbeddedEngine:
         if updater.staged:
             await self._transport(lambda: updater.stage(seq))
         else:
-            await _answer(self._started().call(lambda: updater.load(seq)))
+            await self._call(partial(updater.load, seq))
 
     async def restore(self, target: Target = "model") -> None:
+        """End an update that has changed no weights."""
         require_model(target)
-        await _answer(self._started().call(self._update().restore))
+        await self._call(self._update().restore)
 
     async def finish_update(self) -> None:
-        await _answer(self._started().call(self._update().finish))
+        """End the loading, if all chunks are loaded."""
+        await self._call(self._update().finish)
 
     async def probe(
         self,
@@ -342,6 +344,7 @@ class EmbeddedEngine:
         mode: PauseMode,  # noqa: ARG002 - frozen requests stay so
         clear_cache: bool,  # noqa: ARG002 - the cache is given back
     ) -> tuple[ProbeResult, ...]:
+        """Run the canary's prompts in the pause, without touching the requests there are."""
         core, updater = self._started(), self._update()
         updater.require_finished("a probe")
         requests = probe_requests(
@@ -350,25 +353,27 @@ class EmbeddedEngine:
         return await _answer(core.probe(requests))
 
     async def commit(self, version: int) -> None:
-        updater = self._update()
-        await _answer(self._started().call(lambda: updater.commit(version)))
+        """Serve the loaded weights as ``version``."""
+        await self._call(partial(self._update().commit, version))
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
-        core, updater = self._started(), self._update()
-        check, make = partial(updater.require_staged, version), partial(updater.swap, version)
-        await _answer(core.swap(check, make, clear_cache=clear_cache))
+        """Replace the served weights with the staged ones between two steps."""
+        updater = self._update()
+        check, take = partial(updater.require_staged, version), partial(updater.swap, version)
+        await _answer(self._started().swap(check, take, clear_cache=clear_cache))
 
     async def call_off(self) -> None:
+        """Cancel a swap that waits for peer ranks."""
         await _answer(self._started().call_off())
 
     # Inside
 
     async def _boot(self) -> None:
-        """Make the core, and let it run; with ``dp``, together with those of all ranks."""
+        """Make the core and start it; with ``dp``, when all ranks are ready."""
         exchange: Exchange | None = None
         if self._dp is not None:
             self._rank = DpRank(self._dp, self._on_lost)
-            exchange = await self._rank.join(asdict(self._config))
+            exchange = await self._rank.join(msgspec.structs.asdict(self._config))
         shape = {"slots": self.max_num_seqs, "max_len": self.max_model_len}
         model = await asyncio.to_thread(_load, self._config, self._folder, exchange, **shape)
         make = self._rank.make_core if self._rank else EngineCore
@@ -399,9 +404,12 @@ class EmbeddedEngine:
         assert self._updater is not None, "made together with the core"
         return self._updater
 
+    async def _call(self, action: Callable[[], None]) -> None:
+        """Run ``action`` in the core's thread, between two steps."""
+        await _answer(self._started().call(action))
+
     async def _transport(self, action: Callable[[], None], *, short: bool = False) -> None:
-        """Run ``action`` in the thread of the receiver, which may block on the other end; or here,
-        if it is too short to be handed over."""
+        """Run ``action`` in the receiver's thread, where it may block; a short one runs here."""
         self._started()
         if short:
             action()
@@ -410,7 +418,7 @@ class EmbeddedEngine:
         await asyncio.shield(loop.run_in_executor(self._transport_thread, action))
 
     def _in_loop(self, action: Callable[[], None]) -> None:
-        """From the core's thread into the loop; a loop that is closed has nobody to tell."""
+        """Run ``action`` in the event loop, unless the loop is closed; for other threads."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(action)
 
@@ -423,23 +431,18 @@ class EmbeddedEngine:
                     del self._generations[delta.request_id]
 
     def _on_lost(self, reason: str) -> None:
-        """What the engine can't do without is gone: another rank, or the coordinator."""
+        """Another rank or the DP coordinator has gone, and the engine can't continue."""
         self._fail_requests(reason)
         if self._core is not None:
             self._core.fail(reason)
 
     def _on_core_died(self, reason: str) -> None:
-        member = self._rank
-        if member is None:
-            self._fail_requests(reason)
-            return
-
         async def bury() -> None:
-            known = await member.explain(reason)
+            known = await self._rank.explain(reason) if self._rank else reason
             if known is not None:
                 self._fail_requests(known)
 
-        self._mourning = asyncio.create_task(bury())
+        self._burial = asyncio.create_task(bury())
 
     def _fail_requests(self, reason: str) -> None:
         if self._death is not None and not self._death.done():
@@ -454,13 +457,13 @@ class EmbeddedEngine:
 
 
 def _load(
-    config: ModelConfig, folder: Path, exchange: Exchange | None, *, slots: int, max_len: int
-) -> Qwen3:
-    model = Qwen3(config, slots=slots, max_len=max_len, exchange=exchange)
-    load_folder(model.layout, model.parameters, folder)
+    config: Qwen3Config, folder: Path, exchange: Exchange | None, *, slots: int, max_len: int
+) -> ModelRunner:
+    model = ModelRunner(config, slots=slots, max_len=max_len, exchange=exchange)
+    load_folder(model.expected, model.parameters, folder)
     return model
 
 
 async def _answer(future: Future[T]) -> T:
-    """Wait for the core; shielded, since cancelling the wait must not cancel the call."""
+    """Wait for the core. Cancelling the wait does not cancel the call."""
     return await asyncio.shield(asyncio.wrap_future(future))

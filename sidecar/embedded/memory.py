@@ -1,10 +1,10 @@
-"""The memory of a model that sleeps: given back to the system, and taken again.
+"""The memory of a model that sleeps: given back to the system, and allocated again.
 
 ::
 
     state          call              next           what happens
-    AWAKE          sleep(1)          ASLEEP         the weights wait in a copy
-    AWAKE          sleep(2)          ASLEEP         the weights are gone
+    AWAKE          sleep(1)          ASLEEP         the weights are in a copy
+    AWAKE          sleep(2)          ASLEEP         the weights are discarded
     ASLEEP         wake_weights      WEIGHTS_AWAKE  they are back; after level 2 they are NaN
     ASLEEP, WEIGHTS_AWAKE
                    wake              AWAKE          weights and KV cache are back
@@ -12,9 +12,8 @@
                    wake_weights      (same)         nothing
     AWAKE          wake              AWAKE          nothing
 
-Tensors stay what and where they are; it is their storage that goes and comes. (A real
-engine's copy is in another memory than its weights. Here it is in the same, so that level 1
-gives back the KV cache alone.)
+Tensors keep their identity: only their storage is released and allocated. A GPU engine's copy is
+in other memory than its weights. Here it is in the same, so level 1 saves the KV cache alone.
 """
 
 from __future__ import annotations
@@ -31,13 +30,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.messages import SleepLevel
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
 
 # All bits set is not a number, in every floating point format.
 _NAN_BYTE: Final = 0xFF
 
 
 class ModelMemoryState(StrEnum):
+    """The states in the table above."""
+
     AWAKE = "awake"
     ASLEEP = "asleep"
     WEIGHTS_AWAKE = "weights_awake"
@@ -47,9 +48,9 @@ _S = ModelMemoryState
 
 
 class ModelMemory:
-    """One model's. Every method runs in the core's thread, between steps."""
+    """The memory of one model. All methods run in the core's thread, between steps."""
 
-    def __init__(self, model: Qwen3) -> None:
+    def __init__(self, model: ModelRunner) -> None:
         self.state = _S.AWAKE
         self._weights = _storages(model.parameters.values())
         self._cache = _storages((model.kv.keys, model.kv.values))
@@ -57,10 +58,10 @@ class ModelMemory:
         self._kept: list[torch.Tensor] = []
 
     def sleep(self, level: SleepLevel) -> None:
-        """Give everything back.
+        """Give weights and KV cache back.
 
         Raises:
-            EngineError: code ``wrong_state``, if it sleeps.
+            EngineError: code ``wrong_state``, if the engine sleeps.
         """
         if self.state is _S.ASLEEP:
             raise EngineError(f"sleep: the engine is {self.state}", code=NackCode.WRONG_STATE)
@@ -70,7 +71,7 @@ class ModelMemory:
         self.state = _S.ASLEEP
 
     def wake_weights(self) -> None:
-        """Take the weights' memory again."""
+        """Allocate the weights' memory again."""
         if self.state is not _S.ASLEEP:
             return
         for index, storage in enumerate(self._weights):
@@ -83,7 +84,7 @@ class ModelMemory:
         self.state = _S.WEIGHTS_AWAKE
 
     def wake(self) -> None:
-        """Take all of it again."""
+        """Allocate all memory again."""
         self.wake_weights()
         if self.state is _S.WEIGHTS_AWAKE:
             for storage in self._cache:
@@ -106,6 +107,6 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Each of them once: tensors may share one."""
+    """Return the tensors' storages, each once."""
     unique = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
     return list(unique.values())

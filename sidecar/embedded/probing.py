@@ -1,9 +1,9 @@
-"""The canary's probes on an engine that is paused, while its requests stay as they are.
+"""The canary's probes on a paused engine, whose requests stay as they are.
 
-They run in one turn of the core's thread, on slots of the cache that are given back as they were.
-So no request gets a token meanwhile, one that a pause keeps can go on with its keys and values,
-and one that comes waits until the core turns to it. Ranks in lockstep run as many steps as each
-other, since they are given the same probes: that takes no wave.
+Probes run in one turn of the core's thread, on slots of the cache whose content is restored
+afterwards. So no request gets a token meanwhile, and one that the pause keeps can continue with its
+keys and values. Ranks in lockstep make equally many steps, since they run the same probes: that
+needs no wave.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from sidecar.embedded.scheduler import BatchScheduler
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
 
 
 def probe_requests(
     prompts: Sequence[tuple[int, ...]], max_tokens: int, *, max_len: int, vocab_size: int
 ) -> list[GenerationRequest]:
-    """Greedy ones, past any end of sequence.
+    """Return greedy requests, which ignore the end of sequence.
 
     Raises:
-        EngineError: the model has no such token, or not so many positions.
+        EngineError: the model has no such token, or too few positions.
     """
     for number, prompt in enumerate(prompts):
         if max(prompt) >= vocab_size or len(prompt) + max_tokens > max_len:
@@ -48,7 +48,7 @@ def probe_requests(
 
 
 def run_probes(
-    model: Qwen3,
+    model: ModelRunner,
     requests: Sequence[GenerationRequest],
     *,
     slots: int,
@@ -56,11 +56,14 @@ def run_probes(
     in_use: bool,
     stepping: Callable[[], None],
 ) -> tuple[ProbeResult, ...]:
-    """Run them to their ends. In the core's thread, which is paused.
+    """Run probes to their end, in the thread of a paused core.
 
     Args:
+        model: the model.
+        requests: the probes.
         slots: sequences that may run at once.
-        in_use: the cache holds what somebody goes on with.
+        version: the version of the weights.
+        in_use: whether requests need the cache's content after the resume.
         stepping: called before each step.
     """
     ended: dict[str, Delta] = {}
@@ -82,7 +85,7 @@ def run_probes(
 
 
 @contextlib.contextmanager
-def _cache_given_back(model: Qwen3, *, in_use: bool) -> Iterator[None]:
+def _cache_given_back(model: ModelRunner, *, in_use: bool) -> Iterator[None]:
     kept = (model.kv.keys.clone(), model.kv.values.clone()) if in_use else None
     model.kv.clear()
     yield

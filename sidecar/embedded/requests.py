@@ -1,7 +1,4 @@
-"""A request of the embedded engine: as the core runs it, and as its caller reads it.
-
-:class:`Generation` yields deltas as they arrive, or the whole output at the end.
-"""
+"""Requests of the embedded engine, as the core runs them and as their callers read them."""
 
 from __future__ import annotations
 
@@ -34,12 +31,14 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice of a request has to say: new tokens, or its end, or both.
+    """New tokens of one choice of a request, or its end, or both.
 
-    ``logprobs`` runs beside ``token_ids``, or is None when none were asked for.
-    ``weight_versions`` covers the whole output so far. ``finish_reason`` comes with the
-    last delta of a choice. ``stop_reason`` is the token of ``stop_token_ids`` that
-    ended it, or says that admission is closed; None for the model's own end, and for any other.
+    Attributes:
+        logprobs: one for each of ``token_ids``; None if none were requested.
+        finish_reason: set in the choice's last delta.
+        stop_reason: the token of ``stop_token_ids`` that ended the choice, or a text if admission
+            is closed; else None.
+        weight_versions: spans of the whole output so far.
     """
 
     request_id: str
@@ -55,9 +54,10 @@ class Delta:
 class GenerationRequest:
     """A prompt and its parameters.
 
-    ``stream`` asks for a delta per token, otherwise one comes at the end.
-    ``seed`` is the caller's, or drawn for it. ``max_tokens`` is already cut to
-    what the model's length leaves.
+    Attributes:
+        seed: the caller's seed, or a random one.
+        max_tokens: at most what the model's length leaves.
+        stream: whether each token makes a delta; otherwise each choice makes one at its end.
     """
 
     id: str
@@ -84,22 +84,23 @@ class Sequence:
 
     @property
     def output_len(self) -> int:
+        """Tokens so far, without the prompt."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens with which the model itself ends, where the request heeds them."""
+        """The model's own ends of sequence, unless the request ignores them."""
         return () if self.request.params.ignore_eos else self.request.eos_token_ids
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Tokens that may not be sampled yet: ends, until ``min_tokens`` are there."""
+        """Tokens that may not be sampled yet: ends, before ``min_tokens``."""
         if self.output_len >= self.request.params.min_tokens:
             return ()
-        return (*self.request.params.stop_token_ids, *self.ends)
+        return (*self.request.params.stops, *self.ends)
 
     def append(self, token: int, logprob: float | None, version: int) -> None:
-        """Take a sampled token, and see whether it was the last."""
+        """Append a sampled token, and end the sequence if it is the last."""
         starts = self.version_starts
         if not starts or starts[-1][0] != version:
             starts.append((version, self.output_len))
@@ -109,13 +110,13 @@ class Sequence:
         params = self.request.params
         if token in self.ends:
             self.finish_reason = "stop"
-        elif token in params.stop_token_ids:
+        elif token in params.stops:
             self.finish_reason, self.stop_reason = "stop", token
         elif self.output_len >= self.request.max_tokens:
             self.finish_reason = "length"
 
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Contiguous, over the whole output; none where there is no output."""
+        """Return contiguous spans over the whole output."""
         ends = [start for _, start in self.version_starts[1:]] + [self.output_len]
         return tuple(
             VersionSpan(version, start, end)
@@ -123,7 +124,7 @@ class Sequence:
         )
 
     def delta(self, fresh: int) -> Delta:
-        """The last ``fresh`` tokens, or, of a request that doesn't stream, all of them."""
+        """Return the last ``fresh`` tokens, or all if the request doesn't stream."""
         count = fresh if self.request.stream else self.output_len
         wanted = self.request.params.logprobs is not None
         return Delta(
@@ -138,6 +139,7 @@ class Sequence:
 
 
 def sequences_of(request: GenerationRequest) -> list[Sequence]:
+    """Return one sequence for each choice of a request."""
     return [
         Sequence(request, index, choice_seed(request.seed, index), list(request.prompt))
         for index in range(request.params.n)
@@ -147,13 +149,15 @@ def sequences_of(request: GenerationRequest) -> list[Sequence]:
 class Generation:
     """An async iterator over the deltas of one request, for one consumer.
 
-    ``done`` is set when the engine has said its last word about the request, read or
-    not. Whoever stops reading early calls :meth:`abort`.
+    A consumer that stops early calls :meth:`abort`.
 
     Args:
-        request_id: the engine's own name for it.
-        choices: how many ends there will be.
+        request_id: the engine's id of the request.
+        choices: how many choices will end.
         abort: asks the engine to end the request.
+
+    Attributes:
+        done: set when no more deltas will come, whether those there are have been read or not.
     """
 
     def __init__(self, request_id: str, choices: int, abort: Callable[[str], None]) -> None:
@@ -169,7 +173,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Delta:
-        """The next delta.
+        """Return the next delta.
 
         Raises:
             EngineDead: the engine crashed.
@@ -181,7 +185,7 @@ class Generation:
         return self._ready.popleft()
 
     async def ready(self) -> list[Delta]:
-        """Everything there is to read, at least one delta; empty when all has been read.
+        """Return all deltas there are, at least one; none when all have been read.
 
         Raises:
             EngineDead: the engine crashed.
@@ -193,7 +197,7 @@ class Generation:
         return deltas
 
     async def outputs(self) -> list[Delta]:
-        """Read to the end; one delta for each choice, in order, holding all of it.
+        """Read to the end; return one whole delta for each choice, in order.
 
         Raises:
             EngineDead: the engine crashed.
@@ -210,7 +214,7 @@ class Generation:
             self._abort(self.request_id)
 
     def push(self, delta: Delta) -> None:
-        """Called by the engine, in the loop."""
+        """Add a delta; the engine calls this in the loop."""
         self._ready.append(delta)
         if delta.finish_reason:
             self._open -= 1
@@ -219,13 +223,13 @@ class Generation:
         self._news.set()
 
     def fail(self, error: EngineError) -> None:
-        """Called by the engine, in the loop, when nothing more will come."""
+        """End with an error; the engine calls this in the loop."""
         self._error = error
         self.done.set()
         self._news.set()
 
     async def _wait(self) -> None:
-        """Until there is something to read, or nothing will come."""
+        """Wait for a delta or the end."""
         while not self._ready:
             if self._error is not None:
                 raise self._error

@@ -1,18 +1,19 @@
 """From logits to tokens.
 
-Randomness is keyed by position: a token depends on the seed of its choice, its position in prompt
-and output together, and its logits, and on nothing else. So a request with a seed gives the same
-tokens in whatever company it runs; a request that is frozen, or recomputed, goes on as if nothing
-had been; and so does one that is asked anew, with its tokens so far as part of the prompt.
+Randomness is keyed by position: a token depends on the seed of its choice, on its position in
+prompt and output together, and on its logits. So a request with a seed gives the same tokens beside
+any other requests. A request that is frozen, recomputed, or sent again with its tokens so far as
+part of the prompt continues as if nothing had happened.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-# Below this temperature the likeliest token is taken, as vLLM does.
+TokenId: TypeAlias = Annotated[int, Meta(ge=0)]
+
+# Below this temperature the likeliest token is taken, as in vLLM.
 GREEDY_BELOW: Final = 1e-5
 _MASK64: Final = (1 << 64) - 1
 # The constants of SplitMix64 (Steele, Lea and Flood, 2014).
@@ -30,49 +33,58 @@ _LAST_SHIFT: Final = 31
 _UNIFORM_BITS: Final = 48
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to choose tokens, and when to stop. Names and meanings are vLLM's.
 
-    ``top_k`` 0 or -1 takes the whole vocabulary. ``n`` choices share a prompt.
-    ``max_tokens`` None: up to the model's length. ``seed`` None: a random one.
-    Until ``min_tokens`` no end is sampled.
-
-    ``logprobs`` None gives none, 0 or 1 the sampled token's. They are vLLM's
-    default, *raw* log-probabilities: of the model's own distribution, before
-    temperature, ``top_k`` and ``top_p``. At temperature 1 without either they are
-    also those of the distribution that was sampled from; otherwise they are not.
+    Attributes:
+        top_k: 0 or -1 takes the whole vocabulary.
+        seed: None draws one.
+        n: choices that share the prompt.
+        max_tokens: None allows as many as the model's length leaves.
+        min_tokens: no end of the sequence is sampled before so many tokens.
+        logprobs: None gives none, 0 or 1 the sampled token's. They are vLLM's default, *raw*
+            log-probabilities, of the model's own distribution. At temperature 1, without ``top_k``
+            and ``top_p``, that is the distribution that tokens are sampled from.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    n: int = 1
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1)] = 1
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] | None = None
     ignore_eos: bool = False
-    logprobs: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """``stop_token_ids``, none by default."""
+        return self.stop_token_ids or ()
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
         return self.temperature < GREEDY_BELOW
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of choice ``index`` of a request. As in vLLM, it is that of a request for one
-    choice with the seed ``seed + index``."""
-    return _scramble((seed + index) & _MASK64)
+    """Return the 64-bit seed of choice ``index`` of a request.
+
+    As in vLLM, it is that of a request for one choice with the seed ``seed + index``.
+    """
+    only = np.array([(seed + index) & _MASK64], np.uint64)
+    return int(_outputs(only, np.zeros_like(only))[0])
 
 
 class SamplingBatch:
-    """The parameters of one batch as tensors; made again when its rows change.
+    """The parameters of one batch as tensors, made anew when its rows change.
 
     Args:
-        params: of each row.
-        seeds: of each row, from :func:`choice_seed`.
-        vocab_size: tokens there are.
+        params: each row's parameters.
+        seeds: each row's seed, from :func:`choice_seed`.
+        vocab_size: tokens in the vocabulary.
     """
 
     def __init__(
@@ -94,8 +106,12 @@ class SamplingBatch:
         self.wants_logprobs = any(p.logprobs is not None for p in params)
 
     def sample(self, logits: Tensor, counts: Sequence[int]) -> list[int]:
-        """One token per row of ``logits`` [n, vocab]; ``counts`` tokens each row has so far, those
-        of its prompt too."""
+        """Return one token per row.
+
+        Args:
+            logits: [n, vocab], float32.
+            counts: how many tokens each row has, prompt and output.
+        """
         tokens = logits.argmax(-1)
         if len(self._drawn):
             everyone = len(self._drawn) == len(tokens)
@@ -111,7 +127,7 @@ class SamplingBatch:
 
 
 def raw_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Log-probability of each row's token in the model's own distribution."""
+    """Return each row's log-probability of its token in the model's own distribution."""
     index = torch.tensor(tokens)[:, None]
     picked = logits.gather(1, index).squeeze(1) - logits.logsumexp(-1)
     values: list[float] = picked.tolist()
@@ -121,20 +137,20 @@ def raw_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
 def uniforms(
     seeds: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for every (seed, count): SplitMix64's ``count``-th output."""
+    """Return a number in [0, 1) for every (seed, count)."""
+    bits = _outputs(seeds, counts) >> np.uint64(64 - _UNIFORM_BITS)
+    return bits.astype(np.float64) * 2.0**-_UNIFORM_BITS
+
+
+def _outputs(
+    seeds: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """SplitMix64's ``count``-th output for each seed."""
     state = seeds + (counts + np.uint64(1)) * np.uint64(_STEP)
     for shift, factor in _MIX:
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
     state ^= state >> np.uint64(_LAST_SHIFT)
-    return (state >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64) * 2.0**-_UNIFORM_BITS
-
-
-def _scramble(value: int) -> int:
-    """One output of SplitMix64, in plain integers."""
-    state = (value + _STEP) & _MASK64
-    for shift, factor in _MIX:
-        state = ((state ^ (state >> shift)) * factor) & _MASK64
-    return state ^ (state >> _LAST_SHIFT)
+    return state
 
 
 def _cuts(params: SamplingParams, vocab_size: int) -> bool:
@@ -152,10 +168,10 @@ def _cut(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the running sum of ``probs`` passes ``uniform`` of the whole.
+    """Return the token at which the running sum of ``probs`` passes ``uniform`` of the whole.
 
-    In double precision, so that a token of probability zero has no width. Logits
-    that are not numbers give the last token: garbage in, but no crash.
+    Double precision keeps the width of a token of probability zero at zero. Logits that are not
+    numbers give the last token, without a crash.
     """
     sums = probs.double().cumsum(-1)
     target = uniform[:, None] * sums[:, -1:]

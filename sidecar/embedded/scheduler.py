@@ -1,4 +1,4 @@
-"""Who runs, and the step that gives each of them a token. Lives in the core's thread."""
+"""Decides which sequences run, and gives each a token per step, in the core's thread."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from bus.rejection import closed_message
-from sidecar.embedded.model import Decode, Prefill
 from sidecar.embedded.requests import Delta, GenerationRequest, Sequence, sequences_of
 from sidecar.embedded.sampling import SamplingBatch, raw_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
     from sidecar.embedded.requests import Publish
 
 # Padded tokens that one step may prefill; a longer prompt goes alone.
@@ -27,12 +26,12 @@ class BatchScheduler:
     """The sequences of one model, running and waiting.
 
     Args:
-        model: its parameters and cache.
+        model: the model.
         slots: sequences that may run at once.
-        publish: called with what comes of a step or an abort, at most once for each.
+        publish: called with the deltas of a step or an abort, at most once for each.
     """
 
-    def __init__(self, model: Qwen3, *, slots: int, publish: Publish) -> None:
+    def __init__(self, model: ModelRunner, *, slots: int, publish: Publish) -> None:
         self.model = model
         self._slots = slots
         self._publish = publish
@@ -43,50 +42,51 @@ class BatchScheduler:
 
     @property
     def running(self) -> int:
-        """Sequences that have begun, frozen ones too unless their cache was forgotten."""
+        """How many sequences have begun, except those whose cache was discarded."""
         return len(self._rows)
 
     @property
     def waiting(self) -> int:
+        """How many sequences have not begun, or begin anew."""
         return len(self._waiting)
 
     def add(self, request: GenerationRequest) -> None:
+        """Queue a request."""
         self._waiting.extend(sequences_of(request))
 
     def reject(self, request: GenerationRequest) -> None:
-        """End a request that is not to begin, since admission is closed."""
+        """End a request at once, because admission is closed."""
         self._end(sequences_of(request), closed=True)
 
     def step(self, *, admit: bool, version: int) -> None:
-        """One token for every running sequence and, with ``admit``, for those that begin now.
+        """Give every running sequence a token and, with ``admit``, those that begin now.
 
-        There must be one. Tokens are marked with ``version``.
+        There must be a sequence to run. Tokens are marked with ``version``.
         """
-        decode = prefill = None
-        owner_of: list[int] = []
-        running = len(self._rows)
-        if running:
-            decode = Decode(
-                [sequence.tokens[-1] for sequence in self._rows],
-                [len(sequence.tokens) - 1 for sequence in self._rows],
-            )
-        if admit and self._waiting and running < self._slots:
-            prefill, owner_of = self._begin()
-        logits = self.model.step(decode, prefill)
-        if prefill is not None:
-            logits = self._share(prefill, owner_of, logits, running)
-        self._take(logits, version)
+        tokens = [sequence.tokens[-1] for sequence in self._rows]
+        positions = [len(sequence.tokens) - 1 for sequence in self._rows]
+        prompts: list[list[int]] = []
+        if admit and self._waiting and len(self._rows) < self._slots:
+            prompts = self._begin()
+        self._take(self.model.step(tokens, positions, prompts), version)
 
     def discard_cache(self) -> None:
-        """Drop keys and values; running sequences wait to be computed anew, before others."""
+        """Discard keys and values; running sequences are computed anew, before others."""
         self._waiting.extendleft(reversed(self._rows))
         self._rows.clear()
         self._batch = None
         self.model.kv.clear()
 
     def abort(self, chosen: Callable[[GenerationRequest], bool], *, closed: bool = False) -> int:
-        """End the chosen requests' sequences; how many requests that were. ``closed``: admission
-        is, and those that have no token are told so."""
+        """End the chosen requests.
+
+        Args:
+            chosen: whether a request is to end.
+            closed: whether admission is closed; requests without a token say so.
+
+        Returns:
+            How many requests have ended.
+        """
         ended = [row for row, s in enumerate(self._rows) if chosen(s.request)]
         gone = [self._rows[row] for row in ended]
         gone += [s for s in self._waiting if chosen(s.request)]
@@ -103,41 +103,21 @@ class BatchScheduler:
                 sequence.stop_reason = closed_message(_WHY_CLOSED)
         self._publish([sequence.delta(fresh=0) for sequence in sequences])
 
-    def _begin(self) -> tuple[Prefill, list[int]]:
-        """Move waiting sequences into free slots: what to prefill, and whose each one's is.
-
-        Choices of one request that begin together share one prefill.
-        """
-        owners: list[Sequence] = []
-        owner_slots: list[int] = []
-        owner_of: list[int] = []
+    def _begin(self) -> list[list[int]]:
+        """Move waiting sequences into free slots, and return their tokens."""
+        first = len(self._rows)
         longest = 0
         while self._waiting and len(self._rows) < self._slots:
-            sequence = self._waiting[0]
-            if not owners or not _shares_prefill(owners[-1], sequence):
-                longest = max(longest, len(sequence.tokens))
-                if owners and (len(owners) + 1) * longest > MAX_PREFILL_TOKENS:
-                    break
-                owners.append(sequence)
-                owner_slots.append(len(self._rows))
-            owner_of.append(len(owners) - 1)
+            longest = max(longest, len(self._waiting[0].tokens))
+            begun = len(self._rows) - first
+            if begun and (begun + 1) * longest > MAX_PREFILL_TOKENS:
+                break
             self._rows.append(self._waiting.popleft())
         self._batch = None
-        return Prefill([s.tokens for s in owners], owner_slots), owner_of
-
-    def _share(
-        self, prefill: Prefill, owner_of: list[int], logits: torch.Tensor, first: int
-    ) -> torch.Tensor:
-        """Copy prefilled slots to those that share them; logits for each row, [rows, vocab]."""
-        for slot, owner in enumerate(owner_of, start=first):
-            if slot != prefill.slots[owner]:
-                self.model.kv.move(prefill.slots[owner], slot, len(prefill.prompts[owner]))
-        if len(owner_of) == len(prefill.slots):
-            return logits
-        return logits[[*range(first), *(first + owner for owner in owner_of)]]
+        return [sequence.tokens for sequence in self._rows[first:]]
 
     def _take(self, logits: torch.Tensor, version: int) -> None:
-        """Sample from ``logits`` [rows, vocab], and let go who has ended."""
+        """Sample from ``logits`` [rows, vocab], and free the slots of ended sequences."""
         rows = self._rows
         if self._batch is None:
             self._batch = SamplingBatch(
@@ -165,7 +145,7 @@ class BatchScheduler:
             self._publish(deltas)
 
     def _free(self, ended: list[int]) -> None:
-        """Take rows out, and keep the others dense: the last one moves into the gap."""
+        """Remove rows, and move the last one into each gap."""
         for row in reversed(ended):
             last = self._rows.pop()
             if row < len(self._rows):
@@ -174,14 +154,8 @@ class BatchScheduler:
         self._batch = None
 
 
-def _shares_prefill(owner: Sequence, sequence: Sequence) -> bool:
-    """Whether both stand at the end of one prompt."""
-    same = owner.request is sequence.request
-    return same and not owner.output_len and not sequence.output_len
-
-
 def _without_banned(logits: torch.Tensor, rows: list[Sequence]) -> torch.Tensor:
-    """``logits`` with what may not be sampled yet at minus infinity."""
+    """Return ``logits`` with tokens that may not be sampled yet at minus infinity."""
     banned = [(row, token) for row, s in enumerate(rows) for token in s.banned]
     if not banned:
         return logits

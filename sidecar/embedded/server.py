@@ -1,7 +1,7 @@
 """The HTTP data plane of an embedded engine; the same routes as a served vLLM.
 
 ==================================  ==========================================
-``POST /inference/v1/generate``     tokens in, tokens out; see ``protocol.py``
+``POST /inference/v1/generate``     tokens in, tokens out; see ``http_messages.py``
 ``GET /health``                     200 while the engine lives, else 503
 ``GET /v1/models``                  what it serves
 ``GET /load``                       requests it holds, as ``server_load``
@@ -43,7 +43,7 @@ SHUTDOWN_S: Final = 1.0
 
 
 class ServedEngine(Protocol):
-    """What the data plane needs of an engine."""
+    """The engine, as the data plane uses it."""
 
     vocab_size: int
     max_model_len: int
@@ -51,23 +51,26 @@ class ServedEngine(Protocol):
     model_name: str
 
     @property
-    def is_alive(self) -> bool: ...
+    def is_alive(self) -> bool:
+        """Whether it serves."""
 
-    async def in_flight(self) -> int: ...
+    async def in_flight(self) -> int:
+        """Return how many requests have not ended."""
 
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, stream: bool
-    ) -> Generation: ...
+    ) -> Generation:
+        """Begin a request."""
 
 
 class DataPlane:
     """Serves one engine over HTTP, in the engine's event loop.
 
     Args:
-        engine: whose requests to take.
+        engine: the engine that serves the requests.
         host: address to listen on.
-        port: 0 takes any free one.
-        api_key: what clients must give; empty: nothing.
+        port: port to listen on; 0 takes any free one.
+        api_key: what clients must send; empty if anyone may send requests.
     """
 
     def __init__(self, engine: ServedEngine, host: str, port: int, api_key: str = "") -> None:
@@ -97,6 +100,7 @@ class DataPlane:
         return http_url(host, port)
 
     async def close(self) -> None:
+        """Stop listening, and end the responses under way."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -111,7 +115,7 @@ class DataPlane:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = decode_request(await http.read())
         engine = self._engine
-        params = check_request(
+        check_request(
             body,
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
@@ -119,7 +123,7 @@ class DataPlane:
             model=engine.model_name,
         )
         request_id = body.request_id or secrets.token_hex(16)
-        generation = engine.generate(body.token_ids, params, stream=bool(body.stream))
+        generation = engine.generate(body.token_ids, body.sampling_params, stream=bool(body.stream))
         try:
             if body.stream:
                 return await _stream(http, generation, request_id)
@@ -171,10 +175,10 @@ async def _stream(http: web.Request, generation: Generation, request_id: str) ->
 
 
 def _admitted(deltas: list[Delta]) -> list[Delta]:
-    """The deltas of a request that admission has let in.
+    """Return the deltas, unless the request was rejected.
 
     Raises:
-        EngineError: it has not.
+        EngineError: admission is closed.
     """
     for delta in deltas:
         if is_closed_message(delta.stop_reason):
@@ -200,7 +204,7 @@ def _error(status: int, message: str, param: str = "") -> web.Response:
 
 
 def _error_body(status: int, message: str, param: str = "") -> bytes:
-    """The shape in which vLLM says that something is wrong."""
+    """Return an error as vLLM encodes it."""
     kind = "BadRequestError" if 400 <= status < 500 else "InternalServerError"  # noqa: PLR2004
     if is_closed_message(message):
         kind, status = "ServiceUnavailableError", 503

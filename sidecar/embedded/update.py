@@ -8,24 +8,23 @@
     LOADING    receive               LOADING    the chunk's tensors are there
     LOADING    verify                LOADING    their checksums are compared
     LOADING    load                  LOADING    they are copied into the parameters
-    LOADING    restore, none loaded  IDLE       the old weights were never touched
+    LOADING    restore, none loaded  IDLE       the old weights were never changed
     LOADING    finish, all loaded    FINISHED
     FINISHED   commit                IDLE       the engine serves the new version
 
-    of an update that is staged, in no pause
+    of a staged update, without a pause
     LOADING    load                  LOADING    they are copied beside the parameters
-    any        restore               IDLE       what is staged is let go
-    FINISHED   swap                  IDLE       between two steps all of it is copied into the
+    any        restore               IDLE       the staged tensors are discarded
+    FINISHED   swap                  IDLE       between two steps all of them are copied into the
                                                 parameters; the engine serves the new version
-    FINISHED   swap, called off      FINISHED   nothing has changed
+    FINISHED   swap, cancelled       FINISHED   nothing has changed
 
-Opening a transport and arming change no state and may come at any time. Anything
-else is refused with code ``wrong_state`` and changes nothing.
+Opening a transport and arming change no state and may come at any time. Any other call is refused
+with code ``wrong_state`` and changes nothing.
 
-From the first load of an update to its commit the parameters are *foreign*: not those
-of the version that the engine says it serves. There is no way back from that, so if
-the update breaks off, a whole one, started with ``recover``, is the only way out. A sleep that
-discards the weights makes them foreign, too.
+From the first load of an update to its commit the parameters are *foreign*: they are not those of
+the version that the engine serves. So if the update breaks off, only a whole one, started with
+``recover``, frees the engine. A sleep that discards the weights makes them foreign, too.
 """
 
 from __future__ import annotations
@@ -40,66 +39,62 @@ from bus.messages import NackCode
 from bus.weight_transfer.allocation import StagingCapacity, require_capacity
 from bus.weight_transfer.registry import make_receiver
 from sidecar.embedded.memory import ModelMemoryState
-from sidecar.embedded.weights import check_manifest, load_tensors
+from sidecar.embedded.weights import load_tensors
 from sidecar.transfer import check_delivered, check_room, check_sums, staging_capacity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from bus.manifest import Manifest
-    from bus.messages import Staging, Verify
+    from bus.messages import SleepLevel, Staging, Verify
     from bus.weight_transfer.allocation import RankAssignment
     from bus.weight_transfer.base import Receiver
     from sidecar.embedded.core import EngineCore
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
     from sidecar.engine import Chunk
 
 
 class StagedParameters:
-    """Of one model: as much again as its parameters, while it is there.
+    """A second copy of a model's parameters, allocated while it is needed.
 
-    :meth:`load` runs in any one thread; the others, in the core's, between steps.
+    :meth:`load` runs in any one thread, and the others run in the core's, between steps.
     """
 
-    def __init__(self, model: Qwen3) -> None:
-        self._layout = model.layout
+    def __init__(self, model: ModelRunner) -> None:
         self._parameters = model.parameters
         self._staged: dict[str, torch.Tensor] = {}
-
-    @property
-    def needed_bytes(self) -> int:
-        """What it takes."""
-        return sum(each.nbytes for each in self._parameters.values())
+        self.needed_bytes = _size_bytes(model.parameters)
 
     @property
     def held_bytes(self) -> int:
-        """What it takes now."""
-        return sum(each.nbytes for each in self._staged.values())
+        """How much is allocated now."""
+        return _size_bytes(self._staged)
 
     def allocate(self) -> None:
-        """Take the memory, if it is not there."""
+        """Allocate the copy, unless it is there."""
         if not self._staged:
             self._staged = {n: torch.empty_like(p) for n, p in self._parameters.items()}
 
     def release(self) -> None:
-        """Give it back."""
+        """Give the memory back."""
         self._staged = {}
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put tensors, by their Hugging Face names, where they will go."""
-        load_tensors(self._layout, self._staged, tensors)
+        """Copy tensors into the staged parameters of their names."""
+        load_tensors(self._staged, tensors)
 
     def swap(self) -> None:
         """Copy all of it into the parameters."""
-        for name, staged in self._staged.items():
-            self._parameters[name].copy_(staged)
+        load_tensors(self._parameters, self._staged.items())
 
 
-# Receiving and sampling so many takes 1 ms at most.
+# Receiving and sampling so many tensors takes 1 ms at most.
 SHORT_TENSORS: Final = 16
 
 
 class UpdaterState(StrEnum):
+    """The states in the table above."""
+
     IDLE = "idle"
     LOADING = "loading"
     FINISHED = "finished"
@@ -109,14 +104,14 @@ class Updater:
     """The update machine of one core.
 
     :meth:`open_transfer`, :meth:`receive`, :meth:`verify`, :meth:`stage` and :meth:`close` may
-    block on the other end, or take long, and run outside the core's thread, one at a time;
-    :meth:`arm` runs anywhere; the others run in the core's thread. Of a receive and a verify,
-    :meth:`is_short` tells whether the loop's own thread is good enough.
+    block on the other end, or take long. They run outside the core's thread, one at a time.
+    :meth:`arm` runs in any thread, and the others run in the core's.
+    Every method raises :class:`EngineError` of code ``wrong_state`` where the table has no entry.
     """
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._layout = core.model.layout
+        self._expected = core.model.expected
         self._state = UpdaterState.IDLE
         self._armed: Manifest | None = None
         self._manifest: Manifest | None = None
@@ -124,28 +119,41 @@ class Updater:
         self._foreign = False
         self._staging: Staging | None = None  # how the armed update may be staged
         self._memory = StagedParameters(core.model)
-        self.staged = False  # the update that is open is
+        self.staged = False  # whether the open update is
         self._backend = ""
         self._receiver: Receiver | None = None
         self._received_seq: int | None = None
         self._received: list[tuple[str, torch.Tensor]] = []
 
     def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> None:
+        """Open the receiving end of a transport in place of the last one."""
         receiver = make_receiver(backend)
         receiver.open(params, place)
         self.close()
         self._backend, self._receiver = backend, receiver
 
     def close(self) -> None:
-        """Let the transport go, and what it has received."""
+        """Close the transport, and release what it has received."""
         self._release()
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
 
     def arm(self, manifest: Manifest, staging: Staging | None) -> StagingCapacity:
+        """Check a manifest, and whether there is memory for it.
+
+        Args:
+            manifest: the whole update's.
+            staging: how the update may be staged; None asks for none.
+
+        Returns:
+            Whether the update can be staged, and how much memory that takes, in bytes.
+
+        Raises:
+            EngineError: code ``manifest_refused``, with the tensor at fault.
+        """
         self._armed = None
-        check_manifest(self._layout, manifest)
+        self._expected.check(manifest)
         check_room(self._backend, self._receiver, manifest)
         room = StagingCapacity()
         if staging is not None:
@@ -157,6 +165,7 @@ class Updater:
         return room
 
     def start(self, *, recover: bool, staged: bool) -> None:
+        """Open the armed update; ``recover`` replaces an update that has failed."""
         if not staged:
             self._core.require_paused("an update")
         elif self._foreign or self._staging is None:
@@ -176,6 +185,7 @@ class Updater:
         self._state = UpdaterState.LOADING
 
     def receive(self, chunk: Chunk) -> None:
+        """Receive a chunk of the open update."""
         manifest = self._loading("receive")
         if chunk.seq >= manifest.chunks or chunk.tensors != manifest.chunk(chunk.seq):
             raise _wrong_state(f"chunk {chunk.seq} is not the armed manifest's")
@@ -195,41 +205,38 @@ class Updater:
             raise
 
     def is_short(self, tensors: int, verify: Verify = "off") -> bool:
-        """Whether to receive a chunk of so many tensors, or to verify it, takes less than waking
-        a thread does on a busy host: it waits for nobody, and looks at little."""
+        """Whether a receive or a verify of so many tensors takes less than waking a thread."""
         waits = self._receiver is None or self._receiver.is_blocking
         return not waits and verify != "full" and tensors <= SHORT_TENSORS
 
     @property
     def received_tensors(self) -> int:
+        """How many tensors of the received chunk are not loaded yet."""
         return len(self._received)
 
     def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        self._loading("verify")
-        if self._received_seq != seq:
-            raise _wrong_state(f"chunk {seq} is not received")
+        """Compare the checksums of the received chunk."""
+        self._require_received("verify", seq)
         check_sums(seq, self._received, verify, sums)
 
     def load(self, seq: int) -> None:
-        self._loading("load")
+        """Copy the received chunk into the parameters."""
+        self._require_received("load", seq)
         self._core.require_paused("load")
-        if self._received_seq != seq:
-            raise _wrong_state(f"chunk {seq} is not received")
         self._foreign = True
-        load_tensors(self._layout, self._core.model.parameters, self._received)
+        load_tensors(self._core.model.parameters, self._received)
         self._loaded.add(seq)
         self._release()
 
     def stage(self, seq: int) -> None:
-        """Load a chunk of a staged update."""
-        self._loading("load")
-        if self._received_seq != seq:
-            raise _wrong_state(f"chunk {seq} is not received")
+        """Copy the received chunk beside the parameters."""
+        self._require_received("load", seq)
         self._memory.load(self._received)
         self._loaded.add(seq)
         self._release()
 
     def restore(self) -> None:
+        """End an update that has changed no weights."""
         if self.staged:
             self._end_staging()
             return
@@ -240,6 +247,7 @@ class Updater:
         self._state = UpdaterState.IDLE
 
     def finish(self) -> None:
+        """End the loading, if all chunks are loaded."""
         manifest = self._loading("finish")
         if not self.staged:
             self._core.require_paused("finish")
@@ -249,7 +257,7 @@ class Updater:
         self._state = UpdaterState.FINISHED
 
     def require_finished(self, what: str) -> None:
-        """Refuse ``what`` unless an update is loaded whole, and not committed.
+        """Refuse ``what`` unless a whole update is loaded and not committed.
 
         Raises:
             EngineError: code ``wrong_state``.
@@ -258,6 +266,7 @@ class Updater:
             raise _wrong_state(f"{what} while the update is {self._state.value}")
 
     def commit(self, version: int) -> None:
+        """Serve the loaded weights as ``version``."""
         self.require_finished("commit")
         self._require_next(version)
         self._core.version = version
@@ -280,22 +289,35 @@ class Updater:
             raise EngineError(error.detail, code=NackCode.CALLED_OFF) from error
 
     def swap(self, version: int) -> None:
-        """Serve what is staged. The core has made sure that no step runs, anywhere."""
+        """Serve the staged weights; no step runs on any rank."""
         self._memory.swap()
         self._core.version = version
         self._end_staging()
 
-    def on_slept(self, *, discarded: bool) -> None:
-        """Memory was given back; with the weights, only a whole update brings others."""
+    def sleep(self, level: SleepLevel) -> None:
+        """Give the model's memory back; without the weights only a whole update brings others."""
+        self._core.sleep(level)
         self._memory.release()
-        self._foreign = self._foreign or discarded
+        self._foreign = self._foreign or level == 2  # noqa: PLR2004 - the level that discards
 
-    def require_whole(self) -> None:
-        """Refuse to serve while an update is open, or the weights were let go.
+    def wake(self) -> None:
+        """Allocate all memory again, and resume."""
+        self._core.require_paused("wake")
+        self._require_whole()
+        self._core.memory.wake()
+        self._core.resume()
+
+    def resume(self) -> None:
+        """Resume the core.
 
         Raises:
-            EngineError: code ``wrong_state``.
+            EngineError: code ``wrong_state``, while an update is open, or if the weights are not
+                those of the version.
         """
+        self._require_whole()
+        self._core.resume()
+
+    def _require_whole(self) -> None:
         in_place = self._state is not UpdaterState.IDLE and not self.staged
         if in_place or self._foreign:
             mixed = ", with weights that are not the version's" if self._foreign else ""
@@ -317,8 +339,13 @@ class Updater:
             raise _wrong_state(f"{what} while the update is {self._state.value}")
         return self._manifest
 
+    def _require_received(self, what: str, seq: int) -> None:
+        self._loading(what)
+        if self._received_seq != seq:
+            raise _wrong_state(f"chunk {seq} is not received")
+
     def _release(self) -> None:
-        """Give what was received back to the receiver."""
+        """Return the received tensors to the receiver."""
         self._received = []
         if self._received_seq is not None and self._receiver is not None:
             self._receiver.release()
@@ -327,3 +354,7 @@ class Updater:
 
 def _wrong_state(detail: str) -> EngineError:
     return EngineError(detail, code=NackCode.WRONG_STATE)
+
+
+def _size_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(each.nbytes for each in tensors.values())

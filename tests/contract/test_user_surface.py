@@ -64,7 +64,7 @@ from bus.weight_transfer.formats import decode, encode
 from bus.weight_transfer.registry import register_receiver, register_sender
 from sidecar import Sidecar
 from sidecar.bench import cli as bench_cli
-from sidecar.bench import control, harness, pause, transfer, updates
+from sidecar.bench import control, fleet, harness, pause, transfer, updates
 from sidecar.bench import rollout as rollout_bench
 from sidecar.bench.plans import ControlPlan, EnginesPlan
 from sidecar.bench.updates import Measured, UpdateRound
@@ -624,10 +624,6 @@ async def _do_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-async def _number(*_: Any) -> float:
-    return 1.0
-
-
 def _quick_control(patch: pytest.MonkeyPatch) -> None:
     async def compare(_: object, plan: ControlPlan) -> dict[str, Any]:
         ways = ("bus", "http", "http_log", "raw", *(("plain",) if plan.plain else ()))
@@ -660,21 +656,12 @@ def _quick_transfer(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(transfer, "started", started)
 
-    patch.setattr(updates, "fleet", _a_fleet)
+    patch.setattr(fleet, "start_vllm", _updated_engines)
     patch.setattr(EnginesPlan, "check", lambda _: None)
 
 
-async def _a_fleet(*_: Any) -> Any:
-    names = ("native", "bus_native", "bus")
-    return SimpleNamespace(
-        made={"size_bytes": 1_000_000, "tensors": 1},
-        ends=SimpleNamespace(raw_ms=_number, copy_ms=_number),
-        update=_do_nothing,
-        serves=_do_nothing,
-        expected=_do_nothing,
-        servers=dict.fromkeys(names, ()),
-        urls=dict.fromkeys(names, ()),
-    )
+async def _updated_engines(*_: Any) -> Any:
+    return SimpleNamespace(size_bytes=1_000_000, tensors=1, not_compared="")
 
 
 def _quick_gap(patch: pytest.MonkeyPatch) -> None:
@@ -695,11 +682,8 @@ def _quick_gap(patch: pytest.MonkeyPatch) -> None:
         }
         return Measured(rounds, [1.0], [1.0], arrived=True)
 
-    async def embedded(*_: Any) -> Any:
-        return SimpleNamespace(size_bytes=1_000_000, tensors=1, not_compared="")
-
     patch.setattr(updates, "rounds_of", rounds_of)
-    patch.setattr(updates, "embedded", embedded)
+    patch.setattr(fleet, "start_embedded", _updated_engines)
 
 
 def _quick_rollout(patch: pytest.MonkeyPatch) -> None:

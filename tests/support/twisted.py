@@ -44,8 +44,7 @@ class TwistedEngine(EmbeddedEngine):
         core = self._core
         assert core is not None
         if self.twists and self._has_it:
-            part = core.model.layout.parts[TENSOR]
-            rows = core.model.parameters[part.parameter].narrow(0, part.row, part.shape[0])
+            rows = core.model.parameters[TENSOR]
             core.call(lambda: rows.copy_(rows.roll(HEAD_DIM, 0))).result()
 
 

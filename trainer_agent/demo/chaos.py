@@ -1,8 +1,8 @@
-"""The demo with faults: each actor in turn gets SIGKILL while weights are under way.
+"""The demo with faults: each process in turn gets SIGKILL while weights are being sent.
 
 The broker, each engine with its sidecar, and the trainer's process on the bus are killed and
-started again, while rollouts and training go on. The broker keeps a journal. In the end every
-token is held against the weights of its version (:mod:`trainer_agent.demo.oracle`).
+restarted while rollouts and training continue. The broker keeps a journal. In the end every token
+is compared with the weights of its version (:mod:`trainer_agent.demo.oracle`).
 """
 
 from __future__ import annotations
@@ -45,21 +45,26 @@ PEER_TIMEOUT_MS: Final = 3000
 LEASE_MS: Final = 2 * PEER_TIMEOUT_MS
 _BOOT_S: Final = 120.0
 _STEP_S: Final = 20.0
-# So many whole updates of everybody come between one kill and the next.
+# How many updates of all engines come between one kill and the next.
 _CALM: Final = 3
-# A kill comes so long after the update has begun, at most: updates take about that long.
+# The latest moment of a kill after an update's begin: updates take about that long.
 _WITHIN_S: Final = 0.06
-# After the last kill, so many updates may fail.
+# How many updates may fail after the last kill.
 _TRIES: Final = 20
-# Before an update that has failed is made again.
+# The wait before a failed update is sent again.
 _AGAIN_S: Final = 0.5
 _LABEL: Final = "update "
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """``rounds``: how often each actor is killed; ``seconds`` bounds the run. The journal is left
-    in ``journal``."""
+    """How long to run, and what to kill.
+
+    Attributes:
+        journal: folder in which the broker's journal remains.
+        rounds: how often each process is killed.
+        seconds: bound of the run.
+    """
 
     journal: Path
     engines: int = 2
@@ -70,11 +75,11 @@ class ChaosOptions:
 
 @dataclass(slots=True)
 class ChaosResult:
-    """What happened. ``errors`` are what failed updates raised, by class."""
+    """What happened; ``errors`` counts what failed updates raised, by class."""
 
     options: ChaosOptions
     kills: Counter[str] = field(default_factory=Counter)
-    updates: int = 0  # that the trainer was told are committed
+    updates: int = 0  # of which the trainer knows that they are committed
     staged: int = 0  # of these
     committed: int = 0  # versions with a COMMIT in the journal
     failed: int = 0
@@ -91,7 +96,7 @@ class ChaosResult:
 
     @property
     def clean(self) -> bool:
-        """Nothing was lost, or mixed, and all serve again."""
+        """Whether nothing was lost or mixed, and all engines serve again."""
         return self.healed and not self.requests_lost and not self.verdict.mixed
 
     def as_json(self) -> dict[str, object]:
@@ -120,7 +125,7 @@ class ChaosResult:
 
 
 class Chaos:
-    """One run. ``say`` hears what happens."""
+    """One run. ``say`` gets a line for each event."""
 
     def __init__(self, options: ChaosOptions, say: Callable[[str], None]) -> None:
         self.result = ChaosResult(options)
@@ -138,10 +143,10 @@ class Chaos:
         self._aborted: list[tuple[str, float, float]] = []
 
     def run(self) -> ChaosResult:
-        """Until everybody was killed often enough and serves again.
+        """Run until each process was killed often enough and all engines serve again.
 
         Raises:
-            WavebusError: the bus did not come up, or rollouts ended.
+            WavebusError: the bus did not start, or rollouts ended.
         """
         started = time.monotonic()
         torch.set_num_threads(1)
@@ -185,7 +190,7 @@ class Chaos:
     # -- training ---------------------------------------------------------------
 
     def _train(self, until_s: float) -> None:
-        config = GrpoConfig(seed=self._options.seed)
+        config = GrpoConfig()
         learner = GrpoLearner(self._policy, config)
         options = {
             "group": GROUP,
@@ -221,9 +226,10 @@ class Chaos:
         self.result.versions = sorted(counts.tokens_by_version)
 
     def _publish(self) -> None:
-        """Send the weights that the optimizer has just made; kill somebody meanwhile, if it is
-        time for that. An update that has failed may have left engines that serve nobody before the
-        next one: so it is made again."""
+        """Send the new weights, and kill a process meanwhile if it is time for that.
+
+        Engines may serve nobody after a failed update, so it is sent again.
+        """
         self._numbers += 1
         self._weights[self._numbers] = copy_of(self._policy)
         path = self._folder / "weights.safetensors"
@@ -243,7 +249,7 @@ class Chaos:
             self._sender.tell(request)
 
     def _ended(self, answer: dict[str, Any] | None) -> bool:
-        """Count how an update has ended; whether it was committed."""
+        """Count how an update has ended; return whether it was committed."""
         if answer is None:
             self.result.failed += 1
             self.result.errors["killed"] += 1
@@ -263,7 +269,7 @@ class Chaos:
     # -- the oracle -------------------------------------------------------------
 
     def _judge(self) -> None:
-        """Versions are what the journal says was committed under which label."""
+        """Check all tokens; the journal tells which weights each version has."""
         numbers = {0: 0}
         for item in read(self._options.journal):
             if not isinstance(item, Entry) or not isinstance(item.record, FrameSent):
@@ -278,7 +284,7 @@ class Chaos:
         self.result.verdict = judge(PolicyConfig(), weights, self._rollouts)
 
     def _judge_aborted(self) -> None:
-        """An engine ends requests while it is out of service; those that another ends are lost."""
+        """Count requests as lost that engines ended while they were in service."""
         spans = out_of_service(read(self._options.journal))
         for engine, began_s, ended_s in self._aborted:
             known_s = ended_s + HEARTBEAT_MS / 1000  # the broker may hear of it a little later
@@ -289,8 +295,13 @@ class Chaos:
 
 
 def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float]]]:
-    """When each engine was on the bus and not routable, as one is that is quarantined or behind:
-    spans of the wall clock, in seconds.
+    """Return when each engine was on the bus and not routable, as a stale or quarantined one is.
+
+    Args:
+        journal: the broker's journal.
+
+    Returns:
+        Of each engine, spans of the wall clock, in seconds.
 
     Raises:
         WavebusError: the journal can't be replayed.
@@ -306,7 +317,7 @@ def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float
             raise WavebusError(str(step.difference))
         began = step.entry.began
         assert began is not None
-        if replay.boot != boot:  # nobody knows what was between two brokers
+        if replay.boot != boot:  # no journal has what was between two brokers
             boot, here, left_s = replay.boot, set(), seen_s
         seen_s = began.wall_s + (replay.now_ms - began.now_ms) / 1000
         group = replay.machine.groups.get(GROUP)
@@ -323,5 +334,5 @@ def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float
 
 
 def run_chaos(options: ChaosOptions, *, say: Callable[[str], None]) -> ChaosResult:
-    """See :meth:`Chaos.run`."""
+    """Run the demo with faults; see :meth:`Chaos.run`."""
     return Chaos(options, say).run()

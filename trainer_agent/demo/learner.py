@@ -1,8 +1,8 @@
-"""Group-relative policy optimisation that tolerates stale, mixed-version rollouts.
+"""Group-relative policy optimisation that tolerates stale rollouts of several weight versions.
 
-Each token carries the log-probability under which it was really sampled, so the loss needs
-no copy of old weights: the per-token ratio to that behaviour is clipped as in PPO, whichever
-weight versions took part. Nothing here knows how weights reach the engines.
+Each token has the log-probability under which it was sampled, so the loss needs no copy of old
+weights: the ratio of each token to that behaviour is clipped as in PPO. Nothing here depends on how
+weights reach the engines.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled response.
+    """One sampled response, with one entry of ``logprobs`` and ``versions`` per response token.
 
-    ``logprobs`` are natural logs at temperature 1 under the weights that sampled each token
-    and ``versions`` number those weights; both have one entry per response token.
+    Attributes:
+        logprobs: natural logs at temperature 1, under the weights that sampled the token.
+        reward: in [0, 1].
+        versions: of those weights.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,11 +48,15 @@ class Rollout:
 class GrpoConfig:
     """Settings found by experiment for ``PolicyConfig()`` and the cipher task.
 
-    One ``step`` makes ``epochs * minibatches`` AdamW updates. The learning rate climbs over
-    ``warmup_steps``, then falls in a straight line to ``final_lr_share`` of its peak at
-    ``decay_steps``, all counted in calls of ``step``. ``negative_cap`` bounds the ratio for
-    tokens of negative advantage. ``entropy`` weighs the mean token entropy, in nats.
-    ``groups`` and ``group_size`` are what the caller should gather for one step.
+    Attributes:
+        groups: prompts for one step.
+        group_size: responses to each prompt.
+        lr: peak of the learning rate, after ``warmup_steps``. From there it falls in a straight
+            line to ``final_lr_share`` of the peak at ``decay_steps``.
+        clip_low, clip_high: how far a token's ratio may be below and above 1.
+        negative_cap: bound of the ratio for tokens of negative advantage.
+        entropy: weight of the mean token entropy, in nats.
+        grad_clip: largest norm of the gradient.
     """
 
     groups: int = 4
@@ -60,34 +66,20 @@ class GrpoConfig:
     warmup_steps: int = 40
     decay_steps: int = 1000
     final_lr_share: float = 0.1
-    epochs: int = 1
-    minibatches: int = 1
     clip_low: float = 0.2
     clip_high: float = 0.4
     negative_cap: float = 3.0
     entropy: float = 0.04
     grad_clip: float = 1.0
-    seed: int = 0
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """Means over one step's updates; ``kl`` (nats per token) is from behaviour to policy.
+    """A step's mean reward, its gradient's norm, and whether weights have changed."""
 
-    ``mixed`` is the share of rollouts sampled under more than one weight version, ``tokens``
-    the number of response tokens, ``clipped`` the share of them without gradient from reward
-    and ``skipped`` the number of updates dropped because their loss was not finite.
-    """
-
-    loss: float
     reward: float
-    entropy: float
-    clipped: float
-    kl: float
     grad_norm: float
-    mixed: float
-    tokens: int
-    skipped: int
+    updated: bool
 
 
 @dataclass(frozen=True)
@@ -102,14 +94,14 @@ class Batch:
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """Centre one group's rewards and divide by their deviation; equal rewards give zeros."""
+    """Return one group's rewards, centred and divided by their deviation."""
     mean = sum(rewards) / len(rewards)
     spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
     return [(r - mean) / (spread + 1e-3) for r in rewards]
 
 
 def collate(groups: Sequence[Sequence[Rollout]]) -> Batch:
-    """Lay the groups' rollouts out as one batch, shifted so that inputs predict targets."""
+    """Return the groups' rollouts as one batch, shifted so that inputs predict targets."""
     flat = [rollout for group in groups for rollout in group]
     time = max(len(r.prompt_ids) + len(r.response_ids) for r in flat)
 
@@ -135,44 +127,33 @@ class GrpoLearner:
         self._adam = torch.optim.AdamW(
             policy.parameters(), lr=cfg.lr, betas=cfg.betas, weight_decay=0.0
         )
-        self._shuffle = torch.Generator().manual_seed(cfg.seed)
 
     def step(
         self,
         groups: Sequence[Sequence[Rollout]],
         updated: Callable[[], None] = lambda: None,
     ) -> StepStats:
-        """Improve the policy on groups of rollouts, each group sharing one prompt.
+        """Improve the policy by one AdamW update. A loss that is not finite changes no weights.
 
-        ``updated`` is called after every optimizer step, when the weights are new.
+        Args:
+            groups: rollouts; those of one group share a prompt.
+            updated: called when the weights are new.
         """
         flat = [rollout for group in groups for rollout in group]
         if not flat:
             raise ValueError("a step needs at least one rollout")
-        batch = collate(groups)
         for setting in self._adam.param_groups:
             setting["lr"] = self.learning_rate(self.steps)
-        means, skipped = torch.zeros(5), 0
-        updates = [
-            rows
-            for _ in range(self.cfg.epochs)
-            for rows in torch.randperm(len(flat), generator=self._shuffle).chunk(
-                self.cfg.minibatches
-            )
-        ]
-        for rows in updates:
-            values, finite = self._update(batch, rows)
-            if finite:
-                means += values / len(updates)
-            skipped += not finite
-            if finite:
-                updated()
+        loss = self._loss(collate(groups))
+        self._adam.zero_grad()
+        torch.autograd.backward(loss)
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.cfg.grad_clip)
+        finite = bool(norm.isfinite() & loss.isfinite())
+        if finite:
+            self._adam.step()
+            updated()
         self.steps += 1
-        loss, entropy, clipped, kl, grad_norm = means.tolist()
-        score = sum(r.reward for r in flat) / len(flat)
-        mixed = sum(len(set(r.versions)) > 1 for r in flat) / len(flat)
-        tokens = sum(len(r.response_ids) for r in flat)
-        return StepStats(loss, score, entropy, clipped, kl, grad_norm, mixed, tokens, skipped)
+        return StepStats(sum(each.reward for each in flat) / len(flat), float(norm), finite)
 
     def learning_rate(self, step: int) -> float:
         """Return the rate for the given zero-based step."""
@@ -180,30 +161,13 @@ class GrpoLearner:
         fall = max(self.cfg.final_lr_share, 1.0 - step / max(1, self.cfg.decay_steps))
         return self.cfg.lr * rise * fall
 
-    def _update(self, batch: Batch, rows: Tensor) -> tuple[Tensor, bool]:
-        """Make one AdamW update; return loss, entropy, clipped, KL, norm, and if it was finite."""
-        cfg, weight = self.cfg, batch.weight[rows]
-        gain = batch.advantage[rows, None]
-        logs = functional.log_softmax(self.policy(batch.inputs[rows]), dim=-1)
-        chosen = logs.gather(-1, batch.target[rows, :, None]).squeeze(-1)
-        gap = (chosen - batch.behaviour[rows]) * weight
-        ratio = gap.clamp(max=20.0).exp()
+    def _loss(self, batch: Batch) -> Tensor:
+        cfg, weight, gain = self.cfg, batch.weight, batch.advantage[:, None]
+        logs = functional.log_softmax(self.policy(batch.inputs), dim=-1)
+        chosen = logs.gather(-1, batch.target[..., None]).squeeze(-1)
+        ratio = ((chosen - batch.behaviour) * weight).clamp(max=20.0).exp()
         bounded = ratio.clamp(1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
         worth = torch.minimum(ratio * gain, bounded * gain)
         worth = torch.where(gain < 0, torch.maximum(worth, cfg.negative_cap * gain), worth)
-        count = weight.sum()
-        entropy = (-(logs.exp() * logs).sum(-1) * weight).sum() / count
-        loss = -(worth * weight).sum() / count - cfg.entropy * entropy
-        self._adam.zero_grad()
-        torch.autograd.backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), cfg.grad_clip)
-        finite = bool(norm.isfinite() & loss.isfinite())
-        if finite:
-            self._adam.step()
-        with torch.no_grad():
-            idle = ((gain > 0) & (ratio > 1.0 + cfg.clip_high)) | (
-                (gain < 0) & ((ratio < 1.0 - cfg.clip_low) | (ratio > cfg.negative_cap))
-            )
-            kl = ((ratio - 1.0 - gap) * weight).sum() / count
-            clipped = (idle * weight).sum() / count
-            return torch.stack((loss.detach(), entropy.detach(), clipped, kl, norm)), finite
+        entropy = -(logs.exp() * logs).sum(-1)
+        return -((worth + cfg.entropy * entropy) * weight).sum() / weight.sum()

@@ -1,8 +1,8 @@
-"""Whose weights tokens are from: each one's log-probability, computed anew.
+"""Which weights tokens are from: the log-probability of each is computed again.
 
-An engine says of each token how likely it was, and under which version. The policy of that
-version, over the same prompt and the same tokens before, must find the same: pauses of the demo
-drop keys and values, so that whatever comes after an update is the new weights' alone.
+An engine reports each token's log-probability and version. The policy of that version, over the
+same prompt and the same earlier tokens, must give the same value. Pauses of the demo discard keys
+and values, so tokens after an update depend on the new weights alone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ _ROWS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``tokens`` were checked; ``mixed`` of them are not their version's; ``worst`` is the largest
-    difference of a log-probability, in nats, among those that are."""
+    """The result of a check.
+
+    Attributes:
+        tokens: how many were checked.
+        mixed: how many are not their version's.
+        worst: largest difference of a log-probability among the others, in nats.
+    """
 
     tokens: int = 0
     mixed: int = 0
@@ -44,9 +49,9 @@ def judge(
     """Check every token of every rollout.
 
     Args:
-        shape: the policy's.
-        weights: of each version. Tokens of a version that is not there count as mixed.
-        rollouts: whole ones, with a version for each token.
+        shape: the policy's sizes.
+        weights: each version's state dict. Tokens of a version without one count as mixed.
+        rollouts: complete rollouts.
     """
     policy = Policy(shape)
     tokens = mixed = 0
@@ -67,7 +72,7 @@ def judge(
 
 
 def _differences(policy: Policy, rollouts: Sequence[Rollout], version: int) -> Tensor:
-    """Of all tokens of this version: by how much the log-probability told is off."""
+    """Return the errors of the log-probabilities reported for tokens of ``version``."""
     batch = collate([rollouts])
     compared = torch.zeros_like(batch.behaviour, dtype=torch.bool)
     for row, each in enumerate(rollouts):

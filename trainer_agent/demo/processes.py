@@ -1,4 +1,4 @@
-"""The demo's other processes: a broker, and one sidecar per engine, as a user starts them."""
+"""The demo's other processes, started as a user starts them: a broker, and a sidecar per engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from bus.errors import WavebusError
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
 EngineKind: TypeAlias = Literal["embedded", "vllm"]
 DpCoordinator: TypeAlias = Literal["vllm", "bus"]
@@ -42,9 +41,9 @@ _VLLM_ARGS: Final = (
 
 
 class Processes:
-    """Started in order, stopped in reverse; each one's log is a file of ``folder``.
+    """Processes that are started in order and stopped in reverse; ``folder`` has their logs.
 
-    On Linux they get SIGTERM when the thread that started them ends, even by SIGKILL.
+    On Linux the kernel sends them SIGTERM when the thread that started them ends, even by SIGKILL.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,16 +53,11 @@ class Processes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def broker(self, *options: str, listen: str = "tcp://127.0.0.1:*") -> str:
-        """Start a broker on a free port of this machine; return its address."""
+        """Start a broker and return its address."""
         process = self._start("broker", "broker", "--listen", listen, *options)
         assert process.stdout is not None
         address = process.stdout.readline().strip()
@@ -82,8 +76,19 @@ class Processes:
         dp_coordinator: DpCoordinator = "vllm",
         options: tuple[str, ...] = (),
     ) -> None:
-        """Start a sidecar and its engine, or those of all ranks of a DP group; they join
-        when the engines are up. ``options``: more of the sidecar's."""
+        """Start a sidecar and its engine, or those of all ranks of a DP group.
+
+        They join when the engines have booted.
+
+        Args:
+            name: of the engine, or of the DP group.
+            kind: of the engine.
+            broker: the broker's address.
+            checkpoint: folder of the model.
+            dp_size: ranks of the DP group; 1 for an engine alone.
+            dp_coordinator: which coordinator wakes vLLM's ranks.
+            options: more options of the sidecar.
+        """
         options = ("sidecar", "--broker", broker, *options)
         if dp_size > 1:
             options += ("--dp-group", name, "--dp-size", str(dp_size))
@@ -108,7 +113,7 @@ class Processes:
         )
 
     def kill(self, name: str) -> None:
-        """SIGKILL, so that it may be started again."""
+        """Send SIGKILL to a process, which may be started again."""
         for each in [each for each in self._running if each[0] == name]:
             self._running.remove(each)
             process = each[1]
@@ -118,10 +123,10 @@ class Processes:
                 process.stdout.close()
 
     def check(self) -> None:
-        """All of them live.
+        """Check that all processes live.
 
         Raises:
-            WavebusError: one has ended; with the last lines of its log.
+            WavebusError: one has ended; the text has the last lines of its log.
         """
         for name, process in self._running:
             code = process.poll()
@@ -131,7 +136,7 @@ class Processes:
                 )
 
     def last_words(self, name: str, lines: int = 12) -> str:
-        """The end of a process's log."""
+        """Return the end of a process's log."""
         try:
             text = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -139,7 +144,7 @@ class Processes:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> None:
-        """Ask each to stop, last one first; kill who does not."""
+        """Send SIGTERM to all, the last one first, and SIGKILL to those that do not end."""
         for _, process in reversed(self._running):
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

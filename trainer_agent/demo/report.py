@@ -1,4 +1,4 @@
-"""What the demo shows: a progress line, a table, a picture."""
+"""The demo's output: a progress line, a table and a picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from matplotlib import pyplot as plt
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
     from trainer_agent.demo.run import DemoResult
 
@@ -43,20 +42,15 @@ class ProgressLine:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def say(self, text: str) -> None:
-        """One line above the bar."""
+        """Print a line above the bar."""
         self._progress.console.print(f"[dim]{text}[/]")
 
     def update(self, result: DemoResult, version: int) -> None:
-        """Where the run stands."""
+        """Show the run's state."""
         self._progress.update(
             self._task,
             completed=result.steps,
@@ -68,7 +62,7 @@ class ProgressLine:
 
 
 def table(result: DemoResult) -> Table:
-    """The figures of a run."""
+    """Return a table of a run's figures."""
     shown = Table(title="wavebus demo", title_justify="left", show_header=False, min_width=60)
     shown.add_column(style="bold")
     shown.add_column()
@@ -104,7 +98,7 @@ def table(result: DemoResult) -> Table:
 
 
 def picture(result: DemoResult, path: Path) -> None:
-    """Reward over optimizer steps, with every update marked."""
+    """Draw reward over optimizer steps, with every update marked."""
     figure, axes = plt.subplots(figsize=(9, 4.5), dpi=120, layout="constrained")
     steps = range(1, len(result.train_rewards) + 1)
     axes.plot(steps, result.train_rewards, color="#9ab", linewidth=1, label="rollouts (sampled)")
@@ -146,5 +140,5 @@ def picture(result: DemoResult, path: Path) -> None:
 
 
 def show(result: DemoResult, picture_path: Path) -> None:
-    """Print the table, and where the picture is."""
+    """Print the table and the picture's path."""
     Console(highlight=False).print(table(result), f"picture: {picture_path}")

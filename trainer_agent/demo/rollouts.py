@@ -1,17 +1,20 @@
-"""Rollouts: requests to the engines without end, several at a time, in a thread of their own.
+"""Rollouts: several requests at a time, without end, in a thread of their own.
 
-Nothing here knows of updates, pauses or dead engines: the client continues what they interrupt.
+Nothing here depends on updates, pauses or dead engines: the client continues interrupted requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
+
+import anyio
+from anyio.from_thread import start_blocking_portal
 
 from bus.errors import NoEngine, RequestPoisoned, RolloutFailed, WavebusError
 from trainer_agent.demo import task
@@ -20,6 +23,8 @@ from trainer_agent.rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from anyio.abc import TaskStatus
 
     from trainer_agent.rollouts.results import Choice, TokenDelta
 
@@ -35,32 +40,34 @@ _CUT_SHORT: Final = {
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the requests. One that the client gave up is lost; one that is ``left_out``
-    came back too early for a trainer still at work; ``cut_short``: those that the client continued
-    on another engine, or on the same one later. ``aborted``: engines that ended a request early,
-    with when it began and ended (wall clock, s). ``longest_token_gap_ms`` is the longest time
-    between two tokens of one sequence, as they arrive here."""
+    """How requests ended.
+
+    Attributes:
+        lost: requests that the client gave up.
+        cut_short: requests that the client continued, by why the first attempt ended.
+        aborted: engines that ended a request early, with its begin and end (wall clock, s).
+        longest_token_gap_ms: longest time between two tokens of one sequence, as they arrive here.
+    """
 
     requests: int = 0
     lost: int = 0
     cut_short: Counter[str] = field(default_factory=Counter)
     aborted: list[tuple[str, float, float]] = field(default_factory=list)
-    left_out: int = 0
     why_lost: Counter[str] = field(default_factory=Counter)
     tokens_by_version: Counter[int] = field(default_factory=Counter)
     longest_token_gap_ms: float = 0.0
 
 
 class RolloutPool:
-    """Keeps ``streams`` requests under way, always; finished groups queue up.
-
-    The newest ``ahead`` groups wait for the trainer; when it is slow, older ones are left
-    out, so that what it takes is never very stale. A context manager, for one thread.
+    """Keeps requests under way, and queues finished groups. A context manager, for one thread.
 
     Args:
-        broker: its address; the engines are those of ``group``.
+        broker: the broker's address.
+        group: the engines' group.
         group_size: answers to a prompt.
-        seed: of prompts and answers.
+        streams: requests at a time.
+        ahead: how many groups wait for the trainer; older ones are dropped, so that none is stale.
+        seed: seed of prompts and answers.
         whole: called with every sequence.
     """
 
@@ -85,27 +92,22 @@ class RolloutPool:
         self._groups: queue.Queue[list[Rollout]] = queue.Queue()
         self._ahead = ahead
         self._seed = seed * 1_000_003
-        self._ready = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._thread = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self._ready.wait()
+        self._portal = self._thread.enter_context(start_blocking_portal())
+        self._serving, _ = self._portal.start_task(self._serve)
+        self._thread.callback(self._serving.cancel)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._loop is not None and self._stop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        self._thread.close()
 
     def take(self, groups: int) -> list[list[Rollout]]:
         """Wait for so many groups of rollouts, each of one prompt.
 
         Raises:
-            WavebusError: no engine gives any.
+            WavebusError: no group has come for 120 s.
         """
         taken: list[list[Rollout]] = []
         waited_s = 0.0
@@ -122,43 +124,28 @@ class RolloutPool:
         return taken
 
     def greedy_reward(self) -> float:
-        """Mean reward of the engines' greedy answers to the held-out prompts."""
+        """Return the mean reward of the engines' greedy answers to the held-out prompts."""
         self._check()
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._greedy(), self._loop).result(_PATIENCE_S)
+        return self._portal.start_task_soon(self._greedy).result(_PATIENCE_S)
 
     def _check(self) -> None:
-        """
-        Raises:
-            WavebusError: the thread has ended.
-        """
-        if self._error is not None:
-            raise WavebusError(f"rollouts failed: {self._error}") from self._error
+        """Raise WavebusError if a stream has ended."""
+        if self._serving.done():
+            error = self._serving.exception()
+            if isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise WavebusError(f"rollouts failed: {error}") from error
 
     # -- in the thread ----------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 - told to whoever takes
-            self._error = error
-        finally:
-            self._ready.set()
-
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
-        async with RolloutClient(self._broker, group=self._group) as self._client:
-            self._ready.set()
-            streams = [asyncio.create_task(self._stream()) for _ in range(self._streams)]
-            stopped = asyncio.create_task(self._stop.wait())
-            await asyncio.wait([stopped, *streams], return_when=asyncio.FIRST_COMPLETED)
-            for stream in streams:
-                stream.cancel()
-            ends = await asyncio.gather(*streams, return_exceptions=True)
-            for end in ends:
-                if isinstance(end, Exception):
-                    raise end
+    async def _serve(self, *, task_status: TaskStatus[None]) -> None:
+        async with (
+            RolloutClient(self._broker, group=self._group) as self._client,
+            anyio.create_task_group() as streams,
+        ):
+            for _ in range(self._streams):
+                streams.start_soon(self._stream)
+            task_status.started()
 
     async def _stream(self) -> None:
         while True:
@@ -168,7 +155,6 @@ class RolloutPool:
                 self._groups.put(group)
             while self._groups.qsize() > self._ahead:
                 self._groups.get_nowait()
-                self.counts.left_out += 1
 
     async def _greedy(self) -> float:
         prompts = task.held_out()
@@ -176,7 +162,7 @@ class RolloutPool:
         return sum(group[0].reward for group in answers if group) / len(prompts)
 
     async def _ask(self, prompt: tuple[int, ...], *, n: int, seed: int | None) -> list[Rollout]:
-        """One request; its sequences, none if it was lost. ``seed=None``: greedy."""
+        """Send a request; return its sequences, or none if it was lost. No seed: greedy."""
         sampling: dict[str, Any] = {
             "n": n,
             "temperature": 0.0 if seed is None else 1.0,
@@ -222,6 +208,6 @@ class RolloutPool:
 
 
 def versions_of(choice: Choice) -> tuple[int, ...]:
-    """Each token's version; 0 where none is known."""
+    """Return each token's version; 0 if it is unknown."""
     spans: Sequence[tuple[int, int]] = [(s.version or 0, s.end - s.start) for s in choice.spans]
     return tuple(version for version, count in spans for _ in range(count))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainer_agent.options import How
     from trainer_agent.report import UpdateReport
 
-# As large models are. The tiny one would answer faster than its client can read.
+# As slow as large models. The tiny one would answer faster than its client can read.
 _PACE: Final = ("--step-ms", "10")
 GROUP: Final = "policy"
 EVAL_EVERY_STEPS: Final = 25
@@ -41,10 +41,10 @@ BOOT_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command asks for. ``updates`` and ``steps`` bound the run, ``seconds`` too.
+    """Options of a run, which ``steps``, ``updates`` and ``seconds`` bound.
 
-    With ``dp_size`` above 1 each of the ``engines`` is a DP group of so many ranks, and the
-    policy is a mixture of experts.
+    With ``dp_size`` above 1 each of the ``engines`` is a DP group, and the policy is a mixture of
+    experts.
     """
 
     engine: EngineKind = "embedded"
@@ -62,7 +62,7 @@ class DemoOptions:
 
 @dataclass(slots=True)
 class DemoResult:
-    """What happened; rewards are means over held-out prompts, answered greedily by engines."""
+    """What happened; rewards are means of the engines' greedy answers to held-out prompts."""
 
     options: DemoOptions
     reward_first: float = 0.0
@@ -81,28 +81,27 @@ class DemoResult:
 
     @property
     def staged(self) -> int:
-        """Updates that were."""
+        """How many updates were staged."""
         return sum(report.how == "staged" for report in self.reports)
 
     @property
     def endpoints(self) -> int:
-        """Engines on the bus: every rank of a DP group is one."""
+        """How many engines are on the bus: every rank of a DP group is one."""
         return self.options.engines * self.options.dp_size
 
     @property
     def interrupted(self) -> int:
-        """Updates that found a request in flight: at the swap, or at the pause."""
+        """How many updates found a request in flight, at the swap or at the pause."""
         return sum(report.interrupted > 0 for report in self.reports)
 
     def pause_ms(self, quantile: float) -> float:
-        """Of the time from the first PAUSE_LOCAL to the last engine resumed."""
+        """Return a quantile of the time from the first PAUSE_LOCAL to the last engine resumed."""
         times = sorted(report.paused_ms for report in self.reports)
         return times[math.ceil(quantile * len(times)) - 1] if times else 0.0
 
     @property
     def swap_ms(self) -> float:
-        """Median of the time from COMMIT to the last engine's ack, the swap included; 0 if no
-        update was staged."""
+        """Median time from COMMIT to the last ack of a staged update; 0 without any."""
         times = [report.commit_ms for report in self.reports if report.how == "staged"]
         return statistics.median(times) if times else 0.0
 
@@ -138,14 +137,19 @@ def run_demo(
     say: Callable[[str], None],
     progress: Callable[[DemoResult, int], None],
 ) -> DemoResult:
-    """Run it; ``say`` hears what begins, ``progress`` the result so far and the version.
+    """Run the demo.
+
+    Args:
+        options: what to run.
+        say: called with a line for each event.
+        progress: called with the result so far and the version.
 
     Raises:
         WavebusError: a process ended, or the bus refused something.
     """
     started = time.monotonic()
     torch.set_num_threads(1)
-    config = GrpoConfig(seed=options.seed)
+    config = GrpoConfig()
     shape = PolicyConfig(experts=EXPERTS) if options.dp_size > 1 else PolicyConfig()
     policy = Policy(shape, seed=options.seed)
     learner = GrpoLearner(policy, config)
@@ -196,11 +200,11 @@ def run_demo(
 
 
 class _Enough(Exception):
-    """The run has made all the updates it was asked for."""
+    """The run has made all requested updates."""
 
 
 def _wait(agent: SyncTrainerAgent, processes: Processes, count: int) -> list[EngineView]:
-    """Wait for the engines, and notice when one dies instead of coming up."""
+    """Wait for the engines, and raise if a process dies instead."""
     deadline = time.monotonic() + BOOT_S
     while True:
         processes.check()
@@ -225,7 +229,7 @@ def _train(
     version = 0
 
     def publish() -> None:
-        """Send the weights that the optimizer has just made."""
+        """Send the optimizer's new weights."""
         nonlocal version
         if options.withhold_weights:
             return

@@ -1,8 +1,8 @@
-"""The undisturbed twin: sessions on engines that are updated and killed answer as on quiet ones.
+"""The undisturbed twin: engines that are updated and killed answer as quiet ones do.
 
-Sampled sessions run on quiet engines first. Then the same ones run again and again, while the same
-weights are sent as new versions, and one engine after the other gets SIGKILL and is started anew.
-Each answer is compared with that of the quiet run, token for token.
+Sampled sessions run on quiet engines first. Then the same sessions run again and again, while the
+same weights are sent as new versions, and one engine after the other gets SIGKILL and is restarted.
+Each answer is compared with the quiet run's, token for token.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ _TIMES: Final = ("--heartbeat-ms", "500", "--peer-timeout-ms", "3000")
 
 @dataclass(frozen=True, slots=True)
 class TwinOptions:
-    """``seconds``: for how long sessions begin anew. ``step_ms``: of engines, so that requests last
-    long enough to be interrupted."""
+    """What to run.
+
+    Attributes:
+        seconds: for how long sessions begin anew.
+        step_ms: the least length of an engine's step: requests last long enough to be interrupted.
+    """
 
     sessions: int = 64
     engines: int = 4
@@ -58,8 +62,13 @@ class TwinOptions:
 
 @dataclass(slots=True)
 class TwinResult:
-    """What happened. Of the ``answers`` that were compared, ``continued`` took more than one
-    attempt; ``cut_by``: what ended attempts early. ``versions``: that answers have tokens of."""
+    """What happened.
+
+    Attributes:
+        continued: answers that took more than one attempt.
+        cut_by: what ended attempts early.
+        versions: how many versions the tokens have.
+    """
 
     options: TwinOptions
     answers: int = 0
@@ -91,7 +100,7 @@ class TwinResult:
 
 
 class Twin:
-    """One run. ``say`` hears what happens."""
+    """One run. ``say`` gets a line for each event."""
 
     def __init__(
         self, options: TwinOptions, processes: Processes, say: Callable[[str], None]
@@ -105,10 +114,10 @@ class Twin:
         self._versions: set[int | None] = set()
 
     async def run(self) -> None:
-        """The quiet run, then the other one.
+        """Run the quiet sessions, then the others.
 
         Raises:
-            WavebusError: the bus did not come up, or the quiet run failed.
+            WavebusError: the bus did not start, or the quiet run failed.
         """
         save_checkpoint(self._policy, self._processes.folder / "checkpoint")
         self._broker = self._processes.broker(*_TIMES)
@@ -145,8 +154,10 @@ class Twin:
     # -- sessions ---------------------------------------------------------------
 
     async def _talk(self, number: int) -> list[Choice]:
-        """The choices of all turns. A turn's prompt is the one before, its first answer, and new
-        tokens."""
+        """Return the choices of all turns.
+
+        A turn's prompt is the one before, its first answer, and new tokens.
+        """
         drawn = random.Random(f"{self._options.seed} {number}")  # noqa: S311 - no secret
         prompt: list[int] = [task.BOS]
         choices: list[Choice] = []
@@ -165,7 +176,7 @@ class Twin:
         return choices
 
     async def _repeat(self, number: int, twin: list[Choice], until_s: float) -> None:
-        """Hold a session again and again, and each answer against its twin."""
+        """Repeat a session, and compare each answer with its twin."""
         result = self.result
         while time.monotonic() < until_s:
             try:
@@ -201,7 +212,7 @@ class Twin:
             )
 
     async def _kill(self, agent: TrainerAgent) -> None:
-        """Kill one engine after the other, each when all serve."""
+        """Kill one engine after the other, each time all of them serve."""
         for name in cycle(self._names):
             await asyncio.sleep(self._options.kill_every_s)
             while len((await agent.status()).groups[0].routable) < len(self._names):
@@ -214,7 +225,7 @@ class Twin:
 
 
 def run_twin(options: TwinOptions, *, say: Callable[[str], None]) -> TwinResult:
-    """See :class:`Twin`.
+    """Run both; see :class:`Twin`.
 
     Raises:
         WavebusError: as :meth:`Twin.run`.

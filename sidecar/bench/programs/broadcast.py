@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MemoryCopy:
-    """Copies memory into as much again, which is touched before the first copy."""
+    """Copies memory into a second buffer, which is written once before the first copy."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._source = memory
@@ -21,11 +21,11 @@ class MemoryCopy:
 
     @classmethod
     def of_bytes(cls, size_bytes: int) -> Self:
-        """In the host's memory."""
+        """Make one in the host's memory."""
         return cls(torch.ones(size_bytes, dtype=torch.uint8))
 
     def took_ms(self) -> float:
-        """One copy, from one place on the device to another."""
+        """Return the time of one copy within the device."""
         _synchronize(self._source)
         since_s = time.monotonic()
         self._target.copy_(self._source)
@@ -34,7 +34,7 @@ class MemoryCopy:
 
 
 class BroadcastEnd:
-    """Rank 0 sends as many bytes as the others receive."""
+    """One end: rank 0 sends, and the others receive."""
 
     def __init__(self, size_bytes: int, device: str) -> None:
         self._memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
@@ -42,7 +42,7 @@ class BroadcastEnd:
         self.broadcast_ms()
 
     def broadcast_ms(self) -> float:
-        """One broadcast, from when all ends are there."""
+        """Return the time of one broadcast, from when all ends are ready."""
         dist.all_reduce(torch.zeros(1, device=self._memory.device))
         _synchronize(self._memory)
         since_s = time.monotonic()
@@ -51,7 +51,7 @@ class BroadcastEnd:
         return (time.monotonic() - since_s) * 1000
 
     def copy_ms(self) -> float:
-        """One copy of as many bytes within this end's memory, of which it takes more then."""
+        """Return the time of one copy within this end's memory; the first allocates a buffer."""
         if self._copy is None:
             self._copy = MemoryCopy(self._memory)
         return self._copy.took_ms()
@@ -65,15 +65,15 @@ def _synchronize(memory: torch.Tensor) -> None:
 async def broadcast(
     stack: AsyncExitStack, rank: int, count: int, port: int, device: str, size_bytes: int
 ) -> BroadcastEnd:
-    """Meet the other ends, with torch's own collectives and nothing else.
+    """Meet the other ends, by torch's collectives alone.
 
     Args:
-        stack: ends it.
-        rank: of this end.
-        count: of all ends.
-        port: where they meet.
+        stack: ends the process group.
+        rank: this end's rank.
+        count: how many ends there are.
+        port: port at which they meet.
         device: ``cuda`` (NCCL; each on the GPU of its rank) or ``cpu`` (gloo).
-        size_bytes: of a broadcast.
+        size_bytes: size of a broadcast.
     """
     torch.set_num_threads(1)
     if device == "cuda":

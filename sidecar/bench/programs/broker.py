@@ -1,4 +1,4 @@
-"""The broker of the benches: the real one, on a free port."""
+"""The broker of the benches, on a free port."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ async def broker(
     """Serve, with keys if ``WAVEBUS_CURVE_KEYS`` names a folder of them.
 
     Args:
-        stack: ends it.
-        heartbeat_ms: how often peers say that they live.
-        journal: the folder of its journal; without it there is none.
+        stack: ends the broker.
+        heartbeat_ms: the interval of peers' heartbeats.
+        journal: folder of the journal; empty: none.
     """
     from bus.runtime.broker_server import BrokerServer  # noqa: PLC0415 - who measures needs none
 
@@ -57,5 +57,5 @@ async def broker(
 
 
 def _fail(error: OSError) -> None:
-    """A bench of a journal that is not written would measure nothing."""
+    """End the process: without its journal the broker is not the one to measure."""
     raise SystemExit(f"the journal can't be written: {error}")

@@ -1,6 +1,6 @@
-"""An embedded engine that notes its calls, with a sidecar or without.
+"""An embedded engine that records its calls, with a sidecar or without.
 
-Without a broker there is no sidecar: the engine's own library is called over a Unix socket.
+Without a broker there is no sidecar: the trainer calls the engine's library over a Unix socket.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ _LINE_BYTES: Final = 1 << 24  # a manifest of all tensors is one
 
 
 class TimedEngine(EmbeddedEngine):
-    """An embedded engine that notes when it received, loaded and swapped.
+    """An embedded engine that records when it received, loaded and swapped.
 
     Args:
-        options: as :class:`sidecar.embedded.EmbeddedEngine` has them.
+        folder: the checkpoint's folder.
+        options: more arguments of :class:`sidecar.embedded.EmbeddedEngine`.
 
     Attributes:
-        calls: name, begin and end of each, in seconds on ``time.monotonic()``'s clock.
+        calls: name, begin and end of each call, in seconds on ``time.monotonic()``'s clock.
     """
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
@@ -49,36 +50,39 @@ class TimedEngine(EmbeddedEngine):
         self._copy: MemoryCopy | None = None
 
     async def receive(self, chunk: Chunk) -> None:
+        """Receive, and record the call."""
         with self._noted("receive"):
             await super().receive(chunk)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
+        """Load, and record the call."""
         with self._noted("load"):
             await super().load(seq, verify, sums)
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
+        """Swap, and record the call."""
         with self._noted("swap"):
             await super().swap(version, clear_cache=clear_cache)
 
     async def finish(self, version: int) -> None:
-        """Both calls that end an update."""
+        """Make both calls that end an update."""
         await self.finish_update()
         await self.commit(version)
 
     def taken_calls(self) -> list[tuple[str, float, float]]:
-        """Those since this was last asked."""
+        """Return the calls since the last question."""
         taken, self.calls = self.calls, []
         return taken
 
     def swap_ms(self) -> float:
-        """Of the last swap's call; of ranks in lockstep the wait for each other is in it."""
+        """Return the length of the last swap, which includes the wait for peer ranks."""
         times = [
             until_s - since_s for name, since_s, until_s in self.taken_calls() if name == "swap"
         ]
         return times[-1] * 1000
 
     async def sums(self) -> tuple[int, ...]:
-        """Checksums of all parameters, between two steps."""
+        """Return checksums of all parameters, computed between two steps."""
 
         def look() -> tuple[int, ...]:
             return checksums(torch, list(core.model.parameters.values()), "full")
@@ -87,7 +91,7 @@ class TimedEngine(EmbeddedEngine):
         return await asyncio.wrap_future(core.call(look))
 
     def memcpy_ms(self, size_bytes: int) -> float:
-        """How long a copy of so many bytes takes this process."""
+        """Return the time of a copy of so many bytes."""
         self._copy = self._copy or MemoryCopy.of_bytes(size_bytes)
         return self._copy.took_ms()
 
@@ -101,10 +105,10 @@ class TimedEngine(EmbeddedEngine):
 async def serve_calls(
     engine: TimedEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Calls of the engine's library, by a trainer in another process that knows no bus.
+    """Execute calls of a trainer in another process, which uses no bus.
 
     Each line is a call: its name and arguments, pickled, in hexadecimal digits. Each answer is a
-    line: empty, or what went wrong.
+    line: empty, or the error's text.
     """
     while line := await reader.readline():
         name, arguments, options = pickle.loads(bytes.fromhex(line.decode()))  # noqa: S301 - ours
@@ -129,18 +133,18 @@ async def embedded_engine(
     master: str = "",
     **options: Any,
 ) -> TimedEngine:
-    """Serve it; says its ``url``.
+    """Serve an engine; the first answer has its ``url``.
 
     Args:
-        stack: ends it.
-        folder: its checkpoint.
-        group: the one that it is in; on the bus, if there is a broker.
+        stack: ends the engine.
+        folder: the checkpoint's folder.
+        group: the engine's group, on the bus if there is a broker.
         broker: the broker's address.
-        socket: without a broker, where calls of its library come.
-        rank: in lockstep with others of its group; alone, a part of its name.
-        ranks: how many these are.
+        socket: path of the socket for library calls, without a broker.
+        rank: the rank in a DP group; of an engine alone, a part of its name.
+        ranks: how many ranks there are.
         master: where they meet.
-        options: of :class:`sidecar.embedded.EmbeddedEngine`.
+        options: more arguments of :class:`sidecar.embedded.EmbeddedEngine`.
     """
     bus.log.configure(level="warning", json=True)
     torch.set_num_threads(1)  # as `wavebus sidecar` does by default

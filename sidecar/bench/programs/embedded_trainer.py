@@ -1,7 +1,7 @@
-"""The trainer of embedded engines: makes a model, and sends it over the bus, or without one.
+"""The trainer of embedded engines, which sends a model over the bus, or without one.
 
-Without a bus it calls the engines' own library over a connection to each, one call after the other:
-arm, pause, then each chunk is put, received and loaded; finish, resume.
+Without a bus it calls the engines' library over a connection to each, one call after the other:
+arm, pause, then put, receive and load of each chunk, finish, resume.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FLOAT_BYTES: Final = 4
 
 
 def few_large(megabytes: int) -> PolicyConfig:
-    """A dense model of about so many megabytes, nearly all of them in two layers."""
+    """Return a dense model of about so many megabytes, nearly all in two layers."""
     layers, head_dim = 2, 64
     floats = megabytes * 1_000_000 / _FLOAT_BYTES / layers
     # Four matrices of attention and three of twice that size: ten squares of the width.
@@ -57,7 +57,7 @@ def few_large(megabytes: int) -> PolicyConfig:
 
 
 def many_small(tensors: int) -> PolicyConfig:
-    """A mixture of experts with about so many tensors, each of some hundred bytes."""
+    """Return a mixture of experts with about so many tensors of some hundred bytes."""
     layers = max(1, tensors // 1000)
     # Three are in no layer, nine in each, and three in each expert.
     experts = ((tensors - 3) / layers - 9) / 3
@@ -72,8 +72,10 @@ def many_small(tensors: int) -> PolicyConfig:
 
 
 def mixture(megabytes: int) -> PolicyConfig:
-    """A mixture of 16 experts of about so many megabytes, in float32, nearly all of them in the
-    experts: of these a token needs two, so it is quick for its size."""
+    """Return a mixture of 16 experts of about so many megabytes, in float32.
+
+    A token needs two of the experts, so the model is quick for its size.
+    """
     layers, experts, hidden = 4, 16, 256
     floats = megabytes * 1_000_000 / _FLOAT_BYTES
     return PolicyConfig(
@@ -94,7 +96,7 @@ MODELS: Final = {"large": few_large, "small": many_small, "mixture": mixture}
 
 
 class DirectTrainer:
-    """Engines without a bus: their library's calls, over a connection to each."""
+    """Updates engines without a bus, by calls of their library."""
 
     def __init__(self, ends: Sequence[End], backend: str, *, packed: bool) -> None:
         self._ends = ends
@@ -120,7 +122,7 @@ class DirectTrainer:
     async def update(
         self, plan: UpdatePlan, tensors: Sequence[torch.Tensor], *, clear_cache: bool
     ) -> dict[str, Any]:
-        """One."""
+        """Make one update; return its times."""
         self._version += 1
         timed = self._timed
         timed.begin()
@@ -146,12 +148,13 @@ class DirectTrainer:
         }
 
     def close(self) -> None:
+        """Close the connections and the sender."""
         for _, writer in self._ends:
             writer.close()
         self._timed.close()
 
     async def _all(self, call: str, *arguments: object, **options: object) -> None:
-        """Of all engines at once."""
+        """Make a call of all engines at once."""
         await asyncio.gather(*(self._ask(end, call, *arguments, **options) for end in self._ends))
 
     async def _ask(self, end: End, call: str, *arguments: object, **options: object) -> None:
@@ -163,7 +166,7 @@ class DirectTrainer:
 
 
 class EmbeddedTrainer:
-    """Says the model's size; sends it when it is open."""
+    """The trainer; its first answer has the model's size."""
 
     def __init__(
         self,
@@ -187,7 +190,7 @@ class EmbeddedTrainer:
         self.hello = {"size_bytes": self._plan.size_bytes, "tensors": len(metas)}
 
     async def open(self, engines: int, sockets: Sequence[str] = ()) -> None:
-        """Wait for so many engines on the bus; ``sockets``: of those that have none."""
+        """Wait for so many engines on the bus, and connect to ``sockets`` of the others."""
         await self._agent.wait_for_engines(engines, timeout_s=BOOT_S)
         if sockets:
             ends = [await asyncio.open_unix_connection(path) for path in sockets]
@@ -196,15 +199,15 @@ class EmbeddedTrainer:
             await self._direct.open(self._plan)
 
     def memcpy_ms(self) -> float:
-        """How long a copy of as many bytes from one buffer to another takes."""
+        """Return the time of a copy of as many bytes."""
         return self._copy.took_ms()
 
     async def update(self, how: How, *, clear_cache: bool = True) -> dict[str, Any]:
-        """One over the bus."""
+        """Make one update over the bus."""
         return await self._agent.measured_update(self._model, how=how, clear_cache=clear_cache)
 
     async def native(self, *, clear_cache: bool) -> dict[str, Any]:
-        """One without it."""
+        """Make one update without it."""
         assert self._direct is not None, "open comes first"
         tensors = [tensor.detach() for _, tensor in self._source]
         return await self._direct.update(self._plan, tensors, clear_cache=clear_cache)
@@ -225,15 +228,15 @@ async def embedded_trainer(
     """Make the model, and own the group.
 
     Args:
-        stack: ends it.
+        stack: ends the agent.
         broker: the broker's address.
-        group: that of the engines on the bus.
-        folder: takes a checkpoint of the same shape, but of other weights.
-        shape: of the model.
-        amount: how many megabytes, or, of many small tensors, how many.
-        backend: how tensors travel.
-        lent: the model lies in shared memory, and is sent from there.
-        options: more of the agent's.
+        group: the group of the engines on the bus.
+        folder: where to write a checkpoint of the same shape with other weights.
+        shape: the model's shape.
+        amount: how many megabytes, or, of many small tensors, how many tensors.
+        backend: the transport's backend.
+        lent: whether the model is in shared memory, and sent from there.
+        options: more arguments of the agent.
     """
     torch.set_num_threads(1)  # a core for the trainer, one for the engine
     config = MODELS[shape](amount)

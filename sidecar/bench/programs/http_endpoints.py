@@ -1,7 +1,7 @@
 """The engines' side over HTTP: N FastAPI apps on N ports in one process.
 
-Each is a ``uvicorn.Server`` as a vLLM server has it: httptools, and with an access log its line per
-request, which is on unless the user turns it off. Without the middleware of vLLM and uvicorn's own.
+Each is a ``uvicorn.Server`` as in a vLLM server, with httptools and, unless turned off, a log line
+per request. The middleware of vLLM and uvicorn is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEEP_ALIVE_S = 3600
 
 
 def endpoint() -> FastAPI:
-    """What peers post to: vLLM's two routes, as it declares them, with no engine behind."""
+    """Return an app with vLLM's two routes, as vLLM declares them, without an engine."""
     app = FastAPI(openapi_url=None)
 
     @app.post("/pause")
@@ -46,7 +46,7 @@ def endpoint() -> FastAPI:
 async def http_endpoints(
     stack: contextlib.AsyncExitStack, engines: int, *, access_log: bool
 ) -> SimpleNamespace:
-    """Serve all of them, each on a free port; says which."""
+    """Serve all apps, each on a free port; the first answer has the ports."""
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(engines)]
     servers = [Quiet(_config(access_log=access_log)) for _ in listening]
     running = [
@@ -64,15 +64,16 @@ async def http_endpoints(
 
 
 class Quiet(uvicorn.Server):
-    """One of many in a process: it leaves the process's signals alone."""
+    """One of many servers in a process; it handles no signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Handle no signals."""
         yield
 
 
 def _config(*, access_log: bool) -> uvicorn.Config:
-    """uvicorn as it comes; its log goes to stderr, since stdout carries this process's words."""
+    """Return the default configuration, with logs on stderr: stdout is for answers."""
     log_config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     for handler in log_config["handlers"].values():
         handler["stream"] = "ext://sys.stderr"

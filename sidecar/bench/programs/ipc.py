@@ -1,8 +1,8 @@
-"""vLLM's IPC trainer engine, of one process that has the weights on several GPUs.
+"""vLLM's IPC trainer engine, for one process that has the weights on several GPUs.
 
-Workers open memory of their own GPU alone. vLLM's trainer has a rank on each of these: the ranks
-gather each other's handles, and the first one tells the workers all of them, by the GPU. Here one
-process has a copy of the weights on each GPU, and makes the handles of all.
+A worker opens memory of its own GPU alone. vLLM's trainer has a rank on each GPU: the ranks gather
+each other's handles, and the first one sends all of them to the workers, by GPU. Here one process
+has a copy of the weights on each GPU, and makes all handles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Handles: TypeAlias = "dict[str, tuple[Any, ...]]"  # by the GPU's UUID
 
 
 class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
-    """In place of as many ranks as there are GPUs."""
+    """Replaces a trainer with a rank on each GPU."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -29,7 +29,7 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
         self._others: list[tuple[torch.device, Iterator[Handles]]] = []
 
     def copy_to(self, gpus: Sequence[str]) -> None:
-        """Have a copy of the weights on each of these, beside the one that they are on."""
+        """Copy the weights to each of these GPUs that does not have them."""
         for device in map(torch.device, gpus):
             if device.index == self.device_index:
                 continue
@@ -38,8 +38,10 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
             self._copies.append((device, uuid, weights))
 
     def prepare(self) -> None:
-        """What other ranks would do while this one does its own: so it is none of the update's
-        time. Packed, a buffer takes one chunk after the other, and nothing can be done before."""
+        """Do what other ranks would do meanwhile, so that it is not part of the update's time.
+
+        Packed, one buffer takes one chunk after the other, and nothing can be done before.
+        """
         self._others = []
         for device, uuid, weights in self._copies:
             with torch.cuda.device(device):
@@ -53,7 +55,7 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
             yield chunk.ipc_handle
 
     def _all_gather_and_merge_handles(self, handles: list[Handles]) -> list[Handles]:
-        """Each tensor's, or each chunk's, with those of its copies."""
+        """Return the handles of each tensor or chunk, with those of its copies."""
         merged = [dict(each) for each in handles]
         for device, others in self._others:
             with torch.cuda.device(device):
@@ -63,11 +65,11 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
 
 
 def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same on another GPU."""
+    """Return a copy on another GPU."""
     return tensor.to(device)
 
 
 def _lent(uuid: str, weights: Mapping[str, torch.Tensor]) -> list[Handles]:
-    """Of each tensor, where it lies."""
+    """Return each tensor's handle."""
     reduce: Any = reduce_tensor  # torch doesn't say what it takes
     return [{uuid: reduce(tensor)[1]} for tensor in weights.values()]

@@ -1,4 +1,4 @@
-"""A trainer's agent of which is known when it put chunks, and when the last one was acked."""
+"""A trainer's agent that records when it put chunks, and when the last one was acked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOOT_S: Final = 600.0
 
 
 class TimedSender:
-    """A sender, when each of its puts and transfers was, and when the last chunk was acked."""
+    """A sender that records its puts and transfers, and the last chunk's ack."""
 
     def __init__(self, sender: Sender) -> None:
         self.inner = sender
@@ -30,46 +30,52 @@ class TimedSender:
         self._queued_s: dict[int, float] = {}
 
     def begin(self) -> None:
-        """What comes next is another update."""
+        """Begin another update."""
         self.puts.clear()
         self.transfers.clear()
 
     def transfer_ms(self) -> float:
-        """From when the first chunk left to when the last one was acked; and what putting took
-        before that, while the engine still served."""
+        """Return the time from the first chunk's sending to the last one's ack, and of puts before.
+
+        Those puts are made while the engine still serves.
+        """
         left_s = self.transfers[0][0]
         before_s = sum(min(until, left_s) - since for since, until in self.puts if since < left_s)
         return self.receive_ms() + before_s * 1000
 
     def receive_ms(self) -> float:
-        """From when the first chunk left to when the last one was acked."""
+        """Return the time from the first chunk's sending to the last one's ack."""
         return (self.acked_s - self.transfers[0][0]) * 1000
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
+        """Put, and record when."""
         since_s = time.monotonic()
         handle = self.inner.put(seq, tensors)
         self.puts.append((since_s, time.monotonic()))
         return handle
 
     def queue(self, seq: int) -> None:
+        """Queue, and record when."""
         self._queued_s[seq] = time.monotonic()
         self.inner.queue(seq)
 
     def transfer(self, seq: int) -> None:
+        """Transfer, and record when, from the queueing on."""
         since_s = self._queued_s.pop(seq, None) or time.monotonic()
         self.inner.transfer(seq)
         self.transfers.append((since_s, time.monotonic()))
 
     def on_taken(self, seq: int) -> None:
+        """Record the ack."""
         self.acked_s = time.monotonic()
         self.inner.on_taken(seq)
 
 
 class MeasuredAgent(TrainerAgent):
-    """Notes when it put chunks, and when the last one was acked."""
+    """An agent whose sender is a :class:`TimedSender`."""
 
     def __init__(self, broker: str, *, group: str, backend: str, **options: Any) -> None:
         super().__init__(broker, group=group, backend=backend, **options)
@@ -79,9 +85,9 @@ class MeasuredAgent(TrainerAgent):
     async def measured_update(
         self, weights: Weights, *, how: How, clear_cache: bool = True
     ) -> dict[str, Any]:
-        """What it took, and when its parts were, in seconds on ``time.monotonic()``'s clock.
+        """Make an update; return its times, in seconds on ``time.monotonic()``'s clock.
 
-        ``receive_ms``: from when the first chunk left to the last one's ack.
+        ``receive_ms`` is the time from the first chunk's sending to the last one's ack.
         """
         timed = self.timed
         timed.begin()
@@ -101,7 +107,7 @@ class MeasuredAgent(TrainerAgent):
 
 
 def reported(agent: TrainerAgent) -> dict[str, Any]:
-    """What an agent says of its last update."""
+    """Return an agent's report of its last update."""
     report = agent.last_update
     assert report is not None, "an update has just been made"
     return {

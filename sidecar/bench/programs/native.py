@@ -1,5 +1,4 @@
-"""vLLM's own update, as the benches of vLLM measure it: its trainer engine, its client, and a pause
-around that. No bus at all.
+"""vLLM's own update without a bus: its trainer engine, its client, and a pause around them.
 
 Servers that are ranks of one DP group are called at once, as a driver without a bus must do it:
 each of them waits for the others in its pause.
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-# The routes that vLLM's own trainer engine calls, and what wavebus calls that.
+# The routes that vLLM's trainer engine calls, and wavebus's names of these calls.
 _ROUTES: Final = {
     "start_weight_update": "start",
     "update_weights": "update",
@@ -38,15 +37,20 @@ class NativeWeights(EitherForm):
         self._tensors = tensors
 
     def describe(self) -> list[Any]:
+        """Return names, dtypes and shapes."""
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return names and tensors."""
         return iter(self._tensors.items())
 
 
 class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """vLLM's own client, of one server or of all ranks of a DP group at once, which notes when its
-    calls were (name, begin and end), and pauses."""
+    """The client of vLLM, for one server or all ranks of a DP group at once; it can pause.
+
+    Attributes:
+        calls: name, begin and end of each call, in seconds on ``time.monotonic()``'s clock.
+    """
 
     def __init__(self, urls: Sequence[str]) -> None:
         super().__init__(urls[0])
@@ -56,20 +60,20 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         self._version = 0
 
     def pause(self, *, clear_cache: bool) -> None:
-        """Requests are kept."""
+        """Pause, and keep requests."""
         self._post(f"pause?mode=keep&clear_cache={clear_cache}".lower())
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """With a version, as over the bus; vLLM sets it within the same call."""
+        """Finish with a version, as over the bus; vLLM sets it within the same call."""
         self._version += 1
         super().finish_weight_update(weight_version or str(self._version))
 
     def resume(self) -> None:
-        """They go on."""
+        """Resume."""
         self._post("resume")
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-        """Until all have answered."""
+        """Post to all, and wait for all answers."""
         since_s = time.monotonic()
         posts = [
             self._threads.submit(client._post, path, json)  # noqa: SLF001 - as its own routes do
@@ -82,18 +86,18 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
 
 
 class NativeUpdate:
-    """vLLM's own way.
+    """Updates servers as vLLM does.
 
     Args:
-        urls: the server's, or those of all ranks of a DP group, each with one worker.
-        engine: vLLM's trainer engine, by its name there.
+        urls: the server's URL, or those of all ranks of a DP group, each with one worker.
+        engine: vLLM's name of its trainer engine.
         weights: what is sent.
-        gpus: where the servers are; of a trainer engine that hands out its own memory.
-        packed: whether that goes through buffers. Default: as vLLM has it.
-        clear_cache: requests compute their keys and values anew.
+        gpus: the servers' GPUs, for a trainer engine that hands out its own memory.
+        packed: whether that goes through buffers. None: vLLM's default.
+        clear_cache: whether requests compute their keys and values anew.
 
     Raises:
-        UsageError: vLLM has no such trainer engine, or it can't be told so.
+        UsageError: vLLM has no such trainer engine, or that option does not apply.
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class NativeUpdate:
             self._copies.copy_to(gpus)
 
     def update(self) -> dict[str, Any]:
-        """One, with what its calls took."""
+        """Make one update; return its times and calls."""
         client = self._client
         client.calls.clear()
         if self._copies:
@@ -134,7 +138,7 @@ class NativeUpdate:
         finally:
             client.resume()
         until_s = time.monotonic()
-        # From the first call that has chunks received to the end of the last.
+        # From the begin of the first call that receives chunks to the end of the last.
         updates = [call for call in client.calls if call[0] == "update"]
         return {
             "since_s": since_s,

@@ -12,13 +12,13 @@ from trainer_agent.agent import TrainerAgent
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
 
-# Engines that are real may load for long.
+# vLLM's engines may load for long.
 BOOT_S: Final = 600.0
 _IDLE_LOOK_S: Final = 0.05
 
 
 class PausingTrainer:
-    """Says where its engines take requests."""
+    """The trainer; its first answer has the engines' URLs."""
 
     def __init__(self, agent: TrainerAgent, group: str, endpoints: list[str]) -> None:
         self.hello = {"endpoints": endpoints}
@@ -26,8 +26,7 @@ class PausingTrainer:
         self._group = group
 
     async def round(self) -> dict[str, float]:
-        """How long a pause and the resume after it took together; of that the pause alone, and of
-        that the slowest engine, as its sidecar saw it."""
+        """Pause and resume; return the time of both, of the pause, and of the slowest engine."""
         since_s = time.perf_counter()
         async with self._agent.paused(mode="keep") as ack:
             paused_s = time.perf_counter()
@@ -36,13 +35,15 @@ class PausingTrainer:
         return {"round_ms": took_s * 1000, "pause_ms": pause_ms, "engines_ms": ack.slowest_ms}
 
     async def status(self) -> dict[str, float]:
-        """The broker's own figures."""
+        """Return the broker's own figures."""
         status = await self._agent.status()
         return {"cpu_s": status.cpu_s, "rss_bytes": status.rss_bytes}
 
     async def idle(self, since_s: float) -> None:
-        """Return when all cores are idle, and began to be after ``since_s`` on
-        ``time.monotonic()``'s clock: so this is no old news."""
+        """Return when all cores are idle, and have become so after ``since_s``.
+
+        The time is in seconds on ``time.monotonic()``'s clock: an older status does not count.
+        """
         while True:
             [shown] = [s for s in (await self._agent.status()).groups if s.name == self._group]
             after_ms = (time.monotonic() - since_s) * 1000

@@ -1,7 +1,7 @@
-"""The limit: what ZeroMQ itself takes for a round, with nothing around it.
+"""The limit: a round of bare ZeroMQ, with nothing around it.
 
-A ROUTER here, and N DEALERs on N connections in another process, which answer every
-command at once. The messages are as many as the bus sends, and real frames of it.
+A ROUTER is here, and N DEALERs on N connections are in another process and answer every command at
+once. There are as many messages as the bus sends, and they are frames of the bus.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _HELLO: Final = b"hello"
 
 
 def _frame(message: Message, *, sender: str, reply_to: int) -> bytes:
-    """As it stands in the middle of a long run."""
+    """Encode a message as in the middle of a long run."""
     return codec.encode_frame(
         message, sender, _BOOT, 1000, reply_to=reply_to, group="bench", epoch=1
     )
 
 
 def phases() -> list[tuple[bytes, bytes]]:
-    """The frames of a round: each phase's command, and the ack it gets."""
+    """Return a round's frames: each phase's command and its ack."""
     commands: list[tuple[Message, Step]] = [
         (PauseLocal(_UPDATE_ID, "keep", True, 30_000, 300_000, 0, "keep"), Step.PAUSE_LOCAL),
         (PauseGlobal(_UPDATE_ID), Step.PAUSE_GLOBAL),
@@ -48,7 +48,7 @@ def phases() -> list[tuple[bytes, bytes]]:
 
 
 class RawRouter:
-    """The ROUTER's side: bind, wait until all are there, run rounds."""
+    """The ROUTER's side."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -71,13 +71,13 @@ class RawRouter:
         self._context.term()
 
     def welcome(self, engines: int) -> None:
-        """Wait until so many have said hello."""
+        """Wait for the first message of so many DEALERs."""
         while len(self._routes) < engines:
             self._routes.append(self._socket.recv())
             self._socket.recv()
 
     async def round_ms(self) -> float:
-        """One round: three phases, each asked of all and acked by all. Blocks the event loop."""
+        """Make a round of three phases, each sent to all and acked by all. Blocks the loop."""
         send, recv, routes = self._socket.send, self._socket.recv, self._routes
         since_s = time.perf_counter()
         for command in self._commands:
@@ -91,7 +91,7 @@ class RawRouter:
 
 
 def raw_zmq(address: str, engines: int) -> None:
-    """The DEALERs' side, a program: one plain loop, until stdin ends."""
+    """Run the DEALERs' side, a plain loop, until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as bus.runtime.json_lines does, and why
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_PEERS)
@@ -104,7 +104,7 @@ def raw_zmq(address: str, engines: int) -> None:
             socket.connect(address)
             socket.send(_HELLO)
             selector.register(int(socket.getsockopt(zmq.FD)), selectors.EVENT_READ, socket)
-            _answer_all(socket, acks)  # nothing yet; but only a reader that looked is told
+            _answer_all(socket, acks)  # nothing yet, but the descriptor reports only after a read
         selector.register(sys.stdin, selectors.EVENT_READ, None)
         write_answer()
         while True:
@@ -116,7 +116,7 @@ def raw_zmq(address: str, engines: int) -> None:
 
 
 def _answer_all(socket: zmq.Socket[bytes], acks: dict[bytes, bytes]) -> None:
-    """Until nothing is left: the descriptor tells of new events only after that."""
+    """Answer until nothing is left: the descriptor reports new events only after that."""
     while True:
         try:
             command = socket.recv(zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""Who asks in ``bench rollout``: through the rollout client, or aiohttp alone."""
+"""Sends the requests of ``bench rollout``, by the rollout client or by aiohttp alone."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Wave(msgspec.Struct):
     """Streams that begin together.
 
     Attributes:
-        name: prompts and sessions differ between names.
-        tokens: of each answer.
-        turns: of each stream; a turn's prompt is the one before, its answer, and new tokens.
-        urls: where aiohttp alone asks, in turn.
-        timed: note when tokens come.
-        until_live: hang up when every stream has a token.
+        name: the wave's name, which makes its prompts and sessions its own.
+        tokens: length of each answer.
+        turns: requests of each stream; a prompt is the one before, its answer, and new tokens.
+        urls: engines that aiohttp alone uses, in turn.
+        timed: whether to record when tokens come.
+        until_live: whether to hang up when every stream has a token.
         first_s: when the first token of each stream came.
-        seams: which engine gave no more of an answer, and when another one gave the next token.
+        seams: the engine whose answer broke off, and when another's next token came.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Wave(msgspec.Struct):
     engines: dict[int, str] = {}
 
     def note(self, stream: int, engine: str) -> None:
-        """A token has come."""
+        """Record a token."""
         before = self.engines.get(stream)
         if before is None:
             self.first_s.append(time.monotonic())
@@ -64,7 +64,7 @@ class Wave(msgspec.Struct):
 async def ask(
     asks: RolloutClient | aiohttp.ClientSession, wave: Wave, stream: int, prompt: list[int]
 ) -> list[int]:
-    """One request; its tokens. With aiohttp alone what comes is parsed the same, and believed."""
+    """Send a request; return its tokens. aiohttp alone parses the same, without checks."""
     sampling: dict[str, Any] = {"max_tokens": wave.tokens, "ignore_eos": True, "logprobs": 0}
     session = f"{wave.name}-{stream}"
     if isinstance(asks, RolloutClient):
@@ -93,7 +93,7 @@ async def ask(
 
 
 async def run(asks: RolloutClient | aiohttp.ClientSession, wave: Wave) -> dict[str, object]:
-    """One wave, and what it took."""
+    """Run one wave; return its times."""
 
     async def one(stream: int) -> int:
         drawn = random.Random(f"{wave.name} {stream}")  # noqa: S311 - no secret
@@ -140,7 +140,7 @@ class RolloutAsking:
         self._asks = asks
 
     async def run(self, wave: dict[str, Any]) -> dict[str, object]:
-        """One wave, and what it took."""
+        """Run one wave; return its times."""
         return await run(self._asks, msgspec.convert(wave, Wave))
 
 

@@ -32,25 +32,32 @@ class StubEngine:
     core_view = write_pause_lease = abandoned_pause = _none
 
     async def start(self) -> EngineInfo:
+        """Return what the engine is."""
         return EngineInfo("stub", "wavebus bench", "none", 0, 1, 1, ("shm",), "")
 
     async def died(self) -> str:
+        """Wait for ever."""
         await asyncio.Event().wait()
         return ""
 
     async def in_flight(self) -> int:
+        """Return 0."""
         return 0
 
     async def request_ids(self) -> tuple[str, ...]:
+        """Return none."""
         return ()
 
     async def version(self) -> int:
+        """Return 0."""
         return 0
 
     async def abort_requests(self) -> int:
+        """Return 0."""
         return 0
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:  # noqa: ARG002
+        """Return one worker."""
         return 1
 
     async def arm(
@@ -59,6 +66,7 @@ class StubEngine:
         target: Target = "model",  # noqa: ARG002
         staging: Staging | None = None,  # noqa: ARG002
     ) -> StagingCapacity:
+        """Refuse to stage."""
         return StagingCapacity(why_not="a stub has no weights")
 
     async def probe(
@@ -70,11 +78,12 @@ class StubEngine:
         mode: PauseMode,  # noqa: ARG002
         clear_cache: bool,  # noqa: ARG002
     ) -> tuple[ProbeResult, ...]:
+        """Return no results."""
         return ()
 
 
 async def stub_engines(stack: AsyncExitStack, broker: str, group: str, engines: int) -> None:
-    """Join all of them."""
+    """Join so many engines."""
     bus.log.configure(level="warning", json=True)
     sidecars = [
         Sidecar(StubEngine(), broker=broker, group=group, name=f"engine-{index}")

@@ -26,8 +26,10 @@ _OURS: Final = "sidecar.vllm.plugin"
 
 
 class TimedConnection(HttpConnection):
-    """A connection that notes each call of an update: ``[name, since, until]``, in seconds on
-    ``time.monotonic()``'s clock, which all processes of a host share."""
+    """A connection that records each call of an update: name, begin and end.
+
+    Times are in seconds on ``time.monotonic()``'s clock, which all processes of a host share.
+    """
 
     def __init__(self, server: SupervisedServer) -> None:
         super().__init__(server=server, ready_timeout_s=_BOOT_S)
@@ -36,6 +38,7 @@ class TimedConnection(HttpConnection):
     async def post(
         self, path: str, body: Any = None, *, query: dict[str, str] | None = None
     ) -> dict[str, Any]:
+        """Post, and record the call."""
         since_s = time.monotonic()
         try:
             return await super().post(path, body, query=query)
@@ -52,18 +55,18 @@ class TimedVllmEngine:
         self.adapter = VllmAdapter(self._timed)
 
     def taken_calls(self) -> list[tuple[str, float, float]]:
-        """Those since this was last asked."""
+        """Return the calls since the last question."""
         taken, self._timed.calls = self._timed.calls, []
         return taken
 
     async def swap_ms(self) -> float:
-        """How long the last swap kept the slowest worker from steps."""
+        """Return how long the slowest worker could not step in the last swap."""
         facts = await self._timed.ask(worker_rpc.ASK_LOADING)
         return max(float(each["swap_ms"]) for each in facts)
 
 
 def called(path: str, body: Any) -> str:
-    """What a post is: an operation by its name, or a route."""
+    """Return a post's name: its operation or its route."""
     if path == "/update_weight_version":
         return "commit"
     if path == "/collective_rpc" and body["method"] == worker_rpc.SWAP:
@@ -71,7 +74,7 @@ def called(path: str, body: Any) -> str:
     if path != "/collective_rpc" or body["method"] != operations.PERFORM:
         return path.removeprefix("/")
     operation = operations.decode(body["kwargs"]["operation"])
-    # What vLLM's own worker engines receive, they load in the same call.
+    # vLLM's own worker engines load in the call that receives.
     if isinstance(operation, operations.ReceiveChunk) and is_loaded_on_receipt(operation.backend):
         return "update"
     return str(operation.__struct_config__.tag)
@@ -87,16 +90,16 @@ async def vllm_server(
     dp_rank: int | None = None,
     server: str = "",
 ) -> object:
-    """Start it; says its ``url`` when it takes requests.
+    """Start a server; the first answer has its ``url``, when it takes requests.
 
     Args:
-        stack: ends it.
-        argv: its command.
-        variables: of its environment, beside those of this process.
-        broker: the broker's address; without one it is vLLM, as if there were no wavebus.
-        group: the one that it is alone in, or with the other ranks of its DP group.
-        dp_rank: which one it is of those.
-        server: its name. Default: from the group.
+        stack: ends the server.
+        argv: the server's command.
+        variables: environment variables beside those of this process.
+        broker: the broker's address; empty: vLLM alone, as if there were no wavebus.
+        group: the server's group, which it shares with the other ranks of its DP group alone.
+        dp_rank: its rank in the DP group.
+        server: its name; by default from the group.
     """
     bus.log.configure(level="warning", json=True)
     own = {} if broker else {_PLUGINS: ",".join(foreign_plugins())}
@@ -124,7 +127,7 @@ async def vllm_server(
 
 
 def foreign_plugins() -> list[str]:
-    """vLLM's plugins here that are not wavebus's, by name."""
+    """Return the names of vLLM's plugins here that are not wavebus's."""
     found = entry_points()
     groups = [group for group in found.groups if group.startswith("vllm.")]
     plugins = [point for group in groups for point in found.select(group=group)]

@@ -1,4 +1,4 @@
-"""The trainer of vLLM servers: a model on its GPU, which is sent in several ways."""
+"""The trainer of vLLM servers, which sends a model in several ways."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 
     from trainer_agent.options import How
 
-_8B: Final = {"vocab_size": 151_936, "num_heads": 32, "head_dim": 128, "max_positions": 4096}
-_TINY: Final = {"vocab_size": 1024, "head_dim": 64, "max_positions": 4096}
+_8B: Final[dict[str, Any]] = {
+    "vocab_size": 151_936,
+    "num_heads": 32,
+    "head_dim": 128,
+    "max_positions": 4096,
+}
+_TINY: Final[dict[str, Any]] = {"vocab_size": 1024, "head_dim": 64, "max_positions": 4096}
 MODELS: Final = {
     # The shape of Qwen3-8B: 8.19 billion parameters in 399 tensors.
     "8b": PolicyConfig(
@@ -60,8 +65,7 @@ MODELS: Final = {
 
 
 def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Of a model of that shape, made where they are to lie: norms near one, and the rest drawn so
-    that activations keep their size."""
+    """Return random weights of a model, made on ``device``; activations keep their size."""
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Policy(config).named_parameters()}
     generator = torch.Generator(device).manual_seed(7)
@@ -76,13 +80,13 @@ def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dic
 
 
 def write_config(config: PolicyConfig, folder: Path) -> None:
-    """All that a server needs which makes up its weights."""
+    """Write the only file for a server that draws its own weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
 
 
 class BusNative:
-    """The bus, with vLLM's trainer engine and worker engine."""
+    """Updates over the bus with vLLM's trainer engine and worker engine."""
 
     def __init__(self, agent: TrainerAgent, info: Any, weights: dict[str, torch.Tensor]) -> None:
         self._agent = agent
@@ -91,14 +95,14 @@ class BusNative:
         )
 
     def update(self) -> dict[str, Any]:
-        """One, and what it took."""
+        """Make one update; return its times."""
         since_s = time.monotonic()
         self._trainer.send_weights()
         return {"since_s": since_s, "until_s": time.monotonic(), **reported(self._agent)}
 
 
 class VllmTrainer:
-    """Says the model's size; sends it when it is open."""
+    """The trainer; its first answer has the model's size."""
 
     def __init__(self, stack: AsyncExitStack, settings: dict[str, Any]) -> None:
         self._stack = stack
@@ -116,7 +120,7 @@ class VllmTrainer:
         """Open all transports.
 
         Args:
-            urls: of the servers that have no bus. The others' engines are waited for.
+            urls: the servers without a bus. The engines on the bus are waited for.
         """
         load_general_plugins()  # trainer engines of others come with them
         given = self._settings
@@ -154,7 +158,7 @@ class VllmTrainer:
             self._others["bus_native"] = await in_thread(BusNative, theirs, info, self._weights)
 
     async def update(self, way: str) -> dict[str, Any]:
-        """One, and when its parts were, in seconds on ``time.monotonic()``'s clock.
+        """Make one update; return its times, in seconds on ``time.monotonic()``'s clock.
 
         Args:
             way: ``native``: vLLM's own, over HTTP; ``bus_native``: the bus, with the same trainer
@@ -167,7 +171,7 @@ class VllmTrainer:
         return await self._ours.measured_update(self._sent, how=how, clear_cache=clear_cache)
 
     async def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        """What the model goes on with, each token computed anew, on a CPU."""
+        """Return the model's next tokens, each computed without a cache, on a CPU."""
         return await anyio.to_thread.run_sync(self._greedy, prompt, tokens)
 
     def _greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
@@ -185,11 +189,11 @@ async def vllm_trainer(stack: AsyncExitStack, **settings: Any) -> VllmTrainer:
     """Make the model, and write its ``config.json``.
 
     Args:
-        stack: ends it.
-        settings: as :func:`sidecar.bench.fleet.trainer_settings` has them: ``groups`` are ``bus``
-            and, if it is to be measured, ``bus_native``, that each engine is alone in; ``ranks``
-            are servers of each way, ``gpus`` where those are; ``bus_device`` is where weights lie
-            that a backend of wavebus's sends, if not on ``device``, as all others.
+        stack: ends the agents.
+        settings: those of :func:`sidecar.bench.fleet.trainer_settings`. ``groups`` are ``bus`` and,
+            if it is measured, ``bus_native``; ``ranks`` counts the servers of each way, and
+            ``gpus`` are theirs; ``bus_device`` has the weights for wavebus's backend, if not
+            ``device``.
     """
     torch.set_num_threads(1)
     write_config(MODELS[settings["model"]], Path(settings["folder"]))

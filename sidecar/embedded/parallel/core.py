@@ -1,30 +1,28 @@
 """The core of a rank: it steps when its peer ranks do, and pauses when they do.
 
-A pause has two phases. Asked of one rank, that rank schedules nothing new but goes on
-stepping with the others (locally paused). When all ranks find, where they confer, that
-all have been asked and have drained, they stop together (globally paused), and only then
-the pause returns. A resume is a barrier of all ranks, which also finds the requests that
-came meanwhile.
+A pause has two phases. A rank that is asked to pause schedules nothing new but continues to step
+with the others (locally paused). When the ranks find, at an agreement, that all of them are asked
+and drained, they stop together (globally paused), and only then the pauses return. A resume is a
+barrier of all ranks, which also finds the requests that came meanwhile.
 
-So no order of calls on the ranks can leave one rank in a step that others will not join,
-as long as every rank is asked in the end. In particular:
+So no order of calls can leave one rank in a step that the others will not join, if every rank is
+asked in the end. In particular:
 
-- A second pause, of a rank that is pausing or paused, asks for no second agreement: ranks
-  may be paused once or several times, in any order.
-- A resume of a rank that is not paused does nothing; it is no barrier, which the others
-  would not join.
+- A second pause of a rank that is pausing or paused starts no second agreement. Ranks may be
+  paused once or several times, in any order.
+- A resume of a rank that is not paused does nothing. It is no barrier, since the others would not
+  join.
 
-A **swap** is made by all ranks before the same step, or by none. A rank that is asked for one is
-*ready*, and says so where the ranks confer; where all are, all swap, there and then. So nobody need
-pick a step, and hope that no rank has passed it: whoever was not asked yet, can't, or has been told
-to let it be, is not ready, and all go on with the weights that they have. An idle group starts a
-wave for it. In a pause there is no step to confer at; a swap that has not been made when all ranks
-have paused, is called off.
+All ranks make a **swap** before the same step, or none does. A rank that is asked to swap is
+*ready*, and says so at the agreements. When all are ready, all swap at once. So no step number is
+fixed in advance, which a rank might have passed. A rank that was not asked, can't swap, or was told
+not to is not ready, and all ranks continue with the old weights. An idle group starts a wave for a
+swap. A pause has no step at which to agree: a swap that waits when all ranks have paused is
+cancelled.
 
-The last class pauses in one phase, as one must not: tests show the deadlock that follows. Its
-pause is acknowledged at once, whatever the core is doing. The rank steps no more, and ignores a
-START_DP_WAVE that comes then. If another rank is in a step, that rank waits there for ever, and so
-does whatever was asked of it meanwhile.
+:class:`OnePhaseCore` pauses in one phase, which is wrong: tests show the deadlock that follows. Its
+pause is acknowledged at once, whatever the core is doing. The rank makes no more steps, and ignores
+START_DP_WAVE. If another rank is in a step, that rank blocks there for ever.
 """
 
 from __future__ import annotations
@@ -44,20 +42,20 @@ if TYPE_CHECKING:
 
     from bus.messages import PauseMode
     from sidecar.dp_coordinator.frames import CoreReport
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
     from sidecar.embedded.parallel.group import RankGroup
     from sidecar.embedded.parallel.waves import RankWaves
     from sidecar.embedded.requests import Publish
     from sidecar.shared_pages.core_status import CoreStatusPage
 
 
-# A step that waits for others ends only if they come.
+# A step that waits for other ranks ends only if they join.
 _STOP_PATIENCE_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class PendingSwap:
-    """What this rank is ready to do, as soon as all are."""
+    """A swap that this rank makes as soon as all ranks are ready."""
 
     take: Callable[[], None]
     clear_cache: bool
@@ -65,7 +63,7 @@ class PendingSwap:
 
 
 def swap_cancelled(why: str) -> EngineError:
-    """No rank has swapped."""
+    """Return the error of a swap that no rank has made."""
     return EngineError(f"the swap was called off: {why}", code=NackCode.CALLED_OFF)
 
 
@@ -73,16 +71,19 @@ class LockstepCore(EngineCore):
     """A core that steps together with those of the other ranks.
 
     Args:
-        group: the way to them; the model's exchange goes over it, too.
+        model: as in :class:`EngineCore`.
+        slots: as in :class:`EngineCore`.
+        publish: as in :class:`EngineCore`.
+        died: as in :class:`EngineCore`.
+        page: as in :class:`EngineCore`.
+        group: the collectives of the ranks; the model's exchange uses them, too.
         waves: this rank's view of the waves.
-        report: called in the core's thread with what the coordinator must hear.
-
-    The other arguments are those of :class:`EngineCore`.
+        report: called in the core's thread with a message for the DP coordinator.
     """
 
     def __init__(
         self,
-        model: Qwen3,
+        model: ModelRunner,
         *,
         slots: int,
         publish: Publish,
@@ -102,6 +103,7 @@ class LockstepCore(EngineCore):
     def swap(
         self, check: Callable[[], None], take: Callable[[], None], *, clear_cache: bool
     ) -> Future[None]:
+        """Swap when all ranks are ready; see :meth:`EngineCore.swap`."""
         made: Future[None] = Future()
 
         def run() -> None:
@@ -120,10 +122,11 @@ class LockstepCore(EngineCore):
         return made
 
     def call_off(self) -> Future[None]:
+        """Cancel a swap that has not been made."""
         return self.call(lambda: self._cancel_swap("it was called off"))
 
     def start_wave(self, wave: int, excluded: int | None) -> None:
-        """START_DP_WAVE came."""
+        """Execute START_DP_WAVE."""
 
         def run() -> None:
             obeyed = self._waves.on_start_wave(wave, excluded)
@@ -135,8 +138,7 @@ class LockstepCore(EngineCore):
     def stop(self) -> None:
         """End every request, then the thread.
 
-        One that is blocked in a step or in a resume, for want of the others, is left
-        there: it ends with the process.
+        A thread that waits for other ranks in a step or a resume ends with the process.
         """
         self._ask_to_stop()
         self._thread.join(_STOP_PATIENCE_S)
@@ -144,6 +146,7 @@ class LockstepCore(EngineCore):
             self._leave("the engine is closed")
 
     def resume(self) -> None:
+        """Resume with all ranks; a rank that is not paused does nothing."""
         if not self._waves.paused:
             return
         self.require_paused("resume")
@@ -158,7 +161,7 @@ class LockstepCore(EngineCore):
         self._tell(self._waves.on_request(wave))
 
     def _on_rejected(self, wave: int) -> None:
-        """The other ranks start the wave all the same, and can't without this one."""
+        """Join the wave, which the other ranks start and can't run without this one."""
         self._waves.on_start_wave(wave, None)
 
     def _on_pause_requested(self) -> None:
@@ -237,15 +240,17 @@ class LockstepCore(EngineCore):
 
 
 class OnePhaseCore(LockstepCore):
-    """As engines were before pauses had two phases."""
+    """Pauses in one phase, as engines did before pauses had two."""
 
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
+        """Pause, and acknowledge at once."""
         super().pause(mode, clear_cache=clear_cache)
         at_once: Future[None] = Future()
         at_once.set_result(None)
         return at_once
 
     def resume(self) -> None:
+        """Resume without the others."""
         self.require_paused("resume")
         self._mode = None
         self._waves.on_resumed(unfinished=False)

@@ -1,7 +1,6 @@
-"""What the ranks of a group do together: gloo collectives, over a store at ``master``.
+"""Collectives of the ranks of a group: gloo, over a store at ``master``.
 
-The process group is made by hand and not as torch's default one, which belongs to
-whoever else is in this process.
+The process group is not torch's default one, which other code in this process may use.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# torch's own types know half of it.
+# torch's type stubs have half of it.
 dist: Final[Any] = torch.distributed
-# Longer than anybody waits: a rank that stays away is found by the watchdog, and one
-# that dies breaks the connection.
+# Longer than anything waits: the watchdog finds a rank that hangs, and a dead rank breaks the
+# connection.
 _COLLECTIVE_TIMEOUT: Final = timedelta(hours=24)
 
 
 class Rendezvous:
-    """Where the ranks find each other. Blocks; use it from a thread.
+    """The meeting of the ranks. Every method blocks; use it from a thread.
 
-    Raises (from everything):
-        EngineError: the others did not come in time, or are not like this one.
+    Raises:
+        EngineError: from every method: the other ranks did not come in time, or differ.
     """
 
     def __init__(self, options: DataParallel) -> None:
@@ -53,7 +52,7 @@ class Rendezvous:
         )
 
     def check(self, facts: dict[str, object]) -> None:
-        """Refuse to go on unless rank 0 said the same."""
+        """Raise unless rank 0 has the same facts."""
         options = self._options
         if options.rank == 0:
             self.tell("facts", facts)
@@ -65,18 +64,18 @@ class Rendezvous:
                     f"{options.group}, and {value!r} on rank 0: they must be alike"
                 )
 
-    def tell(self, key: str, value: dict[str, object]) -> None:
-        """Say something, once."""
+    def tell(self, key: str, value: dict[str, Any]) -> None:
+        """Publish a value for all ranks, once."""
         self._bounded(lambda: self._store.set(f"{self._options.group}/{key}", json.dumps(value)))
 
-    def ask(self, key: str) -> dict[str, object]:
-        """Wait until somebody has told it."""
+    def ask(self, key: str) -> dict[str, Any]:
+        """Wait for a value and return it."""
         text = self._bounded(lambda: self._store.get(f"{self._options.group}/{key}"))
-        value: dict[str, object] = json.loads(text)
+        value: dict[str, Any] = json.loads(text)
         return value
 
     def join(self) -> RankGroup:
-        """Wait for all ranks."""
+        """Wait for all ranks, and return their collectives."""
         options = self._options
         host, _ = options.address
         store = dist.PrefixStore(f"{options.group}/gloo", self._store)
@@ -104,8 +103,8 @@ class Rendezvous:
 class RankGroup:
     """One rank's end of the collectives. Each blocks until all ranks have called it.
 
-    Raises (from each):
-        EngineDead: a rank is gone, and with it the group.
+    Raises:
+        EngineDead: from every method: a rank has gone, and with it the group.
     """
 
     def __init__(self, gloo: Any, name: str, rank: int, size: int) -> None:
@@ -116,15 +115,20 @@ class RankGroup:
         gloo.set_timeout(_COLLECTIVE_TIMEOUT)
 
     def sums(self, *numbers: int) -> list[int]:
-        """Each number, added up over the ranks."""
+        """Return each number's sum over the ranks."""
         total = torch.tensor(numbers)
         self._wait(lambda: self._gloo.allreduce([total], dist.AllreduceOptions()))
         summed: list[int] = total.tolist()
         return summed
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Give ``sent[r]`` rows to rank ``r``, one rank's after another's, and get as many
-        as ``received`` says, in the same order."""
+        """Send rows to all ranks, and return the rows received, both in the order of ranks.
+
+        Args:
+            rows: the rows for all ranks.
+            sent: how many rows go to each rank.
+            received: how many come from each rank.
+        """
         given = rows.contiguous()
         taken = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype)
         self._wait(
@@ -147,8 +151,8 @@ class RankGroup:
 class GroupExchange:
     """Experts in blocks over the ranks: rank ``r`` of ``n`` has an ``n``-th of them.
 
-    Implements :class:`sidecar.embedded.experts.Exchange` by three exchanges of all with
-    all: how many rows go where, the rows, and the results.
+    Implements :class:`sidecar.embedded.qwen3.Exchange` by three all-to-all exchanges: the counts of
+    rows, the rows, and the results.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -157,9 +161,11 @@ class GroupExchange:
         self._received: list[int] = []
 
     def own(self, experts: int) -> range:
+        """Return this rank's block."""
         return self._block(self._group.rank, experts)
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
+        """Exchange the counts and the rows."""
         group, experts = self._group, len(counts)
         blocks = [self._block(rank, experts) for rank in range(group.size)]
         own = len(blocks[group.rank])
@@ -172,10 +178,11 @@ class GroupExchange:
         return self._swap(rows, self._sent, self._received), of_source
 
     def combine(self, results: Tensor) -> Tensor:
+        """Exchange the results."""
         return self._swap(results, self._received, self._sent)
 
     def _swap(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        # As bytes, since gloo need not know every dtype.
+        # As bytes, because gloo does not support every dtype.
         return self._group.swap(rows.view(torch.uint8), sent, received).view(rows.dtype)
 
     def _block(self, rank: int, experts: int) -> range:
@@ -184,6 +191,6 @@ class GroupExchange:
 
 
 def _first_line(error: Exception) -> str:
-    """Of gloo's or the store's text, which goes on with stack traces and advice."""
+    """Return the error's first line, without the stack traces and advice of gloo and the store."""
     text = str(error).strip()
     return text.splitlines()[0].split(". This is typically")[0] if text else type(error).__name__

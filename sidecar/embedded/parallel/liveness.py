@@ -1,9 +1,8 @@
-"""Connections by which ranks notice that one of them is gone, also while all are idle.
+"""Connections by which ranks notice that one of them has gone, also while all are idle.
 
-Rank 0 listens, the others connect; each connection ends with its process, however that
-ends. Rank 0 tells the others of a rank that it lost. One that goes in an orderly way says
-so first; then the others, who are probably going too, wait a moment before they call it
-a death.
+Rank 0 listens and the others connect. Each connection ends with its process, however that ends, and
+rank 0 tells the others which rank it lost. A rank that closes in order says so first. Then the
+others, which are probably closing too, wait a moment before they report a death.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from bus.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# How long after a rank has left the others give themselves to leave, too.
+# How long the others wait after a rank has left: they may be leaving, too.
 LEAVE_GRACE_S: Final = 3.0
 _GONE: Final = "gone"
 _LEAVING: Final = "leaving"
@@ -27,17 +26,16 @@ _MAX_LINE_BYTES: Final = 64
 class RankLiveness:
     """One rank's connections.
 
-    Lines are ``<rank> <what>``: at first ``<rank> here``, later that a rank is leaving or
-    gone.
-
-    ``noticed`` is set when a rank is known to be gone; ``lost`` is called then, or, where
-    the rank has left, a little later.
+    Lines are ``<rank> <what>``: first ``<rank> here``, later ``leaving`` or ``gone`` of any rank.
 
     Args:
-        group: the DP group's name, for what is said of it.
-        rank: this one.
-        size: how many there are.
-        lost: called once, with the reason, when a rank is gone.
+        group: the DP group's name.
+        rank: this rank.
+        size: how many ranks there are.
+        lost: called once, with the reason, when a rank has gone; of a rank that has left, later.
+
+    Attributes:
+        noticed: set at once when a rank is known to have gone.
     """
 
     def __init__(self, group: str, rank: int, size: int, lost: Callable[[str], None]) -> None:
@@ -55,16 +53,16 @@ class RankLiveness:
         self._all_here = asyncio.Event()
 
     async def listen(self, host: str) -> tuple[str, int]:
-        """Rank 0: where the others connect."""
+        """Listen, as rank 0; return the address for the others."""
         self._server = await asyncio.start_server(self._welcome, host, 0, limit=_MAX_LINE_BYTES)
         address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return address
 
     async def connect(self, host: str, port: int) -> None:
-        """The others: connect to rank 0.
+        """Connect to rank 0, as one of the others.
 
         Raises:
-            EngineError: nobody listens there.
+            EngineError: rank 0 does not listen.
         """
         try:
             reader, writer = await asyncio.open_connection(host, port, limit=_MAX_LINE_BYTES)
@@ -75,11 +73,11 @@ class RankLiveness:
         self._watch(0, reader)
 
     async def wait_for_all(self) -> None:
-        """Rank 0: return when all others have connected."""
+        """Return when all others have connected, as rank 0."""
         await self._all_here.wait()
 
     def leave(self) -> None:
-        """Say that this rank is about to close, and look no more at the others."""
+        """Announce that this rank closes, and stop watching the others."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
@@ -87,12 +85,12 @@ class RankLiveness:
             self._say(writer, self._rank, _LEAVING)
 
     def announce_crash(self) -> None:
-        """Say that this rank's core is gone, though its process is not."""
+        """Announce that this rank's core has crashed, though its process lives."""
         for writer in self._writers.values():
             self._say(writer, self._rank, _GONE)
 
     async def close(self) -> None:
-        """Leave, and let everything go."""
+        """Leave, and close all connections."""
         self.leave()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for writer in self._writers.values():
@@ -119,7 +117,7 @@ class RankLiveness:
         self._tasks.add(task)
 
     async def _read(self, peer: int, reader: asyncio.StreamReader) -> None:
-        """Hear of ``peer``, or through it of others, until the connection ends."""
+        """Read what ``peer`` announces, until the connection ends."""
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
                 rank, what = _parsed(line)
@@ -151,6 +149,6 @@ class RankLiveness:
 
 
 def _parsed(line: bytes) -> tuple[int, str]:
-    """Raises ValueError for what no rank says."""
+    """Return a line's rank and announcement; raise ValueError for any other line."""
     rank, _, what = line.decode("ascii").strip().partition(" ")
     return int(rank), what

@@ -1,4 +1,4 @@
-"""What a rank must know of its data parallel group."""
+"""Options of a rank of a data parallel group."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class DataParallel:
     """One rank of a data parallel group of embedded engines.
 
     Args:
-        size: ranks there are; at least 2.
-        rank: this one, from 0.
-        master: ``host:port`` where rank 0 makes the ranks known to each other. The port
-            must be free there.
+        size: how many ranks there are; at least 2.
+        rank: this rank, from 0.
+        master: ``host:port`` at which the ranks meet. Rank 0 listens there.
         group: the DP group's name on the bus.
-        DP coordinator: its coordinator; asked of rank 0 alone. None: rank 0 starts one.
-        broker: the broker that a DP coordinator which rank 0 starts shall ask; empty: none.
+        coordinator: addresses of the DP coordinator, which rank 0 tells the others. None: rank 0
+            starts one.
+        broker: the broker's address, for a DP coordinator that rank 0 starts; empty: none.
         bus_group: the group on the bus that the DP group belongs to.
-        sync_interval: steps between two agreements of the ranks; alike on all of them.
+        sync_interval: steps between two agreements; alike on all ranks.
         join_timeout_s: how long the ranks wait for each other at the start.
-        one_phase_pause: for tests alone: pause as it must not be done
+        one_phase_pause: for tests alone: pause in one phase, which is wrong
             (:mod:`sidecar.embedded.parallel.core`).
 
     Raises:
-        UsageError: a field can't be used; the text names it.
+        UsageError: names the field that is wrong.
     """
 
     size: int
@@ -60,7 +60,7 @@ class DataParallel:
 
     @property
     def address(self) -> tuple[str, int]:
-        """``master`` in its parts."""
+        """Host and port of ``master``."""
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
             raise UsageError(f"dp_master={self.master!r}: must be host:port")

@@ -1,7 +1,7 @@
-"""A rank's front end: its place in the group, and its word with the coordinator.
+"""A rank's front end: it meets the other ranks, and talks to the DP coordinator.
 
-The front end knows of waves only what the coordinator publishes. When a request comes
-while it believes that nothing runs, it says FIRST_REQ, so that the other ranks join.
+The front end knows of waves what the coordinator publishes. When a request comes while no wave
+runs, it sends FIRST_REQ, so that the other ranks join.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import threading
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import bus.log
@@ -30,22 +31,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
     from typing import Any
 
-    from sidecar.embedded.model import Qwen3
+    from sidecar.embedded.model import ModelRunner
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.embedded.requests import Publish
     from sidecar.shared_pages.core_status import CoreStatusPage
 
 T = TypeVar("T")
-# In which the end of a rank that broke a step is noticed here, too.
+# How long after a broken step the end of the rank that broke it is noticed.
 _NOTICE_S: Final = 0.5
 
 
 class DpRank:
-    """One rank of a group, from :meth:`join` to :meth:`close`; lives in one loop.
+    """One rank of a group, from :meth:`join` to :meth:`close`, in one event loop.
 
     Args:
-        options: which rank of which group.
-        lost: called once, with the reason, when the group can't go on.
+        options: the rank's options.
+        lost: called once, with the reason, when the group can't continue.
     """
 
     def __init__(self, options: DataParallel, lost: Callable[[str], None]) -> None:
@@ -58,18 +59,21 @@ class DpRank:
         self._sockets: DpRankSockets | None = None
         self._core: LockstepCore | None = None
         self._ready = asyncio.Event()
-        # What the coordinator said last, or FIRST_REQ has made likely.
+        # What the coordinator published last, or what FIRST_REQ will start.
         self._wave = 0
         self._running = False
 
     async def join(self, facts: dict[str, object]) -> GroupExchange:
-        """Meet the others; ``facts`` must be alike on all ranks.
+        """Meet the other ranks.
+
+        Args:
+            facts: what must be alike on all ranks.
 
         Returns:
-            The way of tokens to the experts on other ranks.
+            The exchange with the experts on other ranks.
 
         Raises:
-            EngineError: the others did not come, or are not like this one.
+            EngineError: the others did not come, or differ.
         """
         options = self.options
         alike = {**facts, "dp_size": options.size, "sync_interval": options.sync_interval}
@@ -87,14 +91,14 @@ class DpRank:
 
     def make_core(
         self,
-        model: Qwen3,
+        model: ModelRunner,
         *,
         slots: int,
         publish: Publish,
         died: Callable[[str], None],
         page: CoreStatusPage,
     ) -> LockstepCore:
-        """The core of this rank; see :class:`LockstepCore`."""
+        """Make the core of this rank; see :class:`LockstepCore`."""
         options = self.options
         kind = OnePhaseCore if options.one_phase_pause else LockstepCore
         self._core = kind(
@@ -110,10 +114,10 @@ class DpRank:
         return self._core
 
     async def ready(self) -> None:
-        """Listen to the coordinator; return when the cores of all ranks do.
+        """Subscribe to the coordinator; return when the cores of all ranks have.
 
         Raises:
-            EngineError: they don't in time.
+            EngineError: some have not in time.
         """
         assert self._sockets is not None
         self._sockets.listen(on_front=self._on_front, on_core=self._on_core)
@@ -122,7 +126,7 @@ class DpRank:
         await self._bounded(self._ready.wait(), "its coordinator is not ready")
 
     def on_request(self) -> int:
-        """A request has been given to the core's queue, or is about to be. The wave it is for."""
+        """Tell the coordinator of a request; return the wave for which it is."""
         wave = self._wave
         if not self._running and self._sockets is not None:
             self._running = True
@@ -131,10 +135,7 @@ class DpRank:
         return wave
 
     async def explain(self, reason: str) -> str | None:
-        """Why the core died, in better words than its own if there are any.
-
-        None: another rank is gone, and ``lost`` says which.
-        """
+        """Return why the core died; None if another rank has gone, which ``lost`` reports."""
         try:
             await asyncio.wait_for(self._liveness.noticed.wait(), _NOTICE_S)
         except TimeoutError:
@@ -143,11 +144,11 @@ class DpRank:
         return None
 
     def leave(self) -> None:
-        """Tell the other ranks that this one is going to close."""
+        """Announce to the other ranks that this one closes."""
         self._liveness.leave()
 
     async def close(self) -> None:
-        """Leave the group; the other ranks can't go on without this one."""
+        """Leave the group; the other ranks can't continue without this one."""
         await self._liveness.close()
         if self._sockets is not None:
             self._sockets.close()
@@ -158,26 +159,18 @@ class DpRank:
     # Inside
 
     async def _meet(self, meeting: Rendezvous) -> DpCoordinatorAddresses:
-        """Exchange addresses over the store, and connect the links that show who lives."""
+        """Exchange addresses over the store, and connect the links that show which ranks live."""
         options = self.options
         if options.rank == 0:
             addresses = options.coordinator or await self._start_coordinator()
             host, port = await self._liveness.listen(options.address[0])
-            shared: dict[str, object] = {
-                "front": addresses.front,
-                "core_in": addresses.core_in,
-                "core_out": addresses.core_out,
-                "host": host,
-                "port": port,
-            }
+            shared = {"coordinator": asdict(addresses), "host": host, "port": port}
             await _blocking(lambda: meeting.tell("addresses", shared))
             await self._bounded(self._liveness.wait_for_all(), "not all ranks have come")
             return addresses
-        shared = await _blocking(lambda: meeting.ask("addresses"))
-        await self._liveness.connect(str(shared["host"]), int(str(shared["port"])))
-        return DpCoordinatorAddresses(
-            str(shared["front"]), str(shared["core_in"]), str(shared["core_out"])
-        )
+        found = await _blocking(lambda: meeting.ask("addresses"))
+        await self._liveness.connect(found["host"], found["port"])
+        return DpCoordinatorAddresses(**found["coordinator"])
 
     async def _bounded(self, work: Coroutine[Any, Any, T], complaint: str) -> T:
         options = self.options
@@ -206,7 +199,7 @@ class DpRank:
         return self._coordinator.addresses
 
     def _on_coordinator_died(self, code: int) -> None:
-        """From its watcher's thread. Without it the idle ranks would not wake."""
+        """Report the coordinator's end: without it idle ranks would not wake. Any thread."""
         reason = (
             f"the DP coordinator of DP group {self.options.group} has ended with exit code {code}"
         )
@@ -233,7 +226,7 @@ class DpRank:
             self._log.warning("bad_frame", detail=str(error))
 
     def _report(self, report: frames.CoreReport) -> None:
-        """From the core's thread."""
+        """Send a report of the core; called in the core's thread."""
 
         def send() -> None:
             if self._sockets is not None:
@@ -247,7 +240,7 @@ class DpRank:
 
 
 async def _blocking(action: Callable[[], T]) -> T:
-    """Run what may wait long for other ranks in a thread that holds up no end of the process."""
+    """Run ``action``, which may wait for other ranks, in a thread that does not delay exit."""
     loop = asyncio.get_running_loop()
     answer: Future[T] = Future()
 

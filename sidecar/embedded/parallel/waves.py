@@ -1,9 +1,9 @@
-"""One rank's view of its group's waves. No I/O: the core brings what happened.
+"""One rank's view of its group's waves. No I/O: the core reports events.
 
-A wave is one running period of the group. While it runs every rank steps, with a dummy
-batch if it has nothing, since a step needs all of them. All ranks count its steps alike,
-and at the first and then every ``interval``-th step they add up who still has work and
-who is paused. So they end a wave together, and number waves alike.
+A wave is one running period of the group. While it runs every rank steps, with a dummy batch if it
+has nothing to do, because a step needs all ranks. All ranks count its steps alike. At the first and
+then at every ``interval``-th step they agree: they add up who has work and who is paused. So they
+end a wave together, and number waves alike.
 
 ::
 
@@ -14,16 +14,16 @@ who is paused. So they end a wave together, and number waves alike.
     running       pause                           running, locally paused
     loc. paused   all ranks paused                agreed, running to drain
     agreed        all ranks drained               globally paused, the next wave
-    glob. paused  resume, and nobody has work     idle
-    glob. paused  resume, and somebody has work   running
+    glob. paused  resume, and no rank has work    idle
+    glob. paused  resume, and a rank has work     running
 
-Each pause of a running group ends its wave, and one of an idle group makes a wave to end:
-an idle rank, too, learns that way that all have paused.
+A pause of a running group ends its wave. A pause of an idle group starts a wave to end, so that an
+idle rank learns in the same way that all have paused.
 
-START_DP_WAVE is obeyed by a rank that has merely been asked to pause: the others may be
-blocked in a step until it joins. After all have agreed it is kept in mind until the
-resume, since one for this wave can only have been sent for a request that still waits
-somewhere. One for an earlier wave is over, and changes nothing in any state.
+A locally paused rank obeys START_DP_WAVE, because the others may be blocked in a step until it
+joins. After all ranks have agreed, the rank records START_DP_WAVE until the resume: it can only
+have been sent for a request that still waits somewhere. START_DP_WAVE for an earlier wave changes
+nothing in any state.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ DEFAULT_INTERVAL: Final = 16
 
 
 class RankWaves:
-    """The state, and what happens to it.
+    """The state of one rank.
 
     Attributes:
-        number: of the wave that runs, or else of the next one.
-        step: of this wave, as many as were made.
-        running: a wave runs, so this rank steps.
-        paused: a pause was asked of this rank, and no resume since.
-        agreed: all ranks have been asked, and know it.
+        number: number of the wave that runs, or else of the next one.
+        step: how many steps of this wave have been made.
+        running: whether a wave runs, so that this rank steps.
+        paused: whether this rank has been asked to pause, and not to resume since.
+        agreed: whether all ranks have been asked, and know it.
     """
 
     def __init__(self, rank: int, size: int, interval: int = DEFAULT_INTERVAL) -> None:
@@ -55,25 +55,27 @@ class RankWaves:
         self.paused = False
         self.agreed = False
         self._interval = interval
-        self._is_announced = False  # that this wave runs
-        self._start: int | None = None  # came while globally paused
+        self._is_announced = False  # whether this wave is
+        self._start: int | None = None  # the wave of a START_DP_WAVE while globally paused
 
     @property
     def is_globally_paused(self) -> bool:
-        """All ranks are paused and drained: nobody will step before all have resumed."""
+        """Whether all ranks are paused and drained, so that none steps before all resume."""
         return self.agreed and not self.running
 
     @property
     def owes_wave(self) -> bool:
-        """Whether a START_DP_WAVE came that is to be obeyed after the resume. Who asked for that
-        wave may have nothing to do any more, and then wouldn't step in it."""
+        """Whether a START_DP_WAVE is to be obeyed after the resume.
+
+        Its sender may have no work any more, and would not step in that wave by itself.
+        """
         return self._start is not None and self._start >= self.number
 
     def on_request(self, wave: int) -> CoreReport | None:
-        """A request came; its front end believed in this wave. What the others must hear.
+        """Take a request that its front end has sent for ``wave``; return a report, if any.
 
-        A front end that has not heard yet that the wave is over tells nobody of the
-        request, so the core does.
+        A front end that does not know yet that the wave is over sends no FIRST_REQ, so the core
+        reports the request.
         """
         if wave < self.number and not self.running and not self.paused:
             self.running = True
@@ -81,10 +83,9 @@ class RankWaves:
         return None
 
     def on_start_wave(self, wave: int, excluded: int | None) -> bool:
-        """START_DP_WAVE; whether it is obeyed now.
+        """Take START_DP_WAVE; return whether it is obeyed now.
 
-        A greater number than one's own is adopted, but not in the middle of a wave,
-        where all ranks count alike without being told.
+        A greater number is adopted, but not in the middle of a wave, where all ranks count alike.
         """
         if excluded == self.rank or wave < self.number:
             return False
@@ -96,26 +97,30 @@ class RankWaves:
         return True
 
     def join_in(self) -> CoreReport | None:
-        """This rank has something to confer about: a wave runs, or starts. What the others must
-        hear."""
+        """Start a wave unless one runs, so that the ranks agree; return a report, if any."""
         if self.running or self.paused:
             return None
         self.running = True
         return CoreReport(self.rank, started=self.number)
 
     def on_step_begin(self) -> None:
+        """Note that this rank steps."""
         self.running = True
 
     def on_step_end(self) -> bool:
-        """Whether the ranks are to confer now."""
+        """Count a step; return whether the ranks agree now."""
         self.step += 1
         return self.step == 1 or self.step % self._interval == 0
 
     def on_agreement(self, unfinished: int, paused: int) -> CoreReport | None:
-        """How many ranks have work that they may do, and how many are paused.
+        """Take the sums of an agreement.
+
+        Args:
+            unfinished: how many ranks have work that they may do.
+            paused: how many ranks are paused.
 
         Returns:
-            What the coordinator must hear. Rank 0 speaks for all.
+            A report for the coordinator, from rank 0 alone.
         """
         if paused == self.size:
             self.agreed = True
@@ -130,14 +135,15 @@ class RankWaves:
         return CoreReport(self.rank, complete=over) if speaks else None
 
     def pause(self) -> None:
-        """This rank is asked to pause. Asked again, before a resume, it changes nothing."""
+        """Pause this rank; a second pause before a resume changes nothing."""
         if not self.agreed:
             self.paused = self.running = True
 
     def on_resumed(self, *, unfinished: bool) -> None:
-        """All ranks have been asked to resume; whether any of them has work, or owes a wave.
+        """Resume with all ranks, after :attr:`is_globally_paused`.
 
-        Only after :attr:`is_globally_paused`.
+        Args:
+            unfinished: whether any rank has work, or owes a wave.
         """
         kept, self._start = self._start, None
         self.paused = self.agreed = False

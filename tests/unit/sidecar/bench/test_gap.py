@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bus.cli.main import run
-from sidecar.bench import gap, updates
-from sidecar.bench.fleet import ServedAnswer
+from sidecar.bench import fleet, gap, updates
+from sidecar.bench.fleet import ServedAnswer, UpdatedEngines, without_experts
 from sidecar.bench.gap import figures_of, typical
 from sidecar.bench.programs.embedded_trainer import mixture
 from sidecar.bench.streams import tokens_within
-from sidecar.bench.updates import Measured, UpdatedEngines, UpdateRound, without_experts
+from sidecar.bench.updates import Measured, UpdateRound
 from trainer_agent.demo.policy import Policy
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         async def rounds(*_: Any) -> Measured:
             return measured(arrived=arrived)
 
-        monkeypatch.setattr(updates, "embedded", engines)
+        monkeypatch.setattr(fleet, "start_embedded", engines)
         monkeypatch.setattr(updates, "rounds_of", rounds)
         return run(["bench", "gap", *map(str, options)])
 

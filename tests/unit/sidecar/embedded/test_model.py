@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sidecar.embedded.config import read_config
-from sidecar.embedded.model import Qwen3
+from sidecar.embedded.model import ModelRunner
 from sidecar.embedded.weights import load_folder
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 
@@ -18,23 +18,22 @@ if TYPE_CHECKING:
 PROMPTS = [[5, 9, 77, 31, 12], [40, 3], [8, 8, 8, 100, 101, 102, 103, 104, 4]]
 
 
-def _model(checkpoint: Checkpoint, *, dtype: str = "auto", slots: int = 4) -> Qwen3:
-    model = Qwen3(read_config(checkpoint.folder, dtype), slots=slots, max_len=128)
-    load_folder(model.layout, model.parameters, checkpoint.folder)
+def _model(checkpoint: Checkpoint, *, dtype: str = "auto", slots: int = 4) -> ModelRunner:
+    model = ModelRunner(read_config(checkpoint.folder, dtype), slots=slots, max_len=128)
+    load_folder(model.expected, model.parameters, checkpoint.folder)
     return model
 
 
 @torch.inference_mode()
-def _batched_greedy(model: Qwen3, prompts: list[list[int]], count: int) -> list[list[int]]:
+def _batched_greedy(model: ModelRunner, prompts: list[list[int]], count: int) -> list[list[int]]:
     """All prompts side by side, one slot each."""
-    slots = list(range(len(prompts)))
     rows = [list(prompt) for prompt in prompts]
-    logits = model.prefill(rows, slots)
+    logits = model.step(prompts=rows)
     for step in range(count):
         for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
             row.append(token)
         if step < count - 1:
-            logits = model.decode([r[-1] for r in rows], [len(r) - 1 for r in rows])
+            logits = model.step([r[-1] for r in rows], [len(r) - 1 for r in rows])
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 
@@ -70,7 +69,7 @@ def test_logits_equal_the_reference_closely(checkpoint: Checkpoint) -> None:
     """Not only the largest one."""
     model = _model(checkpoint)
     with torch.inference_mode():
-        logits = model.prefill([PROMPTS[0]], [2])
+        logits = model.step(prompts=[PROMPTS[0]])
     expected, _ = checkpoint.forward(checkpoint.weights, PROMPTS[0])
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -80,9 +79,9 @@ def test_a_moved_slot_goes_on_where_it_was(checkpoint: Checkpoint) -> None:
     model = _model(checkpoint)
     prompt = PROMPTS[2]
     with torch.inference_mode():
-        token = int(model.prefill([prompt], [3]).argmax())
-        model.kv.move(3, 0, len(prompt))
-        logits = model.decode([token], [len(prompt)])
+        token = int(model.step(prompts=[*PROMPTS[:2], prompt])[2].argmax())
+        model.kv.move(2, 0, len(prompt))
+        logits = model.step([token], [len(prompt)])
     expected, _ = checkpoint.forward(checkpoint.weights, [*prompt, token])
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -102,7 +101,7 @@ def test_bfloat16_stays_close_to_float32(checkpoint: Checkpoint) -> None:
     model = _model(checkpoint, dtype="bfloat16")
     assert {p.dtype for p in model.parameters.values()} == {torch.bfloat16}
     with torch.inference_mode():
-        logits = model.prefill([PROMPTS[0]], [0])
+        logits = model.step(prompts=[PROMPTS[0]])
     assert logits.dtype == torch.float32
     expected, _ = checkpoint.forward(checkpoint.weights, PROMPTS[0])
     assert torch.nn.functional.cosine_similarity(logits[0], expected, dim=0) > 0.99

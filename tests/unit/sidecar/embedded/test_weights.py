@@ -13,14 +13,9 @@ from bus.errors import EngineError, UsageError
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import NackCode
 from sidecar.embedded.config import read_config
-from sidecar.embedded.model import Qwen3
-from sidecar.embedded.weights import (
-    ParameterLayout,
-    check_manifest,
-    layout_of,
-    load_folder,
-    load_tensors,
-)
+from sidecar.embedded.model import ModelRunner
+from sidecar.embedded.qwen3 import Qwen3
+from sidecar.embedded.weights import ExpectedWeights, load_folder, load_tensors
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.support.push import metas_of
 
@@ -33,12 +28,12 @@ MLP = "model.layers.1.mlp"
 
 
 @pytest.fixture
-def layout(checkpoint: Checkpoint) -> ParameterLayout:
-    return layout_of(read_config(checkpoint.folder))
+def expected(checkpoint: Checkpoint) -> ExpectedWeights:
+    return ExpectedWeights.of(Qwen3(read_config(checkpoint.folder)))
 
 
-def _check(layout: ParameterLayout, metas: Iterable[TensorMeta]) -> None:
-    check_manifest(layout, Manifest.plan(metas, chunk_bytes=1 << 20))
+def _check(expected: ExpectedWeights, metas: Iterable[TensorMeta]) -> None:
+    expected.check(Manifest.plan(metas, chunk_bytes=1 << 20))
 
 
 def _without(checkpoint: Checkpoint, *names: str) -> list[TensorMeta]:
@@ -54,73 +49,42 @@ def _changed(checkpoint: Checkpoint, name: str, **change: Any) -> list[TensorMet
     ]
 
 
-def _refusal(layout: ParameterLayout, metas: Iterable[TensorMeta]) -> EngineError:
+def _refusal(expected: ExpectedWeights, metas: Iterable[TensorMeta]) -> EngineError:
     with pytest.raises(EngineError) as refused:
-        _check(layout, metas)
+        _check(expected, metas)
     assert refused.value.code is NackCode.MANIFEST_REFUSED
     return refused.value
 
 
 def test_a_whole_manifest_in_any_order_is_accepted(
-    checkpoint: Checkpoint, layout: ParameterLayout
+    checkpoint: Checkpoint, expected: ExpectedWeights
 ) -> None:
     """Order and chunks are the trainer's business."""
-    _check(layout, metas_of(checkpoint.weights))
-    _check(layout, reversed(metas_of(checkpoint.weights)))
+    _check(expected, metas_of(checkpoint.weights))
+    _check(expected, reversed(metas_of(checkpoint.weights)))
 
 
-def test_an_unknown_tensor_is_named(checkpoint: Checkpoint, layout: ParameterLayout) -> None:
+def test_an_unknown_tensor_is_named(checkpoint: Checkpoint, expected: ExpectedWeights) -> None:
     """Even when everything that is needed is there, too."""
     extra = TensorMeta("model.layers.2.mlp.up_proj.weight", "float32", (128, 64))
-    error = _refusal(layout, [*metas_of(checkpoint.weights), extra])
+    error = _refusal(expected, [*metas_of(checkpoint.weights), extra])
     assert error.tensor == extra.name
     assert "the model has no tensor" in error.detail
 
 
-def test_a_fused_name_is_refused_with_the_names_to_send(
-    checkpoint: Checkpoint, layout: ParameterLayout
-) -> None:
-    """Trainers name tensors as Hugging Face does, not as the engine keeps them."""
+def test_a_fused_name_is_refused(checkpoint: Checkpoint, expected: ExpectedWeights) -> None:
+    """Trainers name tensors as Hugging Face does, not as vLLM keeps them."""
     fused = TensorMeta(f"{MLP}.gate_up_proj.weight", "float32", (256, 64))
     parts = (f"{MLP}.gate_proj.weight", f"{MLP}.up_proj.weight")
-    error = _refusal(layout, [*_without(checkpoint, *parts), fused])
-    assert error.tensor == fused.name
-    assert all(part in error.detail for part in parts)
+    assert _refusal(expected, [*_without(checkpoint, *parts), fused]).tensor == fused.name
 
 
-def test_a_missing_tensor_is_named(checkpoint: Checkpoint, layout: ParameterLayout) -> None:
+def test_a_missing_tensor_is_named(checkpoint: Checkpoint, expected: ExpectedWeights) -> None:
     """An update covers the whole model."""
     name = f"{MLP}.down_proj.weight"
-    error = _refusal(layout, _without(checkpoint, name))
+    error = _refusal(expected, _without(checkpoint, name))
     assert error.tensor == name
     assert "missing" in error.detail
-
-
-@pytest.mark.parametrize(
-    ("parameter", "sent", "missing"),
-    [
-        (f"{ATTENTION}.qkv_proj.weight", ["k"], ["q", "v"]),
-        (f"{ATTENTION}.qkv_proj.weight", ["q", "v"], ["k"]),
-        (f"{MLP}.gate_up_proj.weight", ["gate"], ["up"]),
-        (f"{MLP}.gate_up_proj.weight", [], ["gate", "up"]),
-    ],
-)
-def test_part_of_a_fused_parameter_is_refused(
-    checkpoint: Checkpoint,
-    layout: ParameterLayout,
-    parameter: str,
-    sent: list[str],
-    missing: list[str],
-) -> None:
-    """The text says which parameter, how much of it there is, and what is missing."""
-    prefix = parameter.rsplit(".", 2)[0]
-    absent = [f"{prefix}.{part}_proj.weight" for part in missing]
-    error = _refusal(layout, _without(checkpoint, *absent))
-    assert error.tensor == absent[0]
-    assert parameter in error.detail
-    assert f"missing {', '.join(absent)} of its parts" in error.detail
-    present = sum(checkpoint.weights[f"{prefix}.{part}_proj.weight"].numel() for part in sent)
-    assert f"{present} of its" in error.detail
 
 
 @pytest.mark.parametrize(
@@ -132,54 +96,51 @@ def test_part_of_a_fused_parameter_is_refused(
     ],
 )
 def test_another_shape_or_dtype_is_refused(
-    checkpoint: Checkpoint, layout: ParameterLayout, change: dict[str, Any], said: str
+    checkpoint: Checkpoint, expected: ExpectedWeights, change: dict[str, Any], said: str
 ) -> None:
     """As many elements in another shape are not the same tensor."""
     name = f"{ATTENTION}.o_proj.weight"
-    error = _refusal(layout, _changed(checkpoint, name, **change))
+    error = _refusal(expected, _changed(checkpoint, name, **change))
     assert error.tensor == name
     assert said in error.detail
 
 
 def test_rotary_frequencies_are_taken_and_ignored(
-    checkpoint: Checkpoint, layout: ParameterLayout
+    checkpoint: Checkpoint, expected: ExpectedWeights
 ) -> None:
     """Old checkpoints hold them; the engine computes them."""
     buffer = TensorMeta(f"{ATTENTION}.rotary_emb.inv_freq", "float32", (16,))
-    _check(layout, [*metas_of(checkpoint.weights), buffer])
-    load_tensors(layout, {}, [(buffer.name, torch.zeros(16))])
+    _check(expected, [*metas_of(checkpoint.weights), buffer])
+    load_tensors({}, [(buffer.name, torch.zeros(16))])
 
 
 def test_a_tied_head_may_be_sent_or_left_out(tmp_path: Path) -> None:
     """It is the embedding; still it must have the embedding's shape."""
     tied = make_checkpoint(tmp_path, seed=1, tie=True)
-    layout = layout_of(read_config(tmp_path))
+    expected = ExpectedWeights.of(Qwen3(read_config(tmp_path)))
     head = TensorMeta("lm_head.weight", "float32", (128, 64))
-    _check(layout, metas_of(tied.weights))
-    _check(layout, [*metas_of(tied.weights), head])
-    error = _refusal(layout, [*metas_of(tied.weights), replace(head, shape=(128, 32))])
+    _check(expected, metas_of(tied.weights))
+    _check(expected, [*metas_of(tied.weights), head])
+    error = _refusal(expected, [*metas_of(tied.weights), replace(head, shape=(128, 32))])
     assert error.tensor == "lm_head.weight"
 
 
-def test_an_untied_head_is_needed(checkpoint: Checkpoint, layout: ParameterLayout) -> None:
+def test_an_untied_head_is_needed(checkpoint: Checkpoint, expected: ExpectedWeights) -> None:
     """Without tied embeddings it is a parameter like any other."""
-    assert _refusal(layout, _without(checkpoint, "lm_head.weight")).tensor == "lm_head.weight"
+    assert _refusal(expected, _without(checkpoint, "lm_head.weight")).tensor == "lm_head.weight"
 
 
-def test_every_part_lands_at_its_rows(checkpoint: Checkpoint) -> None:
-    """q, k and v one below the other; gate above up."""
+def test_every_tensor_is_loaded(checkpoint: Checkpoint) -> None:
+    """Each under its own name."""
     model = _load(checkpoint.folder)
-    for fused, parts in (
-        (f"{ATTENTION}.qkv_proj", [f"{ATTENTION}.{p}_proj" for p in "qkv"]),
-        (f"{MLP}.gate_up_proj", [f"{MLP}.gate_proj", f"{MLP}.up_proj"]),
-    ):
-        expected = torch.cat([checkpoint.weights[f"{part}.weight"] for part in parts])
-        assert torch.equal(model.parameters[f"{fused}.weight"], expected)
+    assert model.parameters.keys() == checkpoint.weights.keys()
+    for name, weight in checkpoint.weights.items():
+        assert torch.equal(model.parameters[name], weight)
 
 
-def _load(folder: Path) -> Qwen3:
-    model = Qwen3(read_config(folder), slots=1, max_len=8)
-    load_folder(model.layout, model.parameters, folder)
+def _load(folder: Path) -> ModelRunner:
+    model = ModelRunner(read_config(folder), slots=1, max_len=8)
+    load_folder(model.expected, model.parameters, folder)
     return model
 
 
@@ -206,11 +167,11 @@ def _set(**fields: object) -> Callable[[Path], None]:
         (_drop_config, "can't read config.json"),
         (_set(model_type="llama"), "model_type: 'llama'"),
         (_set(hidden_act="gelu"), "hidden_act: 'gelu'"),
-        (_set(hidden_size="64"), "hidden_size: '64'"),
+        (_set(hidden_size="64"), r"Expected `int`, got `str` - at `\$.hidden_size`"),
         (_set(num_key_value_heads=3), "num_attention_heads: 2 over 3"),
         (_set(rope_parameters={"rope_type": "yarn"}), "rope_type 'yarn'"),
-        (_set(dtype="float16"), "dtype: 'float16'"),
-        (_set(eos_token_id="end"), "eos_token_id: 'end'"),
+        (_set(dtype="float16"), r"'float16' - at `\$.dtype`"),
+        (_set(eos_token_id="end"), r"got `str` - at `\$.eos_token_id`"),
         (_set(num_hidden_layers=3), "model.layers.2.input_layernorm.weight is missing"),
         (_set(hidden_size=32), "has shape"),
     ],

@@ -33,7 +33,7 @@ def rollout(policy: Policy, response: tuple[int, ...], reward: float, lag: float
 
 def learner() -> GrpoLearner:
     """Return a learner that makes one plain update per step, without entropy bonus."""
-    cfg = GrpoConfig(epochs=1, minibatches=1, entropy=0.0, warmup_steps=1)
+    cfg = GrpoConfig(entropy=0.0, warmup_steps=1)
     return GrpoLearner(Policy(PolicyConfig(), seed=2), cfg)
 
 
@@ -65,10 +65,8 @@ def test_rewarded_response_becomes_likelier() -> None:
     after = [sum(score(learn.policy, r)) for r in (GOOD, BAD)]
     assert after[0] > before[0]
     assert after[1] < before[1]
-    assert stats.tokens == 7
-    assert stats.reward == 0.5
-    assert stats.kl == pytest.approx(0, abs=1e-5)
-    assert stats.clipped == 0
+    assert (stats.reward, stats.updated) == (0.5, True)
+    assert stats.grad_norm > 0.1
 
 
 def test_equal_rewards_leave_the_policy_alone() -> None:
@@ -83,23 +81,17 @@ def test_far_drift_is_clipped() -> None:
     learn = learner()
     group = [rollout(learn.policy, GOOD, 1.0, lag=1.0), rollout(learn.policy, BAD, 0.0, lag=2.0)]
     stats = learn.step([group])
-    assert stats.clipped == 1.0
     assert stats.grad_norm == pytest.approx(0, abs=1e-7)
 
 
 def test_broken_logprobs_cannot_break_the_weights() -> None:
-    """An update whose loss is not finite is dropped and counted."""
-    learn = learner()
+    """An update whose loss is not finite is dropped, and nobody is called."""
+    learn, calls = learner(), []
     bad = replace(rollout(learn.policy, GOOD, 1.0), logprobs=(math.nan,) * len(GOOD))
-    assert learn.step([[bad, rollout(learn.policy, BAD, 0.0)]]).skipped == 1
+    groups = [[bad, rollout(learn.policy, BAD, 0.0)]]
+    assert not learn.step(groups, lambda: calls.append(learn.steps)).updated
+    assert not calls
     assert all(weight.isfinite().all() for weight in learn.policy.parameters())
-
-
-def test_mixed_versions_are_counted() -> None:
-    """The share of rollouts sampled under several weight versions is reported."""
-    learn = learner()
-    mixed = replace(rollout(learn.policy, GOOD, 1.0), versions=(3, 3, 4, 4))
-    assert learn.step([[mixed, rollout(learn.policy, BAD, 0.0)]]).mixed == 0.5
 
 
 def test_malformed_rollouts_are_refused() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from sidecar.embedded.config import read_config
-from sidecar.embedded.model import Qwen3
+from sidecar.embedded.model import ModelRunner
 from sidecar.embedded.parallel.core import LockstepCore
 from sidecar.embedded.parallel.waves import RankWaves
 from sidecar.embedded.requests import GenerationRequest
@@ -43,12 +43,12 @@ class PeerRank:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Qwen3:
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     config = read_config(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=3).folder)
-    return Qwen3(config, slots=2, max_len=64)
+    return ModelRunner(config, slots=2, max_len=64)
 
 
-def test_it_generates_until_the_peer_rank_is_ready_and_swaps_then(model: Qwen3) -> None:
+def test_it_generates_until_the_peer_rank_is_ready_and_swaps_then(model: ModelRunner) -> None:
     first_token, ended = threading.Event(), threading.Event()
     versions: list[int] = []
 
