@@ -1,9 +1,11 @@
-"""Recognizes requests that a paused or closed engine has rejected.
+"""Recognizes answers of engines that reject a request and generate no token.
 
-vLLM 0.33 answers requests in a ``wait`` or ``abort`` pause with HTTP 503, or in a stream with an
-event of that form. vLLM 0.32 and the embedded engine queue them. An API server whose engine has
-closed admission answers every request so, with the reason. Nothing was generated then: the client
-repeats the request, there or elsewhere. A dead engine answers otherwise.
+- vLLM 0.33 rejects requests during a ``wait`` or ``abort`` pause, with HTTP 503 or an equal event
+  in the stream. vLLM 0.32 and the embedded engine queue such requests instead.
+- An API server rejects every request while its engine's admission is closed, and says why.
+
+A client may repeat a rejected request, on the same engine or another. Errors of a dead engine are
+not recognized here.
 """
 
 from __future__ import annotations

@@ -148,7 +148,14 @@ class Wrap(Takes):
 
 @dataclass(frozen=True)
 class Form:
-    """One way in which vLLM may have what a seam needs, with what is installed only then."""
+    """What a seam expects of some versions of vLLM, and what it installs in those.
+
+    Attributes:
+        name: names the form within its seam.
+        expects: what must be so in vLLM's source.
+        wraps: methods to wrap.
+        sets: as in :class:`Seam`.
+    """
 
     name: str
     expects: tuple[Expectation, ...] = ()
@@ -210,7 +217,13 @@ class Seam:
         return (*(each for each in self.forms if each.name == form), self.common)
 
     def fit(self, tree: SourceTree) -> tuple[str, list[str]]:
-        """The form that fits and no gaps, or no form and the gaps of the one that fits best."""
+        """Finds the form that fits this vLLM.
+
+        Returns:
+            The form's name and no gaps; or, if no form fits, an empty name and the gaps in words.
+            The gaps are those that all forms share, if any; otherwise those of the form with the
+            fewest.
+        """
         common = self.common.gaps(tree)
         if not self.forms or common:
             return "" if common else self.common.name, common

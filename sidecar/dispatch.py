@@ -96,9 +96,10 @@ async def _pause(engine: Engine, mode: PauseMode, *, clear_cache: bool) -> int:
 
 
 async def _count_during(engine: Engine, call: Awaitable[None]) -> int:
-    """Makes a call, and returns how many requests the engine has meanwhile; 0 if unknown.
+    """Makes a call, and returns how many requests the engine has during it.
 
-    A server's count costs an HTTP request, which the call need not wait for.
+    The call does not wait for the count, which costs an HTTP request to a server. Returns 0 if
+    the count fails.
     """
     counting = asyncio.create_task(engine.in_flight())
     try:

@@ -386,7 +386,11 @@ class Sidecar:
     # -- engine calls -----------------------------------------------------------
 
     async def _make_calls(self) -> None:
-        """Joins the group's run, and makes the machine's engine calls, one at a time."""
+        """Executes the session machine's engine calls, one at a time, until the sidecar closes.
+
+        Before a call, the engine joins the group's run, if it has not: a run separates cache
+        entries.
+        """
         while True:
             if await self._cache_run.join(self._client.link.run, self._failure):
                 continue

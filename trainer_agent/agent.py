@@ -290,20 +290,21 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         """Sends weights to every engine of the group, which then serve them.
 
         A staged update loads the weights into spare memory while engines serve; each engine swaps
-        them between two steps at the commit. Nothing has changed before the swap. A paused update
-        pauses all engines, loads and resumes, and takes no extra memory. Inside :meth:`paused` the
-        update uses that pause; inside :meth:`asleep` the weights wake first.
+        them between two steps at the commit. Before the swap they serve the old weights. A paused
+        update pauses all engines, loads the weights in place, and resumes; it takes no extra
+        memory. Inside :meth:`paused` the update uses that pause. Inside :meth:`asleep` it first
+        wakes the engines' weights.
 
         Args:
             source: an ``nn.Module``, a state dict, ``(name, tensor)`` pairs, or a
                 :class:`trainer_agent.weights.source.WeightSource`: all weights of the model, by
                 their Hugging Face names.
-            config: the model's configuration, for a state dict of transformers. Models, and state
-                dicts with a configuration, are sent as ``save_pretrained`` would write them:
-                experts that transformers fuses are sent one by one, as views.
+            config: the model's configuration, if ``source`` is a state dict of transformers.
+                Models, and state dicts with a configuration, are sent as ``save_pretrained`` would
+                write them: fused experts are split into one tensor per expert, without a copy.
             dtype: ``engine`` casts floating-point tensors to the dtype of the engines' model, chunk
-                by chunk on their own device, before checksums: engines get what they would load
-                from the cast checkpoint. ``source`` sends tensors as they are.
+                by chunk on the tensors' own device. Checksums are of the cast tensors. ``source``
+                sends tensors as they are.
             target: ``draft`` updates the draft model of the engines' speculative decoding. Tensors
                 that the draft shares with the model (embeddings, output head) are refused.
             label: your own name of these weights, for logs and status.
@@ -312,13 +313,14 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 after the swap, or continue with those they have.
             wait_s: as :meth:`paused`.
             escalate: as :meth:`paused`.
-            canary: fixed probes that every engine runs before it serves the weights. Engines that
-                differ are quarantined, and named in :attr:`last_update`. On vLLM it needs
-                ``mode="abort"``.
-            quorum: how many DP groups (an engine alone is one) must have all weights for them to be
-                committed; the other DP groups are quarantined. ``all``: all that are there when the
-                update begins. With fewer the update fails as soon as that is known. Default: one;
-                or all, if some engines prefill for others that decode (`wavebus sidecar --role`).
+            canary: fixed prompts (probes) that every engine runs before it serves the weights.
+                Engines whose tokens differ are quarantined, and named in :attr:`last_update`. On
+                vLLM it needs ``mode="abort"``, or ``mode="wait"`` with ``escalate="abort"``.
+            quorum: how many DP groups must have all weights for the update to be committed; an
+                engine alone is a DP group of one. The other DP groups are quarantined. ``all``: all
+                DP groups that are present when the update begins. If too few are left, the update
+                fails at once. Default: one; or all, if the group has prefill and decode engines
+                (`wavebus sidecar --role`).
             how: ``staged``, ``paused``, or ``auto``: staged if every engine has the memory and
                 nothing needs a pause (a canary, a ``mode`` that ends requests, a pause that is
                 held). :attr:`last_update` says which it was, and why.
@@ -326,10 +328,10 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 bytes. Default: what is free there.
             keep_staging: whether that memory stays allocated for the next update.
             check_finite: whether to search all weights for NaN and Inf, and to fail the update if
-                there are any. Default: a warning (``weights_not_finite``) if the words that
-                ``verify`` reads have any.
-            on_sent: called as soon as the source's tensors may change; see :meth:`send_weights`,
-                which waits for that.
+                there are any. Default: only the values that ``verify`` reads for checksums are
+                searched, and NaN or Inf among them logs the warning ``weights_not_finite``.
+            on_sent: called as soon as you may modify the source's tensors again; see
+                :meth:`send_weights`, which returns then.
 
         Returns:
             The version that the bus assigned. :attr:`last_update` has the details.
@@ -343,8 +345,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             CanaryFailed: no engine passed the canary; all are quarantined.
             NonFiniteWeights: ``check_finite`` found one; engines are as after UpdateFailed.
             UpdateFailed: the update failed. Engines that had loaded a part are quarantined until
-                the next whole update; of a staged update, none has. Code ``quorum_missing``: too
-                few DP groups were left.
+                the next whole update; a staged update quarantines none. Code
+                ``quorum_missing``: too few DP groups were left.
             BusTimeout: a peer did not answer in time; the error has ``peer``, ``step``, ``chunk``
                 and ``heard_s``. If the peer is the broker, the update is undone once it is back.
         """

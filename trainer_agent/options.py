@@ -101,7 +101,10 @@ class UpdateOptions:
 
     @property
     def needs_pause(self) -> str:
-        """Why the update can't be staged, apart from the engines' reasons; empty if it can."""
+        """Returns why these options rule out staging; empty if they allow it.
+
+        Engines may have reasons of their own, such as too little memory.
+        """
         if self.how == "paused":
             return "it was asked for"
         if self.canary is not None:

@@ -70,7 +70,15 @@ class UpdateReport:
         resumed: GroupAck | None,
         **others: Any,
     ) -> Self:
-        """Makes the report from the group's answers; ``others`` are the remaining fields."""
+        """Makes an update's report from the broker's answers to its steps.
+
+        Args:
+            armed: the answer to ARM.
+            paused: the answer to the pause; None if the update made none.
+            committed: the answer to COMMIT.
+            resumed: the answer to RESUME; None if the update made no pause.
+            others: the other attributes of the report.
+        """
         unresumed = resumed.excluded if resumed else ()
         return cls(
             version=committed.version,

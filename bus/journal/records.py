@@ -72,7 +72,7 @@ class FrameRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="
 
 
 class KeysChanged(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
-    """Other public keys are authorised from now on."""
+    """``keys`` (role by public key) replaced the broker's authorised public keys."""
 
     now_ms: float
     keys: dict[str, KeyRole]

@@ -208,7 +208,11 @@ class JournalWriter:
             self._pause_recording(error)
 
     def _open(self, next_bytes: int = 0) -> None:
-        """Begins the next file, for a record of ``next_bytes``, and drops old files for it."""
+        """Begins the next file; first deletes old files that would exceed the size limit.
+
+        Args:
+            next_bytes: size of the record that comes next; the file has room for it.
+        """
         now_ms = self._scheduler.now_ms()
         began = FileBegan(
             self._boot,

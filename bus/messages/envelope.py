@@ -1,4 +1,4 @@
-"""The envelope of every frame."""
+"""Defines the fields that every frame on the bus carries beside its message."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from bus.messages.types import Count, Serial
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):
-    """What every frame carries.
+    """The fields of every frame: sender, message id, epoch, and the encoded message.
 
     A ``Struct``, because a frozen dataclass of eleven fields takes ten times as long to make.
 
     Attributes:
         id: names the message. A repeated message keeps its id.
-        reply_to: the id of the message that is answered; 0: none.
-        boot: one life of a process.
+        reply_to: the id of the message that this one answers; 0: none.
+        boot: identifies one life of the sending process.
         epoch: the fencing epoch; see :mod:`bus.protocol.group.group`.
-        seq: grows with every frame of one ``boot``, so that receivers drop old and doubled frames.
+        seq: grows with every frame of one ``boot``, so that receivers drop old and repeated frames.
     """
 
     wire_major: Count

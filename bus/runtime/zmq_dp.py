@@ -122,7 +122,7 @@ class DpRankSockets(_DpSockets):
         self._front.send(frame)
 
     def subscribe_as_core(self, frame: bytes) -> None:
-        """Sends a subscription as the core."""
+        """Subscribes to the coordinator's messages to cores, as a core does."""
         self._core_in.send(frame)
 
     def report_as_core(self, frame: bytes) -> None:

@@ -68,9 +68,9 @@ class _Handle(ctypes.Structure):
 
 
 def unavailable_reason(torch: Any) -> str:
-    """Returns why this machine has no CUDA; empty if it has.
+    """Returns why CUDA is not available on this machine; empty if it is.
 
-    CUDA is not initialised, because a process that has initialised it can't fork one that needs it.
+    Does not initialise CUDA, because a process that is forked after that can't use CUDA.
 
     Args:
         torch: the module.

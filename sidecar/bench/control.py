@@ -135,7 +135,19 @@ def figures_of(
     broker_cpu_s: float,
     http_cpu_s: float,
 ) -> dict[str, Any]:
-    """Return medians in ms, ratios, and CPU times in µs per engine and round."""
+    """Return a run's results: median round times, ratios and CPU times.
+
+    Args:
+        found: the round times of each way to pause and resume, in ms.
+        engines: how many engines took part.
+        cpu_rounds: in how many rounds CPU time was measured.
+        broker_cpu_s: CPU time of the broker in those rounds, in seconds.
+        http_cpu_s: CPU time of the HTTP client in those rounds, in seconds.
+
+    Returns:
+        Medians in ms; the bus's median divided by each other one; CPU times in µs per engine and
+        round.
+    """
     medians = {way: median(took_ms) for way, took_ms in found.items()}
     per_round_us = 1e6 / (engines * cpu_rounds)
     return {

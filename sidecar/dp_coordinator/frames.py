@@ -117,10 +117,14 @@ def decode_front_frame(parts: Sequence[bytes], size: int) -> FirstRequest | bool
 
 
 def decode_core_frame(parts: Sequence[bytes], size: int) -> CoreReport:
-    """What a core of a group of ``size`` ranks reports.
+    """Decodes a core's report.
+
+    Args:
+        parts: the parts of the ZeroMQ message.
+        size: how many ranks the DP group has.
 
     Raises:
-        BadFrame: it is no report.
+        BadFrame: the message is not a valid report.
     """
     try:
         items = _report.decode(_only(parts))

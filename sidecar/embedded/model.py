@@ -43,7 +43,14 @@ class KvCache:
         self._touched = 0
 
     def rows(self, positions: Tensor, deepest: int) -> Tensor:
-        """Return the rows of a layer, [n * kv_heads], for ``positions[i]`` of slot ``i``."""
+        """Return the row indices of one position per slot, [n * kv_heads].
+
+        The indices count rows of one layer's flattened cache: (slot, head, position).
+
+        Args:
+            positions: the position of each slot, [n].
+            deepest: the largest position plus 1; :meth:`clear` zeroes the positions below it.
+        """
         self._touched = max(self._touched, deepest)
         return (self._slot_rows[: len(positions)] + positions[:, None]).view(-1)
 

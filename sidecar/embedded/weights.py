@@ -1,7 +1,7 @@
-"""What an update of the model must hold: the manifest check and the loader.
+"""Checks that a manifest covers the whole model, and loads its tensors.
 
-Where experts are spread over ranks, a rank has the parameters of its own experts alone. Every rank
-checks the whole update all the same, so that all ranks answer alike, and loads its own part.
+If experts are spread over ranks, each rank has the parameters of its own experts only. Still every
+rank checks the whole manifest, so that all ranks answer alike. Each rank loads its own part.
 """
 
 from __future__ import annotations

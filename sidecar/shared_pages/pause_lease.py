@@ -133,21 +133,27 @@ class PauseLeasePage:
         self.close()
 
     def lease(self) -> PauseLease | None:
-        """By what the engine is held now; None: by nothing."""
+        """Returns the lease that holds the engine's pause now; None if there is none."""
         found: PauseLease | None = _decode(self._lease, PauseLease | None)
         return found
 
     def write_lease(self, lease: PauseLease | None) -> None:
-        """The sidecar's: hold it so; or not any more."""
+        """Writes the lease, or None to end it. Only the sidecar calls this."""
         self._lease.write(msgspec.msgpack.encode(lease))
 
     def outcome(self) -> LeaseOutcome | None:
-        """What the core has last ended on its own account."""
+        """Returns what the core last did by itself when a lease was over."""
         found: LeaseOutcome | None = _decode(self._outcome, LeaseOutcome | None)
         return found
 
     def write_outcome(self, serial: int, state: OutcomeState, reason: str) -> None:
-        """The core's."""
+        """Writes what the core did when a lease was over. Only the core calls this.
+
+        Args:
+            serial: the number of that lease.
+            state: what the core did.
+            reason: why.
+        """
         outcome = LeaseOutcome(serial, state, reason[:_REASON_CHARS])
         self._outcome.write(msgspec.msgpack.encode(outcome))
 

@@ -152,7 +152,10 @@ class CoreLink:
             return None
 
     def requests(self) -> int | None:
-        """Return how many requests run or wait in the core; None if its page can't say."""
+        """Return how many requests run or wait in the engine's core.
+
+        None if that is unknown: there is no readable status page, or the engine has several cores.
+        """
         view = self.view() if self._cores == 1 else None
         return None if view is None else view.waiting + view.running
 

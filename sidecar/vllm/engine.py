@@ -172,9 +172,10 @@ class VllmAdapter(WorkerClient):
         await self._vllm.ask("wake_up", {"tags": ["weights"]})
 
     async def wake(self) -> None:
-        """Have the workers wake, and resume by vLLM's own wake, which finds nothing asleep.
+        """Wake the workers by the plugin, then resume the engine by vLLM's own wake-up call.
 
-        From 0.33 on that call gives the KV connector the cache's new addresses.
+        vLLM's call finds no memory left to wake, and only resumes. From 0.33 on it also gives the
+        KV connector the cache's new addresses.
         """
         await self._vllm.ask("wake_up", {"tags": None})
         await self._vllm.wake_up()

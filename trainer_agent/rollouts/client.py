@@ -46,22 +46,24 @@ class RolloutClient(ChatClient):
             done = await rollouts.generate([5, 9, 77], {"max_tokens": 64, "logprobs": 0})
             print(done.choices[0].token_ids, done.choices[0].spans)
 
-    An interrupted request continues where it was, on another routed engine if necessary;
-    :class:`~trainer_agent.rollouts.router.Router` chooses which. While all engines are paused,
-    asleep or stale, requests wait. If the broker is gone, the last routes stay in use.
+    An interrupted request continues after its last token, on another routed engine if necessary;
+    :class:`~trainer_agent.rollouts.router.Router` chooses the engine. While all engines are paused,
+    asleep or stale, requests wait. If the broker is lost, the client continues with the last
+    routes.
 
     Args:
         broker: the broker's address.
         group: the group of engines.
-        name: this client's name on the bus. Default: from host, pid, and a random part.
-        tokenizer: decodes texts; needed for stop strings.
-        stall_s: a running engine that gives a request no token for so long, in seconds, is left.
-        unavailable_s: how long a request waits while no engine is there, in seconds.
+        name: this client's name on the bus. Default: made of host, pid, and a random part.
+        tokenizer: decodes tokens into text; needed for stop strings.
+        stall_s: how long a running engine may take for the next token, in seconds. After that the
+            request moves to another engine.
+        unavailable_s: how long a request waits for a routed engine, in seconds.
         timeout_s: how long the broker may take to accept the join, in seconds.
         api_key: the engines' API key, if they need one. Default: VLLM_API_KEY.
-        key: as :class:`trainer_agent.TrainerAgent`.
-        broker_key: as :class:`trainer_agent.TrainerAgent`.
-        insecure: as :class:`trainer_agent.TrainerAgent`.
+        key: as in :class:`trainer_agent.TrainerAgent`.
+        broker_key: as in :class:`trainer_agent.TrainerAgent`.
+        insecure: as in :class:`trainer_agent.TrainerAgent`.
 
     Raises:
         UsageError: an argument is wrong.

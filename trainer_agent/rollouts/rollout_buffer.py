@@ -162,9 +162,10 @@ class RolloutBuffer(Generic[T]):
         return sum(0 <= age <= limit for age in ages)
 
     def ready_for(self, step: int) -> int:
-        """Returns how many finished samples are meant for one step.
+        """Returns how many finished samples wait for one training step.
 
-        Rollouts are meant for steps in the order in which they start, ``samples_per_step`` each.
+        Each step gets the next ``samples_per_step`` rollouts, in the order in which rollouts
+        started. Samples that are too old, or that the current step has already taken, don't count.
 
         Args:
             step: the number of the step.
@@ -190,7 +191,11 @@ class RolloutBuffer(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def rollout(self) -> AsyncGenerator[BufferedRollout[T]]:
-        """Waits for capacity, then counts a rollout as under way until its sample or the end."""
+        """Waits for capacity, then yields a rollout that takes up one place.
+
+        The rollout is under way until it adds its sample. If the block ends without a sample, the
+        place becomes free again.
+        """
         await _until(self._has_capacity, lambda: self.capacity() > 0)
         rollout = BufferedRollout(self, self._commits[-1] if self._commits else 0)
         self._order[rollout] = None

@@ -126,7 +126,10 @@ class Transport:
         self.is_foreign = False
 
     async def discard(self) -> None:
-        """Invalidates the transport and closes the sender, which ends broadcasts where possible."""
+        """Invalidates the transport and closes the sender.
+
+        With NCCL that aborts a broadcast under way. With gloo it does not.
+        """
         self.invalidate()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.sender.close)

@@ -1,4 +1,4 @@
-"""The init infos of vLLM's own trainer engines, filled with what the bus knows."""
+"""Builds the ``init_info`` of vLLM's own trainer engines from the bus's transfer plan."""
 
 from __future__ import annotations
 

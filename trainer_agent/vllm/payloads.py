@@ -69,10 +69,10 @@ def is_ours(info: object) -> bool:
 
 
 def transfer_init(info: object, update_id: str) -> TransferInit:
-    """Return the message to engines that an ``init_info`` stands for.
+    """Return the TRANSFER_INIT message that has the content of an ``init_info``.
 
     Raises:
-        UsageError: it is another worker engine's.
+        UsageError: the ``init_info`` is not of worker engine ``wavebus``.
     """
     try:
         ours = msgspec.convert(info, _InitInfo)

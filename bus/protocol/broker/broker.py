@@ -64,11 +64,11 @@ class Broker:
     # -- frames ---------------------------------------------------------------
 
     def admit(self, route: bytes, size_bytes: int, now_ms: float) -> list[Effect] | None:
-        """Decides from its size, before it is read, whether a frame is read.
+        """Decides by size and rate whether the broker reads a received frame.
 
         Returns:
-            None: the frame is read. Otherwise the answer to its sender; without one, nothing has
-                changed.
+            None if the frame is to be read. Otherwise the effects of its refusal, such as a NACK to
+            the sender. If there are none, the refusal has changed nothing.
         """
         peer = self.peers.by_route.get(route)
         bound = FRAME_BYTES[peer.role] if peer else STRANGERS_FRAME_BYTES

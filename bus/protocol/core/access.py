@@ -62,12 +62,14 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The rates of messages.
+    """The rate limits for received frames, as token buckets.
+
+    A frame costs one token, and one more for each full 4 KiB.
 
     Attributes:
-        peer: of each peer that has joined.
-        stranger: of each route that has not.
-        status: requests for the whole view, of all strangers together.
+        peer: limit of each peer that has joined.
+        stranger: limit of each connection whose peer has not joined.
+        status: limit of status requests from all such connections together, one token each.
     """
 
     peer: Rate = field(default_factory=lambda: Rate(5_000, 20_000))

@@ -65,7 +65,10 @@ class DpGroup:
         self._lives[facts.dp_rank] = (peer.boot, life)
 
     def is_idle(self) -> bool:
-        """Whether every rank is idle on its device, for good."""
+        """Returns whether all ranks are present, and none steps before it is resumed.
+
+        Each reports that it is paused, updating or quarantined.
+        """
         return self.is_complete and all(peer.phase in _STILL for peer in self.ranks.values())
 
     def is_moving(self) -> bool:
@@ -150,7 +153,7 @@ class DpGroups:
         return [self._note("dp_group_down", group, "error", fields)]
 
     def on_coordinator_joined(self, peer: Peer) -> list[Effect]:
-        """A coordinator is there (again), and tells where its waves stand."""
+        """Records that a DP coordinator has joined or rejoined, with the wave it reports."""
         facts = peer.coordinator
         assert facts is not None
         group = self._get(facts.dp_group, facts.dp_size)

@@ -1,28 +1,32 @@
-"""One engine's lease on its pause, sidecar's side; the ranks of a DP group end it as one.
+"""Ends an engine's pause if its lease expires; runs in the engine's sidecar.
 
-The lease runs from PAUSE_LOCAL, and anew from every heartbeat's answer that names the pause: the
-broker does so as long as the trainer that holds the group is heard, or as long as it is itself
-about to end what a lost trainer has left behind. So whatever is lost on the way, trainer, broker or
-link, is missed here.
+PAUSE_LOCAL starts the lease. The broker's answer to a heartbeat renews it, if the answer names the
+pause. The broker names the pause while the owning trainer is alive, or while the broker itself is
+about to end what a lost trainer left behind. So the lease expires if the trainer, the broker or the
+connection is lost.
 
-What a rank says of itself, its *position*:
+The ranks of a DP group end their leases together, by LEASE_VOTE messages between their sidecars. A
+vote carries the rank's *position*:
 
 ========= ==================================================================================
-held      its lease runs: somebody sees to the pause
-pausing   its pause has not returned, or what it undoes has not: it can't say yet
-clean     its lease is over, its pause complete, and its weights are those of ``version``
-partial   its weights are not whole
+held      its lease has not expired
+pausing   its lease has expired, but its pause call or the undo of an update has not returned
+clean     its lease has expired, its pause is complete, and its weights are those of ``version``
+partial   its weights are incomplete
 running   it is not paused, and serves ``version``
 ========= ==================================================================================
 
-Invariants: a rank resumes by itself only when every peer rank has said, since its own lease was
-over, that it is clean or runs, at the same version; whoever has said clean begins no update, and no
-other pause, before it has resumed, or heard of a peer rank that is partial; so that no rank
-generates while the weights of another one are touched. A peer rank that runs while the pause of
-this one has not returned joins the pause: half-made, it would never return. A rank that does not
-hear of all its peer ranks stays paused, and says whom it misses; unless engines hold deadlines by
-themselves, and agree on this one without sidecars
-(see :meth:`~bus.protocol.engine.session.EngineSession.held_for_ms`).
+Invariants:
+
+- A rank resumes by itself only if, since its own lease expired, every peer rank has voted clean or
+  running at the same version.
+- A rank that has voted clean begins no update and no other pause before it resumes, or receives the
+  vote of a partial peer rank. So no rank generates while another rank's weights change.
+- A running rank that receives the vote of a pausing peer rank pauses, too: a pause call returns
+  only when all ranks pause.
+- A rank without the votes of all peer ranks stays paused, and logs which ranks it waits for. The
+  exception: engine cores with lease pages may end the pause without their sidecars
+  (see :meth:`~bus.protocol.engine.session.EngineSession.held_for_ms`).
 """
 
 from __future__ import annotations
@@ -105,12 +109,12 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
             self._renewed_ms = now_ms
 
     def end(self) -> None:
-        """It has resumed."""
+        """Ends the lease, because the engine has resumed."""
         self._go(_E.RESUMED)
         self.clean_said = False
 
     def run_out(self) -> None:
-        """The lease is over; what peer ranks have said before counts for nothing."""
+        """Marks the lease as expired, and discards all earlier votes of peer ranks."""
         self._go(_E.RAN_OUT)
         self.clean_said = False
         self._votes.clear()

@@ -117,10 +117,10 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
         return []
 
     def need_weights(self) -> None:
-        """Something is to be armed.
+        """Checks that the weights are awake, so that an update can be armed.
 
         Raises:
-            Declined: the weights sleep.
+            Declined: the engine sleeps.
         """
         if self.state not in (_S.AWAKE, _S.WEIGHTS_AWAKE):
             raise decline(

@@ -213,7 +213,7 @@ class EngineRegistry:
             self._records[name].has_model = False
 
     def on_resumed(self, name: str) -> None:
-        """An engine's pause is over: an engine that is whole admits requests again."""
+        """Records that an engine has resumed, and so admits requests again."""
         record = self._records.get(name)
         if record is not None and record.not_admitting:
             record.not_admitting = False
@@ -466,7 +466,11 @@ class DepartedEngines:
         self._reasons.pop(name, None)
 
     def views(self, quarantined: Mapping[str, str]) -> tuple[OutView, ...]:
-        """Returns these engines, and the quarantined ones, by name."""
+        """Returns the departed and the quarantined engines for ``wavebus status``.
+
+        Args:
+            quarantined: why each quarantined engine is, by name.
+        """
         found = [OutView(n, "gone", why[:4096]) for n, why in self._reasons.items()]
         found += [OutView(n, "quarantined", why[:4096]) for n, why in quarantined.items()]
         return tuple(sorted(found, key=lambda view: (view.state, view.engine)))

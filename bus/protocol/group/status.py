@@ -33,7 +33,13 @@ def waits(rounds: Iterable[AckBarrier], now_ms: float) -> tuple[WaitView, ...]:
 
 
 def status_of(group: GroupState, now_ms: float, booting: Iterable[Peer]) -> GroupStatus:
-    """As it is now; it changes nothing."""
+    """Returns a group's state for ``wavebus status``; changes nothing.
+
+    Args:
+        group: the group.
+        now_ms: the current time, in ms.
+        booting: sidecars whose engine is still starting, of all groups.
+    """
     boots = [
         OutView(peer.name.removesuffix(BOOT_SUFFIX), "booting", f"on {peer.host}, pid {peer.pid}")
         for peer in booting

@@ -1,23 +1,30 @@
-"""A group's trainer: its ownership, its requests and their answers, and its other ranks.
+"""Tracks a group's owning trainer, that trainer's requests, and its follower ranks.
 
-A request is known by its message id. Asked again while it waits, it goes on waiting;
-asked again after its answer, it gets the same answer. So a trainer may ask as often
-as it likes, and nothing is done twice.
+The message id identifies a request. If the trainer repeats a request that has no answer yet,
+nothing changes. If it repeats an answered request, it gets the same answer. So a trainer may
+repeat requests at any time, and no command is executed twice.
 
-Invariants: one trainer owns a group at a time; every new owner gets a higher epoch
-than any before it; a command of an older epoch, or of another peer, is declined.
+Invariants of ownership:
 
-Rank 0 of a trainer owns the group. The other ranks wait for the step that rank 0 announces::
+- One trainer owns a group at a time.
+- Every new owner gets a higher epoch than all owners before it.
+- A command with an older epoch, or from another peer, is declined.
 
-    rank 0 announces every other rank, in its n-th update
-    (nothing yet)    waits; it touches no tensor, since peers would wait for it in a collective
-    GO n             gathers its tensors beside rank 0, and sends none; or meets the engines
-                     where rank 0 says, if GO says where
-    END n            returns the version, or raises what rank 0 raised
+Rank 0 of a trainer owns the group. The other ranks are its followers. For each update, a follower
+waits until rank 0 sends GO and END with the number ``n`` of the update::
 
-Invariants: no rank gets GO for tensors before rank 0 knows that all engines are armed;
-END with a failure also answers the ranks that still wait for GO; when rank 0 is gone, all
-ranks that wait get an error, and its steps are discarded, since its successor counts anew.
+    rank 0 has sent  a follower
+    (nothing yet)    waits, and touches no tensor: other ranks would block in its collectives
+    GO n             gathers its tensors together with rank 0, and sends none; or, if GO has an
+                     address, meets the engines there
+    END n            returns the version, or raises rank 0's error
+
+Invariants of followers:
+
+- Rank 0 sends a GO for tensors only after all engines are armed.
+- An END with a failure also answers followers that wait for GO.
+- If rank 0 leaves or dies, all waiting followers get an error. Its GOs and ENDs are discarded,
+  because its successor counts from 1 again.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     def open(
         self, message: m.TransferInit, members: dict[str, str], now_ms: float
     ) -> list[Instruction]:
-        """Every engine opens its end of the transport."""
+        """Sends TRANSFER_INIT to every engine, so that each opens its end of the transport."""
         self._begin(_E.INIT_ASKED, message.update_id, members)
         self._communicator = message.communicator
         return self._ask(m.Step.TRANSFER_INIT, message, now_ms)
@@ -163,7 +163,10 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         now_ms: float,
         staging: StagingDecision | None = None,
     ) -> list[Instruction]:
-        """Every engine checks the manifest; ``message.version`` is the bus's."""
+        """Sends ARM to every engine, so that each checks the manifest.
+
+        The bus has assigned ``message.version``.
+        """
         self._begin(_E.ARM_ASKED, message.update_id, members)
         self._communicator = message.communicator
         self.staging = staging or StagingDecision()
@@ -176,13 +179,13 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return self._ask(m.Step.ARM, message, now_ms)
 
     def start(self, message: m.UpdateStart, now_ms: float) -> list[Instruction]:
-        """Every engine gets ready to load."""
+        """Sends UPDATE_START to every engine, so that each gets ready to load."""
         self._go(_E.START_ASKED)
         self.staged = message.staged
         return self._ask(m.Step.START, message, now_ms)
 
     def chunk(self, message: m.WeightChunkMeta, now_ms: float) -> list[Instruction]:
-        """The next chunk; the group has checked that it is the next one."""
+        """Sends the next chunk's metadata to every engine; the group has checked its number."""
         if self.state not in TAKES_CHUNKS or message.chunk != self.chunks_asked:
             raise self._illegal(f"chunk {message.chunk}")
         self.chunks_asked += 1
@@ -200,14 +203,14 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return [Ask(message, tuple(sorted(chunk.waiting)))]
 
     def finish(self, message: m.UpdateFinish, now_ms: float) -> list[Instruction]:
-        """Every engine finishes, behind the last chunk."""
+        """Sends UPDATE_FINISH to every engine, after the last chunk."""
         if not self.has_sent_all:
             raise self._illegal("finish before the last chunk")
         self._go(_E.FINISH_ASKED)
         return self._ask(m.Step.FINISH, message, now_ms)
 
     def probe(self, message: m.Probe, now_ms: float) -> list[Instruction]:
-        """Every engine runs the canary's probes."""
+        """Sends PROBE to every engine, so that each runs the canary's probes."""
         self._go(_E.PROBE_ASKED)
         self.probed = {}
         return self._ask(m.Step.PROBE, message, now_ms)
@@ -221,7 +224,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return expelled
 
     def commit(self, message: m.Commit, now_ms: float) -> list[Instruction]:
-        """Every engine serves the version."""
+        """Sends COMMIT to every engine of the update, so that each serves the version."""
         self._go(_E.COMMIT_ASKED)
         return self._ask(m.Step.COMMIT, message, now_ms)
 
@@ -306,7 +309,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     # -- inside ---------------------------------------------------------------
 
     def _dp_group_of(self, name: str) -> list[str]:
-        """All ranks in the update that fall out with this one."""
+        """Returns the members of the update in one engine's DP group; they drop out together."""
         return [n for n, g in self.members.items() if g == self.members[name]]
 
     def _begin(self, event: UpdateEvent, update_id: str, members: dict[str, str]) -> None:

@@ -1,15 +1,15 @@
-"""Decides the next message of a weight update, and what undoes the update: the trainer's side.
+"""Decides which messages a trainer sends for a weight update, and how to undo it.
 
-No step waits for the answer to the one before if the broker can wait instead: the messages that one
-method returns may be asked for all at once, in their order.
+Where the broker can queue a step, the trainer doesn't wait for the answer to the step before. So
+the messages that one method returns may be sent at once, in their order.
 
 Invariants:
 
-- The COMMIT carries the version that ARM's answer gave, and is asked for behind UPDATE_FINISH.
+- COMMIT carries the version from ARM's answer, and is sent after UPDATE_FINISH.
 - An update with a canary is committed only after its probes were answered.
-- Nothing is asked for once the update is undone. What was begun is undone, and nothing else: a
-  pause that was held before the update stays.
-- ABORT comes before RESUME: a resume waits for the end of an update that has started.
+- After the undo of an update begins, no further step is sent. The undo ends only what the update
+  began: a pause that was held before the update stays.
+- ABORT is sent before RESUME, because a RESUME waits for the end of an update that has started.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One end of the raw broadcast that transfers are measured against, and plain copies."""
+"""Times broadcasts of torch.distributed and memory copies, as baselines for weight transfers."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class RolloutAsking:
         self._asks = asks
 
     async def run(self, wave: dict[str, Any]) -> dict[str, object]:
-        """Run one wave; return its times."""
+        """Run the request streams of one :class:`Wave`; return its timings and token count."""
         return await run(self._asks, msgspec.convert(wave, Wave))
 
 

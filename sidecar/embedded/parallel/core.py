@@ -68,7 +68,7 @@ def swap_cancelled(why: str) -> EngineError:
 
 
 class LockstepCore(EngineCore):
-    """A core that steps together with those of the other ranks.
+    """An engine core that runs each step together with its peer ranks.
 
     Args:
         model: as in :class:`EngineCore`.
@@ -76,9 +76,9 @@ class LockstepCore(EngineCore):
         publish: as in :class:`EngineCore`.
         died: as in :class:`EngineCore`.
         page: as in :class:`EngineCore`.
-        group: the collectives of the ranks; the model's exchange uses them, too.
-        waves: this rank's view of the waves.
-        report: called in the core's thread with a message for the DP coordinator.
+        group: the collectives that connect the ranks. The model's expert exchange uses them, too.
+        waves: this rank's state in the DP group's waves.
+        report: called in the core's thread with each message for the DP coordinator.
     """
 
     def __init__(

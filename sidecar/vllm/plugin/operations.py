@@ -139,7 +139,10 @@ class CheckReady(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields
 
 
 class SwapStaged(msgspec.Struct, frozen=True, tag="swap", forbid_unknown_fields=True):
-    """Serve what is staged. The core asks for it between two steps."""
+    """Replace the served weights by the staged ones.
+
+    The engine core sends this operation to its workers between two steps.
+    """
 
 
 class ReleaseStaging(msgspec.Struct, frozen=True, tag="let_go", forbid_unknown_fields=True):

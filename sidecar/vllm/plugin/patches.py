@@ -1,12 +1,14 @@
-"""Everything inside vLLM that the sidecar and its plugin depend on, in one list.
+"""Lists all code inside vLLM that the sidecar and its plugin wrap or call.
 
-:data:`REGISTRY` has one entry per seam; :mod:`bus.seams` says what an entry is. Only
-:mod:`sidecar.vllm.plugin.installation` installs them. Where several seams wrap one method,
+Each such place is a *seam* (see :mod:`bus.seams`), and has one entry in :data:`REGISTRY`. Only
+:mod:`sidecar.vllm.plugin.installation` installs seams. If several seams wrap one method,
 :data:`NESTING` defines in which order their functions are called.
 
-To port wavebus to a new vLLM: run ``wavebus doctor --vllm PATH`` on its wheel, add a form to each
-seam that does not fit, and its number to :data:`bus.vllm_versions.TESTED` when the tests have run
-on it.
+To support a new version of vLLM:
+
+1. Run ``wavebus doctor --vllm PATH`` on its wheel.
+2. Add a form to each seam that does not fit: what the new version's code looks like there.
+3. Run the tests on it, then add the version to :data:`bus.vllm_versions.TESTED`.
 
 Importing this module imports neither vllm nor torch.
 """

@@ -243,9 +243,11 @@ def _limits(config: Any, features: Mapping[str, str]) -> RequestLimits:
 
 
 def draft(worker: Any) -> bool:
-    """Tell the worker engine of the worker's draft model; return whether it can be updated.
+    """Register the worker's draft model with its weight transfer engine.
 
-    An older vLLM has no such question, and other workers than those for GPUs and CPUs say no.
+    Returns:
+        Whether the draft model can be updated. False in a vLLM without draft updates, and in
+        workers for other devices than GPUs and CPUs.
     """
     ask = getattr(worker, "supports_draft_weight_updates", None)
     if ask is None or not ask():

@@ -1,8 +1,9 @@
-"""Writes the status page of vLLM's engine core: what the core does, where it does it.
+"""Writes a vLLM engine core's status page, from inside the core.
 
-Wraps a few methods of ``EngineCoreProc`` and ``DPEngineCoreProc``; all are called on the core's one
-main thread. The core's first turn makes the page, in a folder of its own
-(:data:`environment.CORE_PAGES`, or else one per user on tmpfs), named by the core's pid.
+The page says whether the core steps, is idle, or waits for other ranks. The plugin wraps a few
+methods of ``EngineCoreProc`` and ``DPEngineCoreProc``, all called in the core's main thread. The
+first pass of the core's loop creates the page. Its file is named after the core's pid, in the
+folder :data:`environment.CORE_PAGES`, or else in a folder on tmpfs for each user.
 """
 
 from __future__ import annotations

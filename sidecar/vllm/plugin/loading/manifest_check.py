@@ -343,7 +343,8 @@ def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Mod
 def _complete(module: torch.nn.Module, serving: torch.nn.Module) -> None:
     """Move a layer to the meta device, except for its integer tables.
 
-    It also gets the bias that the loader makes only when it comes to its tensor.
+    Integer tables get the serving layer's values, on the CPU. If only the serving layer has a
+    ``bias``, the layer gets one like it: vLLM's loader creates such a bias only when it loads it.
     """
     parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 - its own, no child's
     for key, buffer in buffers.items():

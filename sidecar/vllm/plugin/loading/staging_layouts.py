@@ -108,7 +108,11 @@ class StagingLayout(ABC):
 
     @abstractmethod
     def into(self, targets: Memory) -> CopyBatch:
-        """Return the copies of all of it into tensors like the plan's targets."""
+        """Return the copies that move all staged weights into ``targets``.
+
+        Args:
+            targets: tensors with the names and shapes of the copy plan's targets.
+        """
 
     def pad(self, targets: Memory) -> None:  # noqa: B027 - not every layout has to
         """Fill what is the same in all updates, and no part of :meth:`into`."""
@@ -133,7 +137,11 @@ class ByTarget(StagingLayout):
         return None if there is None else part(there, region)
 
     def into(self, targets: Memory) -> CopyBatch:
-        """Return the copies of all of it into tensors like the plan's targets."""
+        """Return the copies that move all staged weights into ``targets``.
+
+        Args:
+            targets: tensors with the names and shapes of the copy plan's targets.
+        """
         return CopyBatch(list(targets.values()), [self._memory[name] for name in targets])
 
     def _start(self) -> None:
@@ -188,7 +196,11 @@ class AsSent(StagingLayout):
         return part(dict(self._own(seq))[name], source)
 
     def into(self, targets: Memory) -> CopyBatch:
-        """Return the copies of all of it into tensors like the plan's targets."""
+        """Return the copies that move all staged weights into ``targets``.
+
+        Args:
+            targets: tensors with the names and shapes of the copy plan's targets.
+        """
         own = {name: tensor for seq in range(len(self._chunks)) for name, tensor in self._own(seq)}
         pairs = [
             (part(targets[copy.target], copy.region), part(own[name], copy.source))

@@ -73,7 +73,10 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 
 
 class StagingEngine(Protocol):
-    """The worker's engine, as far as its channel needs it. Its errors are for the sidecar."""
+    """The methods of the worker's weight transfer engine that its staging channel calls.
+
+    The channel returns their errors to the sidecar.
+    """
 
     @property
     def armed(self) -> ArmedUpdate | None:

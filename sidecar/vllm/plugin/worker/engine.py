@@ -481,10 +481,10 @@ def _check_protocol(theirs: int) -> None:
 
 
 def worker_index(parallel: Any) -> int:
-    """Return this worker's number among those of its engine.
+    """Return this worker's index among all workers of its engine.
 
-    One client is one engine: all ranks behind an internal load balancer, one behind an external
-    one.
+    Behind an external load balancer, each data parallel rank is an engine of its own. Behind an
+    internal one, all ranks are one engine.
     """
     ranks_here = 0 if parallel.data_parallel_external_lb else parallel.data_parallel_index
     return int(ranks_here * parallel.world_size + parallel.rank)

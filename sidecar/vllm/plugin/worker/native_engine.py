@@ -120,7 +120,10 @@ class NativeUpdates(WavebusWeightTransferEngine):
             self._original.shutdown()
 
     def closed_with_theirs(self) -> None:
-        """Note that the guarded engine is shut down, by whatever caller."""
+        """Close wavebus's receiver, because some caller shuts the guarded engine down.
+
+        That caller closes vLLM's own transport.
+        """
         self._opened = False
         self.shutdown()
 
@@ -177,11 +180,15 @@ class NativeUpdates(WavebusWeightTransferEngine):
         return {**info, "rank_offset": offset, "world_size": place.world_size}
 
     def _in_mesh(self, info: dict[str, Any], place: RankAssignment) -> tuple[dict[str, Any], Any]:
-        """The info, and the parallel config by which vLLM's worker finds its place.
+        """Return the init info and parallel config that place this worker in the mesh.
 
-        ``rank_offset`` is where the mesh of all engines' workers begins, in all of them: behind
-        the trainer's ranks, of which the broker counts one. So a worker's number in the mesh is
-        what vLLM takes it from: its rank in the only engine that vLLM knows of.
+        The mesh has the trainer's ranks first, then the workers of all engines. ``rank_offset`` is
+        the number of the first worker in it. The broker's numbers count the whole trainer as one
+        rank; the returned ones count each of its ranks.
+
+        vLLM computes a worker's number in the mesh from its parallel config, as if there were a
+        single engine. So the returned config is of data parallel index 0, and its rank counts the
+        workers of all engines.
         """
         _require_rank(place)
         first = info.get("rank_offset")
