@@ -39,7 +39,7 @@ class TracedCopy:
 
 @dataclass(frozen=True, slots=True)
 class TracedFill:
-    """Elements of a parameter or buffer that a loader sets to one value, such as padding."""
+    """A constant that a loader writes into a parameter or buffer, such as padding."""
 
     target: str
     region: Region
@@ -62,10 +62,10 @@ class TargetNames:
         self._look()
 
     def find(self, tensor: torch.Tensor, *, again: bool = False) -> str:
-        """Returns the name of a parameter or buffer, also for a view of it; else empty.
+        """Returns the name of a parameter, buffer or view of one; empty for other tensors.
 
         Args:
-            tensor: a parameter, a buffer, or a view of one.
+            tensor: the tensor to look up.
             again: search the model again if the tensor is unknown.
         """
         name = self._names.get(storage_of(tensor), "")

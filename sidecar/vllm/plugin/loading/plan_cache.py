@@ -137,7 +137,7 @@ class PlanCache:
         self._observe(PlanComparison.compare_loaded)
 
     def on_finished(self) -> None:
-        """Marks the plan as proven, or drops it, after the loader has finished without an error."""
+        """Marks the plan as proven, or drops it, after a complete load by the loader."""
         comparison, known = self._comparison, self._comparing
         if comparison is None or known is None:
             return

@@ -203,7 +203,7 @@ class PlanComparison:
         current = place.current
         early = current is place.tensor and name not in self._waiting
         if early or (current is place.tensor and self._difference_of(name, current.data)):
-            self._repacked.discard(name)  # it was loaded directly into the served parameter
+            self._repacked.discard(name)  # it is loaded where it serves, whatever its layer does
         elif current is not None:
             self._compare(name, current.data)
 

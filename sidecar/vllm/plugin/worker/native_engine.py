@@ -1,12 +1,11 @@
-"""Drives vLLM's own worker engines over the bus, guarded by what wavebus's engine has.
+"""Drives vLLM's own worker engines over the bus, with the checks of wavebus's engine.
 
-An engine that is booted with ``--weight-transfer-config '{"backend": "nccl"}'`` gets a subclass of
-the class that vLLM's factory knows by that name, whichever it is. Calls of other callers go to that
-class as if there were no wavebus. The sidecar's calls are the operations of
-:mod:`sidecar.vllm.plugin.operations`, carried out as by :class:`WavebusWeightTransferEngine`: so
-manifests are checked before any rank enters a collective, no worker raises alone, and an update
-that broke off can be recovered. Only four things are then the other class's own: opening its
-transport, starting, receiving (which loads) and finishing.
+An engine booted with ``--weight-transfer-config '{"backend": "nccl"}'`` gets a subclass of whatever
+class vLLM's factory has registered under that name. Calls of other callers reach that class
+unchanged. The sidecar's calls are the operations of :mod:`sidecar.vllm.plugin.operations`, carried
+out as by :class:`WavebusWeightTransferEngine`. So manifests are checked before any rank enters a
+collective, no worker raises alone, and an interrupted update can be recovered. Only four things
+remain with vLLM's class: opening its transport, starting, receiving (which loads) and finishing.
 """
 
 from __future__ import annotations
@@ -56,15 +55,15 @@ class NativeUpdates(WavebusWeightTransferEngine):
         super().__init__(*args)
         self._name = name
         self._original = original
-        self._opened = False  # theirs
-        self._started_theirs = False  # the update session was
+        self._opened = False  # whether vLLM's transport is open
+        self._started_theirs = False  # whether the update session is vLLM's
 
     def _channel_name(self) -> str:
         return ""
 
     @property
     def wavebus_room(self) -> StagingCapacity:
-        """Nothing is staged here."""
+        """Always a refusal: vLLM's own engines stage nothing."""
         return StagingCapacity(why_not="vLLM's own worker engine")
 
     def _start(self) -> None:
@@ -76,7 +75,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._original.start_weight_update()
 
     def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:
-        """Receive a chunk; over a transport of theirs, that also loads it, in a session."""
+        """Receives a chunk. vLLM's own transports also load it, in the same call."""
         if not vllm_payloads.engine_of(operation.backend):
             super()._receive(worker, operation)
             return
@@ -93,7 +92,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             self._original.update_weights(chunk)
 
     def _update_info(self, operation: operations.ReceiveChunk) -> dict[str, Any]:
-        """Return what the guarded engine is given."""
+        """Returns the arguments of the guarded engine's ``update_weights``."""
         if not self._opened or operation.backend != self._backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         armed = require_armed(self.armed)
@@ -110,7 +109,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._loadable[self._target].repacking.after_finish()
 
     def shutdown(self) -> None:
-        """Close the receiver of wavebus, and the transport that is theirs."""
+        """Closes wavebus's receiver and vLLM's transport."""
         super().shutdown()
         self._close_theirs()
 
@@ -120,7 +119,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             self._original.shutdown()
 
     def closed_with_theirs(self) -> None:
-        """Note that the guarded engine is shut down, by whatever caller."""
+        """Closes wavebus's part because the guarded engine is being shut down."""
         self._opened = False
         self.shutdown()
 
@@ -162,11 +161,11 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._backend, self._opened = operation.backend, True
 
     def _placed(self, info: dict[str, Any], place: RankAssignment) -> dict[str, Any]:
-        """The info with the place that the bus gave, where it has one.
+        """Returns the init info with the rank offset that the bus assigned, if any.
 
-        vLLM's workers add to ``rank_offset`` their index among all workers of all ranks of
-        data parallelism, which they know themselves: also behind an external load balancer,
-        where each rank is an engine of its own on the bus.
+        vLLM's workers add to ``rank_offset`` their index among all workers of all data parallel
+        ranks, which they compute themselves. They do so even behind an external load balancer,
+        where each rank is a separate engine on the bus. That index is subtracted here.
         """
         if "rank_offset" not in info:
             return info
@@ -177,11 +176,12 @@ class NativeUpdates(WavebusWeightTransferEngine):
         return {**info, "rank_offset": offset, "world_size": place.world_size}
 
     def _in_mesh(self, info: dict[str, Any], place: RankAssignment) -> tuple[dict[str, Any], Any]:
-        """The info, and the parallel config by which vLLM's worker finds its place.
+        """Returns the init info, and a parallel config with this worker's rank in the mesh.
 
-        ``rank_offset`` is where the mesh of all engines' workers begins, in all of them: behind
-        the trainer's ranks, of which the broker counts one. So a worker's number in the mesh is
-        what vLLM takes it from: its rank in the only engine that vLLM knows of.
+        The mesh contains the workers of all engines. ``rank_offset`` is where it begins, behind the
+        trainer's ranks, of which the broker counts one. vLLM computes a worker's number in the mesh
+        from its rank in the only engine that it knows, so that rank is set to the number in the
+        mesh.
         """
         _require_rank(place)
         first = info.get("rank_offset")
@@ -213,7 +213,7 @@ def _require_rank(place: RankAssignment) -> None:
 
 
 def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str, Any]:
-    """Return a chunk's tensors as vLLM's update infos have them; ``counts`` are a patch's."""
+    """Returns a chunk's tensors in the form of vLLM's update infos; ``counts`` for a patch."""
     return {
         "names": [meta.name for meta in metas],
         "dtype_names": [meta.dtype for meta in metas],
@@ -223,11 +223,11 @@ def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str
 
 
 def guarded(name: str, theirs: type[Any]) -> type[Any]:
-    """Return a subclass of ``theirs`` that a sidecar can drive, too.
+    """Returns a subclass of ``theirs`` that a sidecar can drive as well.
 
     Args:
-        name: under which vLLM's factory knows ``theirs``.
-        theirs: a worker engine of vLLM's.
+        name: the name of ``theirs`` in vLLM's factory.
+        theirs: a worker engine class of vLLM.
     """
 
     class Guarded(theirs):  # type: ignore[misc]
@@ -235,7 +235,7 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
         _wavebus: NativeUpdates | None = None
 
         def _guard(self) -> NativeUpdates:
-            # When a sidecar first speaks: nobody else is to notice.
+            # Created at a sidecar's first call, so that other callers see no difference.
             if self._wavebus is None:
                 plain: Any = super()
                 original = OriginalMethods(
