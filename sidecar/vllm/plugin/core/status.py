@@ -1,4 +1,4 @@
-"""Writes the status page of vLLM's engine core: which phase the core is in, and its counts.
+"""Writes the status page of vLLM's engine core: its phase and its counts.
 
 Wraps some methods of ``EngineCoreProc`` and ``DPEngineCoreProc``; all are called on the core's main
 thread. The page is created at the core's first turn, in a folder of its own
@@ -102,7 +102,7 @@ class CoreStatusWriter:
 
 
 class PerProcess(Generic[T]):
-    """An object that each process creates once, at its core's first turn; also after a fork.
+    """An object that each process creates at its core's first turn, also after a fork.
 
     Args:
         make: creates the object for a core; may return None.
@@ -171,7 +171,7 @@ def client_request(
     request_type: Any,
     request: Any,
 ) -> None:
-    """Shows that the core is working while it handles a request or a call of its workers."""
+    """Shows that the core is working while it handles a request or worker call."""
     watch.enter("work")
     original(core, request_type, request)
     watch.count(core)
@@ -221,7 +221,7 @@ def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 def agreement(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
-    """Shows that the rank waits in the all-reduce of its DP group."""
+    """Counts an all-reduce of the DP group, and shows that the rank waits in it."""
     watch.steps += 1
     watch.count(core)
     watch.enter("sync")

@@ -7,7 +7,7 @@ are in flight (asynchronous scheduling).
 ::
 
     core          event                              next     what happens
-    IDLE          SWAP, one rank                     IDLE     swaps; called off if caches must be
+    IDLE          SWAP, not in lockstep              IDLE     swaps; called off if caches must be
                                                               cleared and can't be
     IDLE          SWAP, in lockstep, and the workers READY    a wave starts, if none runs
                   are ready
@@ -15,8 +15,8 @@ are in flight (asynchronous scheduling).
                   workers are not ready
     READY         an all-reduce: all ranks are ready IDLE     all ranks swap
     READY         CALL_OFF, or all ranks have paused IDLE     called off
-    any           the swap fails half-way, or, where -        the process ends
-                  all ranks swap, at all
+    any           the swap fails half-way; or all    -        the process ends
+                  ranks swap, and it fails at all
 
 **Lockstep.** Ranks sum up whether they have work, in one all-reduce at the first step of a wave and
 at every ``dp_sync_interval``-th step, which is the same step in all ranks. A ready rank adds
