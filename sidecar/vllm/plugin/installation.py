@@ -47,7 +47,7 @@ def report() -> Report:
 
 
 def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:
-    """Returns an engine's features, each with the reason why it is off; empty if it is on.
+    """Returns an engine's features, each with why it is off; empty if on.
 
     Args:
         engine: the report on its vLLM.
@@ -115,7 +115,7 @@ def apply_patches(forms: Mapping[str, str], load: Callable[[str], Any]) -> None:
         found = _resolve(value.target, load) if isinstance(value, Ref) else value
         setattr(_resolve(owner, load), name, found)
     wraps = [(*_method(wrap.target, load), wrap.around) for wrap in REGISTRY.wraps(forms)]
-    # Base classes come first, so that a class that inherits a method wraps the wrapped one.
+    # Base classes come first: what a class inherits is wrapped as it has been found there.
     for owner, name, around in sorted(wraps, key=lambda each: len(each[0].__mro__)):
         _wrap(owner, name, _resolve(around, load))
     answers = {name: _resolve(handler, load) for seam in seams for name, handler in seam.answers}

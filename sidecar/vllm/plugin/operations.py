@@ -98,7 +98,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True
 
 
 class ReceiveChunk(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):
-    """Begins to fetch a chunk of the armed manifest; vLLM's own worker engines also load it."""
+    """Begins to fetch a chunk of the armed manifest; vLLM's own engines also load it."""
 
     seq: Count
     backend: ShortText
@@ -114,7 +114,7 @@ class VerifyChunk(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fiel
 
 
 class LoadChunk(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=True):
-    """Loads the received chunk into the model; with ``sums``, only if they match in all workers."""
+    """Loads the received chunk into the model; ``sums``, if given, must match in all workers."""
 
     seq: Count
     verify: VerifyMode
@@ -136,7 +136,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish", forbid_unknown_fields=Tr
 
 
 class CheckReady(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
-    """Checks that a swap would succeed: the update is sealed, and the parameters have not moved."""
+    """Checks that a swap would succeed: all is staged, and the parameters have not moved."""
 
 
 class SwapStaged(msgspec.Struct, frozen=True, tag="swap", forbid_unknown_fields=True):
@@ -304,7 +304,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_f
         return msgspec.msgpack.decode(blob, type=cls)
 
     def to_text(self) -> str:
-        """Return a text for an exception: readable, and found again by :func:`find_failure`."""
+        """Returns a readable text for an exception; :func:`find_failure` reads it."""
         mark = base64.urlsafe_b64encode(self.to_bytes()).decode()
         return f"{self.detail} [wavebus:{mark}]"
 

@@ -1,12 +1,11 @@
-"""Everything inside vLLM that the sidecar and its plugin depend on, in one list.
+"""The registry of everything inside vLLM that the sidecar and its plugin depend on.
 
-:data:`REGISTRY` has one entry per seam; :mod:`bus.seams` says what an entry is. Only
+:data:`REGISTRY` has one entry per seam; :mod:`bus.seams` defines what an entry is. Only
 :mod:`sidecar.vllm.plugin.installation` installs them. Where several seams wrap one method,
 :data:`NESTING` defines in which order their functions are called.
 
 To port wavebus to a new vLLM: run ``wavebus doctor --vllm PATH`` on its wheel, add a form to each
-seam that does not fit, and its number to :data:`bus.vllm_versions.TESTED` when the tests have run
-on it.
+seam that does not fit, run the tests, and add the version to :data:`bus.vllm_versions.TESTED`.
 
 Importing this module imports neither vllm nor torch.
 """
@@ -48,18 +47,18 @@ _RESUMES_AT_ONCE: Final = (
 )
 _PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
 
-# From vLLM's own method outwards. A class's methods are wrapped after those that it inherits, and
-# methods of ``collective_rpc`` that cores answer by themselves reach no other wrap.
+# From vLLM's own method outwards. A class's methods are wrapped after those that it inherits.
+# Methods of ``collective_rpc`` that cores answer by themselves reach no other wrap.
 NESTING: Final = {
     # The status page shows what the core does, pauses that end by themselves included; the lease
     # guard starts before all of it.
     f"{PLAIN_CORE}._process_input_queue": ("held keys and values", "core status", "pause lease"),
-    # A request that is not admitted reaches nothing else. What wakes the lease guard is no request,
-    # and is no work of the core's.
+    # A rejected request reaches nothing else. The lease guard's wake-up is not a request, and does
+    # not count as work of the core.
     f"{PLAIN_CORE}._handle_client_request": ("core status", "pause lease", "admission"),
-    # A resume that the fix leaves out enters no barrier, and shows none.
+    # A resume that the fix skips enters no barrier, and so shows none.
     f"{LOCKSTEP_CORE}.resume_scheduler": ("lockstep core status", "lockstep pause fixes"),
-    # The swap takes its time from a step, and not from the agreement that the page shows.
+    # The swap's time counts as part of a step, and not of the all-reduce that the page shows.
     f"{LOCKSTEP_CORE}._has_global_unfinished_reqs": ("lockstep core status", "lockstep swap"),
 }
 
