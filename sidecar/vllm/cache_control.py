@@ -1,4 +1,4 @@
-"""Controls the caches of one vLLM: whose run they belong to, and when to drop them."""
+"""Controls the caches of one vLLM: their run, and when to drop them."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ class HttpConnection(VllmHttpClient):
         await self.post("/resume")
 
     async def wake_up(self) -> None:
-        """Wakes and resume by vLLM's own call."""
+        """Wakes and resumes by vLLM's own call."""
         await self.post("/wake_up")
 
     async def abort_requests(self) -> int:

@@ -122,7 +122,7 @@ class InProcessConnection:
         await _call(self._llm.resume_generation())
 
     async def wake_up(self) -> None:
-        """Wakes and resume by vLLM's own call."""
+        """Wakes and resumes by vLLM's own call."""
         await _call(self._llm.wake_up())
 
     async def abort_requests(self) -> int:
@@ -183,7 +183,7 @@ class InProcessConnection:
         self.loaded[name] = LoRARequest(*arguments)
 
     async def drop_adapter(self, name: str) -> None:
-        """Undos :meth:`load_adapter`."""
+        """Discards what :meth:`load_adapter` has recorded."""
         self.loaded.pop(name, None)
 
 

@@ -60,7 +60,7 @@ class AdapterRoutes:
             EngineError: code ``backend_missing``: the server has no such routes, or they need its
                 API key; code ``malformed``: its own model has that name.
         """
-        # A request without a name changes nothing: vLLM refuses it, or answers 404 if it lacks the route.
+        # vLLM refuses a request without a name; if it lacks the route, it answers 404 instead.
         status, text = await self._status_of("POST", LOAD, {"lora_name": "", "lora_path": ""})
         if status in (_NOT_FOUND, _UNAUTHORIZED):
             why = (

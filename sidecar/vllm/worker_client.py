@@ -38,7 +38,7 @@ class WorkerConnection(Protocol):
         """Loads a LoRA adapter in place by vLLM's own call; workers supply the received tensors."""
 
     async def drop_adapter(self, name: str) -> None:
-        """Undos :meth:`load_adapter`."""
+        """Undoes :meth:`load_adapter`."""
 
 
 class WorkerClient:

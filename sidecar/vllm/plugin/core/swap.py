@@ -68,7 +68,7 @@ class SwapRefused(Exception):
 
 @dataclass(slots=True)
 class ReadySwap:
-    """A swap that a rank makes as soon as all ranks are ready."""
+    """A swap that a rank in lockstep makes as soon as all ranks are ready."""
 
     version: int
     operation: str

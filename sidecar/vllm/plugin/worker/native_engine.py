@@ -37,7 +37,7 @@ __all__ = ["NativeUpdates", "guarded"]
 
 @dataclass(frozen=True, slots=True)
 class OriginalMethods:
-    """The methods of the guarded class, without what its subclass adds."""
+    """The methods of vLLM's engine class, without what its guarded subclass adds."""
 
     parse_init_info: Callable[[dict[str, Any]], Any]
     init_transfer_engine: Callable[[Any, Any], None]  # with its parallel config for this call
@@ -49,7 +49,7 @@ class OriginalMethods:
 
 
 class NativeUpdates(WavebusWeightTransferEngine):
-    """The sidecar's half of a guarded engine; wavebus's own backends work in it as well."""
+    """The sidecar's half of a guarded engine of vLLM; also runs wavebus's own backends."""
 
     def __init__(self, name: str, original: OriginalMethods, *args: Any) -> None:
         super().__init__(*args)
