@@ -182,7 +182,7 @@ class VllmHttpClient:
     async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
         """Lends the newest session for one call and its answer."""
         if self._newest is None:
-            # A limit of connections would let waiting calls hold back a resume.
+            # With a limit on connections, waiting calls could delay a resume.
             self._newest = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -328,7 +328,7 @@ class HttpConnection(VllmHttpClient):
             EngineError: the server counts no requests.
         """
         await self._gauges()
-        status, _ = await self.status_of("POST", _GENERATE, {})  # the body is found to be none
+        status, _ = await self.status_of("POST", _GENERATE, {})  # an empty body is refused
         return status in BAD_BODY
 
     async def endpoint(self) -> str:

@@ -53,7 +53,7 @@ class InProcessConnection:
         self.settled: dict[str, Any] = {}
         self._llm = async_llm
         self._routes = HttpRoutes(async_llm, serve) if serve is not None else None
-        self._adapter_path = ""  # of the update that is under way
+        self._adapter_path = ""  # of the adapter that is being updated
 
     async def open(self) -> None:
         """Does nothing: the caller has started the ``AsyncLLM``."""
@@ -65,7 +65,7 @@ class InProcessConnection:
 
     async def died(self, on_look: Callable[[], None]) -> str:
         """Returns the reason when the engine core is dead."""
-        while not self._llm.errored:  # vLLM offers a flag and no event
+        while not self._llm.errored:  # vLLM has a flag for this, but no event
             on_look()
             await anyio.sleep(DEATH_CHECK_S)
         return "vLLM's engine core is dead"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("vllm.wavebus")
 
-_SLOT_BYTES: Final = 12 * 1024  # a clipped Failure of four-byte characters fits
+_SLOT_BYTES: Final = 12 * 1024  # holds a clipped WorkerFailure even of four-byte characters
 
 
 class WorkerRefusal(Exception):

@@ -33,8 +33,8 @@ _KNOWN: Final = {
     "ExampleConnector": BY_TOKENS,
     "LMCacheConnectorV1": BY_TOKENS,
     "HF3FSKVConnector": BY_TOKENS,
-    "DecodeBenchConnector": NO_KV,  # makes values up
-    "ExampleHiddenStatesConnector": NO_KV,  # only writes
+    "DecodeBenchConnector": NO_KV,  # invents its values, for benchmarks
+    "ExampleHiddenStatesConnector": NO_KV,  # only writes, and returns nothing
 }
 _HINTS: Final = {
     BY_TOKENS: "It would give keys and values of older weights: use OffloadingConnector, or a "

@@ -50,8 +50,8 @@ _PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
 # From vLLM's own method outwards. A class's methods are wrapped after those that it inherits.
 # Methods of ``collective_rpc`` that cores answer by themselves reach no other wrap.
 NESTING: Final = {
-    # The status page shows what the core does, pauses that end by themselves included; the lease
-    # guard starts before all of it.
+    # The status page shows all that the core does, also the end of a held pause; the lease guard
+    # starts before all of it.
     f"{PLAIN_CORE}._process_input_queue": ("held keys and values", "core status", "pause lease"),
     # A rejected request reaches nothing else. The lease guard's wake-up is not a request, and does
     # not count as work of the core.
@@ -109,7 +109,7 @@ _SEAMS: Final = (
                     "draft",
                     "loading",
                     "perform",
-                    # Answered by engine cores; by workers where the cores don't know them.
+                    # Engine cores answer these; workers do where the cores have no handler.
                     "admission",
                     "swap",
                     "call_off",

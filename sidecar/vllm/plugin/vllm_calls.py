@@ -194,7 +194,7 @@ CALLED: Final = (
             ),
             Says(f"{_ENTRY}.serve.dev.sleep.api_router", ("'/wake_up'",)),
             Says(f"{_ENTRY}.serve.dev.server_info.api_router", ("'/server_info'",)),
-            # A dead engine is recognised by it.
+            # This status shows that the engine is dead.
             Says(
                 f"{_ENTRY}.serve.instrumentator.health",
                 ("except EngineDeadError:", "Response(status_code=503)"),

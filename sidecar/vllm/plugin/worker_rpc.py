@@ -122,7 +122,7 @@ def read_done(answer: Any) -> list[operations.Done]:
 def read_called_off(answer: Any) -> bool | None:
     """Returns whether a swap was called off; None if the cores can't swap."""
     reason = str(answer[0]) if isinstance(answer, list) and answer else ""
-    return {"True": True, "False": False}.get(reason)  # over HTTP it is its text
+    return {"True": True, "False": False}.get(reason)  # over HTTP the answer is the text of a bool
 
 
 def read_draft(answer: Any) -> bool:

@@ -140,7 +140,7 @@ def set_admission(core: Any, *, ends: bool = False, **how: Any) -> list[dict[str
     for name, value in how.items():
         setattr(admission, name, value)
     state: dict[str, Any] = {"admits": admission.admits, "passes": admission.passes}
-    if ends and hasattr(core, "wavebus_aborted"):  # set with the pause lease, which does the same
+    if ends and hasattr(core, "wavebus_aborted"):  # set by the pause lease's seam
         ended = core.scheduler.finish_requests(None, core.wavebus_aborted)
         core._send_abort_outputs([each for each in ended if each.num_output_tokens])  # noqa: SLF001
         for each in ended:

@@ -202,7 +202,7 @@ def engine_step(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
     """Shows and counts a step; in lockstep, :func:`agreement` counts instead."""
     watch.enter("step")
     executed = original(core)
-    if not hasattr(core, "step_counter"):  # in lockstep, agreement counts
+    if not hasattr(core, "step_counter"):  # in lockstep, agreement() counts
         watch.steps += bool(executed)
     watch.enter("work")
     return executed

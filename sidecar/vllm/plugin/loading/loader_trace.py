@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from bus.manifest import TensorMeta
 
-# What part of a storage a view covers: offset, sizes, strides (in elements).
+# The part of a storage that a view covers: offset, sizes, strides (in elements).
 Region: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 

@@ -61,7 +61,7 @@ _log = logging.getLogger("vllm.wavebus")
 
 
 def quiet_loading() -> AbstractContextManager[None]:
-    """Lets a chunk be loaded by itself, although some models expect all tensors in one call.
+    """Lets a chunk be loaded by itself, where a model expects all tensors at once.
 
     vLLM's own backends load chunks in the same context (``nccl_engine.py``, 0.32). Versions without
     that context have no such check.
@@ -94,10 +94,10 @@ class Blueprint:
 
 
 def tied_head(model_config: Any, model: torch.nn.Module) -> str:
-    """Returns the name of an output head tied to the embeddings, which must not be loaded.
+    """Returns the name of a tied output head, which must not be loaded by itself.
 
-    vLLM 0.32 skips it by itself, but fails when the embeddings are not in the same chunk
-    (``models/utils.py``). It also ties a head that was equal to the embeddings in its checkpoint,
+    vLLM 0.32 skips it, but fails when the embeddings are not in the same chunk
+    (``models/utils.py``). vLLM also ties a head that was equal to the embeddings in its checkpoint,
     whatever the configuration says. Empty if nothing is tied.
     """
     config = model_config.hf_text_config
@@ -209,7 +209,7 @@ class ManifestChecker:
             except EngineError:
                 raise
             except Exception as error:
-                if trace.current.name in self._built.shared:  # a place that was made later
+                if trace.current.name in self._built.shared:  # the loader has just created it
                     raise shared_refusal(trace.current, trace.current.name) from error
                 raise _loader_refusal(trace.current, error) from error
             start = end
@@ -290,7 +290,7 @@ class ManifestChecker:
         return "rotary_emb.inv_freq" in meta.name or (elsewhere and ".experts." in meta.name)
 
     def _missing_name(self, parameter: str, given: set[str]) -> str:
-        """Returns the trainer's name of a missing parameter; for a fused one, that of the part."""
+        """Returns the trainer's name of a missing parameter, or of a fused one's missing part."""
         packed: dict[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
         for fused, parts in packed.items():
             if f".{fused}." in parameter:
@@ -317,8 +317,8 @@ def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Mod
     compilation.disabled_custom_ops = Counter()
     private = copy.copy(built.vllm_config)
     private.compilation_config = compilation
-    # Models of the Transformers backend make their parameters on this device, whatever the
-    # default is.
+    # Models of the Transformers backend create their parameters on this device, whatever the
+    # default device is.
     private.device_config = copy.copy(built.vllm_config.device_config)
     private.device_config.device = torch.device("meta")
     if quantised_while_loading(serving):
@@ -397,7 +397,7 @@ def _own_rotary_cache() -> Iterator[None]:
 
 def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:
     """Translates the loader's exception: an unknown name, or a shape that doesn't fit."""
-    # vLLM appends the names of all parameters there are.
+    # vLLM appends the names of all parameters of the model.
     said = str(error).partition(". The available")[0]
     text = f"{type(error).__name__}: {said}".rstrip(": ")
     unknown = isinstance(error, KeyError) or "no module or parameter named" in str(error)

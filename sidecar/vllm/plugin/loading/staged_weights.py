@@ -197,7 +197,7 @@ class StagedWeights:
                     self._layout[0].discard()
 
     def _prepare(self, places: dict[str, ParameterRef]) -> CopyBatch:
-        """Returns the copies that a swap runs, reusing those of the last swap if nothing moved."""
+        """Returns the copies that a swap runs; reuses the last ones if nothing moved."""
         layout, memory = self._require_layout(), self.memory.tensors
         if self._swap is not None:
             known, copies = self._swap

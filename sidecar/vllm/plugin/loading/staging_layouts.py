@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Memory = Mapping[str, torch.Tensor]
 
 
-_ALL: Final = "all"  # the one memory's name
+_ALL: Final = "all"  # the name of the single buffer
 
 
 class StagingLayout(ABC):

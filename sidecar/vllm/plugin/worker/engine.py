@@ -375,7 +375,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         else:
             loadable = self._loadable[target]
             trace = loadable.checker.check(manifest)
-            if not manifest.counts:  # a patch goes into the model as vLLM does it
+            if not manifest.counts:  # a patch is always loaded by vLLM's loader
                 loadable.plans.on_armed(manifest, trace)
         if self._last_manifest is None or self._last_manifest.manifest != manifest:
             self._last_manifest = ArmedManifest(manifest)

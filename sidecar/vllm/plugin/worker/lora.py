@@ -66,7 +66,7 @@ class LoraAdapters:
         self._lacking = lacking
         self._held: dict[str, HeldAdapter] = {}
         self._before: _PreviousAdapter | None = None
-        self._settled = False  # the adapter that was loaded last
+        self._settled = False  # whether the last loaded adapter is settled
         self._ids: dict[str, set[int]] = {}  # ids under which vLLM loaded each adapter
         self._paths: dict[str, str] = {}  # paths of adapters that did not come over the bus
         self._stepping = False
@@ -166,7 +166,7 @@ class LoraAdapters:
         held = self._held.get(name)
         if held is not None:
             return self._built(held, request.lora_int_id), request
-        if ours:  # an update that was undone has left its path behind
+        if ours:  # the path belongs to an update that was undone
             path = self._paths.get(name, path)
             return None, msgspec.structs.replace(request, lora_path=path)
         self._paths[name] = path

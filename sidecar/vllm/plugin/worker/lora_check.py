@@ -144,7 +144,7 @@ def _sizes(manager: Any, place: tuple[str, int] | None) -> tuple[int, int] | Non
         return None
     if wrapped not in manager.packed_modules:
         return inputs, int(layer.output_size)
-    if hasattr(layer, "total_num_kv_heads"):  # its output_sizes have keys once for each worker
+    if hasattr(layer, "total_num_kv_heads"):  # output_sizes repeat keys per worker
         heads = layer.total_num_kv_heads if part else layer.total_num_heads
         return inputs, int(heads * layer.head_size)
     outputs = getattr(layer, "output_sizes", None)

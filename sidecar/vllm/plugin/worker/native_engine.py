@@ -40,7 +40,7 @@ class OriginalMethods:
     """The methods of vLLM's engine class, without what its guarded subclass adds."""
 
     parse_init_info: Callable[[dict[str, Any]], Any]
-    init_transfer_engine: Callable[[Any, Any], None]  # with its parallel config for this call
+    init_transfer_engine: Callable[[Any, Any], None]  # info, parallel config
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
@@ -86,7 +86,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             self.session.require_open(worker)
             chunk = self._update_info(operation)
 
-        # A worker that stayed out of the collective would keep the others waiting in it.
+        # Workers must fail before the collective: one that stays out of it hangs the others.
         agreement.run_before_any_continues(prepare)
         with set_current_vllm_config(self.vllm_config):
             self._original.update_weights(chunk)
