@@ -1,1 +1,1 @@
-"""Drives vLLM: the adapter, its connections, and the plugin inside vLLM."""
+"""Drives vLLM: the adapter, its connections, and the plugin inside vLLM's processes."""

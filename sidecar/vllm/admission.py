@@ -1,6 +1,7 @@
-"""Sets the admission of a vLLM's engine cores, which :mod:`sidecar.vllm.plugin.core.admission` has.
+"""The sidecar's control of admission in vLLM's engine cores.
 
-While probes run, admission is closed to all but them.
+The cores' part is :mod:`sidecar.vllm.plugin.core.admission`. While probes run, admission is closed
+to all other requests.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class AdmissionControl:
-    """Sets the admission of one engine.
+    """Sets the admission of one engine's cores.
 
     Args:
-        ask: makes vLLM's ``collective_rpc``.
+        ask: calls vLLM's ``collective_rpc``.
         served: clients reach the engine through an API server.
 
     Attributes:
         is_supported: the engine's cores have admission control.
-        found_closed: admission was closed, or a probe was under way, at :meth:`look`.
+        found_closed: admission was closed, or a probe was running, at :meth:`look`.
         booted_closed: admission has been closed since the cores booted.
     """
 
@@ -40,7 +41,7 @@ class AdmissionControl:
         self.found_closed = self.booted_closed = False
 
     async def look(self) -> None:
-        """Read the state of admission; close it if an earlier sidecar left a probe under way."""
+        """Reads the state of admission; closes it if an earlier sidecar left a probe running."""
         answer = await self._ask(SET_ADMISSION, {"served": self._served})
         state = answer[0] if isinstance(answer, list) and answer else None
         self.is_supported = isinstance(state, dict) and "admits" in state
@@ -51,14 +52,14 @@ class AdmissionControl:
                 await self._set(admits=False, passes="")
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """See :meth:`sidecar.engine.Engine.admit`."""
+        """Opens or closes admission; see :meth:`sidecar.engine.Engine.admit`."""
         await self._set(admits=open, why="its weights are not those that its group serves")
 
     async def end_requests(self) -> int | None:
-        """End all requests of the cores.
+        """Ends all requests of the cores.
 
         Returns:
-            how many the first core had; None if the cores have no admission control.
+            How many requests the first core had; None if the cores have no admission control.
         """
         if not self.is_supported:
             return None
@@ -67,11 +68,11 @@ class AdmissionControl:
         return ended
 
     async def pass_probes(self, mode: PauseMode) -> str:
-        """Close admission to all but probes; return what their request ids must begin with.
+        """Closes admission to all but probes; returns the prefix of the probes' request ids.
 
         Raises:
-            EngineError: code ``wrong_state``, for a pause that keeps requests: what they would get
-                beside the probes could not be held back.
+            EngineError: code ``wrong_state``, for a pause that keeps requests: they would run
+                beside the probes.
         """
         if mode == "keep":
             raise EngineError("a pause that keeps requests", code=NackCode.WRONG_STATE)
@@ -80,7 +81,7 @@ class AdmissionControl:
         return passes
 
     async def end_probes(self) -> None:
-        """Let probes in no longer."""
+        """Admits no more probes."""
         await self._set(passes="")
 
     async def _set(self, **how: Any) -> None:

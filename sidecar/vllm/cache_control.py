@@ -1,4 +1,4 @@
-"""Controls the caches of one vLLM: which run they belong to, and when they are dropped."""
+"""Controls the caches of one vLLM: their run, and when to drop them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CacheControl:
-    """Controls one engine's caches. ``ask`` makes vLLM's ``collective_rpc``."""
+    """Controls the caches of one engine. ``ask`` calls vLLM's ``collective_rpc``."""
 
     def __init__(self, ask: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> None:
         self._ask = ask
@@ -25,12 +25,12 @@ class CacheControl:
         self.connectors: Mapping[str, str] = {}  # how updates treat them
 
     def learn(self, facts: WorkerFacts) -> None:
-        """Store what the plugin says; the sidecar's environment may trust more connectors."""
+        """Stores the plugin's facts; the sidecar's environment may trust more connectors."""
         self._is_salted = not facts.features.get("prefix_cache_versions")
         self.connectors = trust(facts.kv_connectors, trusted_kv_connectors())
 
     def require_updatable(self) -> None:
-        """Refuse an update if a KV connector would still give older keys and values.
+        """Refuses an update if a KV connector could return keys and values of older weights.
 
         Raises:
             EngineError: code ``kv_connector_refused``; the text names the connector and says what
@@ -42,7 +42,7 @@ class CacheControl:
             raise EngineError(detail, code=NackCode.KV_CONNECTOR_REFUSED)
 
     def clears(self, asked: bool) -> bool:
-        """Return whether a pause or a swap must drop caches.
+        """Returns whether a pause or a swap must drop caches.
 
         Caches are also dropped where nobody ``asked`` for it: in a vLLM, or with a connector, that
         would find keys and values of older weights in them.
@@ -58,7 +58,7 @@ class CacheControl:
             await self._ask(worker_rpc.JOIN_RUN, {"run": run})
 
     async def clear(self) -> bool:
-        """Drop keys, values and prefix cache, those of connectors too.
+        """Drops keys, values and prefix cache, also in connectors.
 
         Returns:
             False if the cores can't do it by themselves, so that vLLM's own calls are needed.

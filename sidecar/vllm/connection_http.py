@@ -1,15 +1,15 @@
-"""Reaches a vLLM API server through its RL routes.
+"""Connects to a vLLM API server through its RL routes.
 
-Those routes are not covered by the server's API key (vLLM 0.32 guards only ``/v1`` and
+The server's API key does not protect those routes (vLLM 0.32 guards only ``/v1`` and
 ``/inference``), so they belong on loopback: a sidecar runs beside its server.
 
-No call has a read timeout: a pause ends when the engine is idle, and a call that was given up here
-would still be pending there. Only connecting, and questions that a live server answers at once,
-are bounded here; all other deadlines are the caller's.
+Calls have no read timeout: a pause ends when the engine is idle, and a call that was cancelled here
+would still be pending in the server. Only connecting, and requests that a live server answers at
+once, have timeouts here. All other deadlines belong to the caller.
 
-A session that saw a failure is not used again. A server closes the connection on which it failed a
-moment later; a call that takes the connection meanwhile is lost, and its caller can't find out
-whether the server received it. So the next call after a failure opens its own connection. Idle
+A session that saw a failure is not used again. A server closes the connection of a failed call a
+moment later. If another call uses that connection meanwhile, it is lost, and its caller can't find
+out whether the server received it. So the next call after a failure opens a new connection. Idle
 connections are closed before the server closes them.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from bus.messages import PauseMode
     from sidecar.supervision.server import SupervisedServer
 
-# Servers close theirs after 5 s (uvicorn's default).
+# Servers close idle connections after 5 s (uvicorn's default).
 KEEP_ALIVE_S: Final = 2.0
 CONNECT_S: Final = 5.0
 ANSWER_S: Final = 10.0
@@ -47,7 +47,7 @@ HEALTH_PERIOD_S: Final = 1.0
 REFUSALS_TO_DIE: Final = 3
 REQUEST_IDS_S: Final = 1.0
 _ASK_EVERY_S: Final = 0.5
-# How often a start says that it waits for the server.
+# How often a start logs that it waits for the server.
 _WARN_EVERY_S: Final = 10.0
 OK: Final = 200
 NOT_FOUND: Final = 404
@@ -64,11 +64,11 @@ _COUNTS: Final = "# TYPE vllm:num_requests_running gauge"
 
 
 class VllmHttpClient:
-    """Makes calls of one server.
+    """HTTP client of one vLLM server.
 
     Args:
-        url: the server's, without a slash at its end.
-        api_key: what the server asks its clients for, or empty.
+        url: the server's URL, without a slash at its end.
+        api_key: the key that the server requires from clients; empty for none.
     """
 
     def __init__(self, url: str, api_key: str = "") -> None:
@@ -78,7 +78,7 @@ class VllmHttpClient:
         self._users: Counter[aiohttp.ClientSession] = Counter()
 
     async def close_sessions(self) -> None:
-        """End every call."""
+        """Closes all sessions, which ends every running call."""
         newest, self._newest = self._newest, None
         for session in {*filter(None, (newest,)), *self._users}:
             await session.close()
@@ -86,7 +86,7 @@ class VllmHttpClient:
     async def post(
         self, path: str, body: Any = None, *, query: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """Make one call, however long it takes, and return the answer.
+        """Sends one POST request without a time limit, and returns the JSON answer.
 
         Raises:
             EngineDead: the connection was refused or broke.
@@ -95,7 +95,7 @@ class VllmHttpClient:
         return await self._json("POST", path, body=body, query=query)
 
     async def status_of(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
-        """Make one call of a route that needs no plugin; return the status and the text.
+        """Calls a route that needs no plugin; returns the status and the text.
 
         Raises:
             EngineDead: the connection was refused or broke.
@@ -121,10 +121,10 @@ class VllmHttpClient:
             yield response
 
     async def _failure(self, path: str, status: int, text: str) -> EngineError:
-        """Return the error that an answer with an error status stands for.
+        """Returns the exception for an answer with an error status.
 
-        A dead engine is recognised by ``/health``. The text can't say it: it differs between
-        releases of vLLM, and newer ones (0.33) keep the cause from clients.
+        ``/health`` shows whether the engine is dead. The answer's text can't: it differs between
+        releases of vLLM, and newer ones (0.33) hide the cause from clients.
         """
         if status == NOT_FOUND:
             return EngineError(
@@ -170,7 +170,7 @@ class VllmHttpClient:
             return response.status
 
     async def _is_dead(self) -> bool:
-        """Return whether the server says that its engine is dead, or has ended with it."""
+        """Returns whether the server reports a dead engine, or does not listen any more."""
         try:
             return await self._health() == UNAVAILABLE
         except TimeoutError:
@@ -180,9 +180,9 @@ class VllmHttpClient:
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Lend the newest session for one call and its answer."""
+        """Lends the newest session for one call and its answer."""
         if self._newest is None:
-            # A limit of connections would let waiting calls hold back a resume.
+            # With a limit on connections, waiting calls could delay a resume.
             self._newest = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -200,7 +200,7 @@ class VllmHttpClient:
                     await session.close()
 
     def _on_failure(self) -> None:
-        """Give the next calls a new session; those under way keep theirs."""
+        """Makes the next calls use a new session; running calls keep theirs."""
         self._newest = None
 
 
@@ -210,11 +210,10 @@ class HttpConnection(VllmHttpClient):
     Calls raise :class:`EngineError`, or :class:`EngineDead` if the connection is refused or breaks.
 
     Args:
-        base_url: such as ``http://127.0.0.1:8000``; a path prefix is kept. With ``server``, its
-            own URL.
+        base_url: such as ``http://127.0.0.1:8000``; a path prefix is kept. Empty with ``server``.
         server: a server that this connection starts, and stops when it is closed.
-        ready_timeout_s: how long :meth:`open` waits for ``/health``.
-        api_key: what the server asks its clients for; with ``server``, its own.
+        ready_timeout_s: how long :meth:`open` waits for ``/health``, in seconds.
+        api_key: the key that the server requires from clients. Ignored with ``server``.
         allow_remote: accept a URL that is not on loopback.
 
     Raises:
@@ -261,24 +260,24 @@ class HttpConnection(VllmHttpClient):
         self.drop_adapter = adapters.drop
 
     async def open(self) -> None:
-        """Start the server if it is ours, and wait until it is healthy.
+        """Waits until the server is healthy; starts a supervised one first.
 
         Raises:
-            EngineError: it isn't healthy in time.
-            EngineDead: a server that we started has ended.
+            EngineError: the server isn't healthy in time.
+            EngineDead: the supervised server has ended.
         """
         if self.server is not None:
             await self.server.start()
         await wait_until_healthy(self._health, self._url, self._ready_timeout_s)
 
     async def close(self) -> None:
-        """Close the sessions, and stop the server if we started it."""
+        """Closes the sessions, and stops a supervised server."""
         await self.close_sessions()
         if self.server is not None:
             await self.server.stop()
 
     async def died(self, on_look: Callable[[], None]) -> str:
-        """Return when the server has ended, says that its engine is dead, or nothing listens.
+        """Returns a reason when the server ends, reports a dead engine, or stops listening.
 
         A server that is slow to answer is busy, not dead.
         """
@@ -313,36 +312,36 @@ class HttpConnection(VllmHttpClient):
             await anyio.sleep(HEALTH_PERIOD_S)
 
     async def software_version(self) -> str:
-        """Return vLLM's version."""
+        """Returns vLLM's version."""
         return str((await self._json("GET", "/version", timeout_s=ANSWER_S))["version"])
 
     async def config(self) -> dict[str, Any]:
-        """Return the server's configuration; the first time that takes seconds."""
+        """Returns the server's configuration; the first call takes seconds."""
         answer = await self._json("GET", "/server_info?config_format=json")
         config: dict[str, Any] = answer["vllm_config"]
         return config
 
     async def accepts_probes(self) -> bool:
-        """Return whether the server accepts token ids from us.
+        """Returns whether the server accepts token ids from the sidecar.
 
         Raises:
             EngineError: the server counts no requests.
         """
         await self._gauges()
-        status, _ = await self.status_of("POST", _GENERATE, {})  # the body is found to be none
+        status, _ = await self.status_of("POST", _GENERATE, {})  # an empty body is refused
         return status in BAD_BODY
 
     async def endpoint(self) -> str:
-        """Return the URL for clients; empty without one."""
+        """Returns the URL for clients; empty without one."""
         return self._endpoint
 
     async def in_flight(self, seen: int | None) -> int:
-        """Count requests of every route.
+        """Returns the number of requests of every route; ``seen`` is the status page's count.
 
-        Without a status page ``/metrics`` has the count, which takes the server milliseconds that a
-        pause waits for. ``/load`` counts only some routes, and nothing without an option of its
-        own. The gauges hold through a pause, and follow an abort in it (seen on 0.32); they lag
-        behind the engine by one of its steps.
+        Without a status page the count comes from ``/metrics``, which takes the server milliseconds
+        during a pause. ``/load`` counts only some routes, and nothing without an option of its own.
+        The gauges of ``/metrics`` stay correct during a pause, also after an abort in it (seen on
+        0.32); they lag behind the engine by one step.
         """
         return await self._gauges() if seen is None else seen
 
@@ -354,10 +353,10 @@ class HttpConnection(VllmHttpClient):
         return int(sum(map(float, _GAUGE.findall(text))))
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Return the ids of requests that have begun; empty if no core answers within 1 s.
+        """Returns the ids of requests that have begun; empty without an answer within 1 s.
 
-        A core that stands in a collective does not answer. Workers know of a request that has ended
-        until their next step.
+        A core that hangs in a collective does not answer. Workers still list a request that has
+        ended until their next step.
         """
         with anyio.move_on_after(REQUEST_IDS_S):
             try:
@@ -367,33 +366,33 @@ class HttpConnection(VllmHttpClient):
         return ()
 
     async def weight_version(self) -> str:
-        """Return the text that names the weights."""
+        """Returns vLLM's text that names the version of the weights."""
         answer = await self._json("GET", "/weight_info", timeout_s=ANSWER_S)
         return str(answer["weight_version"])
 
     async def set_weight_version(self, version: str) -> None:
-        """Name the weights."""
+        """Sets vLLM's text that names the version of the weights."""
         await self.post("/update_weight_version", {"new_version": version})
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pause by vLLM's own call."""
+        """Pauses by vLLM's own call."""
         query = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
         await self.post("/pause", query=query)
 
     async def resume(self) -> None:
-        """Resume by vLLM's own call."""
+        """Resumes by vLLM's own call."""
         await self.post("/resume")
 
     async def wake_up(self) -> None:
-        """Wake and resume by vLLM's own call."""
+        """Wakes and resumes by vLLM's own call."""
         await self.post("/wake_up")
 
     async def abort_requests(self) -> int:
-        """End the requests of one front end of the server."""
+        """Ends the requests of one front end of the server; returns how many."""
         return int((await self.post("/abort_requests", {}))["aborted"])
 
     async def reset_caches(self) -> bool:
-        """Drop all caches; return whether nothing of the prefix cache is in use."""
+        """Drops all caches; returns False if some of the prefix cache is in use."""
         query = {"reset_running_requests": "true"}
         if not (await self.post("/reset_prefix_cache", query=query)).get("success"):
             return False
@@ -406,7 +405,7 @@ class HttpConnection(VllmHttpClient):
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
     ) -> ProbeResult:
-        """Run one greedy request past any end of sequence."""
+        """Runs one request with greedy sampling, ignoring end-of-sequence tokens."""
         body = {
             "token_ids": prompt,
             "sampling_params": {
@@ -423,7 +422,7 @@ class HttpConnection(VllmHttpClient):
         return ProbeResult(tuple(choice["token_ids"]), tuple(logprobs))
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Call vLLM's ``collective_rpc``; return each worker's answer, or the core's."""
+        """Calls vLLM's ``collective_rpc``; returns each worker's answer, or the core's."""
         body = {"method": method, "kwargs": kwargs or {}}
         return (await self.post("/collective_rpc", body)).get("results")
 
@@ -431,12 +430,12 @@ class HttpConnection(VllmHttpClient):
 async def wait_until_healthy(
     health: Callable[[], Awaitable[int]], url: str, limit_s: float
 ) -> None:
-    """Return when the server is healthy.
+    """Returns when the server is healthy.
 
     Args:
-        health: asks for ``/health``, and returns the status.
-        url: for the log, which says every 10 s what is waited for.
-        limit_s: how long this waits, in seconds.
+        health: requests ``/health``, and returns the status.
+        url: for the log, which names the awaited server every 10 s.
+        limit_s: time limit in seconds.
 
     Raises:
         EngineError: the server is not healthy in time.

@@ -1,4 +1,4 @@
-"""Reaches a vLLM engine that lives in this process: an ``AsyncLLM``.
+"""Connects to a vLLM engine in the same process: an ``AsyncLLM``.
 
 Requests go to the ``AsyncLLM`` directly, and closing the connection leaves it running. On demand
 the connection serves vLLM's data routes from this process.
@@ -33,12 +33,12 @@ class InProcessConnection:
     Calls raise :class:`EngineError`, or :class:`EngineDead` if the engine core is gone.
 
     Args:
-        async_llm: the engine, which stays the caller's.
+        async_llm: the engine; the caller keeps ownership.
         serve: options of vLLM's API server; None: no routes are served.
 
     Attributes:
-        loaded: vLLM's requests of adapters that were loaded since the last commit, by name.
-        settled: those of adapters that are committed.
+        loaded: by adapter name, vLLM's ``LoRARequest`` of each one loaded since the last commit.
+        settled: the same for committed adapters.
     """
 
     kind = "vllm"
@@ -53,31 +53,31 @@ class InProcessConnection:
         self.settled: dict[str, Any] = {}
         self._llm = async_llm
         self._routes = HttpRoutes(async_llm, serve) if serve is not None else None
-        self._adapter_path = ""  # of the update that is under way
+        self._adapter_path = ""  # of the adapter that is being updated
 
     async def open(self) -> None:
-        """Do nothing: whoever has an ``AsyncLLM`` has started it."""
+        """Does nothing: the caller has started the ``AsyncLLM``."""
 
     async def close(self) -> None:
-        """Stop serving routes; the engine is the caller's, and stays."""
+        """Stops serving routes; the ``AsyncLLM`` stays, because the caller owns it."""
         if self._routes is not None:
             await self._routes.close()
 
     async def died(self, on_look: Callable[[], None]) -> str:
-        """Return when the engine core is dead."""
-        while not self._llm.errored:  # vLLM offers a flag and no event
+        """Returns the reason when the engine core is dead."""
+        while not self._llm.errored:  # vLLM has a flag for this, but no event
             on_look()
             await anyio.sleep(DEATH_CHECK_S)
         return "vLLM's engine core is dead"
 
     async def software_version(self) -> str:
-        """Return vLLM's version."""
+        """Returns vLLM's version."""
         import vllm  # noqa: PLC0415 - whoever has an AsyncLLM has vLLM; nobody else needs it
 
         return str(vllm.__version__)
 
     async def config(self) -> dict[str, Any]:
-        """Return what vLLM was booted with: three parts of its ``VllmConfig``."""
+        """Returns vLLM's configuration: three parts of its ``VllmConfig``."""
         config = self._llm.vllm_config
         transfer = config.weight_transfer_config
         return {
@@ -87,46 +87,46 @@ class InProcessConnection:
         }
 
     async def accepts_probes(self) -> bool:
-        """Return whether :meth:`generate` works."""
+        """Returns True: :meth:`generate` needs no route."""
         return True
 
     async def endpoint(self) -> str:
-        """Serve the routes, if any are to be served; return their URL."""
+        """Starts serving routes, if configured; returns their URL, or an empty text."""
         return await self._routes.start() if self._routes is not None else ""
 
     async def in_flight(self, seen: int | None) -> int:  # noqa: ARG002 - this count is exact
-        """Count requests."""
+        """Returns the number of requests."""
         return len(self._llm.output_processor.request_states)
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Return the requests' ids as clients gave them."""
+        """Returns the requests' ids as clients gave them."""
         states = self._llm.output_processor.request_states.values()
         return tuple(dict.fromkeys(str(state.external_req_id)[:256] for state in states))
 
     async def weight_version(self) -> str:
-        """Return the text that names the weights."""
+        """Returns vLLM's text that names the version of the weights."""
         return str(await _call(self._llm.get_weight_version()))
 
     async def set_weight_version(self, version: str) -> None:
-        """Name the weights, and with them the adapters that were loaded."""
+        """Sets vLLM's text that names the version; also marks loaded adapters as committed."""
         await _call(self._llm.update_weight_version(version))
         self.settled.update(self.loaded)
         self.loaded.clear()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pause by vLLM's own call."""
+        """Pauses by vLLM's own call."""
         await _call(self._llm.pause_generation(mode=mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
-        """Resume by vLLM's own call."""
+        """Resumes by vLLM's own call."""
         await _call(self._llm.resume_generation())
 
     async def wake_up(self) -> None:
-        """Wake and resume by vLLM's own call."""
+        """Wakes and resumes by vLLM's own call."""
         await _call(self._llm.wake_up())
 
     async def abort_requests(self) -> int:
-        """End all requests; return how many."""
+        """Ends all requests; returns how many."""
         processor = self._llm.output_processor
         requests = [*processor.request_states]
         if requests:
@@ -135,7 +135,7 @@ class InProcessConnection:
         return len(requests)
 
     async def reset_caches(self) -> bool:
-        """Drop all caches; return whether nothing of the prefix cache is in use."""
+        """Drops all caches; returns False if some of the prefix cache is in use."""
         if not await _call(self._llm.reset_prefix_cache(reset_running_requests=True)):
             return False
         await _call(self._llm.reset_mm_cache())
@@ -145,7 +145,7 @@ class InProcessConnection:
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
     ) -> ProbeResult:
-        """Run one greedy request past any end of sequence."""
+        """Runs one request with greedy sampling, ignoring end-of-sequence tokens."""
         result: ProbeResult = await _call(self._generate(request_id, prompt, max_tokens, salt))
         return result
 
@@ -167,15 +167,15 @@ class InProcessConnection:
         return ProbeResult(tokens, tuple(float(step[token].logprob) for step, token in steps))
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Call vLLM's ``collective_rpc``; return each worker's answer, or the core's."""
+        """Calls vLLM's ``collective_rpc``; returns each worker's answer, or the core's."""
         return await _call(self._llm.collective_rpc(method, kwargs=kwargs or {}))
 
     async def open_adapter(self, name: str, params: bytes) -> None:  # noqa: ARG002 - any name will do
-        """Note where workers find the adapter."""
+        """Stores the path from which vLLM loads the adapter."""
         self._adapter_path = adapter_path(params)
 
     async def load_adapter(self, name: str) -> None:
-        """Load an adapter in place by vLLM's own call."""
+        """Loads an adapter in place by vLLM's own call."""
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see software_version()
 
         arguments = (name, adapter_id(name), self._adapter_path)
@@ -183,7 +183,7 @@ class InProcessConnection:
         self.loaded[name] = LoRARequest(*arguments)
 
     async def drop_adapter(self, name: str) -> None:
-        """Undo :meth:`load_adapter`."""
+        """Discards what :meth:`load_adapter` has recorded."""
         self.loaded.pop(name, None)
 
 
@@ -205,7 +205,7 @@ class HttpRoutes:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen, and return the URL.
+        """Starts listening; returns the URL.
 
         Raises:
             EngineError: the address can't be used.
@@ -234,14 +234,14 @@ class HttpRoutes:
         return self._command.endpoint
 
     async def close(self) -> None:
-        """Stop listening; answers that are under way have 1 s to end."""
+        """Stops listening; running answers have 1 s to end."""
         if self._task is not None:
             self._server.should_exit = True
             await self._task
 
 
 async def _call(call: Awaitable[Any]) -> Any:
-    """Await a call of vLLM's, and translate its errors.
+    """Awaits a vLLM call, and translates its exceptions.
 
     Raises:
         EngineDead: the engine core is gone.

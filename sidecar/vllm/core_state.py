@@ -1,6 +1,6 @@
-"""The state of a vLLM's engine cores as its sidecar sees it.
+"""The sidecar's access to the state of a vLLM's engine cores.
 
-That is their status pages and lease pages, their ranks, their DP coordinator and their versions.
+That is their status pages and lease pages, ranks, DP coordinator and versions.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
 
 
 class CoreLink:
-    """Reads and writes the shared pages of one engine's cores.
+    """Reads and writes the shared-memory pages of one engine's cores.
 
     Args:
-        wanted: who was to coordinate the engine's DP group.
+        wanted: the coordinator that the engine's DP group should have.
     """
 
     def __init__(self, wanted: DpCoordinator) -> None:
         self._wanted = wanted
         self._page: CoreStatusReader | None = None
         self._coordinator_pid = 0
-        self._lease_pages: tuple[PauseLeasePage, ...] = ()  # one of each core, or none at all
-        self._pids: tuple[int, ...] = ()  # of several cores
+        self._lease_pages: tuple[PauseLeasePage, ...] = ()  # one per core, or none at all
+        self._pids: tuple[int, ...] = ()  # pids of the cores, if there are several
         self._cores = 0
         self._log = bus.log.logger()
 
     def learn(self, facts: WorkerFacts, info: EngineInfo, *, cores: int, here: bool = True) -> None:
-        """Open the pages that the plugin names.
+        """Opens the pages that the plugin names.
 
         Args:
-            facts: what the plugin says.
+            facts: the plugin's facts about the engine.
             info: what the engine is.
             cores: how many cores the engine has; several behind an internal load balancer.
             here: the engine runs on this machine.
 
         Raises:
-            EngineError: the bus was to coordinate, and doesn't.
+            EngineError: the bus should coordinate, and doesn't.
         """
         if self._wanted == "bus":
             _refuse_uncoordinated(facts, info)
@@ -70,9 +70,9 @@ class CoreLink:
         self._cores = cores
 
     def _open_lease_pages(self, facts: WorkerFacts, cores: int) -> tuple[PauseLeasePage, ...]:
-        """Open a lease page per core.
+        """Opens one lease page per core, or none if some can't be opened.
 
-        Without one, a pause that this sidecar leaves behind is ended by nobody.
+        Without lease pages, no core ends a pause that this sidecar abandons.
         """
         reason = ""
         if self._page is None:
@@ -93,10 +93,10 @@ class CoreLink:
         return ()
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        """Write the lease into every core's page.
+        """Writes the lease into every core's page, unless the cores have decided already.
 
-        See :meth:`sidecar.engine.Engine.write_pause_lease`. Several cores have ended a pause when
-        all of them have. A core that has voted is left to the others.
+        See :meth:`sidecar.engine.Engine.write_pause_lease`. Several cores have ended a pause only
+        when all of them have. If one core has voted, the lease is not written again.
         """
         if lease is not None:
             lease = replace(lease, cores=self._pids)
@@ -109,10 +109,9 @@ class CoreLink:
         return None
 
     def _outcome(self, lease: PauseLease) -> LeaseOutcome | None:
-        """Return what the cores have made of this lease, or None if it still counts.
+        """Returns the cores' decision on this lease, or None if the lease is still valid.
 
-        While several cores are about to decide on the lease before this one, that lease is not
-        replaced.
+        While several cores are deciding on the previous lease, that lease is not replaced.
         """
         held = [(page.lease(), page.outcome()) for page in self._lease_pages]
         ends = [end for now, end in held if now and end and now.serial == end.serial]
@@ -131,7 +130,10 @@ class CoreLink:
         return LeaseOutcome(lease.serial, state, next(reasons, "not all of its cores have decided"))
 
     def abandoned_pause(self) -> AbandonedPause | None:
-        """See :meth:`sidecar.engine.Engine.abandoned_pause`."""
+        """Returns the pause that an earlier sidecar has left; None if there is none.
+
+        See :meth:`sidecar.engine.Engine.abandoned_pause`.
+        """
         found: list[AbandonedPause] = []
         for page in self._lease_pages:
             try:
@@ -143,7 +145,7 @@ class CoreLink:
         return next((left for left in found if left.partial), found[0] if found else None)
 
     def view(self) -> CoreStatusView | None:
-        """Return the status page as it is now; None without one."""
+        """Returns the current contents of the status page; None without one."""
         if self._page is None:
             return None
         try:
@@ -160,7 +162,7 @@ class CoreLink:
         return None if view is None else view.waiting + view.running
 
     def check_coordinator(self) -> None:
-        """Log once if the DP coordinator that this rank started is gone."""
+        """Logs once if the DP coordinator that this rank started is gone."""
         if self._coordinator_pid and not _alive(self._coordinator_pid):
             self._log.error(
                 "dp_coordinator_died",
@@ -172,7 +174,7 @@ class CoreLink:
 
 
 def check_ranks(who: str, *, hybrid: bool, elastic: bool) -> None:
-    """Refuse an engine whose data parallel ranks the bus can't tell apart, or can't count on.
+    """Refuses an engine whose data parallel ranks share one engine, or can change.
 
     Args:
         who: the engine, in words.
@@ -222,11 +224,11 @@ def _alive(pid: int) -> bool:
 
 
 def parse_version(text: str) -> int:
-    """Return our version in a text of vLLM; 0 for a text that is not ours, such as ``default``."""
+    """Returns the bus's version in vLLM's text; 0 for others, such as ``default``."""
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def driven_backends(chosen: str) -> tuple[str, ...]:
-    """Return the backends that can update an engine that was booted with ``chosen``."""
+    """Returns the backends that can update an engine that was booted with ``chosen``."""
     ours = receiver_backends()
     return ours if chosen == BACKEND else (*ours, native_name(chosen))

@@ -1,4 +1,4 @@
-"""Drives a vLLM, whichever way it is reached.
+"""Drives a vLLM engine over HTTP or in process.
 
 The adapter knows the order of vLLM's calls and what wavebus adds to them. A connection makes the
 calls: over HTTP (:mod:`sidecar.vllm.connection_http`) or in process
@@ -38,12 +38,12 @@ ABORT_SEEN_S: Final = 1.0
 
 
 class VllmAdapter(WorkerClient):
-    """A vLLM as a :class:`sidecar.engine.Engine`.
+    """A vLLM engine as a :class:`sidecar.engine.Engine`.
 
     Args:
         connection: makes vLLM's calls.
-        dp_coordinator: ``bus`` insists that the bus coordinates the engine's DP group;
-            :mod:`sidecar.vllm.plugin.environment` says how it is made to.
+        dp_coordinator: ``bus`` requires that the bus coordinates the engine's DP group; see
+            :mod:`sidecar.vllm.plugin.environment` for how to boot vLLM for that.
     """
 
     def __init__(self, connection: VllmConnection, dp_coordinator: DpCoordinator = "vllm") -> None:
@@ -53,12 +53,12 @@ class VllmAdapter(WorkerClient):
         self._admission = AdmissionControl(connection.ask, served=connection.is_served)
 
     async def start(self) -> EngineInfo:
-        """Reach the engine, starting it if it is ours, and check that it can be driven.
+        """Connects to the engine, and checks that it can be driven; starts a supervised one.
 
         Raises:
             EngineError: it does not answer in time, is too old, lacks the RL routes or the
                 backend, or has another coordinator; the text says how to start it.
-            EngineDead: a server that we started has ended.
+            EngineDead: the supervised server has ended.
         """
         await self._vllm.open()
         with answers_within(START_ANSWER_S, f"the engine core of {self._vllm.name}"):
@@ -72,7 +72,7 @@ class VllmAdapter(WorkerClient):
         backend = str((config.get("weight_transfer_config") or {}).get("backend", ""))
         name = self._vllm.name
         check_backend(backend, name)
-        # Before any call of the plugin: without it, such a call would fail in all workers.
+        # Comes first: without the plugin, a call of its methods would fail in all workers.
         present = await self._vllm.ask(worker_rpc.ASK_PRESENCE)
         worker_rpc.check_drives(present, backend, name)
         parallel = config["parallel_config"]
@@ -115,52 +115,52 @@ class VllmAdapter(WorkerClient):
         return info
 
     async def close(self) -> None:
-        """Close the connection and the workers' staging channels."""
+        """Closes the connection and the workers' staging channels."""
         self._close_channels()
         await self._vllm.close()
 
     async def died(self) -> str:
-        """Return when the engine is dead, with the reason."""
+        """Returns when the engine is dead, with the reason."""
         return await self._vllm.died(self._core.check_coordinator)
 
     async def in_flight(self) -> int:
-        """Count the requests that run, wait, or are frozen by a pause."""
+        """Returns the number of requests that run, wait, or are frozen by a pause."""
         return await self._vllm.in_flight(self._core.requests())
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Return the requests' ids as clients gave them; empty if they can't be had."""
+        """Returns the requests' ids as clients gave them; empty if the engine can't list them."""
         return await self._vllm.request_ids()
 
     def core_view(self) -> CoreStatusView | None:
-        """Return the status page of the engine's core; None without one."""
+        """Returns the contents of the core's status page; None without one."""
         return self._core.view()
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        """See :meth:`sidecar.engine.Engine.write_pause_lease`."""
+        """Writes the pause lease; see :meth:`sidecar.engine.Engine.write_pause_lease`."""
         return self._core.write_pause_lease(lease)
 
     def abandoned_pause(self) -> AbandonedPause | None:
-        """Return the pause that an earlier sidecar has left; None: there is none."""
+        """Returns the pause that an earlier sidecar has left; None if there is none."""
         return self._core.abandoned_pause()
 
     async def join_run(self, run: str) -> None:
-        """Salt the caches with the id of a run."""
+        """Salts the caches with the id of a run."""
         await self._caches.join_run(run)
 
     async def version(self) -> int:
-        """Return the version that the engine serves; 0 before the first commit."""
+        """Returns the version that the engine serves; 0 before the first commit."""
         return parse_version(await self._vllm.weight_version())
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pause, and drop the caches if asked to, or if this vLLM needs it."""
+        """Pauses the engine; drops the caches on request, or if this vLLM needs it."""
         await self._vllm.pause(mode, clear_cache=self._caches.clears(clear_cache))
 
     async def resume(self) -> None:
-        """Schedule again."""
+        """Resumes scheduling."""
         await self._vllm.resume()
 
     async def sleep(self, level: SleepLevel) -> None:
-        """Have the workers sleep, and the core know nothing of it.
+        """Puts the workers to sleep, without vLLM's own sleep call.
 
         vLLM's own sleep pauses a second time, and a rank then waits for the other ranks' sleep.
         """
@@ -168,7 +168,7 @@ class VllmAdapter(WorkerClient):
         await self._vllm.ask("sleep", {"level": level})
 
     async def wake_weights(self) -> None:
-        """Give the weights' memory back to the workers."""
+        """Allocates the weights' memory in the workers again."""
         await self._vllm.ask("wake_up", {"tags": ["weights"]})
 
     async def wake(self) -> None:
@@ -181,12 +181,12 @@ class VllmAdapter(WorkerClient):
         await self._vllm.wake_up()
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """Open or close admission; cores of an unknown vLLM have none, and queue requests."""
+        """Opens or closes admission; does nothing for cores without admission control."""
         if self._admission.is_supported:
             await self._admission.admit(open=open)
 
     async def abort_requests(self) -> int:
-        """End every request; return how many when they are counted no more, or 1 s later.
+        """Ends every request; returns how many, once none is counted, or 1 s later.
 
         A server may have several front ends, each of which could end its own requests alone: so
         the cores end them, where they can.
@@ -200,12 +200,12 @@ class VllmAdapter(WorkerClient):
         return ended
 
     async def clear_cache(self) -> None:
-        """Drop keys, values and prefix cache by the plugin, or else by vLLM's own calls."""
+        """Drops keys, values and prefix cache by the plugin, or else by vLLM's own calls."""
         if not await self._caches.clear() and not await self._vllm.reset_caches():
             raise EngineError("vLLM could not drop its prefix cache: some of it is in use")
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Open the transport in all workers; return how many chunks may be received ahead."""
+        """Opens the transport in all workers; returns how many chunks may be received ahead."""
         prefetch_depth = await super().open_transfer(backend, params, place)
         if adapter := adapter_of(backend):
             await self._vllm.open_adapter(adapter, params)
@@ -220,9 +220,9 @@ class VllmAdapter(WorkerClient):
         mode: PauseMode,
         clear_cache: bool,
     ) -> tuple[ProbeResult, ...]:
-        """Resume with admission closed to all but the probes, and pause again.
+        """Resumes with admission closed to all but the probes, and pauses again afterwards.
 
-        A paused vLLM runs no probe, and what a pause keeps would run beside them.
+        A paused vLLM runs no probe, and requests kept by a pause would run beside the probes.
         """
         passes = await self._admission.pass_probes(mode)
         await self.abort_requests()
@@ -240,6 +240,6 @@ class VllmAdapter(WorkerClient):
         return tuple(results)
 
     async def commit(self, version: int) -> None:
-        """Serve as this version from now on."""
+        """Sets the version that the engine serves from now on."""
         await self._settle()
         await self._vllm.set_weight_version(str(version))

@@ -1,4 +1,4 @@
-"""Drives a vLLM engine that lives in this process: an ``AsyncLLM``."""
+"""Drives a vLLM engine in the same process: an ``AsyncLLM``."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class VllmEngine(VllmAdapter):
     adapter leaves it running.
 
     Args:
-        async_llm: the engine, which stays the caller's.
-        serve: options of vLLM's API server, such as ``("--port", "8000")``: its data routes are
-            served from this process, and rollout clients reach them. None: they are not.
-        dp_coordinator: ``bus`` insists that the bus coordinates its DP group; see
-            :mod:`sidecar.vllm.plugin.environment` for how it comes to.
+        async_llm: the engine; the caller keeps ownership.
+        serve: options of vLLM's API server, such as ``("--port", "8000")``. Its data routes are
+            then served from this process, for rollout clients. None: no routes are served.
+        dp_coordinator: ``bus`` requires that the bus coordinates the engine's DP group; see
+            :mod:`sidecar.vllm.plugin.environment` for how to boot vLLM for that.
     """
 
     def __init__(
@@ -42,11 +42,10 @@ class VllmEngine(VllmAdapter):
         super().__init__(self._llm, dp_coordinator)
 
     def lora_request(self, adapter: str) -> Any:
-        """Returns vLLM's ``LoRARequest`` of an adapter that came over the bus.
+        """Returns vLLM's ``LoRARequest`` for an adapter that came over the bus.
 
-        It is for ``AsyncLLM.generate(..., lora_request=...)``. Ask for it with every request: with
-        another version of the adapter it is another one, which has no part in the others' prefix
-        cache.
+        Pass it to ``AsyncLLM.generate(..., lora_request=...)``. Get a new one for every request:
+        each version of the adapter has its own, which shares no prefix cache with other versions.
 
         Args:
             adapter: the adapter's name.

@@ -1,4 +1,4 @@
-"""Calls vLLM's entry points for LoRA adapters: a server's routes, or an ``AsyncLLM`` by ids."""
+"""Calls a server's routes for LoRA adapters, and names adapters for vLLM."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _LARGEST_ID: Final = 2**31 - 1
 
 
 class StatusOf(Protocol):
-    """Makes a call of a route."""
+    """A function that calls a route of the server."""
 
     def __call__(self, method: str, path: str, body: Any = None) -> Awaitable[tuple[int, str]]:
-        """Return the status and the text of the answer."""
+        """Returns the status and the text of the answer."""
 
 
 def adapter_path(params: bytes) -> str:
-    """Return the adapter's folder, which workers have opened, from its transport's params."""
+    """Returns the path of the folder that holds the adapter, from its transport's params."""
     return os.path.join(SHM_FOLDER, decode(params, AdapterFolder).folder)  # noqa: PTH118 - for vLLM
 
 
 def adapter_id(name: str) -> int:
-    """Return the number by which vLLM knows an adapter; every name has one."""
+    """Returns the integer id under which vLLM gets the adapter of this name."""
     return 1 + zlib.crc32(name.encode()) % _LARGEST_ID
 
 
 class AdapterRoutes:
-    """Loads adapters into one API server; one adapter at a time is under way."""
+    """Loads LoRA adapters into one API server, one at a time."""
 
     def __init__(self, status_of: StatusOf, url: str) -> None:
         self._status_of = status_of
@@ -54,13 +54,13 @@ class AdapterRoutes:
         self._known = False
 
     async def open(self, name: str, params: bytes) -> None:
-        """Check that the server will load the adapter ``name``. Changes nothing.
+        """Checks that the server can load the adapter ``name``; changes nothing in it.
 
         Raises:
             EngineError: code ``backend_missing``: the server has no such routes, or they need its
                 API key; code ``malformed``: its own model has that name.
         """
-        # vLLM refuses a request without a name; one for a route that is not there it doesn't find.
+        # vLLM refuses a request without a name; if it lacks the route, it answers 404 instead.
         status, text = await self._status_of("POST", LOAD, {"lora_name": "", "lora_path": ""})
         if status in (_NOT_FOUND, _UNAUTHORIZED):
             why = (
@@ -85,12 +85,12 @@ class AdapterRoutes:
         self._path = adapter_path(params)
 
     async def load(self, name: str) -> None:
-        """Load the adapter in place: requests for the model ``name`` get it."""
+        """Loads the adapter in place, so that requests for the model ``name`` use it."""
         body = {"lora_name": name, "lora_path": self._path, "load_inplace": True}
         await self._post(LOAD, body)
 
     async def drop(self, name: str) -> None:
-        """Remove the name, if the server did not have it before."""
+        """Removes the adapter's name, if the server did not have it before."""
         if not self._known:
             await self._post(UNLOAD, {"lora_name": name}, but=_NOT_FOUND)
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# A worker answers at once, whatever it does for others.
+# A worker answers at once, also while it serves another connection.
 _GREET_TIMEOUT_S: Final = 60.0
 
 
 class StagingChannels:
-    """Reaches every worker of one engine, with one operation at a time.
+    """Calls every worker of one engine over their staging channels, one operation at a time.
 
-    A call that is cancelled or breaks drops all connections, because a late answer would be taken
+    A call that fails or is cancelled closes all connections, because a late answer would be taken
     for the next call's. The next call connects again.
     """
 
@@ -37,7 +37,7 @@ class StagingChannels:
         return len(self._names)
 
     async def open(self, names: Sequence[str]) -> None:
-        """Connect to the workers that listen at these names; older connections are superseded.
+        """Connects to the workers that listen at these names, and supersedes older connections.
 
         Raises:
             EngineError: a worker can't be reached from here.
@@ -51,10 +51,10 @@ class StagingChannels:
             raise EngineError(f"a worker has not answered for {_GREET_TIMEOUT_S:.0f} s") from error
 
     async def perform(self, operation: operations.Operation) -> list[operations.Done]:
-        """Have every worker carry out an operation, and return their answers when all have.
+        """Carries out an operation in every worker; returns their answers.
 
         Raises:
-            EngineError: the first worker that failed, in their order; or a worker is gone.
+            EngineError: of the first worker that failed, in their order; or a worker is gone.
         """
         try:
             self._connect()
@@ -76,7 +76,7 @@ class StagingChannels:
         return done
 
     def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         channels, self._connections = self._connections, []
         for channel in channels:
             channel.close()

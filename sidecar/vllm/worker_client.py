@@ -1,6 +1,6 @@
-"""Runs the operations of an update in an engine's workers.
+"""Carries out the steps of an update in an engine's workers.
 
-The connection may be HTTP or in process.
+The connection to the engine may be HTTP or in process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class WorkerConnection(Protocol):
-    """Makes the calls of vLLM that an update needs; they raise :class:`EngineError`."""
+    """Makes the vLLM calls that an update needs; they raise :class:`EngineError`."""
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Call vLLM's ``collective_rpc``; return each worker's answer, or the core's.
+        """Calls vLLM's ``collective_rpc``; returns each worker's answer, or the core's.
 
         Args:
             method: one of :mod:`sidecar.vllm.plugin.worker_rpc`, or of vLLM's own.
@@ -35,24 +35,25 @@ class WorkerConnection(Protocol):
         """
 
     async def load_adapter(self, name: str) -> None:
-        """Load a LoRA adapter in place by vLLM's own call; workers take what they have staged."""
+        """Loads a LoRA adapter in place by vLLM's own call; workers supply the received tensors."""
 
     async def drop_adapter(self, name: str) -> None:
-        """Undo :meth:`load_adapter`."""
+        """Undoes :meth:`load_adapter`."""
 
 
 class WorkerClient:
-    """Drives the plugin of one engine: the update half of :class:`sidecar.engine.Engine`.
+    """Calls the plugin in one engine's workers: the update half of the engine protocol.
 
-    Each step is one call of vLLM. Loading a LoRA adapter takes two calls; loading what was loaded
-    on receipt takes none. The client keeps little about an update: the workers know whether an
-    update session is open, so a restarted sidecar recovers as well.
+    The protocol is :class:`sidecar.engine.Engine`. Each step is one call of vLLM. Loading a LoRA
+    adapter takes two calls; loading what was loaded on receipt takes none. The client keeps little
+    state of an update: the workers know whether an update session is open, so a restarted sidecar
+    can recover it.
 
     A staged update uses the workers' staging channels up to the swap, with as few messages as
-    possible, because each message takes time from steps. A manifest that was armed before is not
-    sent again. Chunks that are received where they are staged are reported together, after the last
-    one: the ack of a chunk then means that its sender may reuse its buffer, and the ack of the last
-    chunk means that all chunks have come and are what was sent.
+    possible, because each message delays steps. A manifest that was armed before is not sent again.
+    Chunks that are received directly into staging memory are reported together, after the last one.
+    The ack of a chunk then means that its sender may reuse its buffer. The ack of the last chunk
+    means that all chunks have arrived and match their checksums.
     """
 
     def __init__(self, connection: WorkerConnection) -> None:
@@ -61,23 +62,23 @@ class WorkerClient:
         self._adapter = ""
         self._load_comes_with_receive = False
         self._staged = False
-        self._manifest: Manifest | None = None  # what was armed last
-        self._armed: Manifest | None = None  # the same, if it was of the whole model
+        self._manifest: Manifest | None = None  # the manifest that was armed last
+        self._armed: Manifest | None = None  # the same, if it was for the served model's weights
         self._chunks = 0
         self._in_place = False
-        self._sent: list[operations.SentChunk] = []  # of which workers have not been told
+        self._sent: list[operations.SentChunk] = []  # not yet reported to the workers
         self._channels = StagingChannels()
         self._no_channels_reason = ""
         self._cannot_stage = ""
         self._is_one_core = True
 
     async def _hello(self, facts: worker_rpc.WorkerFacts, *, cores: int) -> None:
-        """Check that the plugin speaks our protocol, and undo what an earlier sidecar has left.
+        """Checks the plugin's protocol, and undoes uncommitted work of an earlier sidecar.
 
-        That is what it staged, or loaded of a LoRA adapter, and has not committed.
+        That work is a staged update or a loaded LoRA adapter.
 
         Args:
-            facts: what the plugin says of this vLLM.
+            facts: the plugin's facts about this vLLM.
             cores: how many engine cores are behind the one client; workers of different cores can't
                 agree on anything.
         """
@@ -95,14 +96,14 @@ class WorkerClient:
         await self._perform(operations.ReleaseStaging())
 
     def _close_channels(self) -> None:
-        """Close the connections to the workers' staging channels."""
+        """Closes the connections to the workers' staging channels."""
         self._channels.close()
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Open the transport in all workers; return how many chunks may be received ahead.
+        """Opens the transport in all workers; returns how many chunks may be received ahead.
 
-        The staging channels carry this where they exist, because opening a transport may wait for
-        other engines. vLLM's own transports, and what replaces one, are opened through the core.
+        This uses the staging channels where they exist, because opening a transport may wait for
+        other engines. vLLM's own transports, and their replacements, are opened through the core.
         """
         opened = operations.Open(backend, params, place.communicator, place.world_size, place.rank)
         theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
@@ -115,7 +116,7 @@ class WorkerClient:
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
-        """Check the manifest in all workers; return what staging takes.
+        """Checks the manifest in all workers; returns how much memory staging needs.
 
         Raises:
             EngineError: code ``manifest_refused``, ``draft_missing``, ``kv_connector_refused`` or
@@ -135,7 +136,7 @@ class WorkerClient:
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False
     ) -> None:
-        """Open an update session, or allocate staging memory. LoRA adapters need neither."""
+        """Opens an update session, or allocates staging memory. LoRA adapters need neither."""
         self._staged = staged
         self._sent.clear()
         if staged:
@@ -145,7 +146,7 @@ class WorkerClient:
             await self._perform(operations.Start(target, recover))
 
     async def receive(self, chunk: Chunk) -> None:
-        """Fetch a chunk.
+        """Fetches a chunk.
 
         vLLM's own worker engines load it in the same call, in an update session, and without
         comparing what has arrived.
@@ -160,7 +161,7 @@ class WorkerClient:
         await (self._channels.perform if self._staged else self._perform)(receive)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Load a chunk; with ``sums``, compare it first, in all workers before any of them loads.
+        """Loads a chunk; with ``sums``, all workers verify it before any of them loads.
 
         Verifying and loading are one call, unless workers of several cores have to agree in
         between.
@@ -184,7 +185,7 @@ class WorkerClient:
             await self._perform(operations.LoadChunk(seq, verify, sums))
 
     async def restore(self, target: Target = "model") -> None:
-        """Undo an update: release what is staged, or bring back the old weights or adapter."""
+        """Undoes an update: drops staged weights, or restores the old weights or adapter."""
         if self._staged:
             await self._perform(operations.ReleaseStaging())
         elif self._adapter:
@@ -194,14 +195,14 @@ class WorkerClient:
             await self._perform(operations.Restore(target))
 
     async def finish_update(self) -> None:
-        """Post-process what was loaded, or seal what is staged."""
+        """Post-processes the loaded weights, or seals the staged ones."""
         if self._staged:
             await self._channels.perform(operations.Seal())
         elif not self._adapter:
             await self._perform(operations.Finish())
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
-        """Have the core swap to the staged weights where no step runs."""
+        """Makes the core swap to the staged weights between two steps."""
         kwargs = {
             "version": version,
             "check": operations.encode(operations.CheckReady()),
@@ -211,16 +212,16 @@ class WorkerClient:
         await self._connection.ask(worker_rpc.SWAP, kwargs)
 
     async def call_off(self) -> None:
-        """Cancel a swap that still waits for other ranks."""
+        """Cancels a swap that still waits for other ranks."""
         await self._connection.ask(worker_rpc.CALL_OFF, {})
 
     async def _release_staging(self) -> None:
-        """Release what is staged: a sleep keeps nothing beside the weights."""
+        """Drops staged weights before a sleep, which must free their memory."""
         if self._has_channels:
             await self._perform(operations.ReleaseStaging())
 
     async def _settle(self) -> None:
-        """Mark a LoRA adapter as being committed, so that a later sidecar keeps it."""
+        """Marks a LoRA adapter as being committed, so that a later sidecar keeps it."""
         if self._adapter:
             await self._perform(operations.SettleAdapter())
 
@@ -229,7 +230,7 @@ class WorkerClient:
         return self._is_one_core and bool(len(self._channels)) and not self._no_channels_reason
 
     def _unstageable_reason(self) -> str:
-        """Return why nothing can be staged in this engine; empty if something can."""
+        """Returns why this engine can't stage updates; empty if it can."""
         if self._cannot_stage:
             return self._cannot_stage
         if not self._is_one_core:
@@ -239,10 +240,9 @@ class WorkerClient:
     async def _arm_for(
         self, staging: Staging | None, arm: operations.ArmManifest, digest: str
     ) -> StagingCapacity:
-        """Arm an update for a pause, or for staging.
+        """Arms an update for a pause, or for staging.
 
-        ``digest`` is that of the manifest that workers have armed before; empty if they have
-        another.
+        ``digest`` is that of the manifest that the workers armed last; empty if it is another one.
         """
         if staging is None:
             await self._perform(arm)
@@ -256,9 +256,10 @@ class WorkerClient:
         return await self._arm(arm) if room is None else room
 
     async def _arm(self, arm: operations.ArmManifest) -> StagingCapacity:
-        """Arm by the staging channel where that is possible.
+        """Arms by the staging channel where possible, else through the core.
 
-        Workers with peers ask each other, which they can't do on the staging channels.
+        Checking a manifest is a collective of peer workers, which can't run on the staging
+        channels.
         """
         if len(self._channels) == 1 and arm.target == "model" and not arm.counts:
             try:
@@ -269,7 +270,7 @@ class WorkerClient:
         return _room(await self._perform(arm))
 
     async def _rearm(self, digest: str, staging: Staging) -> StagingCapacity | None:
-        """Arm the manifest of this digest again; None: the workers need all of it."""
+        """Arms the manifest with this digest again; None if the workers need the whole manifest."""
         try:
             return _room(await self._channels.perform(operations.Rearm(digest, staging)))
         except EngineError:
@@ -287,19 +288,19 @@ class WorkerClient:
             self._no_channels_reason = error.detail
 
     async def _perform(self, operation: operations.Operation) -> list[operations.Done]:
-        """Have all workers carry it out through the core; return their answers."""
+        """Carries out an operation in all workers through the core; returns their answers."""
         asked = {"operation": operations.encode(operation)}
         return worker_rpc.read_done(await self._connection.ask(operations.PERFORM, asked))
 
 
 def _room(armed: list[operations.Done]) -> StagingCapacity:
-    """Return what staging takes in the worker that needs most, or why one worker can't stage."""
+    """Returns the largest need of any worker, or why some worker can't stage."""
     unknown = StagingCapacity(why_not="its worker does not say whether it has room")
     return combine([each.room or unknown for each in armed])
 
 
 def engine_error(text: str) -> EngineError:
-    """Return the error inside the text of a failed call of vLLM."""
+    """Returns the error inside the text of a failed vLLM call."""
     failure = operations.find_failure(text)
     if failure is not None:
         return EngineError(failure.detail, code=failure.code, tensor=failure.tensor)

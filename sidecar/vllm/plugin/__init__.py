@@ -1,31 +1,32 @@
-"""What runs inside vLLM's own processes.
+"""The part of wavebus that runs inside vLLM's own processes.
 
-vLLM loads :func:`register` from the entry point group ``vllm.general_plugins`` in every process it
-starts. The function registers one weight transfer backend, ``wavebus``, chosen at boot with
-``--weight-transfer-config '{"backend": "wavebus"}'``. Where one of vLLM's own backends (such as
-``nccl``) is chosen, it lets a sidecar drive that one. It gives engine cores a status page, and
-fixes the pause and resume of cores in lockstep. Where ``WAVEBUS_DP_COORDINATOR=bus`` says so, the
-bus coordinates data parallel ranks.
+vLLM loads :func:`register` from the entry point group ``vllm.general_plugins`` in every process
+that it starts. The function registers the weight transfer backend ``wavebus``, which is chosen at
+boot with ``--weight-transfer-config '{"backend": "wavebus"}'``. If one of vLLM's own backends (such
+as ``nccl``) is chosen instead, a sidecar can drive that one. The plugin also gives engine cores a
+status page, and fixes the pause and resume of cores in lockstep. With
+``WAVEBUS_DP_COORDINATOR=bus``, the bus coordinates data parallel ranks.
 
 ==================== ===============================================================
-module               what it does
+module               responsible for
 ==================== ===============================================================
-``patches``          lists what is wrapped inside vLLM, how it must look, in which order, and why
+``patches``          the list of everything that is wrapped inside vLLM: how it must look,
+                     in which order it is wrapped, and why
 ``kv_patches``       the part of that list for keys and values
-``kv_connectors``    says how updates treat a vLLM's KV connectors
-``vllm_calls``       the parts of that list for front ends, and for what is only called
+``kv_connectors``    how updates treat a vLLM's KV connectors
+``vllm_calls``       the parts of that list for front ends, and for calls without a wrap
 ``vllm_names``       names inside vLLM that the list refers to
-``installation``     installs the patches, and says which do not fit
-``operations``       what workers are asked, and answer, by ``collective_rpc`` or staging channel
-``worker_rpc``       what a sidecar calls in a worker by ``collective_rpc``
+``installation``     installs the patches, and reports which do not fit
+``operations``       the operations of workers, and their answers
+``worker_rpc``       the methods that a sidecar calls by ``collective_rpc``
 ``agreement``        lets the workers of one engine agree on one outcome
 ``environment``      environment variables
 ``compat``           differences between versions of vLLM
 ``front_end``        inside front ends: versions of streamed tokens, checks of token ids, access
 ``core``             inside engine cores: status page, lease guard, admission, swap, coordinator
 ``worker``           inside workers: the weight transfer engine, vLLM's own engines, LoRA, drafts
-``staging``          staged updates: the worker's half, and the channel by which it is reached
-``loading``          manifests, copy plans and the memory that updates are staged in
+``staging``          staged updates in a worker, and its staging channel
+``loading``          manifests, copy plans and the memory in which updates are staged
 ==================== ===============================================================
 
 Importing this package imports neither vllm nor torch.
@@ -47,13 +48,13 @@ _registered = False
 
 
 def register() -> None:
-    """Make the plugin known to vLLM; cheap, and harmless when repeated.
+    """Registers the plugin with vLLM; repeated calls do nothing.
 
-    On a vLLM that is too old nothing is registered and the log says so, since raising here would
-    break every other use of vLLM in the environment.
+    With a vLLM that is too old, this registers nothing and logs a warning, because an exception
+    here would break every other use of vLLM in the environment.
 
     Raises:
-        RuntimeError: the bus was to coordinate, which it can't do with this vLLM.
+        RuntimeError: the bus was chosen to coordinate, and can't with this vLLM.
     """
     global _registered  # noqa: PLW0603 - vLLM's registry is global and refuses a second entry
     if _registered:
@@ -75,10 +76,10 @@ def register() -> None:
 
 
 def _install(*, by_bus: bool) -> None:
-    """Install the seams of this process.
+    """Installs the seams of this process.
 
-    Forked processes inherit them, and vLLM loads no plugin again there: so a front end installs
-    those of cores, too.
+    Forked processes inherit them, and vLLM loads no plugin again there. So a front end also
+    installs the seams of engine cores.
     """
     installation.install("any")
     front_end = "vllm.engine.arg_utils" in sys.modules

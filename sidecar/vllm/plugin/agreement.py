@@ -1,12 +1,12 @@
 """Lets the workers of one engine agree on one outcome.
 
 vLLM's multiprocess executor reads the answers of its workers in rank order and stops at the first
-failure; the answers behind it stay in their queues, and the next call takes them for its own (seen
+failure. The answers behind it stay in their queues, and the next call takes them for its own (seen
 on vLLM 0.32 with two tensor parallel workers, ``MultiprocExecutor.collective_rpc``). So only the
-last worker may raise: then every queue is empty. Before that the workers exchange their outcomes,
-over the CPU groups (gloo) that vLLM has anyway, as plain bytes. Engine cores behind one client
-(internal data parallelism) have no such groups between them: vLLM's client raises the error of any
-core, and returns what the first one answered.
+last worker may raise: then every queue is empty. Before that the workers exchange their outcomes as
+plain bytes, over the CPU groups (gloo) that vLLM has anyway. Engine cores behind one client
+(internal data parallelism) share no such group: vLLM's client raises the error of any core, and
+otherwise returns the first core's answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("vllm.wavebus")
 
-_SLOT_BYTES: Final = 12 * 1024  # a clipped Failure of four-byte characters fits
+_SLOT_BYTES: Final = 12 * 1024  # holds a clipped WorkerFailure even of four-byte characters
 
 
 class WorkerRefusal(Exception):
@@ -34,7 +34,7 @@ class WorkerRefusal(Exception):
 
 
 def run_together(action: Callable[[], None]) -> None:
-    """Run it in every worker; the outcome is that of all together. A collective.
+    """Runs an action in every worker, and fails if it failed in any. A collective.
 
     Raises:
         WorkerRefusal: in the last worker, if any failed.
@@ -45,9 +45,9 @@ def run_together(action: Callable[[], None]) -> None:
 
 
 def run_before_any_continues(action: Callable[[], None]) -> None:
-    """Run it in every worker before any of them goes on. A collective.
+    """Runs an action in every worker before any of them continues. A collective.
 
-    What may fail in one worker alone, between two collectives, belongs into such a call.
+    Code that may fail in one worker alone, between two collectives, must run in such a call.
 
     Raises:
         EngineError: in every worker, if any failed.
@@ -56,23 +56,26 @@ def run_before_any_continues(action: Callable[[], None]) -> None:
 
 
 def refuse(failure: WorkerFailure) -> None:
-    """Raise in the last worker what all workers refuse.
+    """Raises a failure that all workers share, in the last worker only.
 
     Raises:
-        WorkerRefusal: there.
+        WorkerRefusal: in the last worker.
     """
     if is_last_worker():
         raise WorkerRefusal(failure.to_text())
 
 
 def attempt(action: Callable[[], None]) -> WorkerFailure | None:
-    """Run it; return how it failed, so that workers can agree before any of them raises."""
+    """Runs an action; returns its failure instead of raising it.
+
+    So workers can agree before any of them raises.
+    """
     try:
         action()
     except EngineError as error:
         return WorkerFailure(error.code, error.detail, error.tensor).clipped()
     except Exception as error:  # noqa: BLE001 - the caller gets it; peer ranks must not be left alone
-        # The caller gets the text; where in vLLM it happened stands only here.
+        # The caller gets only the text; the traceback is in this log.
         _log.warning("wavebus: an operation failed", exc_info=True)
         text = f"{type(error).__name__}: {error}".rstrip(": ")
         return WorkerFailure(NackCode.ENGINE_FAILED, text).clipped()
@@ -80,7 +83,7 @@ def attempt(action: Callable[[], None]) -> WorkerFailure | None:
 
 
 def raise_failure(failure: WorkerFailure | None) -> None:
-    """Raise the failure, if there is one.
+    """Raises the failure, if there is one.
 
     Raises:
         EngineError: with the failure's code, text and tensor.
@@ -90,7 +93,7 @@ def raise_failure(failure: WorkerFailure | None) -> None:
 
 
 def _groups() -> Iterator[Any]:
-    """Yield the groups that together span one engine's workers: pipeline, context, tensor."""
+    """Yields the groups that together span one engine's workers: tensor, context, pipeline."""
     from vllm.distributed import parallel_state  # noqa: PLC0415 - only inside a worker
 
     for getter in ("get_tp_group", "get_pcp_group", "get_pp_group"):
@@ -101,12 +104,12 @@ def _groups() -> Iterator[Any]:
 
 
 def is_last_worker() -> bool:
-    """Return whether this worker is the last of its engine, whose answer is read last."""
+    """Returns whether this worker is the last of its engine, whose answer is read last."""
     return all(group.rank_in_group == group.world_size - 1 for group in _groups())
 
 
 def agree(mine: WorkerFailure | None) -> WorkerFailure | None:
-    """Return the failure of the lowest rank that has one, the same in every worker.
+    """Returns the failure of the lowest rank that has one, the same in every worker.
 
     A collective: every worker of the engine must call it. With one worker, nothing is sent.
     """
@@ -124,7 +127,7 @@ def agree(mine: WorkerFailure | None) -> WorkerFailure | None:
 
 
 def any_rank(flags: torch.Tensor) -> torch.Tensor:
-    """Return the elementwise maximum of ``flags`` (uint8, CPU) over all workers. A collective."""
+    """Returns the elementwise maximum of ``flags`` (uint8, CPU) over all workers. A collective."""
     merged = flags.clone()
     for group in _groups():
         dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group.cpu_group)

@@ -1,4 +1,4 @@
-"""Handles what differs between versions of vLLM, and says which engines can be driven."""
+"""Differences between versions of vLLM, and the check of an engine's backend."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BACKEND_OPTION: Final = f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\
 
 
 def shared_communicators() -> AbstractContextManager[None]:
-    """Let a worker join communicators with processes that are not vLLM's, in this block.
+    """Lets a worker join NCCL communicators with processes outside vLLM, during a block.
 
-    In some modes vLLM sets variables of NCCL for its own use. NCCL reads them in every
-    communicator, and hangs if only one end has them. vLLM 0.32 and later can lift them.
+    In some modes vLLM sets NCCL variables for its own use. NCCL applies them to every communicator,
+    and hangs if only one end has them. vLLM 0.32 and later can suspend them.
     """
     try:
         from vllm.utils.nccl import unpinned_nccl_env  # noqa: PLC0415 - not every vLLM has it
@@ -30,9 +30,9 @@ def shared_communicators() -> AbstractContextManager[None]:
 
 
 def deferred_layers(model: Any) -> list[Any]:
-    """Return the layers that vLLM's reload post-processes at its end, whatever was loaded.
+    """Returns the layers that vLLM's reload always post-processes at its end.
 
-    These are attention layers, which derive what they keep from other layers' weights.
+    These are attention layers, which derive their data from other layers' weights.
     """
     from vllm.model_executor.layers import attention  # noqa: PLC0415 - only inside a worker
 
@@ -44,7 +44,7 @@ def deferred_layers(model: Any) -> list[Any]:
 
 
 def reloading_layers(model: Any) -> list[Any]:
-    """Return what vLLM keeps of the layers that are in the middle of its reload."""
+    """Returns vLLM's records of the layers that are in the middle of its reload."""
     from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: PLC0415 - as above
         get_layerwise_info,
     )
@@ -54,14 +54,14 @@ def reloading_layers(model: Any) -> list[Any]:
 
 
 def check_backend(backend: str, who: str) -> None:
-    """Refuse an engine whose weights the bus can't update.
+    """Refuses an engine whose weights the bus can't update.
 
     Args:
-        backend: chosen at boot, wavebus's or vLLM's; empty for none.
+        backend: the backend chosen at boot, wavebus's or vLLM's; empty for none.
         who: the engine, in words.
 
     Raises:
-        EngineError: says why, and what to boot with.
+        EngineError: says why, and how to start the engine instead.
     """
     if not backend:
         raise EngineError(

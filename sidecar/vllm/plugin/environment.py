@@ -1,26 +1,26 @@
 """Environment variables that the plugin reads inside vLLM's processes.
 
-A supervising sidecar sets them for its server; who runs vLLM otherwise sets them for
-every rank of the DP group. Broker, group and DP group are the sidecar's own variables.
+A supervising sidecar sets them for its server. If you start vLLM yourself, set them for every rank
+of the DP group. Broker, group and DP group are the same variables that the sidecar reads.
 
 ======================== ===========================================================
 variable                 meaning
 ======================== ===========================================================
-WAVEBUS_DP_COORDINATOR   ``bus``: the DP coordinator stands in for vLLM's DP coordinator;
-                         ``vllm`` (default): it does not
-WAVEBUS_BROKER           the broker that the DP coordinator asks
+WAVEBUS_DP_COORDINATOR   ``bus``: the bus's DP coordinator replaces vLLM's;
+                         ``vllm`` (default): vLLM's own is used
+WAVEBUS_BROKER           the broker to which the DP coordinator connects
 WAVEBUS_GROUP            the group on the bus (default ``policy``)
 WAVEBUS_DP_GROUP         the DP group's name on the bus; needed with ``bus``
 WAVEBUS_KEY              the DP coordinator's secret key file (role engine), for a broker with keys
-WAVEBUS_BROKER_KEY       and that broker's public one
-WAVEBUS_INSECURE         ``1``: the DP coordinator goes beyond loopback without keys
+WAVEBUS_BROKER_KEY       that broker's public key file
+WAVEBUS_INSECURE         ``1``: the DP coordinator may go beyond loopback without keys
 WAVEBUS_CORE_GUARD       ``0``: leave vLLM's pause and resume as they are
 WAVEBUS_CORE_PAGES       a folder for the cores' status pages
 WAVEBUS_BOOT_CLOSED      ``1``: cores boot with closed admission; a sidecar that has joined opens it
 WAVEBUS_CLOSED_ANSWER    ``0``: a closed API server answers with no tokens, not with HTTP 503
-WAVEBUS_TRUST_KV_CONNECTORS     unknown KV connectors that give no KV of older weights, by name,
-                         with commas between them
-WAVEBUS_DP_COORDINATOR_PID      set by the plugin: the DP coordinator that this rank started
+WAVEBUS_TRUST_KV_CONNECTORS     names of unknown KV connectors that return no KV of older weights,
+                         separated by commas
+WAVEBUS_DP_COORDINATOR_PID      set by the plugin: pid of the DP coordinator that this rank started
 ======================== ===========================================================
 """
 
@@ -53,14 +53,14 @@ DP_COORDINATOR_PID: Final = "WAVEBUS_DP_COORDINATOR_PID"
 
 @dataclass(frozen=True, slots=True)
 class BusAddress:
-    """A DP coordinator's place on the bus."""
+    """The address of a DP coordinator on the bus: broker, group and DP group."""
 
     broker: str
     group: str
     dp_group: str
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that make a vLLM start a DP coordinator there."""
+        """Returns the variables that make a vLLM start a DP coordinator for this address."""
         return {
             DP_COORDINATOR: "bus",
             BROKER: self.broker,
@@ -70,7 +70,7 @@ class BusAddress:
 
 
 def dp_coordinator(env: Mapping[str, str] = os.environ) -> DpCoordinator:
-    """Return who coordinates the DP group.
+    """Returns which coordinator serves the DP group: ``vllm`` (default) or ``bus``.
 
     Raises:
         ValueError: the variable has another value.
@@ -82,7 +82,7 @@ def dp_coordinator(env: Mapping[str, str] = os.environ) -> DpCoordinator:
 
 
 def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
-    """Return the DP coordinator's place on the bus.
+    """Returns the address of the DP coordinator on the bus.
 
     Raises:
         ValueError: the DP group has no name.
@@ -99,11 +99,11 @@ def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
 
 
 def trusted_kv_connectors(env: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """Return the unknown KV connectors that may stay in an engine that is updated."""
+    """Returns the names of unknown KV connectors that the user trusts during updates."""
     return frozenset(name.strip() for name in env.get(TRUST_KV_CONNECTORS, "").split(","))
 
 
 def memory_folder() -> Path:
-    """Return a folder for small files that are written often; make your own folder in it."""
+    """Returns a folder for small, frequently written files; create your own folder in it."""
     shared = Path("/dev/shm")  # noqa: S108 - see above
     return shared if shared.is_dir() else Path(tempfile.gettempdir())

@@ -1,8 +1,8 @@
-"""Runs inside vLLM's front ends: versions of streamed tokens, token checks, access to routes.
+"""Extends vLLM's front ends: versions of streamed tokens, token checks, access to routes.
 
-vLLM's API key covers ``/v1`` and ``/inference``; its RL routes, which pause an engine and replace
-its weights, it leaves open. So where a server listens beyond loopback, a client of another host
-gets only the routes in :data:`DATA_ROUTES`.
+vLLM's API key protects ``/v1`` and ``/inference``. It does not protect the RL routes, which pause
+an engine and replace its weights. So if a server listens beyond loopback, clients of other hosts
+may use only the routes in :data:`DATA_ROUTES`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ DATA_ROUTES: Final = frozenset(
         *("/v1/chat/completions", "/v1/chat/completions/render", "/v1/chat/completions/derender"),
     )
 )
-# uvicorn takes a client's address from such a header, if its peer is one that it trusts.
+# uvicorn reads a client's address from such a header if it trusts the peer.
 _FORWARDED: Final = (b"x-forwarded-for", b"forwarded")
 _REFUSAL: Final = b"this route is for clients on the engine's host alone"
 
 
 def label_completion_output(original: Callable[..., Any], state: Any, *args: Any) -> Any:
-    """Have each piece of a request's output name the versions of its tokens so far.
+    """Adds to each piece of a request's output the versions of its tokens so far.
 
     vLLM itself names them in the last piece alone, which a client may lose.
     """
@@ -39,9 +39,9 @@ def label_completion_output(original: Callable[..., Any], state: Any, *args: Any
 def check_token_ids(
     original: Callable[..., Any], renderer: Any, token_ids: Sequence[int], **named: Any
 ) -> None:
-    """Refuse token ids beyond the vocabulary, which would kill an engine core.
+    """Refuses token ids beyond the vocabulary, which would crash an engine core.
 
-    vLLM 0.32 does so only with a tokenizer.
+    vLLM 0.32 checks them only if it has a tokenizer.
     """
     original(renderer, token_ids, **named)
     if renderer.tokenizer is None and token_ids:
@@ -53,11 +53,11 @@ def check_token_ids(
 
 
 class DataRoutesOnly:
-    """Closes routes to clients of other hosts: ASGI middleware for ``--middleware``.
+    """ASGI middleware that closes all other routes to clients of other hosts.
 
-    Where several are given, the last one sees a request first. A client is of this host if the peer
-    of its connection is on loopback, or at the address that it has connected to. A request that a
-    proxy has forwarded is not, whatever the proxy says.
+    Used with vLLM's ``--middleware``; if several are given, the last one gets a request first. A
+    client is on this host if its connection comes from loopback, or from the address to which it
+    has connected. A request that a proxy forwarded counts as remote, whatever the proxy says.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:

@@ -1,7 +1,8 @@
-"""Installs the seams of the registry into the vLLM of this process.
+"""Installs the registry's seams into the vLLM of this process.
 
-:func:`install` is the only way by which anything of vLLM is wrapped or replaced. :func:`report`
-says which features the vLLM at hand supports, and why not the others.
+Everything of vLLM that is wrapped or replaced is installed by :func:`install`,
+:func:`install_seam` or :func:`apply_patches`. :func:`report` says which features the installed vLLM
+supports, and why it lacks the others.
 
 Importing this module imports neither vllm nor torch.
 """
@@ -32,10 +33,10 @@ _installed: set[str] = set()
 
 @functools.cache
 def report() -> Report:
-    """Check the vLLM that this process would import, without importing it.
+    """Checks the vLLM that this process would import, without importing it.
 
     Returns:
-        Nothing fits where no vLLM is installed.
+        The report; every feature is off if no vLLM is installed.
     """
     tree = SourceTree.installed()
     if tree is None:
@@ -46,12 +47,12 @@ def report() -> Report:
 
 
 def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:
-    """Lists one engine's features, each with the reason why it is off, or an empty text.
+    """Returns an engine's features, each with why it is off; empty if on.
 
     Args:
         engine: the report on its vLLM.
-        lockstep: the engine's rank steps in lockstep with others, so that what such ranks lack
-            counts.
+        lockstep: the engine's rank steps in lockstep with others. A feature is then also off if its
+            lockstep part is.
     """
     found: dict[str, str] = {}
     for name in REGISTRY.features:
@@ -67,13 +68,13 @@ def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:
 
 
 def install(*processes: str) -> None:
-    """Install every seam of these kinds of process that fits, once; log what does not."""
+    """Installs, once, every fitting seam of these kinds of process; logs the others."""
     names = [seam.name for seam in REGISTRY.seams if seam.process in processes]
     _install(*(name for name in names if not _unfitting_reason(name)))
 
 
 def install_seam(name: str) -> str:
-    """Install one seam, once.
+    """Installs one seam, once.
 
     Returns:
         Why it does not fit; empty if it is installed.
@@ -99,11 +100,13 @@ def _install(*names: str) -> None:
 
 
 def apply_patches(forms: Mapping[str, str], load: Callable[[str], Any]) -> None:
-    """Set and wrap what seams name. Of one method, the registry says which wrap comes first.
+    """Sets and wraps the attributes that seams name.
+
+    If several seams wrap one method, the registry defines their order.
 
     Args:
         forms: the seams' names, each with the form in which it fits.
-        load: imports a module of vLLM's by its name.
+        load: imports a module of vLLM by its name.
     """
     seams = [REGISTRY.seam(name) for name in forms]
     for owner, name, value in (
@@ -124,13 +127,13 @@ def apply_patches(forms: Mapping[str, str], load: Callable[[str], Any]) -> None:
 
 
 def _method(target: str, load: Callable[[str], Any]) -> tuple[Any, str]:
-    """The class of a method, and the method's name."""
+    """Returns the class of a method, and the method's name."""
     owner, _, name = target.rpartition(".")
     return _resolve(owner, load), name
 
 
 def _resolve(target: str, load: Callable[[str], Any]) -> Any:
-    """Returns what a target names, in vLLM or in wavebus itself."""
+    """Returns the object that a target names, in vLLM or in wavebus itself."""
     module, _, path = target.partition(":")
     found = load(module) if module.startswith("vllm.") else importlib.import_module(module)
     for name in filter(None, path.split(".")):
@@ -139,7 +142,7 @@ def _resolve(target: str, load: Callable[[str], Any]) -> Any:
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Have ``owner.name`` call ``around(original, *arguments)``."""
+    """Makes ``owner.name`` call ``around(original, *arguments)``."""
     found = inspect.getattr_static(owner, name)
     kind = type(found) if isinstance(found, staticmethod | classmethod) else None
     original = found.__func__ if kind is not None else found
@@ -152,10 +155,10 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _answer(cores: Any, answers: Mapping[str, Callable[..., Any]]) -> None:
-    """Have engine cores answer these methods of ``collective_rpc`` by themselves.
+    """Makes engine cores answer these methods of ``collective_rpc`` by themselves.
 
-    A handler is given the core and the call's keyword arguments; it returns the answer, or a future
-    of it.
+    A handler gets the core and the call's keyword arguments; it returns the answer, or a future of
+    it.
     """
 
     def around(

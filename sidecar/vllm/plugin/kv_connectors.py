@@ -1,7 +1,7 @@
 """How updates treat a vLLM's KV connectors, by their names: see docs/vllm.md.
 
-A connector holds keys and values outside the engine's own cache, or brings another engine's. After
-an update it must give none that older weights computed. Importing this loads no vllm.
+A connector stores keys and values outside the engine's own cache, or fetches another engine's.
+After an update it must return none that older weights computed. Importing this loads no vllm.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _KNOWN: Final = {
     "ExampleConnector": BY_TOKENS,
     "LMCacheConnectorV1": BY_TOKENS,
     "HF3FSKVConnector": BY_TOKENS,
-    "DecodeBenchConnector": NO_KV,  # makes values up
-    "ExampleHiddenStatesConnector": NO_KV,  # only writes
+    "DecodeBenchConnector": NO_KV,  # invents its values, for benchmarks
+    "ExampleHiddenStatesConnector": NO_KV,  # only writes, and returns nothing
 }
 _HINTS: Final = {
     BY_TOKENS: "It would give keys and values of older weights: use OffloadingConnector, or a "
@@ -50,33 +50,33 @@ def treatments(
     features: Mapping[str, str],
     implements_reset: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> dict[str, str]:
-    """Return how updates treat each connector, those inside a ``MultiConnector`` one by one.
+    """Returns how updates treat each connector, including those inside a ``MultiConnector``.
 
     Args:
         config: vLLM's ``kv_transfer_config``, or None.
-        features: what the vLLM supports, and why not.
-        implements_reset: says whether a connector's class has its own ``reset_cache``.
+        features: the features of this vLLM, each with why it is off; empty if on.
+        implements_reset: returns whether a connector's class has its own ``reset_cache``.
     """
     found: dict[str, str] = {}
     for each in _leaves(config):
         name = str(each["kv_connector"])[:256]
-        if not found.get(name, "").startswith(REFUSED):  # of two of one name, the worse
+        if not found.get(name, "").startswith(REFUSED):  # two of one name: the refused one counts
             found[name] = _treatment(each, features, implements_reset or _implements_reset)
     return found
 
 
 def is_keyed_by_tokens(name: str) -> bool:
-    """Return whether a connector of this class must say that it was cleared."""
+    """Returns whether a connector of this class must confirm that it was cleared."""
     return _KNOWN.get(name) == BY_TOKENS
 
 
 def trust(found: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """Return the same treatments with these unknown connectors trusted."""
+    """Returns the treatments with the named unknown connectors marked as trusted."""
     return {n: TRUSTED if how == UNKNOWN and n in names else how for n, how in found.items()}
 
 
 def explain(name: str, how: str) -> str:
-    """Say what a connector may do while weights are updated; if nothing, what to do."""
+    """Returns a sentence on how a connector is treated; if refused, what to do."""
     if not how.startswith(REFUSED):
         return f"{name}: {how}, may be updated"
     return f"{name}: {how.removeprefix(REFUSED)}: updates are refused. {_HINTS.get(how, '')}"
@@ -100,7 +100,7 @@ def _treatment(
     how = _KNOWN.get(str(fields["kv_connector"]), UNKNOWN)
     if how == BY_TOKENS:
         return CLEARED if implements_reset(fields) else how
-    if fields.get("kv_connector_module_path"):  # somebody else's, of whatever name
+    if fields.get("kv_connector_module_path"):  # a class from outside vLLM, whatever its name
         return UNKNOWN
     salted = ("prefix_cache_versions", "held_kv")
     needs = {SALTED: salted, TAGGED: (*salted, "kv_handover")}
@@ -108,9 +108,9 @@ def _treatment(
 
 
 def _implements_reset(fields: Mapping[str, Any]) -> bool:
-    """Return whether the connector's class has its own ``reset_cache``.
+    """Returns whether the connector's class has its own ``reset_cache``.
 
-    That of vLLM's base class does nothing, which counts as done.
+    The method of vLLM's base class does nothing and reports success.
     """
     names = ("kv_connector", "kv_connector_module_path")
     named = SimpleNamespace(**{name: fields.get(name) for name in names})

@@ -1,7 +1,7 @@
-"""The part of the registry that concerns keys and values.
+"""The registry's seams for keys and values.
 
 :mod:`sidecar.vllm.plugin.core.kv_versions` and :mod:`sidecar.vllm.plugin.kv_connectors` depend on
-it. Importing this module imports neither vllm nor torch.
+them. Importing this module imports neither vllm nor torch.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Operations that a sidecar has an engine's workers carry out, and the workers' answers.
+"""The operations that a sidecar requests from an engine's workers, and their answers.
 
 Both are MessagePack. Decoding is strict: unknown operations, unknown fields and wrong types are
 refused. There are two carriers:
 
-- vLLM's ``collective_rpc``, of a method that the plugin adds to workers (:data:`PERFORM`). Its one
-  argument is the operation in base64: in process the text crosses vLLM's MessagePack codec, over
-  HTTP it is JSON, and one text form passes both.
+- vLLM's ``collective_rpc``, calling a method that the plugin adds to workers (:data:`PERFORM`). Its
+  one argument is the operation in base64: in process the text crosses vLLM's MessagePack codec,
+  over HTTP it is JSON, and a text passes both unchanged.
 - the workers' staging channels (:mod:`sidecar.vllm.plugin.staging.channel_server`), while the
   engine serves. Two operations may take either carrier, because they take long: opening a transport
-  waits for others, and arming a new manifest runs the loader.
+  waits for other processes, and arming a new manifest runs the loader.
 
-An exception of ``collective_rpc`` arrives as its text, wrapped in more text. So a
-:class:`WorkerFailure` is put at the end of the text between marks, in URL-safe base64: no quoting
-changes that, and neither does vLLM when it blanks out what looks like a file path in the text of an
-HTTP error (0.32).
+An exception of ``collective_rpc`` arrives as text, wrapped in more text. So a
+:class:`WorkerFailure` is put between marks at the end of the text, in URL-safe base64. Quoting does
+not change that, and neither does vLLM when it removes strings that look like file paths from the
+text of an HTTP error (0.32).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
 from bus.messages import Verify as VerifyMode  # noqa: TC001 - as above
 from bus.weight_transfer.allocation import StagingCapacity  # noqa: TC001 - as above
 
-# The method of a worker that carries out an operation, its argument ``operation``; it returns
+# The worker's method that carries out an operation. Its argument is ``operation``; it returns
 # :class:`Done`, as a dict.
 PERFORM: Final = "wavebus_perform"
 PROTOCOL: Final = 12
@@ -52,15 +52,15 @@ _MARK = re.compile(r"\[wavebus:([A-Za-z0-9_=-]+)\]")
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """Check that both sides speak the same protocol. Changes nothing."""
+    """Checks that both sides speak the same plugin protocol; changes nothing."""
 
     protocol: Count
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
-    """Open the transport; one that is open is replaced.
+    """Opens the transport; an open one is replaced.
 
-    ``first_rank`` is that of the engine's first worker in the communicator.
+    ``first_rank`` is the communicator rank of the engine's first worker.
     """
 
     backend: ShortText
@@ -71,9 +71,9 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
 
 
 class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=True):
-    """Check a manifest against the target; with ``counts``, the manifest of a patch.
+    """Checks a manifest against the target; with ``counts``, the manifest of a patch.
 
-    ``staging`` is as in ARM.
+    ``staging`` is as in the message ARM.
     """
 
     names: TensorNames
@@ -86,11 +86,11 @@ class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=
 
 
 class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True):
-    """Open an update session of the target.
+    """Opens an update session for the target.
 
-    ``recover``: first close the session that an earlier update left open, of whichever target, and
-        take the target through a whole session, which puts vLLM's own bookkeeping in order after a
-        load that broke off. Its weights are then undefined until every chunk is loaded.
+    ``recover``: first close the session that an earlier update left open, for whichever target, and
+        run a whole session for the target. This repairs vLLM's own state after an interrupted load.
+        The target's weights are then undefined until every chunk is loaded.
     """
 
     target: Target
@@ -98,7 +98,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True
 
 
 class ReceiveChunk(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):
-    """Begin to fetch a chunk of the armed manifest; vLLM's own worker engines also load it."""
+    """Begins to fetch a chunk of the armed manifest; vLLM's own engines also load it."""
 
     seq: Count
     backend: ShortText
@@ -106,7 +106,7 @@ class ReceiveChunk(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fi
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fields=True):
-    """Compare a chunk's checksums, where workers can't verify and load in one operation."""
+    """Compares a chunk's checksums, if workers can't verify and load in one operation."""
 
     seq: Count
     verify: VerifyMode
@@ -114,7 +114,7 @@ class VerifyChunk(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fiel
 
 
 class LoadChunk(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=True):
-    """Load the staged chunk into the model; with ``sums``, only if all workers have these."""
+    """Loads the received chunk into the model; ``sums``, if given, must match in all workers."""
 
     seq: Count
     verify: VerifyMode
@@ -122,20 +122,21 @@ class LoadChunk(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=T
 
 
 class Restore(msgspec.Struct, frozen=True, tag="restore", forbid_unknown_fields=True):
-    """Close the session; if none is open, one of the target is opened first.
+    """Closes the session, and gives incomplete layers their old weights back.
 
-    Layers that are not complete get their old weights back: without a load, all of them.
+    If no session is open, one is opened for the target first. If nothing was loaded, all layers
+    keep their old weights.
     """
 
     target: Target
 
 
 class Finish(msgspec.Struct, frozen=True, tag="finish", forbid_unknown_fields=True):
-    """Post-process what was loaded, and close the session."""
+    """Post-processes the loaded weights, and closes the session."""
 
 
 class CheckReady(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
-    """Check that a swap would succeed: all is staged, and its targets are there."""
+    """Checks that a swap would succeed: all is staged, and the parameters have not moved."""
 
 
 class SwapStaged(msgspec.Struct, frozen=True, tag="swap", forbid_unknown_fields=True):
@@ -146,11 +147,11 @@ class SwapStaged(msgspec.Struct, frozen=True, tag="swap", forbid_unknown_fields=
 
 
 class ReleaseStaging(msgspec.Struct, frozen=True, tag="let_go", forbid_unknown_fields=True):
-    """Drop what is staged."""
+    """Drops the staged weights."""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknown_fields=True):
-    """Put the staged LoRA adapter in the place of the one before, which is kept.
+    """Replaces a LoRA adapter by the received one; keeps the old one for an undo.
 
     ``sums`` are as in :class:`LoadChunk`.
     """
@@ -161,30 +162,30 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknow
 
 
 class UndoAdapter(msgspec.Struct, frozen=True, tag="undo_adapter", forbid_unknown_fields=True):
-    """Go back to the LoRA adapter before the one that was loaded last.
+    """Restores the LoRA adapter that the last load replaced.
 
-    Does nothing unless an update has loaded one and the next has not been armed. ``settled``: go
-    back even from an adapter that is settled.
+    Does nothing if no adapter was loaded since the last one was armed. ``settled``: also undo a
+    load that is settled.
     """
 
     settled: bool
 
 
 class SettleAdapter(msgspec.Struct, frozen=True, tag="settle_adapter", forbid_unknown_fields=True):
-    """Mark the LoRA adapter that was loaded last as being committed."""
+    """Marks the last loaded LoRA adapter as being committed."""
 
 
 # -- by the staging channel, while the engine serves -----------------------------------------
 
 
 class Greet(msgspec.Struct, frozen=True, tag="greet", forbid_unknown_fields=True):
-    """Change nothing. Once it is answered, older connections are ignored."""
+    """Makes this the newest connection, so that older ones are ignored; changes nothing else."""
 
 
 class Rearm(msgspec.Struct, frozen=True, tag="arm_again", forbid_unknown_fields=True):
-    """Arm the manifest of this digest for another update of the model.
+    """Arms the manifest with this digest for another update of the model.
 
-    It must be the one that was armed last: then there is nothing to check in it.
+    It must be the manifest that was armed last, so that it needs no check.
     """
 
     manifest: ShortText
@@ -192,11 +193,11 @@ class Rearm(msgspec.Struct, frozen=True, tag="arm_again", forbid_unknown_fields=
 
 
 class StartStaging(msgspec.Struct, frozen=True, tag="start_staging", forbid_unknown_fields=True):
-    """Allocate memory for the armed update beside the weights; an earlier update is dropped."""
+    """Allocates staging memory for the armed update, and drops an earlier staged update."""
 
 
 class SentChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A chunk that was received, or is on its way; with ``sums``, it must have these."""
+    """A chunk that was received, or is on its way; with ``sums``, these must match."""
 
     seq: Count
     verify: VerifyMode
@@ -204,13 +205,13 @@ class SentChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage", forbid_unknown_fields=True):
-    """Put these chunks into that memory, in their order."""
+    """Puts these chunks into the staging memory, in order."""
 
     chunks: tuple[SentChunk, ...]
 
 
 class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
-    """Check that all chunks are staged."""
+    """Checks that all chunks are staged."""
 
 
 Operation: TypeAlias = (
@@ -240,12 +241,12 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 def encode(operation: Operation) -> str:
-    """Return the text that carries an operation."""
+    """Returns the text that carries an operation over ``collective_rpc``."""
     return base64.b64encode(pack(operation)).decode()
 
 
 def decode(text: str) -> Operation:
-    """Return the operation in a text.
+    """Returns the operation in a text of :func:`encode`.
 
     Raises:
         ValueError: says what is wrong with the text.
@@ -256,7 +257,7 @@ def decode(text: str) -> Operation:
 
 
 def unpack(blob: bytes) -> Operation:
-    """Return the operation in these bytes.
+    """Returns the operation in MessagePack bytes.
 
     Raises:
         ValueError: says what is wrong with them.
@@ -268,15 +269,15 @@ def unpack(blob: bytes) -> Operation:
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
-    """The operation was carried out.
+    """The answer of an operation that was carried out.
 
     Attributes:
         ahead: after :class:`Open`, how many chunks may be received ahead.
-        room: after arming, what staging takes.
+        room: after arming, the memory that staging needs, or why it is refused.
         channel: after :class:`Hello`, the name of the worker's staging channel; empty without one.
-        in_place: after :class:`StartStaging`, chunks are received where they are staged. Then
-            nothing is left to do for a chunk that has come, and all may be staged at once, after
-            the last one.
+        in_place: after :class:`StartStaging`, chunks are received directly into staging memory. An
+            arrived chunk then needs no further work, and all chunks may be staged by one operation,
+            after the last one.
     """
 
     ahead: Count = 1
@@ -286,33 +287,33 @@ class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=True):
-    """Says what went wrong in a worker."""
+    """The answer of an operation that failed in a worker."""
 
     code: NackCode
     detail: Annotated[str, Meta(max_length=DETAIL_CHARS)]
     tensor: Annotated[str, Meta(max_length=TENSOR_CHARS)] = ""
 
     def clipped(self) -> WorkerFailure:
-        """Return the same within the bounds of the wire."""
+        """Returns the failure with texts cut to the lengths that the wire allows."""
         return WorkerFailure(self.code, self.detail[:DETAIL_CHARS], self.tensor[:TENSOR_CHARS])
 
     def to_bytes(self) -> bytes:
-        """Return the failure in MessagePack, within the bounds of the wire."""
+        """Returns the failure in MessagePack, clipped."""
         return msgspec.msgpack.encode(self.clipped())
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> WorkerFailure:
-        """Return the failure in these bytes."""
+        """Returns the failure in MessagePack bytes."""
         return msgspec.msgpack.decode(blob, type=cls)
 
     def to_text(self) -> str:
-        """Return a text for an exception: readable, and found again by :func:`find_failure`."""
+        """Returns a readable text for an exception; :func:`find_failure` reads it."""
         mark = base64.urlsafe_b64encode(self.to_bytes()).decode()
         return f"{self.detail} [wavebus:{mark}]"
 
 
 def find_failure(text: str) -> WorkerFailure | None:
-    """Return the failure inside the text of an exception or an HTTP answer, if there is one."""
+    """Returns the failure inside the text of an exception or HTTP answer; None without one."""
     found = _MARK.search(text)
     if found is None:
         return None
@@ -327,12 +328,12 @@ _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answe
 
 
 def pack(said: Operation | Answer) -> bytes:
-    """Return the bytes that carry an operation or an answer."""
+    """Returns an operation or answer as MessagePack bytes."""
     return _ENCODER.encode(said)
 
 
 def unpack_answer(blob: bytes) -> Answer:
-    """Return the answer in these bytes.
+    """Returns the answer in MessagePack bytes.
 
     Raises:
         ValueError: says what is wrong with them.

@@ -50,18 +50,18 @@ _RESUMES_AT_ONCE: Final = (
 )
 _PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
 
-# From vLLM's own method outwards. A class's methods are wrapped after those that it inherits, and
-# methods of ``collective_rpc`` that cores answer by themselves reach no other wrap.
+# From vLLM's own method outwards. A class's methods are wrapped after those that it inherits.
+# Methods of ``collective_rpc`` that cores answer by themselves reach no other wrap.
 NESTING: Final = {
-    # The status page shows what the core does, pauses that end by themselves included; the lease
-    # guard starts before all of it.
+    # The status page shows all that the core does, also the end of a held pause; the lease guard
+    # starts before all of it.
     f"{PLAIN_CORE}._process_input_queue": ("held keys and values", "core status", "pause lease"),
-    # A request that is not admitted reaches nothing else. What wakes the lease guard is no request,
-    # and is no work of the core's.
+    # A rejected request reaches nothing else. The lease guard's wake-up is not a request, and does
+    # not count as work of the core.
     f"{PLAIN_CORE}._handle_client_request": ("core status", "pause lease", "admission"),
-    # A resume that the fix leaves out enters no barrier, and shows none.
+    # A resume that the fix skips enters no barrier, and so shows none.
     f"{LOCKSTEP_CORE}.resume_scheduler": ("lockstep core status", "lockstep pause fixes"),
-    # The swap takes its time from a step, and not from the agreement that the page shows.
+    # The swap's time counts as part of a step, and not of the all-reduce that the page shows.
     f"{LOCKSTEP_CORE}._has_global_unfinished_reqs": ("lockstep core status", "lockstep swap"),
 }
 
@@ -112,7 +112,7 @@ _SEAMS: Final = (
                     "draft",
                     "loading",
                     "perform",
-                    # Answered by engine cores; by workers where the cores don't know them.
+                    # Engine cores answer these; workers do where the cores have no handler.
                     "admission",
                     "swap",
                     "call_off",

@@ -1,7 +1,7 @@
-"""The parts of the registry for vLLM's front ends, and for what is only called.
+"""The registry's seams for vLLM's front ends, and for calls that need no wrap.
 
 Front ends are API servers, and processes with an ``AsyncLLM``; some of their methods are wrapped.
-Where the sidecar or its plugin calls something of vLLM, nothing is installed.
+For vLLM functions that the sidecar or its plugin only calls, nothing is installed.
 
 Importing this module imports neither vllm nor torch.
 """
@@ -194,7 +194,7 @@ CALLED: Final = (
             ),
             Says(f"{_ENTRY}.serve.dev.sleep.api_router", ("'/wake_up'",)),
             Says(f"{_ENTRY}.serve.dev.server_info.api_router", ("'/server_info'",)),
-            # A dead engine is recognised by it.
+            # This status shows that the engine is dead.
             Says(
                 f"{_ENTRY}.serve.instrumentator.health",
                 ("except EngineDeadError:", "Response(status_code=503)"),

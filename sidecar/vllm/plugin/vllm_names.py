@@ -48,7 +48,7 @@ CORE_MODULE: Final = "vllm.v1.engine.core"
 BASE_CORE: Final = f"{CORE_MODULE}:EngineCore"
 PLAIN_CORE: Final = f"{CORE_MODULE}:EngineCoreProc"
 LOCKSTEP_CORE: Final = f"{CORE_MODULE}:DPEngineCoreProc"
-# The class whose ``collective_rpc`` answers what is in :attr:`Seam.answers`.
+# The class whose ``collective_rpc`` answers the methods in :attr:`Seam.answers`.
 CORES: Final = PLAIN_CORE
 REQUEST_TYPES: Final = f"{CORE_MODULE}:EngineCoreRequestType"
 SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -78,16 +78,16 @@ def wrap(target: str, parameters: str, around: str) -> Wrap:
 
     Args:
         target: a method of vLLM.
-        parameters: the method's, as :class:`bus.seams.Takes` has them.
-        around: the function as ``module:name``, or its module, if it has the method's name.
+        parameters: the method's parameters, as in :class:`bus.seams.Takes`.
+        around: the function as ``module:name``, or only its module, if it has the method's name.
     """
     module, _, function = around.partition(":")
     function = function or target.rpartition(".")[2].lstrip("_")
     return Wrap(target, parameters, f"{PLUGIN}.{module}:{function}")
 
 
-# What notices that an idle DP group has got a request: the front end, which sends FIRST_REQ to the
-# coordinator; or the engine core itself, which starts the wave and reports that.
+# How an idle DP group starts a wave for a new request: either the front end sends FIRST_REQ to the
+# coordinator, or the engine core starts the wave itself and reports that.
 WAVES_BY_FRONT_ENDS: Final = Form(
     "front ends start waves",
     (

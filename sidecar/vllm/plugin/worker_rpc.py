@@ -1,9 +1,9 @@
-"""What a sidecar asks of a worker by vLLM's ``collective_rpc``: methods, by name.
+"""The worker methods that a sidecar calls by vLLM's ``collective_rpc``, and their answers.
 
 The plugin adds them to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which pass vLLM's
-codec and JSON alike. Whether the plugin is there at all, and which, is asked with a method that any
-worker has: a call that fails in all workers would spoil the executor's later answers
-(:mod:`sidecar.vllm.plugin.agreement`).
+codec and JSON alike. A method that every worker has (:data:`ASK_PRESENCE`) shows whether the plugin
+is there, and which version: calling a missing method would fail in all workers, and the executor
+would mix up later answers (:mod:`sidecar.vllm.plugin.agreement`).
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ ASK_REQUESTS: Final = "wavebus_requests"
 ASK_DRAFT: Final = "wavebus_draft"
 ASK_LOADING: Final = "wavebus_loading"
 ASK_PRESENCE: Final = "__str__"
-# Answered by the core (:mod:`sidecar.vllm.plugin.core.swap`), with a list of whether a swap was
-# called off. SWAP takes ``version``, ``clear_cache``, the ``operation`` that its workers are to
-# perform, and, before that, the ``check``.
+# Answered by the core (:mod:`sidecar.vllm.plugin.core.swap`), with a list that says whether a swap
+# was called off. SWAP takes ``version``, ``clear_cache``, and two operations for the workers: first
+# ``check``, then ``operation``.
 SWAP: Final = "wavebus_swap"
 CALL_OFF: Final = "wavebus_call_off"
-# Answered by the core, too: salt caches by this ``run``; drop keys, values and what is made of
-# images, also what a KV connector has.
+# Also answered by the core: JOIN_RUN salts caches by ``run``; CLEAR_CACHES drops keys, values and
+# encoder outputs, also in KV connectors.
 JOIN_RUN: Final = "wavebus_run"
 CLEAR_CACHES: Final = "wavebus_clear_caches"
 _OURS: Final = "wavebus's plugin"
 _PRESENT: Final = f"{_OURS}, protocol {operations.PROTOCOL}, and it drives "
 _MAX_PATH: Final = 4096
-# What vLLM hangs on to every request's id, to tell equal ones apart.
+# The suffix that vLLM appends to every request's id, to tell equal ones apart.
 _TAIL: Final = re.compile(r"-[0-9a-f]{8}\Z")
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
-    """What the sidecar must know of an engine.
+    """The facts about an engine that its sidecar needs.
 
     Attributes:
-        coordinator: who coordinates the DP group.
+        coordinator: ``vllm`` or ``bus``, whichever coordinates the DP group.
         dp_group: the DP group's name on the bus.
-        coordinator_pid: of the coordinator that this rank started; 0 if it started none.
-        core_pid: of the worker's core.
-        page: the core's status page; empty without one.
-        cores: pids of all cores with such pages that the core's own parent has started.
+        coordinator_pid: pid of the coordinator that this rank started; 0 if it started none.
+        core_pid: pid of the worker's core.
+        page: path of the core's status page; empty without one.
+        cores: pids of all cores with status pages that the core's own parent has started.
         features: as in :class:`bus.messages.EngineFacts`.
-        limits: what requests one core takes.
+        limits: limits for the requests of one core.
         kv_connectors: see :mod:`sidecar.vllm.plugin.kv_connectors`.
     """
 
@@ -80,15 +80,15 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     kv_connectors: KvConnectors = msgspec.field(default_factory=dict)
 
     def limits_of(self, cores: int) -> RequestLimits:
-        """Return what requests an engine with this many cores takes."""
+        """Returns the limits for the requests of an engine with this many cores."""
         return dataclasses.replace(self.limits, slots=self.limits.slots * cores)
 
 
 def read(answer: Any) -> WorkerFacts:
-    """Return the facts in the answer of ``collective_rpc``: a list with one entry per worker.
+    """Returns the facts in the answer of ``collective_rpc``: a list with one entry per worker.
 
     Raises:
-        EngineError: the answer has none of ours.
+        EngineError: the answer holds no such facts.
     """
     try:
         return msgspec.convert(answer[0], WorkerFacts)
@@ -97,7 +97,7 @@ def read(answer: Any) -> WorkerFacts:
 
 
 def read_requests(answer: Any) -> tuple[str, ...]:
-    """Return the ids in the answer of ``collective_rpc``; empty if there are none."""
+    """Returns the request ids in the answer of ``collective_rpc``; empty if it holds none."""
     try:
         return msgspec.convert(answer[0], tuple[ShortText, ...])
     except (msgspec.ValidationError, IndexError, KeyError, TypeError):
@@ -105,10 +105,10 @@ def read_requests(answer: Any) -> tuple[str, ...]:
 
 
 def read_done(answer: Any) -> list[operations.Done]:
-    """Return each worker's answer to :data:`operations.PERFORM`.
+    """Returns each worker's answer to :data:`operations.PERFORM`.
 
     Raises:
-        EngineError: the answer has none.
+        EngineError: the answer holds none.
     """
     try:
         done = msgspec.convert(answer, list[operations.Done])
@@ -120,26 +120,26 @@ def read_done(answer: Any) -> list[operations.Done]:
 
 
 def read_called_off(answer: Any) -> bool | None:
-    """Return whether a swap was called off; None: the cores know of no swaps."""
+    """Returns whether a swap was called off; None if the cores can't swap."""
     reason = str(answer[0]) if isinstance(answer, list) and answer else ""
-    return {"True": True, "False": False}.get(reason)  # over HTTP it is its text
+    return {"True": True, "False": False}.get(reason)  # over HTTP the answer is the text of a bool
 
 
 def read_draft(answer: Any) -> bool:
-    """Return whether every worker has a draft model whose weights can be updated."""
+    """Returns whether every worker has a draft model whose weights can be updated."""
     return isinstance(answer, list) and bool(answer) and all(each is True for each in answer)
 
 
 def check_drives(answer: Any, backend: str, who: str) -> None:
-    """Check that our plugin is in the worker that answers, and drives the ``backend`` there.
+    """Checks that the answering worker runs this version's plugin, and drives ``backend``.
 
     Args:
         answer: to :data:`ASK_PRESENCE`.
-        backend: the one that was chosen at boot.
+        backend: the backend that was chosen at boot.
         who: the engine, in words.
 
     Raises:
-        EngineError: the plugin is not there, is another version's, or drives another backend.
+        EngineError: the plugin is missing, has another version, or drives another backend.
     """
     found = str(answer[0]) if isinstance(answer, list) and answer else ""
     if found == _PRESENT + backend:
@@ -157,7 +157,7 @@ def check_drives(answer: Any, backend: str, who: str) -> None:
 
 
 def is_ours(answer: Any) -> bool:
-    """Return whether a worker's answer to :data:`ASK_PRESENCE` shows our plugin."""
+    """Returns whether a worker's answer to :data:`ASK_PRESENCE` shows wavebus's plugin."""
     return str(answer).startswith(_OURS)
 
 
@@ -165,27 +165,27 @@ def is_ours(answer: Any) -> bool:
 
 
 def admission(_worker: Any, **_asked: Any) -> None:
-    """Answer nothing: the core answers this method, if we know the core."""
+    """Answers None; a core with admission control answers this method itself."""
 
 
 swap = call_off = run = clear_caches = admission
 
 
 def presence(wrapper: Any) -> str:
-    """Answer :data:`ASK_PRESENCE`."""
+    """Answers :data:`ASK_PRESENCE`."""
     engine = getattr(getattr(wrapper, "worker", None), "weight_transfer_engine", None)
     return _PRESENT + getattr(engine, "wavebus_drives", "none")
 
 
 def perform(worker: Any, operation: str) -> dict[str, Any]:
-    """Carry out an operation; return :class:`operations.Done`."""
+    """Carries out an operation; returns :class:`operations.Done` as a dict."""
     done = worker.weight_transfer_engine.wavebus_perform(worker, operation)
     answer: dict[str, Any] = msgspec.to_builtins(done)
     return answer
 
 
 def loading(worker: Any) -> dict[str, Any]:
-    """Return how updates of this worker go; empty before a sidecar has used it.
+    """Returns how this worker loads updates; empty before a sidecar has used it.
 
     See :meth:`sidecar.vllm.plugin.loading.plan_cache.PlanCache.account`.
     """
@@ -194,8 +194,8 @@ def loading(worker: Any) -> dict[str, Any]:
 
 
 def facts(worker: Any) -> dict[str, Any]:
-    """Return the worker's :class:`WorkerFacts`."""
-    # A worker is a process of its own, a child of the core; or a part of the core.
+    """Returns the worker's :class:`WorkerFacts`, as a dict."""
+    # A worker is a child process of the core, or runs in the core's process.
     core_pid = next((pid for pid in (os.getpid(), os.getppid()) if page_path(pid).exists()), 0)
     coordinator = os.environ.get(environment.DP_COORDINATOR_PID, "0")
     features = _features(worker)
@@ -226,10 +226,10 @@ def _features(worker: Any) -> dict[str, str]:
 
 
 def _limits(config: Any, features: Mapping[str, str]) -> RequestLimits:
-    """Return what requests a core of this ``VllmConfig`` takes.
+    """Returns the limits for the requests of a core with this ``VllmConfig``.
 
-    The V1 model runner makes a generator for each request; and what a draft model proposes depends
-    on more than seed and position.
+    The V1 model runner creates a generator per request, and a draft model's proposals depend on
+    more than seed and position. Neither continues seeds exactly.
     """
     if features["request_limits"]:
         return NO_LIMITS
@@ -258,7 +258,7 @@ def draft(worker: Any) -> bool:
 
 
 def requests(worker: Any) -> list[str]:
-    """Return the ids of the requests that have begun, as their clients gave them."""
+    """Returns the ids of the requests that have begun, as their clients gave them."""
     begun: dict[str, Any] = getattr(worker.model_runner, "requests", {})
     keep = os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") == "1"
     ids = [name if keep else _TAIL.sub("", name) for name in list(begun)[:MAX_REQUEST_IDS]]

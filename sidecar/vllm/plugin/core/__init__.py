@@ -1,1 +1,1 @@
-"""What runs inside vLLM's engine cores."""
+"""The part of the plugin that runs inside vLLM's engine cores."""

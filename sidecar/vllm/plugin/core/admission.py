@@ -1,19 +1,20 @@
-"""Admission of vLLM's engine cores: while it is closed, new requests are ended at once.
+"""Admission of vLLM's engine cores: while it is closed, new requests end at once.
 
-Clients send requests to a server directly, so the core turns them away. A request whose id contains
-the pass is admitted: that is how the sidecar's own probes run. A client in process gets no tokens,
-as of an aborted request. A client of an API server gets an error: the core sends the reason as the
-request's stop reason, and the front end raises the error that vLLM answers with HTTP 503.
+Clients send requests to a server directly, so the core itself must reject them. A request whose id
+contains the pass is admitted: this is how the sidecar's own probes run. An in-process client gets
+no tokens, as for an aborted request. A client of an API server gets an error: the core sends the
+reason as the request's stop reason, and the front end raises the error that vLLM answers with HTTP
+503.
 
-The sidecar sets admission by vLLM's ``collective_rpc``, in a method that the core answers by
-itself. Workers and peer ranks are not involved, so admission stays as it is while sidecars come and
-go. With ``WAVEBUS_BOOT_CLOSED`` a core boots closed: it has the weights of its checkpoint, and its
-group may serve others.
+The sidecar sets admission by vLLM's ``collective_rpc``, with a method that the core answers by
+itself. Workers and peer ranks are not involved, so admission outlives a restart of the sidecar.
+With ``WAVEBUS_BOOT_CLOSED`` a core boots with closed admission: it has the weights of its
+checkpoint, and its group may serve others.
 
 Where front ends start the waves of lockstep cores (``wavebus_joins_asked_waves``), a core that
-turns a request away joins the wave that its front end has asked for: the other ranks start it, and
-can't step without this one. Where cores start waves by themselves, nobody was asked, and a request
-that is turned away starts none.
+rejects a request still joins the wave that the front end has asked for: the other ranks start it,
+and can't step without this one. Where cores start waves by themselves, a rejected request starts
+none.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from sidecar.vllm.plugin.environment import BOOT_CLOSED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The method; its arguments are those of `CoreAdmission` that are to be changed, and ``ends``.
+# The method; its arguments are the fields of `CoreAdmission` to change, and ``ends``.
 SET_ADMISSION: Final = "wavebus_admission"
 
 
@@ -38,9 +39,8 @@ class CoreAdmission:
     """The admission state of one core.
 
     Attributes:
-        admits: None in a core that has booted closed, until a sidecar opens it.
-        passes: a text; requests with it in their ids are admitted, and no others. Empty: there is
-            none.
+        admits: None in a core that booted closed, until a sidecar opens it.
+        passes: only requests with this text in their ids are admitted. Empty: no such limit.
         why: the reason for which admission is closed.
         served: clients reach the engine through an API server.
     """
@@ -51,7 +51,7 @@ class CoreAdmission:
     served: bool = True
 
     def is_admitted(self, request_id: str) -> bool:
-        """Return whether a request of this id is admitted."""
+        """Returns whether a request with this id is admitted."""
         if self.passes:
             return self.passes in request_id
         return bool(self.admits)
@@ -66,7 +66,7 @@ def _of(core: Any) -> CoreAdmission:
 
 
 def _has_unknown_waves(core: Any) -> bool:
-    """Return whether a lockstep core's waves are started by nobody knows whom.
+    """Returns whether it is unknown if front ends or cores start a lockstep core's waves.
 
     The admission of such a core can't be closed.
     """
@@ -76,7 +76,7 @@ def _has_unknown_waves(core: Any) -> bool:
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """End a request at once if it is not admitted."""
+    """Ends a request at once if it is not admitted."""
     if request_type.name == "ADD" and not _of(core).is_admitted(request[0].request_id):
         _reject(core, *request)
         return
@@ -96,7 +96,7 @@ def _reject(core: Any, request: Any, wave: int) -> None:
 
 
 def _end_empty(core: Any, request: Any) -> None:
-    """End a request that has no token; behind an API server, with the reason."""
+    """Ends a request that has no tokens yet; behind an API server, with the reason."""
     admission, name = _of(core), request.request_id
     if not (admission.served and hasattr(core, "wavebus_output")) or admission.is_admitted(""):
         core._send_abort_outputs_to_client([name], request.client_index)  # noqa: SLF001
@@ -110,7 +110,7 @@ def _end_empty(core: Any, request: Any) -> None:
 def process_outputs(
     original: Callable[..., Any], processor: Any, outputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In a front end, raise an error in a request that :func:`_end_empty` has ended."""
+    """Raises an error in the front end for a request that :func:`_end_empty` ended."""
     refused = len(outputs) == 1 and is_closed_message(outputs[0].stop_reason)
     state = processor.request_states.get(outputs[0].request_id) if refused else None
     processed = original(processor, outputs, *args, **kwargs)
@@ -118,13 +118,13 @@ def process_outputs(
         from vllm.exceptions import RetryableRequestError  # noqa: PLC0415 - loaded in a front end
         from vllm.v1.engine.async_llm import InputStreamError  # noqa: PLC0415
 
-        # In the place of the empty output. Of this error `AsyncLLM.generate` raises the cause.
+        # Replaces the empty output. `AsyncLLM.generate` raises the cause of this error.
         state.queue.put(InputStreamError(RetryableRequestError(outputs[0].stop_reason)))
     return processed
 
 
 def set_admission(core: Any, *, ends: bool = False, **how: Any) -> list[dict[str, Any] | None]:
-    """Set the named fields of admission.
+    """Sets the named fields of a core's admission state.
 
     Args:
         core: the engine core.
@@ -132,8 +132,7 @@ def set_admission(core: Any, *, ends: bool = False, **how: Any) -> list[dict[str
         how: fields of :class:`CoreAdmission`.
 
     Returns:
-        the state, with how many requests were ended; None instead if the core has no admission
-        control.
+        One state, with the number of ended requests; [None] if the core has no admission control.
     """
     if _has_unknown_waves(core):
         return [None]
@@ -141,7 +140,7 @@ def set_admission(core: Any, *, ends: bool = False, **how: Any) -> list[dict[str
     for name, value in how.items():
         setattr(admission, name, value)
     state: dict[str, Any] = {"admits": admission.admits, "passes": admission.passes}
-    if ends and hasattr(core, "wavebus_aborted"):  # set with the pause lease, which does the same
+    if ends and hasattr(core, "wavebus_aborted"):  # set by the pause lease's seam
         ended = core.scheduler.finish_requests(None, core.wavebus_aborted)
         core._send_abort_outputs([each for each in ended if each.num_output_tokens])  # noqa: SLF001
         for each in ended:

@@ -1,10 +1,10 @@
-"""Starts the bus's DP coordinator in place of vLLM's, in rank 0's front end.
+"""Starts the bus's DP coordinator instead of vLLM's, in rank 0's front end.
 
-vLLM builds a ``DPCoordinator`` where it launches engine cores, and asks it for addresses.
-:class:`BusCoordinator` takes its name in that module and starts ``python -m
-sidecar.dp_coordinator`` instead. It supports external load balancing only: behind vLLM's own
-balancer cores report their request counts through the coordinator at every step, and the DP
-coordinator passes none on.
+vLLM creates a ``DPCoordinator`` where it launches engine cores, and reads addresses from it.
+:class:`BusCoordinator` replaces that name in vLLM's module, and starts ``python -m
+sidecar.dp_coordinator``. It supports external load balancing only: behind vLLM's own balancer,
+cores report their request counts through the coordinator at every step, and the bus's DP
+coordinator does not pass them on.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ _OPT_OUT = f"leave {environment.DP_COORDINATOR} unset (sidecar: --dp-coordinator
 
 
 class BusCoordinator:
-    """Has what vLLM uses of a ``DPCoordinator``.
+    """Replaces vLLM's ``DPCoordinator``, with the methods that vLLM calls.
 
     Raises:
-        RuntimeError: this DP group can't be coordinated by the bus; the text says why, and what to
-            do.
+        RuntimeError: the bus can't coordinate this DP group; the text says why, and what to do.
     """
 
     def __init__(
@@ -61,15 +60,15 @@ class BusCoordinator:
         )
 
     def get_stats_publish_address(self) -> str:
-        """Return where front ends listen."""
+        """Returns the address that front ends subscribe to."""
         return self.proc.addresses.front
 
     def get_engine_socket_addresses(self) -> tuple[str, str]:
-        """Return where cores listen, and where they report."""
+        """Returns the addresses at which engine cores listen and to which they report."""
         return self.proc.addresses.core_in, self.proc.addresses.core_out
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the DP coordinator; a second call does nothing."""
+        """Ends the DP coordinator; a second call does nothing."""
         if self._finalizer.detach() is not None:
             self.proc.stop(timeout)
 
@@ -102,7 +101,7 @@ def _refuse_other_shapes(parallel_config: Any, enable_wave_coordination: bool) -
 
 
 def refusal(why: str) -> RuntimeError:
-    """Return the error that keeps a server from booting if the bus was to coordinate it."""
+    """Returns the error that keeps a server from booting if the bus can't coordinate it."""
     return RuntimeError(
         f"wavebus: {environment.DP_COORDINATOR}=bus can't be used with this vLLM: {why}. "
         f"Please {_OPT_OUT}"

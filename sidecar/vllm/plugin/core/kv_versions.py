@@ -1,36 +1,37 @@
-"""Keys and values of one version are never found, or fetched, by a request of another.
+"""Keeps the keys and values of different weight versions apart.
 
-**Salts.** vLLM finds keys and values, in its prefix cache and in what offloads it, by hashes of
-blocks. A request's salt is a part of them, and begins with the run and the version that its keys
-and values are of: ``wavebus:<run>:<version>:``. Engines of one run so share what they store, and
-those of two runs never do.
+**Salts.** vLLM looks up keys and values, in its prefix cache and in offloading connectors, by
+hashes of blocks. A request's cache salt is part of these hashes. Here it begins with the run and
+the version of its keys and values: ``wavebus:<run>:<version>:``. So engines of one run share what
+they store, and engines of different runs never do.
 
-What becomes of a request when a new version is put in force:
+What happens to a request when a new version takes effect:
 
 ============================= ============================== =======================================
 the request                   caches are cleared             caches are kept
 ============================= ============================== =======================================
 has not begun                 new salt                       new salt
-has keys and values           computes all anew, new salt    goes on with them, old salt
-waits for some that are on    as one whose load has failed:  goes on with them, old salt
-their way                     computes all, new salt
-has ended, and a decode       they stay until it has fetched them, or its lease is over: memory that
-engine is to fetch from it    is held, which stands in the way of no swap and no pause
+has keys and values           recomputes all, new salt       continues with them, old salt
+waits for keys and values     treated as a failed load:      continues with them, old salt
+being loaded                  recomputes all, new salt
+has ended, and a decode       its blocks stay until they are fetched, or their lease is over. They
+engine is to fetch from it    occupy memory, but delay no swap and no pause
 ============================= ============================== =======================================
 
-A request that gets a new salt is announced to the KV connector again, which may remember the hashes
-of before.
+A request that gets a new salt is announced to the KV connector again, because the connector may
+have stored its old hashes.
 
-**Between prefill and decode engines.** A prefill engine adds the salt to what it hands over (the
-*tag*), and routers pass it on. A decode engine whose own salt is another one
+**Between prefill and decode engines.** A prefill engine adds its salt (the *tag*) to the parameters
+that it hands over, and routers pass them on. If a decode engine's own salt differs,
 
-- fetches nothing, if caches were cleared at its last version: vLLM then tells the prefill engine
-  that the blocks are free, and computes the prompt;
-- fetches all the same, if they were kept, under a salt of both, so that no later request finds it.
+- and caches were cleared at its last version: it fetches nothing. vLLM then reports to the prefill
+  engine that the blocks are free, and computes the prompt;
+- and caches were kept: it fetches, under a salt made of both, so that no later request finds the
+  blocks.
 
-No tag is the tag of another version, but for engines that no bus has given a salt. Nothing is
-fetched either whose lease has not been renewed in time, since the prefill engine may have given the
-blocks away: a decode engine in a pause renews none.
+A missing tag counts as another version, except in an engine that has no salt from a bus. A request
+also fetches nothing if its lease was not renewed in time, because the prefill engine may have
+reused the blocks: a decode engine in a pause renews no leases.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("vllm.wavebus")
 _SALT: Final = "wavebus:"
-# In vLLM's ``kv_transfer_params``: the salt of what is handed over.
+# The key in vLLM's ``kv_transfer_params`` for the prefill engine's salt.
 TAG: Final = "wavebus_salt"
 
 
@@ -54,7 +55,10 @@ TAG: Final = "wavebus_salt"
 
 
 def join_run(core: Any, run: str) -> list[bool]:
-    """Answer :data:`sidecar.vllm.plugin.worker_rpc.JOIN_RUN`."""
+    """Salts the caches with the id of a run.
+
+    Answers :data:`sidecar.vllm.plugin.worker_rpc.JOIN_RUN`.
+    """
     if run != core.wavebus_run:
         core.wavebus_run = run
         _set_salt(core)
@@ -63,7 +67,7 @@ def join_run(core: Any, run: str) -> list[bool]:
 
 
 def set_weight_version(original: Callable[..., Any], core: Any, weight_version: str) -> None:
-    """Set the served version, and salt requests anew if it has changed."""
+    """Sets the served version, and updates the requests' salts if it has changed."""
     changed = weight_version != core.get_weight_version()
     original(core, weight_version)
     if changed:
@@ -77,7 +81,7 @@ def _set_salt(core: Any) -> None:
 
 
 def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any) -> Any:
-    """Hash a request's blocks with the salt of the version that serves."""
+    """Hashes a new request's blocks with the salt of the served version."""
     own, salt = request.cache_salt, core.wavebus_salt
     if salt:
         request.cache_salt = salt + (own or "")
@@ -89,9 +93,9 @@ def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any
 def add_request(
     original: Callable[..., Any], core: Any, request: Any, request_wave: int = 0
 ) -> Any:
-    """Salt the request again if its salt is out of date, or names what it is to fetch.
+    """Updates the salt of a request if a new version came after it was hashed.
 
-    Requests are hashed before their turn, and a new version may have come between.
+    Requests are hashed in another thread, before the core adds them.
     """
     _salt(core, request)
     note_untagged(core, request.kv_transfer_params)
@@ -113,7 +117,7 @@ def note_untagged(core: Any, params: Any) -> None:
 
 
 def _salt_of(core: Any, served: str, params: Any) -> tuple[str, bool]:
-    """Return a new request's salt, and whether it may fetch what it is offered."""
+    """Returns a new request's salt, and whether it may fetch what it is offered."""
     if not (params and params.get("do_remote_prefill")):
         return served, True
     tag = str(params.get(TAG, ""))
@@ -123,9 +127,9 @@ def _salt_of(core: Any, served: str, params: Any) -> tuple[str, bool]:
 
 
 def _resalt(core: Any, *, begun: bool) -> None:
-    """Give requests the salt that their keys and values are of.
+    """Gives each request the salt that matches its keys and values.
 
-    ``begun``: requests that have keys and values compute them anew.
+    ``begun``: requests that have keys and values compute them again.
     """
     for request in core.scheduler.requests.values():
         has_begun = (
@@ -137,7 +141,7 @@ def _resalt(core: Any, *, begun: bool) -> None:
 
 
 def _salt(core: Any, request: Any) -> bool:
-    """Give the request its salt; return whether that is another one."""
+    """Sets the request's salt; returns whether it has changed."""
     before = getattr(request, "wavebus_salt", None)
     if before is None or request.is_finished():
         return False
@@ -155,13 +159,14 @@ def _salt(core: Any, request: Any) -> bool:
 
 
 def clear(core: Any) -> list[bool]:
-    """Answer :data:`sidecar.vllm.plugin.worker_rpc.CLEAR_CACHES`: requests compute all anew.
+    """Drops keys and values, so that all requests compute theirs again.
 
-    What can't be freed now is found by no request once requests have a new salt. What is remembered
-    of images as they came stays: front ends remember it, too, and send it once.
+    Answers :data:`sidecar.vllm.plugin.worker_rpc.CLEAR_CACHES`. Blocks that can't be freed now are
+    found by no request with a new salt. Preprocessed images stay cached, because front ends cache
+    them too and send them once; encoder outputs are dropped.
 
     Raises:
-        RuntimeError: something that salts don't keep apart is not cleared.
+        RuntimeError: a cache that salts don't keep apart is not cleared.
     """
     scheduler = core.scheduler
     salted = hasattr(core, "wavebus_salt")
@@ -185,7 +190,7 @@ def clear(core: Any) -> list[bool]:
 
 
 def _connectors(connector: Any) -> Iterator[Any]:
-    """Yield the connectors inside a ``MultiConnector``, which may hold others like it."""
+    """Yields the connectors inside a ``MultiConnector``, also inside nested ones."""
     inside = getattr(connector, "_connectors", None)
     if inside is not None:
         for each in inside:
@@ -195,9 +200,9 @@ def _connectors(connector: Any) -> Iterator[Any]:
 
 
 def _drop_loaded(scheduler: Any, request: Any) -> None:
-    """Have a request compute the keys and values that it has loaded, or waits for.
+    """Makes a request recompute the keys and values that it has loaded, or waits for.
 
-    vLLM does that with a request whose load has failed, so the request is made to look like one.
+    vLLM does that for a request whose load has failed, so the request is marked as one.
     """
     status, name = type(request.status), request.request_id
     loads = request.status is status.WAITING_FOR_REMOTE_KVS
@@ -211,7 +216,7 @@ def _drop_loaded(scheduler: Any, request: Any) -> None:
 
 
 def reset_caches(_original: Callable[..., Any], core: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Clear what a pause clears when it is made; blocks that are held don't fail it."""
+    """Clears the caches when a pause begins; blocks held for decode engines are no error."""
     clear(core)
     core.reset_mm_cache()
 
@@ -220,16 +225,16 @@ def reset_caches(_original: Callable[..., Any], core: Any, *_args: Any, **_kwarg
 
 
 def finish_pause(original: Callable[..., Any], core: Any, clear_cache: bool) -> None:
-    """Note whether a version that is loaded in this pause keeps keys and values."""
+    """Records whether a version loaded in this pause keeps keys and values."""
     core.wavebus_keeps_kv = not clear_cache
     original(core, clear_cache)
 
 
 def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wait for steps and requests, but not for decode engines that have yet to fetch.
+    """Pauses without waiting for decode engines that have yet to fetch blocks.
 
-    Blocks that are held for decode engines are no work. A sleep must wait for them, because it
-    takes the memory.
+    Blocks that are held for decode engines are not work. A sleep must wait for them, because it
+    releases their memory.
     """
     before = len(core._idle_state_callbacks)  # noqa: SLF001
     made = original(core, *args, **kwargs)
@@ -241,7 +246,7 @@ def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwarg
 
 
 def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Mark the pause inside a sleep, which waits for held blocks."""
+    """Marks the pause inside a sleep, which must wait for held blocks."""
     core.wavebus_sleeps = True
     try:
         return original(core, *args, **kwargs)
@@ -250,7 +255,7 @@ def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) ->
 
 
 def process_input_queue(original: Callable[..., Any], core: Any) -> None:
-    """Complete the pauses that wait only for blocks to be fetched."""
+    """Completes the pauses that wait for nothing but held blocks."""
     if core.wavebus_pauses and _is_quiet(core):
         pauses, core.wavebus_pauses = core.wavebus_pauses, ()
         for complete in reversed(pauses):
@@ -273,7 +278,7 @@ def _is_quiet(core: Any) -> bool:
 
 
 def connector_finished(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Tag what is handed over with its salt."""
+    """Tags the parameters that are handed over with the request's salt."""
     delayed, params = original(scheduler, request)
     salt = getattr(request, "wavebus_salt", "")
     if params and salt:
@@ -284,7 +289,7 @@ def connector_finished(original: Callable[..., Any], scheduler: Any, request: An
 def matched_tokens(
     original: Callable[..., Any], nixl: Any, request: Any, num_computed_tokens: int
 ) -> Any:
-    """Fetch nothing of another version, and nothing that may be gone."""
+    """Prevents fetching blocks of another version, or blocks that may be gone."""
     params = request.kv_transfer_params
     if params and params.get("do_remote_prefill") and hasattr(request, "wavebus_fetches"):
         if not request.wavebus_fetches:
@@ -297,7 +302,7 @@ def matched_tokens(
 
 
 def build_connector_meta(original: Callable[..., Any], nixl: Any, scheduler_output: Any) -> Any:
-    """Note which requests' leases were not renewed in time."""
+    """Records when leases were last not renewed in time."""
     before = nixl._last_heartbeat_time  # noqa: SLF001
     made = original(nixl, scheduler_output)
     now = nixl._last_heartbeat_time  # noqa: SLF001
@@ -307,7 +312,7 @@ def build_connector_meta(original: Callable[..., Any], nixl: Any, scheduler_outp
 
 
 def update_waiting(original: Callable[..., Any], scheduler: Any, request: Any) -> None:
-    """Compute anew what was fetched after its lease, or may have been."""
+    """Makes a request recompute blocks that may have been fetched after their lease."""
     lender = getattr(request, "wavebus_lender", None)
     if lender is not None and _is_lost(lender, request):
         request.num_computed_tokens = 0
@@ -317,9 +322,9 @@ def update_waiting(original: Callable[..., Any], scheduler: Any, request: Any) -
 
 
 def _is_lost(nixl: Any, request: Any) -> bool:
-    """Return whether the lease was not renewed, at some time, for longer than it runs.
+    """Returns whether the lease went without renewal for longer than it lasts.
 
-    The lease began no later than the request came here, and heartbeats renew it.
+    The lease began no later than the request arrived here, and heartbeats renew it.
     """
     since = request.wavebus_renewed_s
     last = max(since, nixl._last_heartbeat_time)  # noqa: SLF001
@@ -329,12 +334,12 @@ def _is_lost(nixl: Any, request: Any) -> bool:
 
 
 def _patience_s(nixl: Any) -> float:
-    """Return the lease in seconds, less what a heartbeat may take to come."""
+    """Returns the duration of a lease, less the interval of heartbeats, in seconds."""
     return float(nixl._kv_lease_duration - nixl._heartbeat_interval)  # noqa: SLF001
 
 
 def release(core: Any, request: Any) -> None:
-    """Tell the prefill engine of a request that is turned away: it holds blocks for it."""
+    """Frees the blocks that a prefill engine holds for a rejected request."""
     params = request.kv_transfer_params
     if params and params.get("do_remote_prefill"):
         core.scheduler.add_request(request)

@@ -1,30 +1,32 @@
-"""Ends a pause inside vLLM's engine core when its lease is over.
+"""Ends a pause inside vLLM's engine core when its pause lease is over.
 
-A sidecar that dies, or stops, in the middle of a pause leaves its engine paused. Before that, it
-has written to the core's lease page why the engine is paused, and until when
+A sidecar that dies or stops during a pause leaves its engine paused. Before pausing, it has written
+to the core's lease page why the engine is paused, and until when
 (:mod:`sidecar.shared_pages.pause_lease`). A thread of the core's process reads that page. When the
-lease is over, the core acts on its own thread, between two of its turns:
+lease is over, the core acts on its own thread, between two turns of its loop:
 
-==================== =================================================================
-the core             then
-==================== =================================================================
-is not paused        nothing; unless a peer rank is: then the pause is completed here, so that
-                     all can resume
-lacks weights        is quarantined: stays paused, requests end with the tokens they have
-has begun an update  restores its weights
-has memory asleep    wakes it
-has all weights      resumes, if it has no peers. Otherwise it votes, see below
-==================== =================================================================
+===================== ==================================================================
+state of the core     action
+===================== ==================================================================
+not paused            none; but if a peer rank is paused, it completes that pause here, so
+                      that all ranks can resume
+weights incomplete    quarantined: stays paused; requests end with the tokens they have
+update has begun      restores its old weights
+memory is asleep      wakes
+weights complete      resumes if it has no peers; otherwise it votes, see below
+===================== ==================================================================
 
-Peer ranks decide as one, by their pages: ranks of a DP group, which exchange where those are; and
-cores behind one client (vLLM's internal load balancer), whose one sidecar names them all in the
-lease. A core that has all its weights *votes*: from then on its lease is void, and nothing that the
-sidecar still sends is loaded. When every peer rank has voted, or is being resumed by its own
-sidecar, each core resumes by itself. If a peer rank lacks weights, or serves another version, the
-core is quarantined. It waits, and logs for which rank, while a peer rank's lease runs, or its page
-can't be read, or it is on another host.
+Peer ranks decide together, by reading each other's pages. Peers are the ranks of a DP group, which
+exchange the paths of their pages, or the cores behind one client (vLLM's internal load balancer),
+whose one sidecar names them all in the lease. A core whose weights are complete *votes*: from then
+on its lease is void, and it loads nothing that the sidecar still sends. When every peer rank has
+voted, or is being resumed by its own sidecar, each core resumes by itself. If a peer rank has
+incomplete weights, or serves another version, the core is quarantined. The core waits, and logs
+which rank it waits for, while a peer rank's lease runs, its page can't be read, or it is on another
+host.
 
-A sidecar that lives acts by itself when its lease is over; the core gives it ``GRACE_S`` for that.
+A live sidecar ends the pause itself when its lease is over; the core gives it ``GRACE_S`` seconds
+for that.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ PERIOD_S: Final = 0.2
 GRACE_S: Final = 5.0
 _STORE_KEY: Final = "wavebus/hold/"
 _DUE: Final = "wavebus: look at the lease page"
-# What a void hold does not let through.
+# Operations that are refused while the lease is void.
 _UPDATES: Final = (
     operations.Start,
     operations.ReceiveChunk,
@@ -73,11 +75,11 @@ _UPDATES: Final = (
 
 
 class PeerCore(msgspec.Struct, frozen=True):
-    """Another rank of the DP group, or another core behind the one client.
+    """Another rank of the DP group, or another core behind the same client.
 
     Attributes:
         rank: the rank in the DP group.
-        host: names one life of a host.
+        host: identifies one boot of a host.
         page: the path of the core's lease page.
     """
 
@@ -86,11 +88,11 @@ class PeerCore(msgspec.Struct, frozen=True):
     page: str
 
 
-Peers: TypeAlias = dict[str, PeerCore | None]  # by what they are called
+Peers: TypeAlias = dict[str, PeerCore | None]  # by a name for messages, such as "rank 1"
 
 
 class LeaseGuard:
-    """Ends the pause of one core when its lease is over."""
+    """Ends the pause of one engine core when its pause lease is over."""
 
     def __init__(self, core: Any) -> None:
         path = lease_path(page_path(os.getpid()))
@@ -102,16 +104,16 @@ class LeaseGuard:
         self._size = int(getattr(core, "dp_size", 1))
         self._store = getattr(core, "dp_store", None)
         self._peers: dict[int, PeerCore] = {}
-        self._prepared = 0  # the serial of the hold that was made whole
+        self._prepared = 0  # serial of the lease whose update was undone
         self._said = ""
         self._warned = ""
-        self._asked = False  # the core is about to look
+        self._asked = False  # the core is about to check the lease
         if self._size > 1 and self._store is not None:
             peer = PeerCore(self._rank, _host(), str(self.page.path))
             self._store.set(f"{_STORE_KEY}{self._rank}", msgspec.json.encode(peer))
 
     def run(self) -> None:
-        """Wake the core when a lease is over, and show that its process runs.
+        """Wakes the core when a lease is over, and updates the page's heartbeat.
 
         Runs in a thread for as long as the core lives.
         """
@@ -136,20 +138,20 @@ class LeaseGuard:
                 _log.warning("wavebus: a look at the lease page failed, and is repeated: %r", error)
 
     def void_reason(self) -> str:
-        """Return why the sidecar's lease counts no more; empty if it does, or there is none."""
+        """Returns why the sidecar's lease is void; empty if it is not."""
         lease, end = self.page.lease(), self.page.outcome()
         if lease is None or end is None or end.serial != lease.serial:
             return ""
         return f"the pause's lease was over, and the engine is {end.state}: {end.reason}"
 
     def look(self) -> None:
-        """Decide if a lease is over. On the core's thread, which must not end by it."""
+        """Runs :meth:`check_lease` on the core's thread, and raises nothing."""
         self._asked = False
         with self._warns():
             self.check_lease()
 
     def check_lease(self) -> None:
-        """Decide, if the lease is over."""
+        """Decides how the pause ends, if its lease is over."""
         lease = self.page.lease()
         if lease is None or not _has_expired(lease):
             return
@@ -200,7 +202,7 @@ class LeaseGuard:
             self._core.collective_rpc("wake_up", kwargs={"tags": None})
             publish = getattr(self._core, "wavebus_publish_caches", None)
             if publish is not None:
-                publish()  # peers of a KV connector would go on with the caches from before
+                publish()  # peers of a KV connector would keep using the old caches
 
     def _perform(self, operation: operations.Operation) -> None:
         self._core.collective_rpc(
@@ -223,7 +225,7 @@ class LeaseGuard:
     # -- the peer ranks ---------------------------------------------------------------------
 
     def _find_peers(self) -> None:
-        """Learn where the peer ranks' pages are; peers may boot later than this rank."""
+        """Reads the paths of the peer ranks' pages; peers may boot later than this rank."""
         if self._store is None or len(self._peers) >= self._size - 1:
             return
         for rank in range(self._size):
@@ -232,7 +234,10 @@ class LeaseGuard:
                 self._peers[rank] = msgspec.json.decode(self._store.get(key), type=PeerCore)
 
     def _deciding_peers(self, lease: PauseLease) -> Peers:
-        """Return the cores that decide with this one; None for a rank without a page so far."""
+        """Returns the cores that decide together with this one.
+
+        None stands for a rank that has announced no page yet.
+        """
         if self._size > 1:
             ranks = (rank for rank in range(self._size) if rank != self._rank)
             return {f"rank {rank}": self._peers.get(rank) for rank in ranks}
@@ -244,7 +249,7 @@ class LeaseGuard:
         }
 
     def _verdict(self, mine: PauseLease, peers: Peers) -> tuple[OutcomeState, str]:
-        """Return what all cores come to. This one has all its weights, and has voted."""
+        """Returns the decision of all cores, given that this one has voted."""
         waits = ""
         for name, peer in peers.items():
             try:
@@ -260,7 +265,7 @@ class LeaseGuard:
         return "resumed", "nobody renewed the lease, and no peer rank lacks a part"
 
     def _vote_of(self, mine: PauseLease, peer: PeerCore | None) -> tuple[OutcomeState, str]:
-        """Return what one peer rank's page says.
+        """Returns the state of one peer rank according to its page.
 
         Raises:
             NoPage: there is no such page on this host.
@@ -285,7 +290,7 @@ class LeaseGuard:
         return "waiting", "its sidecar holds it paused"
 
     def _complete_peers(self, peers: Peers) -> None:
-        """Pause too if a peer is paused: it waits for this core, in lockstep in a collective."""
+        """Pauses this core if a paused peer rank waits for it in a collective."""
         for name, peer in peers.items():
             try:
                 paused = peer is not None and peer.host == _host() and _stays_paused(peer)
@@ -299,7 +304,7 @@ class LeaseGuard:
 
 def _start(core: Any) -> LeaseGuard | None:
     if hasattr(core, "current_wave") and not hasattr(core, "wavebus_shows_barriers"):
-        return None  # ranks in lockstep decide by what their pages show of resumes
+        return None  # ranks in lockstep need their pages to show resumes
     guard = LeaseGuard(core)
     threading.Thread(target=guard.run, name="wavebus_lease_guard", daemon=True).start()
     return guard
@@ -309,7 +314,7 @@ _watches = PerProcess(_start, "this core ends no pause by itself")
 
 
 def process_input_queue(original: Callable[..., Any], core: Any) -> None:
-    """Start the guard at the core's first turn."""
+    """Starts the lease guard at the core's first turn."""
     _watches.of(core)
     original(core)
 
@@ -317,7 +322,7 @@ def process_input_queue(original: Callable[..., Any], core: Any) -> None:
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """Look at the lease page when the guard has asked for it."""
+    """Checks the lease when the guard's wake-up arrives in the core's queue."""
     if request is not _DUE:
         original(core, request_type, request)
         return
@@ -334,7 +339,7 @@ def collective_rpc(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Let no update through if its pause lease is void."""
+    """Refuses update operations while the pause lease is void."""
     watch = _watches.of(core) if method == operations.PERFORM else None
     if watch is not None and kwargs and (void := watch.void_reason()):
         _refuse_updates(void, kwargs["operation"])
@@ -349,7 +354,7 @@ def _refuse_updates(void: str, operation: str) -> None:
 
 
 def _stays_paused(peer: PeerCore) -> bool:
-    """Return whether a peer rank is paused, or being paused, and not in its resume.
+    """Returns whether a peer rank is paused or pausing, and is not resuming.
 
     Raises:
         NoPage: its core has no status page.
@@ -363,7 +368,7 @@ def _is_paused(core: Any) -> bool:
 
 
 def _is_complete(core: Any) -> bool:
-    """Return whether the core is idle in its pause; in lockstep, whether all ranks agreed on it."""
+    """Returns whether the core is idle in its pause; in lockstep, whether all ranks agreed."""
     return not core.has_work() and bool(getattr(core, "ignore_start_dp_wave", True))
 
 

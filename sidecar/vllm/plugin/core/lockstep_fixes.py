@@ -1,23 +1,22 @@
-"""Three holes in the pause and resume of vLLM's lockstep cores, closed from inside.
+"""Fixes three hangs in the pause and resume of vLLM's lockstep cores.
 
 Each was seen to hang real ranks (vLLM 0.32), with vLLM's own coordinator or any other:
 
-* **A second resume** of a rank that is idle and not paused waits in the all-reduce of a
-  resume for ranks that are not in one. Here a resume of a rank that is not paused changes
-  nothing.
-* **A lost wake**: START_DP_WAVE comes to a rank that is still paused, which drops it,
-  while a rank that was resumed a moment before accepts it and waits for the other in its
-  first forward pass. Here a paused rank remembers what it dropped, and accepts it after its
-  resume. No rank steps alone by that: every rank gets every START, either before its
-  resume or after it, and no resume returns before all ranks were asked for one. Numbers of
-  waves that are over are dropped as ever.
-* **A second pause** of a group that has agreed on its pause makes another wave, for which
-  all ranks must be asked again. When a `wait` pause is to become a `keep` at its deadline,
-  some ranks may have heard that it is over and some not. Here a rank of a paused group
-  answers a `keep` or `abort` by itself: there is nothing left to agree upon. Not a `wait`:
-  it may have frozen requests to run to their end.
+* **A second resume.** A rank that is idle and not paused enters the all-reduce of a resume,
+  and waits there for ranks that are not in one. With this fix, resuming a rank that is not
+  paused changes nothing.
+* **A lost START_DP_WAVE.** It arrives at a rank that is still paused, which drops it. A rank
+  that was resumed a moment before accepts it, and waits for the other one in its first forward
+  pass. With this fix, a paused rank remembers what it dropped, and accepts it after its resume.
+  No rank steps alone by that: every rank gets every START, before or after its resume, and no
+  resume returns before all ranks were asked to resume. Waves that are over are still dropped.
+* **A second pause.** Pausing a group that has agreed on its pause starts another agreement, for
+  which all ranks must be asked again. When a `wait` pause becomes a `keep` at its deadline, some
+  ranks may know that it is over and some not. With this fix, a rank of a paused group answers a
+  `keep` or `abort` by itself, because there is nothing left to agree on. It does not for a
+  `wait`, which may have frozen requests to run to their end.
 
-Off with ``WAVEBUS_CORE_GUARD=0``.
+Disabled with ``WAVEBUS_CORE_GUARD=0``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _is_paused(core: Any) -> bool:
 
 
 def _has_agreed(core: Any) -> bool:
-    """All ranks are paused, idle, and not resumed since (as far as this one knows)."""
+    """Returns whether all ranks are paused and idle, as far as this rank knows."""
     return (
         _is_paused(core)
         and core.ignore_start_dp_wave
@@ -46,12 +45,12 @@ def _has_agreed(core: Any) -> bool:
 
 
 def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
-    """Resume a rank that is paused, and run the wave that it dropped meanwhile."""
+    """Resumes a paused rank, and starts the wave that it dropped meanwhile."""
     if not (_is_paused(core) or core.pending_pause or core.ignore_start_dp_wave):
         _log.info("wavebus: a resume of a rank that is not paused; nothing is changed")
         return None
     pending = core.wavebus_pending_wave
-    result = original(core)  # raises while a pause is pending: then it is owed on
+    result = original(core)  # raises while a pause is pending: then the wave stays remembered
     core.wavebus_pending_wave = None
     if pending is not None and pending >= core.current_wave and not core.engines_running:
         core.current_wave = pending
@@ -62,7 +61,7 @@ def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """Remember a START_DP_WAVE that the paused rank is about to drop."""
+    """Remembers a START_DP_WAVE that the paused rank is about to drop."""
     if request_type.name == "START_DP_WAVE" and core.ignore_start_dp_wave:
         wave, excluded = request
         if excluded != core.engine_index:
@@ -73,7 +72,7 @@ def handle_client_request(
 def pause_scheduler(
     original: Callable[..., Any], core: Any, mode: str = "abort", clear_cache: bool = True
 ) -> Any:
-    """Have a rank of a paused group answer a further pause by itself."""
+    """Lets a rank of a paused group answer a further pause by itself."""
     core.wavebus_alone = mode != "wait" and _has_agreed(core)
     try:
         return original(core, mode, clear_cache)
@@ -82,5 +81,5 @@ def pause_scheduler(
 
 
 def pause_complete(original: Callable[..., Any], core: Any) -> Any:
-    """Ask no other rank where there is nothing to agree upon."""
+    """Completes a pause without asking other ranks, where they have agreed already."""
     return core.wavebus_complete_alone() if core.wavebus_alone else original(core)

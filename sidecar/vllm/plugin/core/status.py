@@ -36,7 +36,7 @@ _SUFFIXES: Final = (_SUFFIX, ".hold")
 
 
 def pages_folder() -> Path:
-    """Return the folder of the pages of all cores with this environment."""
+    """Returns the folder of the status pages of all cores with this environment."""
     chosen = os.environ.get(environment.CORE_PAGES)
     if chosen:
         return Path(chosen)
@@ -44,15 +44,15 @@ def pages_folder() -> Path:
 
 
 def page_path(pid: int) -> Path:
-    """Return the path of the page of the core that is this process."""
+    """Returns the path of the status page of the core with this pid."""
     return pages_folder() / f"{pid}{_SUFFIX}"
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of the pages, if it is not there.
+    """Creates the folder of the pages if it is missing.
 
     Raises:
-        PermissionError: it belongs to another user.
+        PermissionError: the folder belongs to another user.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -60,34 +60,34 @@ def make_folder(folder: Path) -> None:
 
 
 def siblings(pid: int) -> tuple[int, ...]:
-    """Return the pids of the cores that this core's parent has started, with its own."""
+    """Returns the pids of all cores that this core's parent process started, itself included."""
     parent = _parent_of(pid)
     pids = (int(path.stem) for path in pages_folder().glob(f"*{_SUFFIX}") if path.stem.isdigit())
     return tuple(sorted(each for each in pids if parent and _parent_of(each) == parent))
 
 
 def _parent_of(pid: int) -> int:
-    """Return the pid of the parent; 0: the process is gone."""
+    """Returns the pid of the parent; 0 if the process is gone."""
     stat = stat_of(pid)
     return int(stat[1]) if stat else 0
 
 
 class CoreStatusWriter:
-    """Writes the page of one core."""
+    """Writes the status page of one core."""
 
     def __init__(self, core: Any) -> None:
         path = page_path(os.getpid())
         make_folder(path.parent)
         _remove_stale(path.parent)
         self.page = CoreStatusPage(path, rank=core.engine_index)
-        # The cores' processes end without atexit; this they still run.
+        # The cores' processes skip atexit, but still run this.
         Finalize(self, self.page.close, exitpriority=0)
         self.steps = 0
         self.enter = self.page.enter
         self.count(core)
 
     def count(self, core: Any) -> None:
-        """Update the numbers, which the next :meth:`enter` publishes."""
+        """Updates the counts, which the next :meth:`enter` publishes."""
         paused = int(core.scheduler.pause_state) != 0
         agreed = getattr(core, "ignore_start_dp_wave", paused)
         stepping = getattr(core, "engines_running", False)
@@ -103,11 +103,11 @@ class CoreStatusWriter:
 
 
 class PerProcess(Generic[T]):
-    """Makes this process's one object when its core first turns; forks get their own.
+    """An object that each process creates at its core's first turn, also after a fork.
 
     Args:
-        make: makes it of the core, or returns None where there is to be none.
-        failure: what is missing if ``make`` raises; the engine runs as well without it.
+        make: creates the object for a core; may return None.
+        failure: the warning to log if ``make`` raises; the engine works without the object.
     """
 
     def __init__(self, make: Callable[[Any], T | None], failure: str) -> None:
@@ -117,7 +117,7 @@ class PerProcess(Generic[T]):
         self._pid = 0
 
     def of(self, core: Any) -> T | None:
-        """Return the object of this process; None where there is none."""
+        """Returns the object of this process, or None."""
         if self._pid != os.getpid():
             self._pid, self._made = os.getpid(), None
             try:
@@ -128,7 +128,7 @@ class PerProcess(Generic[T]):
 
     @property
     def current(self) -> T | None:
-        """The object, if it was made in this process. In any thread."""
+        """The object, if this process has created it. Safe in any thread."""
         return self._made if self._pid == os.getpid() else None
 
 
@@ -136,13 +136,13 @@ _watches = PerProcess(CoreStatusWriter, "no status page of this engine core")
 
 
 def beat() -> None:
-    """Show that this process runs. In any thread, once its core has turned."""
+    """Updates the heartbeat of this process's page. Safe in any thread."""
     if _watches.current is not None:
         _watches.current.page.beat()
 
 
 def _watched(around: Callable[..., Any]) -> Callable[..., Any]:
-    """Pass the core's writer to a function around one of its methods; without a writer, skip it."""
+    """Passes the core's status writer to a wrapper; without a writer, calls the original."""
 
     @functools.wraps(around)
     def with_watch(original: Callable[..., Any], core: Any, *args: Any) -> Any:
@@ -156,7 +156,7 @@ def _watched(around: Callable[..., Any]) -> Callable[..., Any]:
 
 @_watched
 def input_queue(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> None:
-    """Show that the core waits for requests."""
+    """Shows that the core waits for requests."""
     watch.count(core)
     watch.enter("work" if core.has_work() else "idle")
     original(core)
@@ -172,7 +172,7 @@ def client_request(
     request_type: Any,
     request: Any,
 ) -> None:
-    """Show that the core works: besides steps, calls of its workers take its time."""
+    """Shows that the core is working while it handles a request or worker call."""
     watch.enter("work")
     original(core, request_type, request)
     watch.count(core)
@@ -181,7 +181,7 @@ def client_request(
 
 @_watched
 def outputs_made(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Count before outputs leave: a client with the last one finds the request gone."""
+    """Updates the counts before outputs leave, so that a client never sees its ended request."""
     outputs = original(core)
     watch.count(core)
     watch.enter("work")
@@ -192,7 +192,7 @@ def outputs_made(watch: CoreStatusWriter, original: Callable[..., Any], core: An
 def abort_outputs(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, *request: Any
 ) -> None:
-    """Count before the outputs of aborted requests leave."""
+    """Updates the counts before the outputs of aborted requests leave."""
     watch.count(core)
     watch.enter("work")
     original(core, *request)
@@ -200,10 +200,10 @@ def abort_outputs(
 
 @_watched
 def engine_step(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Show a step, and count steps, except in lockstep, where agreements are counted."""
+    """Shows and counts a step; in lockstep, :func:`agreement` counts instead."""
     watch.enter("step")
     executed = original(core)
-    if not hasattr(core, "step_counter"):  # in lockstep, agreement counts
+    if not hasattr(core, "step_counter"):  # in lockstep, agreement() counts
         watch.steps += bool(executed)
     watch.enter("work")
     return executed
@@ -211,7 +211,7 @@ def engine_step(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 
 @_watched
 def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Show a step without a request."""
+    """Shows a dummy step, which runs no request."""
     watch.enter("dummy")
     result = original(core)
     watch.enter("work")
@@ -222,7 +222,7 @@ def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 def agreement(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
-    """Show that the rank waits for the others to agree."""
+    """Counts an all-reduce of the DP group, and shows that the rank waits in it."""
     watch.steps += 1
     watch.count(core)
     watch.enter("sync")
@@ -233,7 +233,7 @@ def agreement(
 
 @_watched
 def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Show that the rank waits for the others to resume."""
+    """Shows that the rank waits for the others in the barrier of a resume."""
     watch.enter("barrier")
     try:
         return original(core)
@@ -243,7 +243,7 @@ def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) ->
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove the pages of cores that were killed."""
+    """Removes the pages of cores that no longer run."""
     for path in folder.iterdir():
         ours = path.suffix in _SUFFIXES and path.stem.isdigit()
         if ours and not Path(f"/proc/{path.stem}").exists():

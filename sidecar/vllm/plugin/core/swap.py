@@ -1,33 +1,33 @@
-"""The swap of a staged update inside vLLM's engine cores, between two steps.
+"""Swaps in a staged update inside vLLM's engine core, between two steps.
 
-A core asks its workers for the swap where it asks them for steps, and they do what they are asked
-in that order: so all of them, of tensor and pipeline parallelism, swap between the same two steps,
-however many of these are on their way (asynchronous scheduling).
+A core calls its workers for a swap as it calls them for steps, and they execute calls in order. So
+all workers (tensor and pipeline parallelism) swap between the same two steps, however many steps
+are in flight (asynchronous scheduling).
 
 ::
 
     core          event                              next     what happens
-    IDLE          SWAP, alone                        IDLE     it swaps; or it is called off, where
-                                                              caches are to be cleared and can't
+    IDLE          SWAP, not in lockstep              IDLE     swaps; called off if caches must be
+                                                              cleared and can't be
     IDLE          SWAP, in lockstep, and the workers READY    a wave starts, if none runs
-                  have all that is to be swapped in
+                  are ready
     IDLE          SWAP, in lockstep, paused, or the  IDLE     called off
-                  workers have not
-    READY         all ranks are, where they confer   IDLE     all swap
+                  workers are not ready
+    READY         an all-reduce: all ranks are ready IDLE     all ranks swap
     READY         CALL_OFF, or all ranks have paused IDLE     called off
-    any           the swap fails half-way, or, where -        the process ends
-                  all ranks are at it, at all
+    any           the swap fails half-way; or all    -        the process ends
+                  ranks swap, and it fails at all
 
-**Lockstep.** Ranks add up whether they have work, in one all-reduce at the first step of a wave and
-then at every ``dp_sync_interval``-th, which all of them make at the same step. A ready rank adds
-:data:`READY` to that number. When all are, all see it there, and swap before the next step. A rank
-that is not, for whatever reason, keeps all of them at the old weights. While some are ready the
-wave goes on, since the sum is not zero: vLLM's own core adds up the same, and would go on, too.
+**Lockstep.** Ranks sum up whether they have work, in one all-reduce at the first step of a wave and
+at every ``dp_sync_interval``-th step, which is the same step in all ranks. A ready rank adds
+:data:`READY` to its number. When all ranks are ready, all see it in the same sum, and swap before
+the next step. One rank that is not ready keeps all of them at the old weights. While some ranks are
+ready the sum is not zero, so the wave continues, also in vLLM's own code, which adds up the same.
 
-**Labels.** vLLM labels tokens with the version that the core has when their step is *read*. Steps
-that were on their way at the swap are of the version before.
+**Version labels.** vLLM labels tokens with the version that the core has when it *reads* a step's
+output. Steps that were in flight at the swap must be labelled with the version before.
 
-What becomes of keys and values is in :mod:`sidecar.vllm.plugin.core.kv_versions`.
+:mod:`sidecar.vllm.plugin.core.kv_versions` handles keys and values.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("vllm.wavebus")
 
-# What a ready rank adds to how many ranks have work.
+# A ready rank adds this to the number of ranks that have work.
 READY: Final = 1 << 16
 
 
 class SwapRefused(Exception):
-    """With a :class:`sidecar.vllm.plugin.operations.WorkerFailure` in its text."""
+    """Says that a swap was called off; its text holds a ``WorkerFailure`` of ``operations``."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -68,7 +68,7 @@ class SwapRefused(Exception):
 
 @dataclass(slots=True)
 class ReadySwap:
-    """A swap that a rank makes as soon as all ranks are ready."""
+    """A swap that a rank in lockstep makes as soon as all ranks are ready."""
 
     version: int
     operation: str
@@ -78,7 +78,7 @@ class ReadySwap:
 
 @dataclass(slots=True)
 class _Vote:
-    """This process's part in the all-reduce that is under way, and its result."""
+    """This rank's part in the current all-reduce, and the result."""
 
     ready: bool = False
     all_ready: bool = False
@@ -91,7 +91,10 @@ _conference = _Vote()
 
 
 def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool) -> Any:
-    """Answer :data:`sidecar.vllm.plugin.worker_rpc.SWAP`: swap, or get ready to."""
+    """Swaps now or, in lockstep, when all ranks are ready.
+
+    Answers :data:`sidecar.vllm.plugin.worker_rpc.SWAP`. Returns the result or a future of it.
+    """
     made: Future[list[bool]] = Future()
     asked = ReadySwap(version, operation, clear_cache, made)
     if not hasattr(core, "current_wave"):
@@ -115,7 +118,10 @@ def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool)
 
 
 def call_off(core: Any) -> list[bool]:
-    """Answer :data:`sidecar.vllm.plugin.worker_rpc.CALL_OFF`: whether a swap was waiting."""
+    """Cancels a waiting swap; returns whether one was waiting.
+
+    Answers :data:`sidecar.vllm.plugin.worker_rpc.CALL_OFF`.
+    """
     waiting, core.wavebus_ready = core.wavebus_ready, None
     if waiting is not None:
         waiting.made.set_exception(SwapRefused("called off"))
@@ -123,9 +129,9 @@ def call_off(core: Any) -> list[bool]:
 
 
 def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
-    """Swap while no step is asked of the workers.
+    """Swaps while no further step is sent to the workers.
 
-    The workers were checked before. If this fails now, some of them, or of other ranks, may have
+    The workers were checked before. If the swap fails now, some workers or other ranks may have
     swapped.
     """
     before = core.get_weight_version()
@@ -143,7 +149,7 @@ def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
 
 
 def _clear_caches(core: Any, swap: ReadySwap) -> None:
-    """Drop all that the old weights have computed; nothing is computed until the swap."""
+    """Drops everything computed with the old weights; no step runs before the swap."""
     if not swap.clear_cache:
         return
     try:
@@ -154,9 +160,9 @@ def _clear_caches(core: Any, swap: ReadySwap) -> None:
 
 @contextlib.contextmanager
 def _exit_on_failure() -> Iterator[None]:
-    """End the process if the block fails.
+    """Ends the process if the block fails.
 
-    Some workers, or other ranks, may serve other weights by then: nobody may use this core again.
+    Some workers or ranks may then serve other weights, so this core must not be used again.
     """
     try:
         yield
@@ -169,13 +175,13 @@ def _exit_on_failure() -> Iterator[None]:
 def has_global_unfinished_reqs(
     original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
-    """Swap when all ranks have said at this step that they are ready."""
+    """Swaps if all ranks reported in this step's all-reduce that they are ready."""
     _conference.ready = core.wavebus_ready is not None
     _conference.all_ready = False
     unfinished = original(core, local_unfinished)
     if _conference.all_ready:
         ready, core.wavebus_ready = core.wavebus_ready, None
-        with _exit_on_failure():  # the others do it now
+        with _exit_on_failure():  # the other ranks swap now
             _clear_caches(core, ready)
         ready.made.set_result(_swap_now(core, ready))
     elif core.ignore_start_dp_wave:
@@ -186,7 +192,7 @@ def has_global_unfinished_reqs(
 def sum_by_torch(
     _original: Callable[..., Any], dp_group: Any, has_unfinished: bool, pending_pause: bool
 ) -> tuple[bool, bool]:
-    """Replace ``ParallelConfig.sync_dp_state``, a static method; also count ready ranks."""
+    """Replaces ``ParallelConfig.sync_dp_state``, a static method; also counts ready ranks."""
     import torch  # noqa: PLC0415 - a core has it
 
     def add_up(votes: torch.Tensor) -> None:
@@ -202,9 +208,9 @@ def sum_by_vllm(
     has_unfinished: bool,
     pending_pause: bool,
 ) -> tuple[bool, bool]:
-    """Replace ``sync_dp_state``, a method, by a sum of vLLM's own, which has a time limit.
+    """Replaces ``sync_dp_state``, a method, by vLLM's own all-reduce, which has a time limit.
 
-    All ranks must add up in the same way, or they never meet.
+    All ranks must use the same kind of all-reduce, or they hang.
     """
     from vllm.distributed.utils import cpu_all_reduce_  # noqa: PLC0415 - only inside a core
 
@@ -239,7 +245,7 @@ def _labels_of(core: Any) -> deque[list[Any]]:
 
 
 def attach_weight_version(original: Callable[..., Any], core: Any, outputs: Any) -> None:
-    """Label a step that was on its way at a swap with the version before."""
+    """Labels a step that was in flight at a swap with the version before."""
     labels = _labels_of(core)
     if not labels:
         original(core, outputs)

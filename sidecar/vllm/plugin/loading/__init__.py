@@ -1,1 +1,1 @@
-"""Manifests, copy plans, and the memory that updates are staged in."""
+"""Manifests, copy plans, and the memory in which updates are staged."""

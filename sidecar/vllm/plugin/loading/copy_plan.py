@@ -1,9 +1,9 @@
-"""Says where each element of each received tensor ends up in the model: a plan to copy by.
+"""Copy plans: where each element of each received tensor goes in the model's parameters.
 
-The plan is made of what a :class:`LoaderTrace` saw the model's own loader do, once per manifest,
-and never of names of layers. There is a plan only where copies are all that the loader does, and
-where they fill every element of every parameter exactly once, so that repeating them needs no
-loader.
+A plan is built once per manifest, from the copies that a :class:`LoaderTrace` recorded while the
+model's own loader ran. Layer names play no part. A plan exists only if the loader does nothing but
+copy, and fills every element of every parameter exactly once. Later updates then repeat the copies
+and need no loader.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from bus.manifest import TensorMeta
     from sidecar.vllm.plugin.loading.loader_trace import LoaderTrace, Region, TracedCopy, TracedFill
 
-# Of one parameter: more would take longer to sort than a loader takes.
+# Maximum per parameter. Sorting more of them would take longer than running the loader.
 MAX_RUNS: Final = 1 << 20
-# On an H200, 16.4 GB in 398 pieces take 8.9 ms in one go, 8.5 ms with those apart that have as much
-# as this; one copy of all takes 7.7 ms.
+# Tensors of at least this size are copied one by one. On an H200, 16.4 GB in 398 pieces take 8.5 ms
+# with this limit and 8.9 ms in one batched call; a single copy of all bytes takes 7.7 ms.
 _LARGE_BYTES: Final = 1 << 20
 
 
 class NoPlanError(Exception):
-    """Says why these tensors can't be copied by a plan."""
+    """Raised with the reason why these tensors can't be copied by a plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTarget:
-    """A parameter or buffer as the loader fills it: contiguous."""
+    """A parameter or buffer as the loader fills it; always contiguous."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,12 +41,12 @@ class PlanTarget:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Says where the elements of each tensor go.
+    """Where the elements of each tensor of a manifest go.
 
     Attributes:
-        copies: by every tensor of the manifest; empty for one that this worker takes nothing of.
-        fills: by target, what is the same in every update, such as padding.
-        targets: everything that is filled, by name.
+        copies: by name of each tensor in the manifest; empty if this worker uses no part of it.
+        fills: by target, the elements that get the same value in every update, such as padding.
+        targets: every parameter and buffer that is filled, by name.
     """
 
     copies: dict[str, tuple[TracedCopy, ...]]
@@ -54,7 +54,7 @@ class CopyPlan:
     targets: dict[str, PlanTarget]
 
     def is_whole(self, chunks: Iterable[Iterable[TensorMeta]]) -> bool:
-        """Return whether all of each of these tensors is copied, and none is cast."""
+        """Returns whether every element of these tensors is copied, without a dtype cast."""
         return all(
             sum(torch.Size(copy.region[1]).numel() for copy in self.copies[meta.name])
             == torch.Size(meta.shape).numel()
@@ -68,7 +68,7 @@ class CopyPlan:
 
     @functools.cached_property
     def size_bytes(self) -> int:
-        """The size of all targets."""
+        """Total size of all targets, in bytes."""
         return sum(
             torch.Size(target.shape).numel() * target.dtype.itemsize
             for target in self.targets.values()
@@ -76,15 +76,15 @@ class CopyPlan:
 
 
 def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
-    """Return the plan of a whole load.
+    """Returns the copy plan of a load that covers the whole model.
 
     Args:
-        trace: of a loader that was given every tensor.
-        unloaded: the parameter that no loader fills, because it is another one as well: a tied
-            head. Empty for none.
+        trace: recorded while the loader was given every tensor of the manifest.
+        unloaded: the parameter that no loader fills because it shares memory with another one (a
+            tied output head). Empty if there is none.
 
     Raises:
-        NoPlanError: with the tensor or parameter, and why.
+        NoPlanError: names the tensor or parameter, and the reason.
     """
     if trace.beyond_copies:
         raise NoPlanError(trace.beyond_copies)
@@ -118,16 +118,16 @@ def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
 
 
 def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """Return the view that a region describes, of a contiguous tensor."""
+    """Returns the view of a contiguous tensor that ``region`` describes."""
     offset, sizes, strides = region
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
 
 class CopyBatch:
-    """Copies from each source into the target at the same place.
+    """A list of tensor copies that can be run repeatedly.
 
-    Small tensors are copied together in one call, large ones each by itself, which is faster for
-    them on a GPU.
+    Small tensors are copied together in one call. On a GPU, large ones are copied one by one, which
+    is faster for them.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -145,7 +145,7 @@ class CopyBatch:
         self.numel = sum(target.numel() for target in targets)
 
     def run(self) -> None:
-        """Copy; it may be called again."""
+        """Copies every source into its target; may be called repeatedly."""
         for target, source in self._apart:
             target.copy_(source)
         if self._targets:
@@ -153,7 +153,7 @@ class CopyBatch:
 
 
 def _check_filled(name: str, regions: Iterable[Region], numel: int | None = None) -> None:
-    """Check that no element is filled twice, and, with ``numel``, that each is filled."""
+    """Checks that no element is filled twice; with ``numel``, that each one is filled."""
     end = 0
     for begin, length in _runs(name, regions):
         if begin < end:
@@ -166,7 +166,7 @@ def _check_filled(name: str, regions: Iterable[Region], numel: int | None = None
 
 
 def _runs(name: str, regions: Iterable[Region]) -> list[tuple[int, int]]:
-    """Return what the regions cover as contiguous runs in order: begin and length, in elements."""
+    """Returns the contiguous runs that the regions cover, sorted: (begin, length) in elements."""
     runs: list[tuple[int, int]] = []
     for offset, sizes, strides in regions:
         begins, length, reach = [offset], 1, 1

@@ -1,20 +1,20 @@
-"""What vLLM lacks on CPUs: repacking after a reload, and collectives for mixtures of experts.
+"""Fixes for vLLM on CPUs: repacking after a reload, and collectives for mixtures of experts.
 
-Where weights are repacked for the kernels, vLLM's layerwise reload serves wrong tokens after an
-update that reports no error, in two cases (seen on vLLM 0.32 by comparing greedy tokens with
+vLLM repacks weights for its CPU kernels. In two cases its layerwise reload then serves wrong tokens
+after an update that reports no error (seen on vLLM 0.32 by comparing greedy tokens with
 transformers; on GPUs nothing is repacked):
 
-* An output head tied to the embeddings keeps the packed copy of its first weights: it is never
-loaded itself (``cpu_linear``, ``model_executor/layers/utils.py``).
-* Mixture-of-experts layers pack their weights only while their kernel is set up for the first time,
-so an update writes unpacked weights into packed memory
+* An output head tied to the embeddings keeps the packed copy of its first weights, because the
+head itself is never loaded (``cpu_linear``, ``model_executor/layers/utils.py``).
+* Mixture-of-experts layers pack their weights only when their kernel is set up for the first time.
+An update therefore writes unpacked weights into packed memory
 (``fused_moe/unquantized_fused_moe_method.py``).
 
 Data parallel ranks with experts exchange tokens by all-gather before the experts and by
-reduce-scatter after them, with as many rows as each rank has. ``CpuCommunicator`` (0.32) has no
-such collectives; this module adds them over gloo. Rows are padded to the longest rank's, and each
-rank takes its part of the sum. Without expert parallelism (which that build's kernels can't do)
-experts are sharded like any layer, and all ranks make every step together.
+reduce-scatter after them, with a different number of rows per rank. ``CpuCommunicator`` (0.32)
+lacks these collectives, so this module adds them over gloo: rows are padded to the longest rank's,
+and each rank takes its part of the sum. Without expert parallelism (which that build's kernels
+don't support) experts are sharded like any layer, and all ranks run every step together.
 
 Importing this module imports neither vllm nor torch.
 """
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class CpuRepacking:
-    """Wraps one update session of a model on a CPU; on other devices it does nothing."""
+    """Keeps repacked layers correct during one model's updates; does nothing on other devices."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model if device.type == "cpu" else None
         self._kernels: list[tuple[Any, Any]] = []
 
     def before_start(self) -> None:
-        """Make expert layers set their kernel up again, and with it pack again."""
+        """Makes expert layers set up their kernels, and so pack their weights, again."""
         for module in self._modules():
             method: Any = getattr(module, "quant_method", None)
             kernel = getattr(method, "moe_kernel", None)
@@ -44,7 +44,7 @@ class CpuRepacking:
                 method.moe_kernel = None
 
     def after_finish(self) -> None:
-        """Give layers without a load their kernel back, and pack tied heads again."""
+        """Restores kernels of layers that were not loaded, and repacks tied output heads."""
         for method, kernel in self._kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
@@ -63,7 +63,7 @@ class CpuRepacking:
 
 
 def install() -> None:
-    """Add to the communicator what it lacks, on CPUs alone."""
+    """Adds the missing collectives to vLLM's CPU communicator; does nothing on other platforms."""
     from vllm.platforms import current_platform  # noqa: PLC0415 - vLLM has chosen it by now
 
     if not current_platform.is_cpu():
@@ -78,7 +78,7 @@ def install() -> None:
 
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-    """Return all ranks' rows in order; of a list, of each tensor in it."""
+    """Returns all ranks' rows in rank order; for a list, one result per tensor."""
     import torch  # noqa: PLC0415 - in vLLM's processes
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -94,7 +94,7 @@ def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = 
 
 
 def reduce_scatterv(self: Any, input_: Any, dim: int = -1, sizes: list[int] | None = None) -> Any:
-    """Return this rank's rows of the sum over all ranks."""
+    """Returns this rank's rows of the sum over all ranks."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -109,5 +109,5 @@ def reduce_scatterv(self: Any, input_: Any, dim: int = -1, sizes: list[int] | No
 def reduce_scatterv_into_output(
     self: Any, input_: Any, output: Any, dim: int = -1, sizes: list[int] | None = None
 ) -> Any:
-    """Write this rank's rows of the sum over all ranks into ``output``."""
+    """Writes this rank's rows of the sum over all ranks into ``output``."""
     return output.copy_(reduce_scatterv(self, input_, dim, sizes))

@@ -1,9 +1,9 @@
-"""What a model's own loader does with the tensors that it is given, seen from outside.
+"""Records what a model's own loader does with the tensors that it is given.
 
-A dispatch mode watches a loader at work: each write into a parameter or buffer, and which tensor
-it came from. A view keeps its storage, so a copy tells which elements went where, however the
-loader cut and turned both sides. On the meta device that costs no memory. It works for any
-``nn.Module`` with any loaders; nothing here knows vLLM.
+A dispatch mode observes every write into a parameter or buffer, and which tensor it came from. A
+view shares the storage of its tensor, so a copy shows which elements went where, however the loader
+sliced and transposed both sides. On the meta device this needs no memory. The module works for any
+``nn.Module`` with any loaders, and does not depend on vLLM.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from bus.manifest import TensorMeta
 
-# What part of a storage a view covers: offset, sizes, strides (in elements).
+# The part of a storage that a view covers: offset, sizes, strides (in elements).
 Region: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class TracedCopy:
-    """Elements of a received tensor, and the elements of a parameter or buffer that they fill."""
+    """A copy from elements of a received tensor to elements of a parameter or buffer."""
 
     source: Region
     target: str
@@ -39,7 +39,7 @@ class TracedCopy:
 
 @dataclass(frozen=True, slots=True)
 class TracedFill:
-    """Elements of a parameter or buffer that a loader sets to one value, padding for instance."""
+    """A constant that a loader writes into a parameter or buffer, such as padding."""
 
     target: str
     region: Region
@@ -47,9 +47,9 @@ class TracedFill:
 
 
 class TargetNames:
-    """Names the parameters and buffers of a model by the memory behind them.
+    """Finds the name of a model's parameter or buffer by its storage.
 
-    Some loaders make a parameter when they come to its tensor: vLLM's do so with the bias of an
+    Some loaders create a parameter only when they reach its tensor: vLLM's do so for the bias of an
     output head.
 
     Attributes:
@@ -62,11 +62,11 @@ class TargetNames:
         self._look()
 
     def find(self, tensor: torch.Tensor, *, again: bool = False) -> str:
-        """Return the name of a tensor, or of the tensor that it is a view of; empty for none.
+        """Returns the name of a parameter, buffer or view of one; empty for other tensors.
 
         Args:
-            tensor: a parameter, a buffer, or a view of one.
-            again: look at the model again if nothing is known of the tensor.
+            tensor: the tensor to look up.
+            again: search the model again if the tensor is unknown.
         """
         name = self._names.get(storage_of(tensor), "")
         if not name and again:
@@ -82,22 +82,22 @@ class TargetNames:
 
 
 class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Entered around a loader, chunk by chunk.
+    """Records the copies of a loader; entered around it for each chunk.
 
     Args:
-        metas: the tensors that it will be given.
+        metas: the tensors that the loader will be given.
         targets: the model's parameters and buffers.
-        shared: parameters that are another model's, which must not be filled.
-        exact_dtype: a tensor of another dtype than what it fills is refused.
+        shared: parameters that belong to another model, which must not be filled.
+        exact_dtype: refuse a tensor whose dtype differs from that of the parameter it fills.
         model_dtype: the model's; a tensor of this dtype may fill a float32 parameter as well.
 
     Attributes:
-        sources: tensors as ``metas`` say, on the meta device, for the loader.
-        used: indices of those that filled something.
-        copies: for each of them, what it filled.
-        fills: what was filled with nothing but a value.
-        beyond_copies: the first thing that was more than a copy, with what it was done to; empty
-            if there was none.
+        sources: meta tensors as ``metas`` describe them, to be passed to the loader.
+        used: indices of the tensors that filled something.
+        copies: for each of these indices, the copies made from that tensor.
+        fills: what the loader set to a constant.
+        beyond_copies: the first operation that a copy plan can't repeat, and its tensor; empty if
+            there was none.
     """
 
     def __init__(
@@ -131,48 +131,48 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def current(self) -> TensorMeta:
-        """The tensor that was handed out last."""
+        """The tensor that the loader was given last."""
         return self.metas[self._at]
 
     def feed(self, start: int, end: int, without: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield one chunk for the loader, except for the tensor named ``without``."""
+        """Yields the tensors of one chunk for the loader, except the one named ``without``."""
         for index in range(start, end):
             self._at = index
             if self.metas[index].name != without:
                 yield self.metas[index].name, self.sources[index]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a parameter or buffer of the model."""
+        """Returns the parameter or buffer of that name."""
         parameters, buffers = self.targets.parameters, self.targets.buffers
         return parameters[name] if name in parameters else buffers[name]
 
     def written(self, parameter: str) -> int:
-        """Return how many elements of a parameter were written."""
+        """Returns how many elements of a parameter were written."""
         return sum(map(_numel, self._writes.get(parameter, ())))
 
     def origins(self) -> dict[str, str]:
-        """Return the written parameters and buffers, each with a tensor that filled it."""
+        """Returns the name of each written parameter or buffer, with a tensor that filled it."""
         return {
             name: self.metas[next(iter(regions.values()))].name
             for name, regions in self._writes.items()
         }
 
     def read(self, index: int) -> int:
-        """Return how many elements of a tensor were read."""
+        """Returns how many elements of a tensor were read."""
         return sum(map(_numel, self._reads.get(index, ())))
 
     def read_to_end(self, index: int) -> bool:
-        """Return whether a tensor's last element was read."""
+        """Returns whether a tensor's last element was read."""
         last = torch.Size(self.metas[index].shape).numel() - 1
         return self.derived(index) or any(_last(r) == last for r in self._reads.get(index, ()))
 
     def derived(self, index: int) -> bool:
-        """Return whether the loader computed from a tensor, so that reads can't be counted."""
+        """Returns whether the loader computed with a tensor, so that reads can't be counted."""
         return index in self._derived
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _READ_SCALAR and args[0].is_meta:
-            # A loader reads a scalar parameter by its value, which meta has none of.
+            # A loader reads the value of a scalar parameter; a meta tensor has no value.
             self._derived.add(self._at)
             self._is_no_copy(f"{self.current.name} is read by its value")
             return torch.zeros((), dtype=args[0].dtype).item()
@@ -226,7 +226,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.fills.append(TracedFill(name, _region(target), value))
 
     def _note_change(self, changed: torch.Tensor, how: str) -> None:
-        """Note that something was done that a plan can't repeat."""
+        """Records an operation that a copy plan can't repeat."""
         index = self._index_of.get(storage_of(changed))
         if index is not None:
             self._derived.add(index)
@@ -235,7 +235,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_no_copy(f"{name} is changed by {how}")
 
     def _known_name(self, tensor: torch.Tensor) -> str:
-        """Return the name of the source, parameter or buffer that this is, or is a view of."""
+        """Returns the name of the source, parameter or buffer behind this tensor or view."""
         storage = storage_of(tensor)
         if storage in self._index_of:
             return self.metas[self._index_of[storage]].name
@@ -277,12 +277,12 @@ _FILLS = frozenset(
 
 
 def refused(tensor: str, reason: str) -> EngineError:
-    """Return ``reason`` as an error that names the tensor, in its text as well."""
+    """Returns a ``manifest_refused`` error; its text begins with the tensor's name."""
     return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
 
 
 def shared_refusal(meta: TensorMeta, parameter: str) -> EngineError:
-    """Return the error of a tensor that fills what a draft shares with its model."""
+    """Returns the error for a tensor that fills a parameter shared with the drafted-for model."""
     return refused(
         meta.name,
         f"fills {parameter}, which this draft shares with the model that it drafts for: leave it "
@@ -291,11 +291,11 @@ def shared_refusal(meta: TensorMeta, parameter: str) -> EngineError:
 
 
 class Kind(Enum):
-    """What an operator does to its arguments."""
+    """What a torch operator does with its tensor arguments."""
 
-    VIEWS = auto()  # returns some of the same memory
-    CHANGES = auto()  # writes to it
-    MAKES = auto()  # makes something of it
+    VIEWS = auto()  # returns a view of an argument
+    CHANGES = auto()  # writes to an argument
+    MAKES = auto()  # computes a new tensor from its arguments
 
 
 @cache
@@ -308,7 +308,7 @@ def _kind_of(func: Any) -> Kind:
 
 
 def _changed(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operator writes to."""
+    """Yields the tensors that an operator writes to."""
     for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - see above
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -325,7 +325,7 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the identity of the memory behind a tensor; meta tensors have no address."""
+    """Returns an identity of a tensor's storage; works for meta tensors, which have no address."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public one
 
 

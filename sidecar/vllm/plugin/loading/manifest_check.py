@@ -1,32 +1,30 @@
-"""Does this manifest fill this model, exactly? Answered before anything is loaded.
+"""Checks that a manifest fills the model exactly, before anything is loaded.
 
-vLLM checks nothing beforehand: an update without ``k_proj`` (half of a fused
-parameter) finishes without an error and serves tokens of neither version, a tensor
-of another dtype is cast silently, one with too many rows is cut, and an unknown
-name fails in the middle of the load and takes the engine down.
+vLLM checks nothing beforehand. An update without ``k_proj`` (one part of a fused parameter)
+finishes without an error and serves tokens of neither version. vLLM casts a tensor of another dtype
+silently, and cuts one with too many rows. An unknown name fails in the middle of the load and takes
+the engine down.
 
-So a second model of the same configuration and shard is built on the meta device,
-once, and the manifest is loaded into it chunk by chunk through vLLM's own loader,
-as meta tensors; the same manifest once. A dispatch mode sees every write and its source.
-Then every element of every parameter must have been written, by one tensor, and every
-tensor must have been used up. On pipeline, tensor or expert shards a worker sees its own
-part; the workers then merge which tensors were used by anyone.
+So a second model with the same configuration and shard is built once, on the meta device. Each new
+manifest is loaded into it chunk by chunk through vLLM's own loader, as meta tensors. A dispatch
+mode records every write and its source. Then every element of every parameter must have been
+written, by one tensor, and every tensor must have been used up. On pipeline, tensor or expert
+shards a worker sees only its own part, so the workers then merge which tensors any of them used.
 
-Built from a private copy of the configuration: layers enter themselves in the
-compilation config's ``static_forward_context``, and rotary embeddings in a module
-wide cache; neither may learn of this model. It holds no weights (8 B parameters
-take some MB of Python objects).
+The meta model is built from a private copy of the configuration: layers register themselves in the
+compilation config's ``static_forward_context``, and rotary embeddings in a cache of their module;
+neither may see the meta model. It holds no weights (8 B parameters take some MB of Python objects).
 
 A draft model that takes its embeddings or its output head from the model it drafts for (EAGLE and
 MTP, by :mod:`vllm.v1.spec_decode`) must not be sent those: they would be loaded into that model.
 
-A model that vLLM quantises as it loads (``--quantization fp8`` over a bf16 checkpoint) takes
-the tensors of one that isn't quantised, and quantises a layer when it is full, which meta
-tensors can't be. So it is checked as what it is loaded from.
+vLLM can quantise a model while it loads (``--quantization fp8`` over a bf16 checkpoint). It
+quantises a layer as soon as the layer is full, which meta tensors can't do. Such a model takes the
+tensors of the unquantised one, so it is checked as unquantised.
 
-A patch need not fill the model. What it names must be known, and of the full shape and dtype; and
-since it is written into the parameters that serve, through the loaders of those that don't yet, the
-ones it touches must still lie as they were loaded (:mod:`sidecar.vllm.plugin.loading.patch_check`).
+A patch need not fill the model. Its names must be known, with full shape and dtype. It is written
+into the served parameters by loaders that expect the loading layout, so the parameters that it
+touches must still have that layout (:mod:`sidecar.vllm.plugin.loading.patch_check`).
 """
 
 from __future__ import annotations
@@ -63,10 +61,10 @@ _log = logging.getLogger("vllm.wavebus")
 
 
 def quiet_loading() -> AbstractContextManager[None]:
-    """Let a chunk be loaded by itself: some models want all tensors in one call.
+    """Lets a chunk be loaded by itself, where a model expects all tensors at once.
 
-    vLLM's own backends load chunks in the same context (``nccl_engine.py``, 0.32);
-    where it doesn't exist, there is no such check either.
+    vLLM's own backends load chunks in the same context (``nccl_engine.py``, 0.32). Versions without
+    that context have no such check.
     """
     try:
         from vllm.model_executor.model_loader import (  # noqa: PLC0415 - only inside a worker
@@ -80,12 +78,12 @@ def quiet_loading() -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What vLLM built a model of.
+    """The arguments from which vLLM built a model.
 
     Attributes:
-        vllm_config, model_config, prefix: what its constructor was given.
-        quantised: its checkpoint is, or its weights are as they are loaded.
-        shared: its parameters that are another model's, by name.
+        vllm_config, model_config, prefix: the arguments of the model's constructor.
+        quantised: its checkpoint is quantised, or vLLM quantises it while loading.
+        shared: names of its parameters that belong to another model.
     """
 
     vllm_config: Any
@@ -96,11 +94,11 @@ class Blueprint:
 
 
 def tied_head(model_config: Any, model: torch.nn.Module) -> str:
-    """Return the tensor to keep from the loader: an output head tied to the embeddings.
+    """Returns the name of a tied output head, which must not be loaded by itself.
 
-    vLLM 0.32 skips it by itself, but fails when the embeddings are not in the same chunk
-    (``models/utils.py``). It also ties a head that was equal to the embeddings in its checkpoint,
-    whatever the configuration says. Empty where nothing is tied.
+    vLLM 0.32 skips it, but fails when the embeddings are not in the same chunk
+    (``models/utils.py``). vLLM also ties a head that was equal to the embeddings in its checkpoint,
+    whatever the configuration says. Empty if nothing is tied.
     """
     config = model_config.hf_text_config
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -115,7 +113,7 @@ def tied_head(model_config: Any, model: torch.nn.Module) -> str:
 
 
 class ManifestChecker:
-    """Checks manifests against the model of one worker. The meta model is kept."""
+    """Checks manifests against the model of one worker; builds the meta model once."""
 
     def __init__(self, built: Blueprint, serving: torch.nn.Module, tied_head: str) -> None:
         self._built = built
@@ -125,13 +123,13 @@ class ManifestChecker:
         self._quantised = built.quantised and not online
         self._model: torch.nn.Module | None = None
         self._last: tuple[Manifest, LoaderTrace] | None = None
-        self._judged = False  # that one's manifest, by this worker
+        self._judged = False  # whether this worker has judged the last manifest
 
     def prepare(self) -> None:
-        """Build the meta model before requests wait for it.
+        """Builds the meta model early, so that no request has to wait for it.
 
-        While it is built, nothing else may make a tensor. If it can't be built, a later check says
-        so.
+        No other thread may create tensors meanwhile. If the meta model can't be built, this logs a
+        warning, and a later check raises the error.
         """
         try:
             self._meta_model()
@@ -140,14 +138,14 @@ class ManifestChecker:
 
     @property
     def prepared(self) -> bool:
-        """Whether the meta model is there."""
+        """Whether the meta model was built."""
         return self._model is not None
 
     def check(self, manifest: Manifest) -> LoaderTrace:
-        """Refuse a manifest that would not fill the model. A collective of the engine's workers.
+        """Refuses a manifest that would not fill the model. A collective of the engine's workers.
 
         Returns:
-            what the loader did with the manifest's tensors.
+            The trace of the loader's copies of the manifest's tensors.
 
         Raises:
             EngineError: code ``manifest_refused``, with ``tensor`` and the reason.
@@ -156,14 +154,14 @@ class ManifestChecker:
         used = torch.zeros(len(manifest.names), dtype=torch.uint8)
         try:
             trace = self._load(manifest)
-            # A patch is laid over what serves, which may have changed.
+            # A patch changes the served parameters, whose layout may have changed since.
             if manifest.counts or not self._judged:
                 self._judge(manifest, trace)
                 self._judged = True
             used[list(trace.used)] = 1
         except Exception as error:  # noqa: BLE001 - raised below: the peers wait in between
             problem = error
-            used.fill_(1)  # so that no peer finds a tensor unused that it would have used here
+            used.fill_(1)  # else a peer would report a tensor as unused that this worker uses
         merged = agreement.any_rank(used)
         if problem is not None:
             raise problem
@@ -171,7 +169,7 @@ class ManifestChecker:
         return trace
 
     def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], TargetNames]:
-        """Return the loader of the meta model, and that model's parameters and buffers.
+        """Returns the loader of the meta model, with that model's parameters and buffers.
 
         Used by :mod:`sidecar.vllm.plugin.loading.staged_weights`, after a check.
         """
@@ -211,7 +209,7 @@ class ManifestChecker:
             except EngineError:
                 raise
             except Exception as error:
-                if trace.current.name in self._built.shared:  # a place that was made later
+                if trace.current.name in self._built.shared:  # the loader has just created it
                     raise shared_refusal(trace.current, trace.current.name) from error
                 raise _loader_refusal(trace.current, error) from error
             start = end
@@ -223,7 +221,7 @@ class ManifestChecker:
     # -- judging -----------------------------------------------------------------------
 
     def _judge(self, manifest: Manifest, trace: LoaderTrace) -> None:
-        """Check what a worker can check without its peers."""
+        """Checks everything that a worker can check without its peer workers."""
         if manifest.counts:
             check_in_place(
                 self._built.vllm_config, self._serving, trace.targets.parameters, trace.origins()
@@ -271,10 +269,10 @@ class ManifestChecker:
                 raise _unknown(meta, "the model has no place for it and would drop it silently")
 
     def _may_lack(self, parameter: str, written: int) -> bool:
-        """Return whether a parameter may stay empty.
+        """Returns whether a parameter may stay unfilled.
 
-        A tied head is never loaded, nor is what is another model's; scales of quantised weights may
-        be computed.
+        A tied head is never loaded, nor is a parameter of another model. Scales of quantised
+        weights may be computed instead of loaded.
         """
         return not written and (
             parameter == self._tied_head
@@ -283,7 +281,7 @@ class ManifestChecker:
         )
 
     def _may_ignore(self, meta: TensorMeta, manifest: Manifest) -> bool:
-        """Return whether a model rightly ignores a tensor that a trainer has."""
+        """Returns whether the model is right to ignore a tensor of the trainer."""
         if meta.name == self._tied_head:
             embeddings = [m for m in manifest.tensors() if m.name.endswith("embed_tokens.weight")]
             return any((m.shape, m.dtype) == (meta.shape, meta.dtype) for m in embeddings)
@@ -292,7 +290,7 @@ class ManifestChecker:
         return "rotary_emb.inv_freq" in meta.name or (elsewhere and ".experts." in meta.name)
 
     def _missing_name(self, parameter: str, given: set[str]) -> str:
-        """Return the trainer's name of what is missing; of a fused parameter, the part's."""
+        """Returns the trainer's name of a missing parameter, or of a fused one's missing part."""
         packed: dict[str, list[str]] = getattr(self._model, "packed_modules_mapping", {})
         for fused, parts in packed.items():
             if f".{fused}." in parameter:
@@ -302,10 +300,10 @@ class ManifestChecker:
 
 
 def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Module:
-    """Build the worker's model once more, without memory and unknown to the serving one.
+    """Builds the worker's model again on the meta device, isolated from the serving one.
 
-    Layers and loaders ask integer tables, such as the map of experts, for values: those are made on
-    the CPU, and get the serving model's content.
+    Layers and loaders read values from integer tables, such as the map of experts. These tables are
+    created on the CPU, with the content of the serving model's.
     """
     from vllm.config import CompilationMode  # noqa: PLC0415 - only inside a worker
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
@@ -319,8 +317,8 @@ def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Mod
     compilation.disabled_custom_ops = Counter()
     private = copy.copy(built.vllm_config)
     private.compilation_config = compilation
-    # Models of the Transformers backend make their parameters on this device, whatever the
-    # default is.
+    # Models of the Transformers backend create their parameters on this device, whatever the
+    # default device is.
     private.device_config = copy.copy(built.vllm_config.device_config)
     private.device_config.device = torch.device("meta")
     if quantised_while_loading(serving):
@@ -341,7 +339,7 @@ def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Mod
 
 
 def _complete(module: torch.nn.Module, serving: torch.nn.Module) -> None:
-    """Move a layer to the meta device, except for its integer tables.
+    """Moves a layer to the meta device, except for its integer tables.
 
     Integer tables get the serving layer's values, on the CPU. If only the serving layer has a
     ``bias``, the layer gets one like it: vLLM's loader creates such a bias only when it loads it.
@@ -361,15 +359,15 @@ def _complete(module: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 
 def quantised_while_loading(model: torch.nn.Module) -> bool:
-    """Return whether vLLM quantises layers as it loads them, from a plain checkpoint."""
+    """Returns whether vLLM quantises layers while it loads them from an unquantised checkpoint."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     return any(getattr(method, "uses_meta_device", False) for method in methods)
 
 
 class _ValuesOnCpu(TorchFunctionMode):
-    """Gives what a constructor makes of numbers values, even where the default device is meta.
+    """Creates integer tensors with values on the CPU although the default device is meta.
 
-    That ends where a tensor without values comes in.
+    An operation that has a meta tensor among its arguments stays on the meta device.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -385,7 +383,7 @@ class _ValuesOnCpu(TorchFunctionMode):
 
 @contextmanager
 def _own_rotary_cache() -> Iterator[None]:
-    """Give the model rotary embeddings of its own: others keep theirs in vLLM's cache."""
+    """Builds the model with rotary embeddings of its own, outside vLLM's shared cache."""
     from vllm.model_executor.layers import rotary_embedding  # noqa: PLC0415 - only in a worker
 
     cache: dict[Any, Any] = rotary_embedding._ROPE_DICT  # noqa: SLF001 - there is no other way in
@@ -399,8 +397,8 @@ def _own_rotary_cache() -> Iterator[None]:
 
 
 def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:
-    """Return what the loader's exception means: an unknown name, or a shape that doesn't fit."""
-    # vLLM appends the names of all parameters there are.
+    """Translates the loader's exception: an unknown name, or a shape that doesn't fit."""
+    # vLLM appends the names of all parameters of the model.
     said = str(error).partition(". The available")[0]
     text = f"{type(error).__name__}: {said}".rstrip(": ")
     unknown = isinstance(error, KeyError) or "no module or parameter named" in str(error)
@@ -415,5 +413,5 @@ def _unknown(meta: TensorMeta, why: str) -> EngineError:
 
 
 def meta_numel(meta: TensorMeta) -> int:
-    """Return how many elements a tensor has."""
+    """Returns the number of elements of a tensor."""
     return torch.Size(meta.shape).numel()

@@ -1,7 +1,8 @@
 """Locates the parameters of a serving model that a copy plan fills.
 
-Some kernels store a layer's weights in another order than they are loaded in. Shape and dtype stay
-the same, so only the kernel's name shows it. Of vLLM's unquantised layers, those of experts do so.
+Some kernels store a layer's weights in another order than the loader writes them. Shape and dtype
+stay the same, so only the kernel's name shows the difference. Among vLLM's unquantised layers, only
+expert layers do so.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRef:
-    """A target of a copy plan in the serving model.
+    """A copy plan's target, found in the serving model.
 
     Attributes:
-        module: whose parameter or buffer it is.
-        key: its name there.
+        module: the module that owns the parameter or buffer.
+        key: its name in that module.
         tensor: the parameter or buffer.
-        address: of its memory, which a parameter may change.
+        address: the address of its memory; vLLM may give a parameter new memory.
     """
 
     module: torch.nn.Module
@@ -39,20 +40,20 @@ class ParameterRef:
 
     @property
     def owned(self) -> dict[str, Any]:
-        """The module's own parameters or buffers, no child's, whichever has the target."""
+        """The module's own dict of parameters or buffers, whichever contains the target."""
         own: dict[str, Any] = self.module._parameters  # noqa: SLF001 - as the docstring says
         return own if own.get(self.key) is not None else self.module._buffers  # noqa: SLF001
 
     @property
     def current(self) -> torch.Tensor | None:
-        """What the module has there now."""
+        """The tensor that the module has under this name now."""
         return self.owned.get(self.key)
 
 
 class ParameterFingerprint:
-    """Tells whether parameters are still what :func:`find_parameters` has found.
+    """True while the parameters are still those that :func:`find_parameters` found.
 
-    Steps wait for the answer, so what is compared is prepared beforehand.
+    Steps wait during the check, so the compared values are prepared beforehand.
     """
 
     def __init__(self, places: Mapping[str, ParameterRef]) -> None:
@@ -76,10 +77,10 @@ class ParameterFingerprint:
 def find_parameters(
     plan: CopyPlan, model: torch.nn.Module, device: torch.device
 ) -> dict[str, ParameterRef]:
-    """Return where the plan's targets are in a model that serves.
+    """Returns the parameters and buffers of a serving model that the plan fills, by name.
 
     Raises:
-        NoPlanError: a target isn't there, or can't be filled as the plan says.
+        NoPlanError: a target is missing, or can't be filled as the plan says.
     """
     there: dict[str, ParameterRef] = {}
     for prefix, module in model.named_modules():
@@ -98,9 +99,9 @@ def find_parameters(
 
 
 def as_tensors() -> AbstractContextManager[None]:
-    """Treat parameters as plain tensors during a block.
+    """Treats parameters as plain tensors during a block.
 
-    vLLM's parameters answer everything by ``__torch_function__``, in Python: 3 µs instead of 0.1
+    vLLM's parameters handle every access by ``__torch_function__``, in Python: 3 µs instead of 0.1
     µs.
     """
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
@@ -108,9 +109,9 @@ def as_tensors() -> AbstractContextManager[None]:
 
 
 def repacks(place: ParameterRef, device: torch.device) -> bool:
-    """Return whether vLLM changes the form of a layer's parameter when it is loaded.
+    """Returns whether vLLM repacks this parameter after it is loaded.
 
-    On a CPU it does so, except for buffers.
+    On a CPU, vLLM repacks the parameters of its layers, but not their buffers.
     """
     method = getattr(place.module, "quant_method", None)
     return device.type == "cpu" and method is not None and place.key in place.module._parameters  # noqa: SLF001 - the module's own, no child's
@@ -137,6 +138,6 @@ _EXPERTS_AS_LOADED: Final = frozenset({"TRITON", "BATCHED_TRITON"})
 
 
 def reordering_kernel(module: torch.nn.Module) -> str:
-    """Return the kernel for which vLLM reorders this layer's weights; empty: none."""
+    """Returns the kernel for which vLLM reorders this layer's weights; empty if there is none."""
     kernel = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
     return "" if kernel is None or kernel.name in _EXPERTS_AS_LOADED else str(kernel.name)

@@ -1,10 +1,11 @@
-"""Checks that a patch can be written into these parameters where they serve.
+"""Checks that a patch can be written into the parameters that the model serves.
 
-vLLM hands a patch to the model's loaders as tensors of full shape, with NaN for what stays, and
-loaders write into the parameters that serve. That is right only as long as those lie as they were
-when they were loaded; vLLM itself compares shapes, and nothing else. It may have laid them out anew
-since, for its kernels: quantised, transposed, packed, or blocks of one shape in another order. The
-first three show; of the last, expert layers are known to do so.
+vLLM passes a patch to the model's loaders as tensors of full shape, with NaN for elements that do
+not change, and the loaders write into the served parameters. That is correct only while those have
+the memory layout in which they were loaded; vLLM itself compares nothing but shapes. It may have
+changed the layout for its kernels: quantised, transposed or packed, or with blocks of one shape in
+another order. The first three can be seen from shape, strides and dtype. The last can't; only
+expert layers are known to be reordered.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ def check_in_place(
     loaded: Mapping[str, torch.nn.Parameter],
     origins: Mapping[str, str],
 ) -> None:
-    """Refuse a patch of parameters that don't lie as they were loaded.
+    """Refuses a patch of parameters whose layout has changed since they were loaded.
 
     Args:
-        vllm_config: vLLM's.
+        vllm_config: vLLM's configuration.
         serving: the worker's model.
-        loaded: the parameters of the same model before any was processed.
-        origins: names of those that are patched, each with that of a tensor of the patch.
+        loaded: the parameters of the same model as its loader expects them.
+        origins: the patched parameters' names, each with the name of a tensor that patches it.
 
     Raises:
-        EngineError: code ``manifest_refused``, with the tensor and what became of its parameter.
+        EngineError: code ``manifest_refused``, with the tensor and the reason.
     """
     parameters = dict(serving.named_parameters())
     for name, tensor in origins.items():

@@ -1,15 +1,15 @@
-"""Decides how an update goes into the model: by the loader, or by a copy plan.
+"""Decides whether an update is loaded by vLLM's loader or by a copy plan.
 
 ::
 
-    what is known    an update then goes                             and then
-    nothing          is armed: a plan is made, or there is a reason why not
+    what is known    how the update is loaded                       and then
+    nothing          (at ARM a plan is made, or the reason why none can be made is recorded)
     no plan          by vLLM's loader
-    a plan           by vLLM's loader, compared with the plan        it is proven, or dropped
+    a plan           by vLLM's loader, compared with the plan       the plan is proven, or dropped
     a proven plan    by the plan
 
-All workers of an engine go the same way: by the loader, if one of them can't use a plan. What is
-known, is known of the tensors of one manifest, however they are cut into chunks; another manifest
+All workers of an engine load in the same way: by the loader, if one of them can't use a plan. A
+plan belongs to the tensors of one manifest, however they are cut into chunks; another manifest
 replaces it.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("vllm.wavebus")
 
-# What vLLM does with a layer's weights after they are loaded: nothing on GPUs, repacking on CPUs.
+# Layers of these methods keep their weights as loaded on GPUs; on CPUs vLLM repacks them.
 PLAIN_METHODS: Final = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 )
@@ -42,12 +42,12 @@ PLAIN_METHODS: Final = frozenset(
 
 @dataclass(slots=True)
 class PlanEntry:
-    """What is known of the tensors of one manifest.
+    """The copy plan for the tensors of one manifest, or why there is none.
 
     Attributes:
         tensors: their names, dtypes and shapes.
         plan: the copy plan; None without one.
-        proven: the plan does what the loader does.
+        proven: the plan has been compared with the loader and does the same.
         reason: why there is no plan.
     """
 
@@ -58,17 +58,17 @@ class PlanEntry:
 
 
 class PlanCache:
-    """Knows the plan of one worker's model, and how the open update session goes.
+    """The copy plan of one worker's model, and how the open update session loads.
 
     Args:
-        vllm_config: vLLM's.
+        vllm_config: vLLM's configuration.
         model: the serving model.
-        device: where its weights are.
+        device: the device of its weights.
         tied_head: the parameter that the loader never fills; empty for none.
         any_rank: returns the elementwise maximum of flags over all workers of the engine.
 
     Attributes:
-        update: the open session, if it goes by the plan.
+        update: the open session, if it loads by the plan; else None.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class PlanCache:
         self._entry: PlanEntry | None = None
         self._comparing: PlanEntry | None = None
         self._comparison: PlanComparison | None = None
-        self.update: PlannedUpdate | None = None  # the session that is open goes by it
-        self._way = ""  # how the last one went
+        self.update: PlannedUpdate | None = None  # the open session, if it loads by the plan
+        self._way = ""  # how the last update was loaded
 
     def on_armed(self, manifest: Manifest, trace: LoaderTrace) -> None:
-        """Make a plan of a manifest that is armed, from what the loader did with its tensors."""
+        """Makes the copy plan of an armed manifest, from the recorded copies of the loader."""
         tensors = (manifest.names, manifest.dtypes, manifest.shapes)
         if self._entry is not None and self._entry.tensors == tensors:
             return
@@ -105,13 +105,13 @@ class PlanCache:
             self._discard(known, f"{type(error).__name__}: {error}", level=logging.ERROR)
 
     def start(self, *, reloading: bool) -> bool:
-        """Choose how a session goes. A collective of the engine's workers.
+        """Chooses how a session loads. A collective of the engine's workers.
 
         Args:
-            reloading: an earlier session has left layers in the middle of vLLM's reload.
+            reloading: an earlier session left layers in the middle of vLLM's reload.
 
         Returns:
-            whether it goes by the plan, in :attr:`update`; otherwise by the loader.
+            True if it loads by the plan (:attr:`update`); False if it uses vLLM's loader.
         """
         self.close()
         known = self._entry
@@ -129,15 +129,15 @@ class PlanCache:
         return self.update is not None
 
     def on_load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Note the tensors that the loader is about to load."""
+        """Records the tensors that the loader is about to load, for the comparison."""
         self._observe(lambda comparison: comparison.on_load(tensors))
 
     def on_loaded(self) -> None:
-        """Compare what the loader has loaded."""
+        """Compares what the loader has loaded so far with the plan."""
         self._observe(PlanComparison.compare_loaded)
 
     def on_finished(self) -> None:
-        """Prove or drop the plan: the loader's session is done, without an error."""
+        """Marks the plan as proven, or drops it, after a complete load by the loader."""
         comparison, known = self._comparison, self._comparing
         if comparison is None or known is None:
             return
@@ -154,7 +154,7 @@ class PlanCache:
             self._discard(known, comparison.difference, level=logging.ERROR)
 
     def on_staged(self, *, proven: bool) -> None:
-        """Note that a staged update has used the plan, and whether the plan was right."""
+        """Records the result of a staged update: a wrong plan is dropped."""
         known = self.entry
         self._way = "staged"
         if not proven:
@@ -162,27 +162,27 @@ class PlanCache:
         known.proven = known.plan is not None
 
     def close(self) -> None:
-        """End the session."""
+        """Ends the session."""
         self.close_comparison()
         self.update = None
 
     def close_comparison(self) -> None:
-        """Stop comparing: an update that is not whole proves nothing."""
+        """Stops comparing, because an incomplete update proves nothing."""
         if self._comparison is not None:
             self._comparison.close()
         self._comparison = self._comparing = None
 
     @property
     def entry(self) -> PlanEntry:
-        """What is known of the tensors that were armed last."""
+        """The plan for the tensors that were armed last."""
         return self._entry or PlanEntry((), reason="nothing was armed")
 
     def account(self) -> dict[str, Any]:
-        """Return how updates go.
+        """Returns how updates are loaded, as JSON-compatible fields.
 
-        ``way`` is how the last one went: ``plan``, ``staged``, ``loader``, or empty before the
-        first. ``proven``: the next one of the armed tensors can use the plan. ``reason``: why it
-        never can.
+        ``way`` is how the last update was loaded: ``plan``, ``staged`` or ``loader``; empty before
+        the first. ``proven``: the next update of the armed tensors can use the plan. ``reason``:
+        why it never can.
         """
         known = self.entry
         return {"way": self._way, "proven": known.proven, "reason": known.reason}
@@ -196,7 +196,7 @@ class PlanCache:
         self._comparing = known
 
     def _observe(self, step: Callable[[PlanComparison], None]) -> None:
-        """Run a step of the comparison, which must not spoil the loader's work."""
+        """Runs a step of the comparison; its failure must not disturb the loader."""
         if self._comparison is None or self._comparing is None:
             return
         try:
@@ -216,7 +216,7 @@ class PlanCache:
         )
 
     def _check_methods(self) -> None:
-        """Check that no layer changes its weights when they are loaded."""
+        """Raises :class:`NoPlanError` if vLLM changes some layer's weights after loading them."""
         if self._vllm_config.parallel_config.enable_eplb:
             raise NoPlanError("experts move between workers (EPLB)")
         for name, module in self._model.named_modules():

@@ -1,13 +1,13 @@
-"""Runs copy plans: an update that is copied by one, and one that is compared with it.
+"""Runs copy plans, and compares them with vLLM's loader.
 
-Weights are found by name each time an update starts: layers may have got other parameters since,
-and parameters other memory. ``base_layer``, which vLLM puts between when it serves LoRA adapters,
-is no part of a name.
+Parameters are looked up by name whenever an update starts, because layers may have replaced
+parameters since, and parameters may have moved. vLLM inserts ``base_layer`` into names when it
+serves LoRA adapters; it is ignored.
 
-**Layers that repack.** On a CPU vLLM gives the weights of most layers another form after they are
-loaded. Such a layer is filled in memory of its own, and when it is whole, vLLM's own method
-post-processes it, as its reload does (``reload/layerwise.py``). On other devices unquantised
-weights lie as they are loaded, and are copied into where they are.
+**Layers that repack.** On a CPU, vLLM converts the weights of most layers to another form after
+they are loaded. Such a layer is filled in separate memory. When it is complete, vLLM's own method
+post-processes it, as vLLM's reload does (``reload/layerwise.py``). On other devices unquantised
+weights stay as they are loaded, so they are copied directly into the served parameters.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ Received = list[tuple[str, torch.Tensor]]
 
 
 class RepackedLayer:
-    """A layer that is filled in memory of its own, and then post-processed."""
+    """A layer that is filled in separate memory and then post-processed by vLLM."""
 
     def __init__(self, module: torch.nn.Module, targets: dict[str, PlanTarget]) -> None:
         self._module = module
-        self._targets = targets  # by the names that the module has for them
+        self._targets = targets  # by their names in the module
         self._missing = sum(torch.Size(target.shape).numel() for target in targets.values())
         self._filled: dict[str, torch.Tensor] = {}
 
     def memory(self, key: str, device: torch.device) -> torch.Tensor:
-        """Return the memory in which a parameter is to be filled."""
+        """Returns the separate tensor in which a parameter is filled."""
         if key not in self._filled:
             target = self._targets[key]
             self._filled[key] = torch.empty(target.shape, dtype=target.dtype, device=device)
         return self._filled[key]
 
     def note(self, numel: int) -> None:
-        """Count filled elements; when all are, the layer gets them."""
+        """Counts filled elements; when none is missing, gives the weights to the layer."""
         self._missing -= numel
         if not self._missing:
             filled, self._filled = self._filled, {}
@@ -52,7 +52,7 @@ class RepackedLayer:
 
 
 def put(module: torch.nn.Module, filled: dict[str, torch.Tensor]) -> None:
-    """Give a layer that repacks these weights, by the names that it has for them."""
+    """Sets the weights of a layer that repacks, by their names in the module."""
     own: dict[str, Any] = module._parameters  # noqa: SLF001 - see Place
     kept = {key: own[key] for key in filled}
     try:
@@ -67,15 +67,15 @@ def put(module: torch.nn.Module, filled: dict[str, torch.Tensor]) -> None:
 
 
 class PlannedUpdate:
-    """Copies the chunks of one update session.
+    """An update session that copies chunks into the model by a plan.
 
     Args:
-        plan: says where each element goes.
+        plan: where each element goes.
         model: the serving model.
-        device: where its weights are.
+        device: the device of its weights.
 
     Raises:
-        NoPlanError: the model's weights are not where the plan wants them.
+        NoPlanError: the model's parameters don't match the plan.
     """
 
     def __init__(self, plan: CopyPlan, model: torch.nn.Module, device: torch.device) -> None:
@@ -93,10 +93,10 @@ class PlannedUpdate:
         self._begun: set[str] = set()
 
     def load(self, tensors: Received) -> None:
-        """Copy a chunk into the model.
+        """Copies a chunk into the model.
 
         Raises:
-            KeyError: a tensor that the manifest doesn't have.
+            KeyError: the manifest has no tensor of that name.
         """
         batch, filled = copies(self._plan, tensors, self._memory)
         padded = self._pad(name for name, _ in filled)
@@ -119,14 +119,14 @@ class PlannedUpdate:
 
 
 class PlanComparison:
-    """Compares an update session of the loader with the plan.
+    """Compares what vLLM's loader does in an update session with the plan.
 
     Each element that the plan would have copied must be where the plan would have put it. A chunk's
-    tensors are kept until the layers that they belong to are whole, for which vLLM's reload keeps
-    them as well. A layer that repacks is compared before it does.
+    tensors are kept until their layers are complete, as vLLM's reload keeps them too. A layer that
+    repacks is compared before it repacks.
 
     Attributes:
-        difference: the first difference; empty: there is none.
+        difference: the first difference; empty if there is none.
     """
 
     def __init__(self, plan: CopyPlan, model: torch.nn.Module, device: torch.device) -> None:
@@ -146,14 +146,14 @@ class PlanComparison:
             self._hook(method)
 
     def on_load(self, tensors: Received) -> None:
-        """Note tensors that are about to be loaded."""
+        """Records tensors that are about to be loaded."""
         for name, tensor in tensors:
             self._missing.discard(name)
             for target in dict.fromkeys(copy.target for copy in self._plan.copies[name]):
                 self._waiting.setdefault(target, []).append((name, tensor))
 
     def compare_loaded(self) -> None:
-        """Compare what has come to its place."""
+        """Compares the tensors that have arrived in their parameters."""
         for name in [name for name in self._waiting if name not in self._repacked]:
             place = self._places[name]
             if place.current is place.tensor:
@@ -176,7 +176,7 @@ class PlanComparison:
                 self._compare(name, current.data)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Removes the hooks from vLLM's layers."""
         for method, own in self._hooked:
             if own is None:
                 del method.process_weights_after_loading
@@ -238,18 +238,18 @@ class PlanComparison:
 def copies(
     plan: CopyPlan, tensors: Received, memory: Callable[[str], torch.Tensor]
 ) -> tuple[CopyBatch, list[tuple[str, int]]]:
-    """Return the copies that put received tensors into the targets of a plan.
+    """Returns the copies that put received tensors into the targets of a plan.
 
     Args:
-        plan: says where each element goes.
-        tensors: some of the manifest's.
-        memory: returns where a target of the plan is to be filled.
+        plan: where each element goes.
+        tensors: some tensors of the manifest.
+        memory: returns the tensor in which a target of the plan is filled.
 
     Returns:
-        the copies; and for each of them its target, and how many elements of it are filled.
+        The copies; and for each of them its target, with how many elements it fills.
 
     Raises:
-        KeyError: a tensor that the manifest doesn't have.
+        KeyError: the manifest has no tensor of that name.
     """
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
@@ -265,7 +265,7 @@ def copies(
 
 
 def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
-    """Fill what is the same in all updates; return how many elements that are."""
+    """Fills a target's constant elements, such as padding; returns how many there are."""
     filled = 0
     for each in plan.fills.get(name, ()):
         filled += part(target, each.region).fill_(each.value).numel()
@@ -273,7 +273,10 @@ def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
 
 
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether all bits are equal, after a cast of ``other``; not-a-number equals itself."""
+    """Returns whether two tensors have equal bits, after a cast of ``other``.
+
+    NaN equals NaN of the same bits.
+    """
     other = other.to(device=one.device, dtype=one.dtype)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     return torch.equal(one.view(bits), other.view(bits))

@@ -1,20 +1,21 @@
-"""Keeps the next weights of a worker's model beside those that serve, and swaps them.
+"""Holds the next weights of a worker's model beside the served ones, and swaps them.
 
 ::
 
     state    call       next     what happens
-    EMPTY    begin      FILLING  memory for all that the copy plan fills is allocated
+    EMPTY    begin      FILLING  memory for everything that the copy plan fills is allocated
     FILLING  stage      FILLING  a chunk is put into that memory (:mod:`staging_layouts`)
-    FILLING  seal       SEALED   every element was staged, once
-    SEALED   swap       EMPTY    all of it is copied to where the model serves from
-    any      release    EMPTY    nothing has changed
+    FILLING  seal       SEALED   checked: every element was staged exactly once
+    SEALED   swap       EMPTY    everything is copied to the parameters that the model serves
+    any      release    EMPTY    the served weights have not changed
 
-A plan that no update has proven yet is proven as it is used: the model's own loader is run over the
-chunk as it has arrived, with its parameters on the meta device, and each copy that it makes is
-compared with what was staged. So the serving model is not touched for it.
+A copy plan is *proven* when it has been seen to do the same as the model's own loader. A plan that
+no update has proven yet is proven while it is used: the loader runs over the arrived chunk with its
+parameters on the meta device, and each copy that it makes is compared with the staged elements. The
+serving model is not touched.
 
-Weights that a CPU serves in another form than it loads
-(:mod:`sidecar.vllm.plugin.loading.plan_runner`) get that form in the swap.
+On a CPU, vLLM serves some weights in another form than it loads them in
+(:mod:`sidecar.vllm.plugin.loading.plan_runner`). The swap converts them.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ if TYPE_CHECKING:
 
 
 class StagedWeights:
-    """Keeps the staged weights of one model, and their memory from one update to the next.
+    """The staged weights of one model; their memory can be reused by the next update.
 
     Args:
         model: the serving model.
-        device: where its weights are.
+        device: the device of its weights.
 
     Attributes:
-        memory: that updates are staged in.
+        memory: the memory in which updates are staged.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -70,22 +71,23 @@ class StagedWeights:
         self._parameters: tuple[CopyPlan, dict[str, ParameterRef], ParameterFingerprint] | None = (
             None
         )
-        # The one that was used last, for which chunks; and whether an update is staged.
+        # The layout used last, with its chunks; and whether an update is being staged.
         self._layout: tuple[StagingLayout, Chunks] | None = None
         self._begun = self._sealed = False
-        # What a swap copies, of a layout, from memory, to places that are these.
+        # The copies of the last swap, with the layout, memory and parameters that they belong to.
         self._swap: tuple[tuple[object, ...], CopyBatch] | None = None
 
     def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
-        """Allocate memory for all that the plan fills, or reuse that of an earlier update.
+        """Allocates memory for everything that the plan fills, or reuses an earlier update's.
 
         Args:
-            plan: says where each element goes.
-            chunks: what will come; the same objects if it is the same.
+            plan: where each element goes.
+            chunks: the tensors of each chunk. Pass the same objects for the same manifest, so that
+                earlier preparations are reused.
 
         Raises:
-            EngineError: code ``staging_refused``: there is no room, or the model's weights are not
-                where the plan wants them.
+            EngineError: code ``staging_refused``: memory is short, or the model's parameters don't
+                match the plan.
         """
         self._begun = self._sealed = False
         places = self._find_parameters_or(NackCode.STAGING_REFUSED, plan)
@@ -99,29 +101,32 @@ class StagedWeights:
         self._begun = True
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:
-        """Return the chunk's tensors, if it may be received as it is packed, without a copy."""
+        """Returns the staging tensors into which the transport may receive a chunk without a copy.
+
+        None if the chunk must be copied by :meth:`stage`.
+        """
         return self._require_layout().buffer_for(seq)
 
     def stage(self, seq: int, tensors: Received) -> bool:
-        """Put a chunk into the memory; return whether it was copied.
+        """Puts a chunk into the staging memory; returns whether it had to be copied.
 
         Raises:
-            KeyError: a tensor that the manifest doesn't have.
+            KeyError: the manifest has no tensor of that name.
         """
         return self._require_layout().stage(seq, tensors)
 
     def prove(
         self, tensors: Received, load: Callable[[Received], None], names: TargetNames
     ) -> None:
-        """Compare what was staged of a chunk with what the model's own loader does with it.
+        """Compares the staged elements of a chunk with what the model's own loader does.
 
         Args:
-            tensors: as they have arrived.
+            tensors: the chunk's tensors as they arrived.
             load: runs the loader of a model on the meta device over them.
             names: that model's parameters and buffers.
 
         Raises:
-            EngineError: code ``engine_failed``: it does something else.
+            EngineError: code ``engine_failed``: the loader does something else than the plan.
         """
         layout = self._require_layout()
         proof = _Proof(layout, names)
@@ -138,10 +143,10 @@ class StagedWeights:
             raise EngineError(f"the copy plan is not what the loader does: {proof.difference}")
 
     def seal(self) -> None:
-        """Check that all of it was staged.
+        """Checks that every element was staged.
 
         Raises:
-            EngineError: some of it was not.
+            EngineError: code ``wrong_state``: some elements were not staged.
         """
         layout = self._require_layout()
         if layout.missing:
@@ -153,7 +158,7 @@ class StagedWeights:
         self._sealed = True
 
     def require_sealed(self) -> None:
-        """Check that a swap would succeed.
+        """Checks that a swap would succeed.
 
         Raises:
             EngineError: code ``called_off``: not all is staged, or the model's weights are not
@@ -164,9 +169,9 @@ class StagedWeights:
         self._find_parameters_or(NackCode.CALLED_OFF, self._require_layout().plan)
 
     def swap(self) -> None:
-        """Copy all of it to where :meth:`require_sealed` has found the targets.
+        """Copies the staged weights to the parameters that :meth:`require_sealed` found.
 
-        No step may run.
+        No step may run meanwhile.
         """
         assert self._parameters is not None, "it was asked whether they are there"
         _, places, _ = self._parameters
@@ -182,7 +187,7 @@ class StagedWeights:
                 put(module, filled)
 
     def release(self, *, keep: bool) -> None:
-        """End the update. ``keep``: its memory stays."""
+        """Ends the update; ``keep`` keeps its memory allocated for the next one."""
         self._begun = self._sealed = False
         if not keep:
             self.memory.release()
@@ -192,7 +197,7 @@ class StagedWeights:
                     self._layout[0].discard()
 
     def _prepare(self, places: dict[str, ParameterRef]) -> CopyBatch:
-        """Return the copies of a swap."""
+        """Returns the copies that a swap runs; reuses the last ones if nothing moved."""
         layout, memory = self._require_layout(), self.memory.tensors
         if self._swap is not None:
             known, copies = self._swap
@@ -215,10 +220,10 @@ class StagedWeights:
             raise EngineError(str(error), code=code) from error
 
     def find_parameters(self, plan: CopyPlan) -> dict[str, ParameterRef]:
-        """Return where the targets are; they are looked for anew only if they have moved.
+        """Returns the parameters that the plan fills; searches again only if they moved.
 
         Raises:
-            NoPlanError: the model's weights are not where the plan wants them.
+            NoPlanError: the model's parameters don't match the plan.
         """
         if self._parameters is not None:
             known, places, fingerprints = self._parameters
@@ -235,13 +240,14 @@ class StagedWeights:
 
 
 class _Proof(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compares what a loader copies on meta with what was staged.
+    """Compares the copies of a loader on the meta device with the staged elements.
 
-    It is entered around a loader whose parameters are on meta, and whose tensors are real.
+    Entered around a loader whose parameters are on the meta device, and whose inputs are real
+    tensors.
 
     Attributes:
-        compared: how many elements are where the plan has put them.
-        difference: the first difference; empty: there is none.
+        compared: how many elements match the plan.
+        difference: the first difference; empty if there is none.
     """
 
     def __init__(self, staged: StagingLayout, names: TargetNames) -> None:

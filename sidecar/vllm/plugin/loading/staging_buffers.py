@@ -1,8 +1,9 @@
-"""Allocates the memory that an update is staged in.
+"""Allocates the memory in which an update is staged.
 
-On a GPU the tensors stay when their memory is released, and get it back when it is needed again: so
-whatever was made of them, views and lists of copies, is valid from one update to the next. On a CPU
-they are made anew, since a layer that repacks may keep what it was given.
+On a GPU, releasing frees the memory but keeps the tensor objects; they get memory again when it is
+next needed. Views and lists of copies made from them so stay valid from one update to the next. On
+a CPU the tensors are created anew each time, because a layer that repacks may keep the tensor that
+it was given.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class StagingBuffers:
-    """Holds the staging memory of one model.
+    """The staging memory of one model.
 
     Attributes:
-        tensors: by name; another dict, where they are made anew.
+        tensors: by name. A new dict whenever the tensors are created anew.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,19 +36,19 @@ class StagingBuffers:
 
     @property
     def held_bytes(self) -> int:
-        """How many bytes it takes now."""
+        """Size of the memory that is allocated now, in bytes."""
         return sum(each.nbytes for each in self.tensors.values()) if self._held else 0
 
     @property
     def released_bytes(self) -> int:
-        """How many bytes it took before it was released, if it is to take them again."""
+        """Size of the released memory that the same tensors would take again, in bytes."""
         return 0 if self._held else sum(each.nbytes for each in self.tensors.values())
 
     def allocate(self, shapes: Shapes) -> None:
-        """Allocate tensors of these names, shapes and dtypes; those that fit stay as they are.
+        """Allocates tensors with these names, shapes and dtypes, unless they are allocated already.
 
         Raises:
-            EngineError: code ``staging_refused``: there is no room.
+            EngineError: code ``staging_refused``: the device is out of memory.
         """
         if shapes != self._shapes:
             self._discard()
@@ -71,7 +72,7 @@ class StagingBuffers:
         self._held = True
 
     def release(self) -> None:
-        """Release the memory; nothing of it may be read."""
+        """Releases the memory; the tensors must not be read until the next :meth:`allocate`."""
         self._held = False
         if self._device.type == "cpu":
             self.tensors = {}
@@ -80,6 +81,6 @@ class StagingBuffers:
             each.untyped_storage().resize_(0)
 
     def _discard(self) -> None:
-        """Release it for good: views that somebody still has keep no memory."""
+        """Releases the memory and forgets the tensors; views that still exist keep no memory."""
         self.release()
         self.tensors = {}

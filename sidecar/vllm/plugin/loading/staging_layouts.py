@@ -1,15 +1,17 @@
-"""How an update lies in the memory that it is staged in.
+"""How the tensors of an update are laid out in staging memory.
 
-============  ============================  ================================================
-              room for                      when
-============  ============================  ================================================
-:class:`AsSent`    each chunk, as it is packed   the worker takes all of each tensor, and has its
-                                            weights as they are loaded
-:class:`ByTarget`  each target of the copy plan  else: it takes shards, casts, or repacks layers
-============  ============================  ================================================
+==================  ===========================  ================================================
+layout              one buffer for               used when
+==================  ===========================  ================================================
+:class:`AsSent`     each chunk, as it is packed  the worker uses all of every tensor, and serves
+                                                 its weights as they are loaded
+:class:`ByTarget`   each target of the plan      otherwise: it takes shards, casts dtypes, or
+                                                 repacks layers
+==================  ===========================  ================================================
 
-As it is sent, a chunk can be received straight into its room: nothing is copied before the swap,
-while the worker makes steps. By target, memory has no more than this worker's part.
+With :class:`AsSent` the transport can receive a chunk directly into its buffer: nothing is copied
+before the swap, while the worker runs steps. With :class:`ByTarget`, memory holds no more than this
+worker's part of the update.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ if TYPE_CHECKING:
     Memory = Mapping[str, torch.Tensor]
 
 
-_ALL: Final = "all"  # the one memory's name
+_ALL: Final = "all"  # the name of the single buffer
 
 
 class StagingLayout(ABC):
-    """Lays out the updates that have one manifest.
+    """Lays out the updates of one manifest in staging memory.
 
     Attributes:
-        plan: says where each element goes.
-        shapes: of the memory that the layout takes.
+        plan: where each element goes.
+        shapes: names, shapes and dtypes of the memory that the layout needs.
         missing: how many elements are not staged yet.
     """
 
@@ -56,11 +58,11 @@ class StagingLayout(ABC):
         self.missing = 0
         self._memory: Memory = {}
         self._staged: set[int] = set()
-        # Of chunks that will come again as they did.
+        # Copies of chunks whose buffers the next update will reuse.
         self._planned: WeakKeyDictionary[ReceivedChunk, CopyBatch] = WeakKeyDictionary()
 
     def begin(self, memory: Memory) -> None:
-        """Begin another update in this memory; nothing of it is staged."""
+        """Begins another update in this memory, with nothing staged."""
         if memory is not self._memory:
             self.discard()
             self._memory = memory
@@ -68,10 +70,10 @@ class StagingLayout(ABC):
         self._start()
 
     def stage(self, seq: int, tensors: Received) -> bool:
-        """Put a chunk into the memory; return whether it was copied.
+        """Puts a chunk into the memory; returns whether it had to be copied.
 
         Raises:
-            KeyError: a tensor that the manifest doesn't have.
+            KeyError: the manifest has no tensor of that name.
         """
         room = self.buffer_for(seq)
         if room is not None and room is tensors:
@@ -84,12 +86,12 @@ class StagingLayout(ABC):
         return copied
 
     def discard(self) -> None:
-        """Drop what belongs to memory that is gone."""
+        """Drops views and copies that belong to released memory."""
         self._memory = {}
         self._planned.clear()
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:  # noqa: ARG002 - not every layout has one
-        """Return the chunk's tensors, if it may be received as it is packed."""
+        """Returns the staging tensors to receive a chunk into; None if it must be copied."""
         return None
 
     def _copy(self, seq: int, tensors: Received) -> CopyBatch:
@@ -104,7 +106,7 @@ class StagingLayout(ABC):
 
     @abstractmethod
     def find(self, target: str, region: Region) -> torch.Tensor | None:
-        """Return what is staged for a part of a target; None: no chunk was copied to it."""
+        """Returns the staged part of a target; None if no chunk has filled it."""
 
     @abstractmethod
     def into(self, targets: Memory) -> CopyBatch:
@@ -115,7 +117,7 @@ class StagingLayout(ABC):
         """
 
     def pad(self, targets: Memory) -> None:  # noqa: B027 - not every layout has to
-        """Fill what is the same in all updates, and no part of :meth:`into`."""
+        """Fills the constant elements that :meth:`into` does not copy, such as padding."""
 
     @abstractmethod
     def _start(self) -> None: ...
@@ -125,14 +127,14 @@ class StagingLayout(ABC):
 
 
 class ByTarget(StagingLayout):
-    """Each target of the plan has a tensor of its shape."""
+    """Staging memory with one tensor per target of the plan, in the target's shape."""
 
     def __init__(self, plan: CopyPlan) -> None:
         super().__init__(plan)
         self.shapes = {name: (each.shape, each.dtype) for name, each in plan.targets.items()}
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
-        """Return what is staged for a part of a target; None: nothing."""
+        """Returns the staged part of a target; None if the target is unknown."""
         there = self._memory.get(target)
         return None if there is None else part(there, region)
 
@@ -153,7 +155,7 @@ class ByTarget(StagingLayout):
 
 
 class AsSent(StagingLayout):
-    """Keeps chunks one behind the other in one memory, each as it is packed."""
+    """Staging memory with all chunks one after another, each as it was packed."""
 
     def __init__(self, plan: CopyPlan, chunks: Sequence[tuple[TensorMeta, ...]]) -> None:
         super().__init__(plan)
@@ -168,24 +170,24 @@ class AsSent(StagingLayout):
         self._found: dict[tuple[str, Region], tuple[int, str, Region]] = {}
 
     def begin(self, memory: Memory) -> None:
-        """Begin another update in this memory; nothing of it is staged."""
+        """Begins another update in this memory, with nothing staged."""
         super().begin(memory)
         if not self._buffers:
             ends = itertools.accumulate(self._sizes_bytes, initial=0)
             self._buffers = [memory[_ALL][begin:end] for begin, end in itertools.pairwise(ends)]
 
     def discard(self) -> None:
-        """Drop what belongs to memory that is gone."""
+        """Drops views and copies that belong to released memory."""
         super().discard()
         self._buffers = []
         self._views.clear()
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:
-        """Return the chunk's tensors in the memory."""
+        """Returns the chunk's tensors in the staging memory."""
         return self._own(seq) if seq < len(self._chunks) else None
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
-        """Return what is staged for a part of a target; None: nothing."""
+        """Returns the staged part of a target; None if no chunk has filled it."""
         if not self._found:
             for seq, name, copy in self._copies():
                 self._found[copy.target, copy.region] = seq, name, copy.source
@@ -209,7 +211,7 @@ class AsSent(StagingLayout):
         return CopyBatch([target for target, _ in pairs], [source for _, source in pairs])
 
     def pad(self, targets: Memory) -> None:
-        """Fill the padding of the targets."""
+        """Fills the padding of the targets."""
         for name in self.plan.fills:
             pad(self.plan, name, targets[name])
 

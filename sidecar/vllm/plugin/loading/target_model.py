@@ -1,4 +1,4 @@
-"""Keeps what a worker knows of its models, and of the update that comes next."""
+"""The state that a worker keeps per model, and the armed update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TargetModel:
-    """One of the worker's models, and what is needed to load it."""
+    """One model of the worker (served model or draft), with everything needed to load it."""
 
     def __init__(self, model: torch.nn.Module, built: Blueprint, device: torch.device) -> None:
         self.model = model
@@ -36,21 +36,21 @@ class TargetModel:
         self.repacking = CpuRepacking(model, device)
 
     def without_tied_head(self, received: Tensors) -> Tensors:
-        """Return what is loaded of what was received: a tied head is loaded with the embeddings."""
+        """Returns the received tensors without a tied head, which is loaded with the embeddings."""
         if not self.tied_head or all(name != self.tied_head for name, _ in received):
             return received
         return [(name, tensor) for name, tensor in received if name != self.tied_head]
 
     @property
     def is_reloading(self) -> bool:
-        """Whether layers are in the middle of vLLM's reload."""
+        """Whether some layers are in the middle of vLLM's layerwise reload."""
         return bool(reloading_layers(self.model))
 
     def discard(self) -> None:
-        """Empty the layers' buffers.
+        """Drops the tensors that vLLM's reload has buffered for incomplete layers.
 
-        A tensor that can't be loaded would otherwise be tried again by every finish, and fail it
-        for good.
+        Otherwise every later finish would try again to load a tensor that can't be loaded, and
+        fail.
         """
         self.plans.close_comparison()
         for info in reloading_layers(self.model):
@@ -58,15 +58,15 @@ class TargetModel:
             info.load_numel = 0
 
     def process_deferred(self, dtype: torch.dtype) -> None:
-        """Post-process the layers that vLLM leaves for the end of a load."""
+        """Post-processes the layers that vLLM leaves for the end of a load."""
         for layer in deferred_layers(self.model):
             layer.process_weights_after_loading(dtype)
 
 
 class ArmedManifest:
-    """A manifest's chunks: the same objects for each update that has that manifest.
+    """A manifest with its chunks, which are the same objects in every update of it.
 
-    So what is known of one update's chunks is known of the next one's.
+    So everything that was derived from one update's chunks can be reused by the next one.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -76,17 +76,17 @@ class ArmedManifest:
         self._fits: tuple[Receiver, int | None] | None = None
 
     def check_room(self, backend: str, receiver: Receiver | None) -> None:
-        """Check the room as :func:`sidecar.transfer.check_room`, once for each transport."""
+        """Runs :func:`sidecar.transfer.check_room`, once per transport."""
         fits = None if receiver is None else (receiver, receiver.room_bytes)
         if fits is None or fits != self._fits:
             check_room(backend, receiver, self.manifest)
             self._fits = fits
 
     def chunk_at(self, seq: int) -> tuple[TensorMeta, ...]:
-        """Return a chunk by its number.
+        """Returns the tensors of chunk ``seq``.
 
         Raises:
-            EngineError: code ``transfer_failed``: the manifest has none.
+            EngineError: code ``transfer_failed``: the manifest has no such chunk.
         """
         if seq >= len(self.chunks):
             raise EngineError(
@@ -97,7 +97,7 @@ class ArmedManifest:
 
 @dataclass(frozen=True, slots=True)
 class ArmedUpdate:
-    """An update whose manifest was checked. ``staging`` is as in ARM."""
+    """An update whose manifest was checked. ``staging`` is as in the message ARM."""
 
     announced: ArmedManifest
     target: Target
@@ -109,15 +109,15 @@ class ArmedUpdate:
         return self.announced.manifest
 
     def counts(self, seq: int) -> tuple[int, ...]:
-        """Return how many elements of each of a chunk's tensors come; for a patch."""
+        """Returns how many elements of each tensor a patch's chunk carries."""
         return self.manifest.counts[self.manifest.part(seq)]
 
 
 def require_armed(armed: ArmedUpdate | None) -> ArmedUpdate:
-    """Return the update that was armed.
+    """Returns the armed update.
 
     Raises:
-        EngineError: code ``wrong_state``: there is none.
+        EngineError: code ``wrong_state``: no update was armed.
     """
     if armed is None:
         raise EngineError("receive before a manifest was armed", code=NackCode.WRONG_STATE)

@@ -1,1 +1,1 @@
-"""Staged updates inside a worker, and the channel by which the sidecar reaches it."""
+"""Staged updates inside a worker, and the staging channel through which the sidecar calls them."""

@@ -1,19 +1,18 @@
-"""A worker's staging channel: where a sidecar reaches it while it makes steps.
+"""A worker's staging channel: the sidecar calls the worker while it runs steps.
 
-vLLM's ``collective_rpc`` goes through the engine core, which asks its workers between two steps:
-such a call waits for a step, and the next step waits for the call. Staging must not disturb steps,
-so it comes another way: each worker listens at a Unix socket of its own, and carries out operations
-in a thread, one at a time.
+vLLM's ``collective_rpc`` goes through the engine core, which calls its workers between two steps:
+the call waits for a step, and the next step waits for the call. Staging must not delay steps, so
+each worker also listens at its own Unix socket, and carries out operations in a thread, one at a
+time.
 
-Calls of the core take priority. They begin a swap, end an update, or start another, so an operation
-that is under way is not needed any more: it is interrupted, and no other begins until the worker is
-done. (Opening a transport goes on, and so does the core.) The newest connection supersedes all
-others: what an older one has asked and was not begun never is.
+Requests from the engine core take precedence. They begin a swap, end an update, or start another
+one, so a running operation of the channel is obsolete: it is interrupted, and no other begins until
+the worker is done. (Opening a transport is not interrupted, and does not block the core.) The
+newest connection supersedes all others: requests on older ones that have not begun are dropped.
 
-The socket is in Linux's abstract namespace: there is no file that a killed process would leave.
-Only processes of one user are let in, at both ends. A frame is its length, 4 bytes, big-endian, and
-then an operation of :mod:`sidecar.vllm.plugin.operations`; its answer comes back in
-the same form.
+The socket is in Linux's abstract namespace, so a killed process leaves no file behind. Both ends
+accept only processes of the same user, or of root. A frame is its length (4 bytes, big-endian)
+and an operation of :mod:`sidecar.vllm.plugin.operations`. The answer has the same form.
 """
 
 from __future__ import annotations
@@ -44,13 +43,12 @@ _RETRY_S: Final = 0.05
 
 
 class StagingChannelServer:
-    """Serves one worker's channel. Its thread starts when its address is first asked for.
+    """Serves one worker's staging channel, once :attr:`name` has been read.
 
     Args:
         execute: carries out an operation, in a thread of the channel.
-        interrupt: makes the operation that is under way return soon; called from any thread, any
-            time.
-        thread_context: entered once in each such thread, around all that it does.
+        interrupt: makes the running operation return soon; called from any thread, at any time.
+        thread_context: entered once in each such thread, around all its work.
     """
 
     def __init__(
@@ -63,14 +61,14 @@ class StagingChannelServer:
         self._interrupt = interrupt
         self._thread_context = thread_context
         self._newest: socket.socket | None = None
-        self._client_lock = threading.Lock()  # of operations that come by a staging channel
-        self._worker_lock = threading.Lock()  # of these, and of calls of the core
+        self._client_lock = threading.Lock()  # held by operations of the staging channel
+        self._worker_lock = threading.Lock()  # held by these, except Open, and by the core
         self._listener: socket.socket | None = None
         self._name = ""
 
     @property
     def name(self) -> str:
-        """The socket's name, in the abstract namespace."""
+        """The socket's name in the abstract namespace; the first read starts listening."""
         if self._listener is None:
             self._name = f"wavebus-staging-{os.getpid()}-{secrets.token_hex(8)}"
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -92,7 +90,7 @@ class StagingChannelServer:
             self._worker_lock.release()
 
     def close(self) -> None:
-        """Accept no more connections."""
+        """Accepts no more connections."""
         listener, self._listener = self._listener, None
         if listener is not None:
             with contextlib.suppress(OSError):
@@ -120,7 +118,7 @@ class StagingChannelServer:
         if not is_same_user(connection):
             connection.close()
             return
-        # Each in its own thread: one that a sidecar before has left, keeps out nobody.
+        # One thread each, so that a connection of an earlier sidecar blocks no other.
         self._newest = connection
         self._in_thread(self._serve, connection)
 
@@ -143,10 +141,10 @@ class StagingChannelServer:
                 connection.sendall(LENGTH.pack(len(answer)) + answer)
 
     def _locks_for(self, asked: operations.Operation | WorkerFailure) -> list[threading.Lock]:
-        """Return what an operation holds while it is carried out.
+        """Returns the locks that an operation holds while it is carried out.
 
-        Opening a transport may wait for others. The core, and with it all steps, need not wait for
-        that; neither does a connection that greets.
+        Opening a transport may wait for other processes. The core, and with it all steps, need not
+        wait for that. Neither need a connection that only greets.
         """
         match asked:
             case operations.Greet():
@@ -162,7 +160,7 @@ class StagingChannelServer:
 
 
 def _attempt(work: Callable[[], T]) -> T | WorkerFailure:
-    """Return the result, or how the work has failed."""
+    """Returns the result of the work, or its failure."""
     done: list[T] = []
     failure = agreement.attempt(lambda: done.append(work()))
     return failure or done[0]
@@ -176,7 +174,7 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 def _read_frame(stream: BinaryIO) -> bytes | None:
-    """Return a frame; None at the end, or if the frame is too long."""
+    """Returns the body of the next frame; None at the end, or if too long."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

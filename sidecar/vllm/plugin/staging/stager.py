@@ -1,26 +1,26 @@
-"""A worker's part in a staged update.
+"""Stages weight updates in a vLLM worker while the engine keeps stepping.
 
 ::
 
-    asked by        operation        where                    what happens
-    the channel     Open             the channel's thread     the transport is opened
-    the channel     ArmManifest,     the channel's thread     the manifest is checked; again
+    caller          operation        thread        what happens
+    the channel     Open             channel's     the transport is opened
+    the channel     ArmManifest,     channel's     the manifest is checked, or armed again
                     Rearm
-    the channel     StartStaging     the channel's thread     memory is allocated beside the weights
-    the channel     ReceiveChunk,   the channel's thread     a chunk comes, and is staged
+    the channel     StartStaging     channel's     memory is allocated beside the weights
+    the channel     ReceiveChunk,    channel's     a chunk is received, and staged
                     Stage
-    the channel     Seal             the channel's thread     every element is staged
-    the core        CheckReady,      the worker's thread      all is copied into the weights
+    the channel     Seal             channel's     checked: every element is staged
+    the core        CheckReady,      worker's      everything is copied into the weights
                     SwapStaged
-    the core        ReleaseStaging   the worker's thread      what is staged is dropped
+    the core        ReleaseStaging   worker's      the staged weights are dropped
 
-Until the swap the worker makes steps. Steps are mostly Python, and so is the staging channel; of
-the two threads one runs at a time. So whatever the staging channel does takes its time from a step,
-and should be little. On a GPU the staging channel has a stream of its own, and reports that
-something is done when the GPU has done it.
+Until the swap the worker runs steps. Steps are mostly Python, and so is the staging channel, and
+Python runs one thread at a time. So everything that the channel does delays a step, and must be
+short. On a GPU the channel uses its own CUDA stream, and acknowledges an operation only when the
+GPU has finished it.
 
-A worker that has peer ranks receives a new manifest through the core, because the ranks ask each
-other.
+A worker with peer workers receives a new manifest through the core, because checking it is a
+collective of the workers.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from sidecar.vllm.plugin.loading.copy_plan import CopyPlan
     from sidecar.vllm.plugin.loading.target_model import TargetModel
 
-# How long Python lets one thread run while another waits, at most. As it comes, 5 ms: a step that
-# waits so long for the staging channel, is late by as much.
+# How long Python lets one thread run while another waits, at most. The default is 5 ms, and a step
+# that waits for the staging channel would be late by as much.
 _SWITCH_INTERVAL_S: Final = 0.0005
 
 
@@ -80,16 +80,16 @@ class StagingEngine(Protocol):
 
     @property
     def armed(self) -> ArmedUpdate | None:
-        """The update that comes next, or is under way."""
+        """The next update, or the current one; None if no update is armed."""
 
     def open_transfer(self, operation: Open) -> int:
-        """Open the transport; return how many chunks may be received ahead."""
+        """Opens the transport; returns how many chunks may be received ahead."""
 
     def arm(self, operation: ArmManifest) -> StagingCapacity:
-        """Arm an update; return whether it can be staged."""
+        """Arms an update; returns what staging it needs, or why it can't be staged."""
 
     def rearm(self, operation: Rearm) -> StagingCapacity:
-        """Arm the last manifest again; return whether it can be staged."""
+        """Arms the last manifest again; returns what :meth:`arm` returns."""
 
 
 class Stager:
@@ -98,12 +98,12 @@ class Stager:
     Args:
         loadable: the model.
         receiver: the worker's receiver of chunks.
-        vllm_config: with which the model was built.
-        device: where its weights are.
+        vllm_config: the configuration with which the model was built.
+        device: the device of its weights.
         engine: the worker's engine.
 
     Attributes:
-        swap_ms: how long the last swap kept the device from steps, in milliseconds.
+        swap_ms: how long the last swap kept the device from running steps, in milliseconds.
     """
 
     def __init__(
@@ -123,16 +123,16 @@ class Stager:
         self._stream: torch.cuda.Stream | None = None
         self._armed: ArmedUpdate | None = None
         self._sums = DeferredSums()
-        # So much could not be had, when so much seemed to be free.
+        # (requested, reported free) of the last allocation that failed, in bytes.
         self._last_refusal: tuple[int, int] | None = None
         self.swap_ms = 0.0
 
     # -- on the worker's thread --------------------------------------------------------
 
     def capacity(self, armed: ArmedUpdate | None, *, is_partial: bool) -> StagingCapacity:
-        """Return whether the armed update can be staged here.
+        """Returns how much memory staging needs, or why the armed update can't be staged.
 
-        ``is_partial``: an update has broken off in the middle of a load.
+        ``is_partial``: an earlier load stopped half-way.
         """
         if armed is None or armed.staging is None or armed.target != "model":
             return StagingCapacity(why_not="no update was armed that may be staged")
@@ -151,7 +151,7 @@ class Stager:
         return staging_capacity(armed.staging, needed, self._device, held_bytes=held)
 
     def _layout_mismatch(self, plan: CopyPlan) -> str:
-        """Return which parameter is not where the plan wants it; empty: none."""
+        """Returns how the model's parameters differ from the plan; empty if they match."""
         try:
             self._target.staged.find_parameters(plan)
         except NoPlanError as error:
@@ -159,10 +159,9 @@ class Stager:
         return ""
 
     def _reusable_bytes(self, needed: int) -> int:
-        """Return how many bytes an earlier update has left here.
+        """Returns how many bytes of staging memory an earlier update left in this process.
 
-        They are held, or were released and still belong to this process, so that nobody has to be
-        asked.
+        The memory is still allocated, or was released and is still cached by this process.
         """
         memory = self._target.staged.memory
         if memory.released_bytes >= needed and spare_memory(self._device) >= needed:
@@ -170,10 +169,10 @@ class Stager:
         return memory.held_bytes
 
     def _is_refused_again(self, needed: int) -> bool:
-        """Return whether an allocation would probably fail as the last one did.
+        """Returns whether an allocation would probably fail as the last one did.
 
-        What seems free may be fragmented, or reserved for CUDA graphs. So it is not tried again
-        before more is free.
+        Free memory may be fragmented, or reserved for CUDA graphs. So staging is not tried again
+        until at least 10 % of the needed size more is free.
         """
         if self._last_refusal is None:
             return False
@@ -181,13 +180,13 @@ class Stager:
         return needed >= asked and free_memory(self._device) < free + needed // 10
 
     def discard_transport(self) -> None:
-        """Drop what belongs to the transport's buffers, before another transport comes."""
+        """Drops references to the transport's buffers before another transport is opened."""
         self._sums.close()
 
     def swap(self) -> None:
-        """Swap in all workers, or in none.
+        """Swaps in all workers, or in none.
 
-        A failure behind that leaves an engine that must not go on: its code is not
+        If the swap fails after the check, the engine must not go on: the error's code is then not
         :data:`NackCode.CALLED_OFF`.
         """
         loadable = self._target
@@ -201,14 +200,14 @@ class Stager:
         self.release()
 
     def release(self) -> None:
-        """Drop what is staged."""
+        """Drops the staged weights."""
         self._discard_chunks()
         staging = None if self._armed is None else self._armed.staging
         self._armed = None
         self._target.staged.release(keep=staging is not None and staging.keep)
 
     def _discard_chunks(self) -> None:
-        """Drop chunks of an update that was given up: steps don't wait for its trainer."""
+        """Drops chunks of an abandoned update, because steps must not wait for its trainer."""
         self._receiver.interrupt()
         self._receiver.clear()
         self._sums.discard()
@@ -246,10 +245,10 @@ class Stager:
             return Done()
 
     def _start(self, armed: ArmedUpdate | None) -> bool:
-        """Allocate memory for the armed update; return whether chunks are received into it.
+        """Allocates memory for the armed update; returns whether chunks are received into it.
 
         Raises:
-            EngineError: code ``wrong_state``: none can be staged.
+            EngineError: code ``wrong_state``: no update that can be staged is armed.
         """
         known = self._target.plans.entry
         if armed is None or armed.staging is None or known.plan is None:
@@ -262,7 +261,7 @@ class Stager:
             if error.code is NackCode.STAGING_REFUSED and not self._layout_mismatch(known.plan):
                 self._last_refusal = known.plan.size_bytes, free_memory(self._device)
             raise
-        synchronize(self._device)  # the memory may have been somebody's in this stream
+        synchronize(self._device)  # earlier work of this stream may still use the memory
         self._armed = armed
         launches = receiver is not None and receiver.can_launch
         return launches and known.proven and staged.buffer_for(0) is not None
@@ -273,13 +272,13 @@ class Stager:
         self._receiver.begin(asked.seq, metas, asked.backend, asked.handle, into)
 
     def _stage(self, chunks: Sequence[SentChunk]) -> None:
-        """Stage chunks that have arrived.
+        """Stages chunks that have arrived.
 
         With the last chunk of the update, all checksums are compared.
         """
         try:
             if chunks:
-                self._receiver.take(chunks[-1].seq)  # the others have come before
+                self._receiver.take(chunks[-1].seq)  # the others arrived before it
             for sent in chunks:
                 self._stage_one(sent)
         except BaseException:
@@ -298,7 +297,7 @@ class Stager:
             self._sums.check()
         tensors = loadable.without_tied_head(received)
         if loadable.staged.stage(seq, tensors):
-            synchronize(self._device)  # what it was copied from, may change
+            synchronize(self._device)  # the sender may reuse the source from here on
         if not loadable.plans.entry.proven:
             self._prove(tensors)
             synchronize(self._device)
@@ -314,9 +313,9 @@ class Stager:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Measure a block until the device has done it.
+        """Measures a block until the device has finished it.
 
-        On a GPU the clock starts when the device has done what it was asked before.
+        On a GPU the clock starts when the device has finished all earlier work.
         """
         if self._device.type != "cuda":
             since_s = time.perf_counter()
@@ -336,7 +335,7 @@ class Stager:
 
 @contextlib.contextmanager
 def _short_switch_interval() -> Iterator[None]:
-    """Have threads wait less for each other during a block."""
+    """Shortens Python's thread switch interval during a block."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:

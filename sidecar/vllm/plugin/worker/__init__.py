@@ -1,1 +1,1 @@
-"""What runs inside vLLM's workers."""
+"""The part of the plugin that runs inside vLLM's workers."""

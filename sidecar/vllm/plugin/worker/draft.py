@@ -1,9 +1,9 @@
-"""Tells the weight transfer engine of the worker's draft model, and how that was built.
+"""Registers the worker's draft model with the weight transfer engine.
 
-vLLM gives the engine the model that it serves, and points it at the draft when an update of the
-draft starts. By then the manifest must have been checked: so a sidecar asks for this first. Only
-the drafter knows what a draft model is built of, and vLLM's two model runners expose it in
-different ways (0.32).
+vLLM passes the served model to the engine, and points the engine at the draft only when an update
+of the draft starts. Its manifest must be checked before that, so a sidecar calls this first. Only
+the drafter knows from which configuration a draft model was built, and vLLM's two model runners
+expose it in different ways (0.32).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ logger = init_logger("vllm.wavebus")
 
 
 def introduce(worker: Any) -> bool:
-    """Tell the worker's engine of its draft model.
+    """Registers the worker's draft model with the worker's engine.
 
     Returns:
-        False if this vLLM does not show how the draft was built, or the engine can't be told.
+        False if this vLLM does not show how the draft was built, or the engine can't use it.
     """
     try:
         draft = worker.get_draft_model()
@@ -36,7 +36,7 @@ def introduce(worker: Any) -> bool:
 
 
 def shared_parameters(draft: torch.nn.Module, model: torch.nn.Module) -> frozenset[str]:
-    """Return the parameters of ``draft`` that are ``model``'s, by their names in ``draft``."""
+    """Returns the names of ``draft``'s parameters that are also parameters of ``model``."""
     theirs = {id(parameter) for parameter in model.parameters()}
     ours = draft.named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in ours if id(parameter) in theirs)
@@ -49,7 +49,7 @@ def _blueprint(worker: Any, draft: torch.nn.Module) -> Blueprint:
         _config(worker),
         config,
         config.quantization is not None,
-        # As its loaders have it: a whole model beside the other, or a head upon it.
+        # The prefix that its loaders use: a whole separate model, or a head on top of the other.
         "draft_model" if speculative.uses_draft_model() else "",
         shared_parameters(draft, worker.get_model()),
     )

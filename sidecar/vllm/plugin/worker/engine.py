@@ -1,19 +1,20 @@
 """The weight transfer engine inside each vLLM worker.
 
-A sidecar has it carry out the operations of :mod:`sidecar.vllm.plugin.operations`: each is one call
-of all workers, and its outcome is that of all (:mod:`sidecar.vllm.plugin.agreement`). Of vLLM's own
-calls it takes those that open and close the sidecar's session
+A sidecar calls its operations (:mod:`sidecar.vllm.plugin.operations`). Each is one call of all
+workers, which agree on its result (:mod:`sidecar.vllm.plugin.agreement`). Of vLLM's own calls the
+engine accepts those that open and close the sidecar's session
 (:mod:`sidecar.vllm.plugin.worker.session`), and refuses all others. Receiving, loading and
-committing are apart. There are two ways to load (:mod:`sidecar.vllm.plugin.loading.plan_cache`):
+committing are separate steps. There are two ways to load
+(:mod:`sidecar.vllm.plugin.loading.plan_cache`):
 
-* By vLLM's loader, which gets copies on the worker's device. That copy is not a luxury: vLLM's
-  layerwise reload keeps the tensors of a layer that is not complete yet until a later chunk
-  completes it, so views of a transport's buffers would be overwritten under it. Only a transport
-  that brings tensors of one's own (:attr:`Receiver.is_owned`) does without.
-* By a copy plan, straight from where the transport has them into the serving parameters.
+* By vLLM's loader, which gets copies on the worker's device. These copies are needed: vLLM's
+  layerwise reload keeps the tensors of an incomplete layer until a later chunk completes it, and
+  the transport would overwrite its buffers meanwhile. Only a transport that hands over tensors of
+  its own (:attr:`Receiver.is_owned`) needs no copy.
+* By a copy plan, directly from the transport's buffers into the served parameters.
 
-Receiving is the inbox's (:mod:`sidecar.transfer.chunk_receiver`): the next chunk may come while one
-is loaded.
+:mod:`sidecar.transfer.chunk_receiver` receives the chunks: the next one may arrive while one is
+being loaded.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WavebusWeightTransferEngine"]
 
-# What is said to whom it is not for.
+# The refusal of callers that are not a sidecar.
 _NOT_YOURS = operations.WorkerFailure(
     NackCode.WRONG_STATE,
     "this engine's weights are updated through wavebus, by a sidecar of the same version as the "
@@ -78,23 +79,23 @@ _NOT_YOURS = operations.WorkerFailure(
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """``init_info`` as it came from a caller that is no sidecar."""
+    """``init_info`` of a caller that is not a sidecar, unparsed."""
 
     raw: dict[str, Any]
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """``update_info`` as it came from a caller that is no sidecar."""
+    """``update_info`` of a caller that is not a sidecar, unparsed."""
 
     raw: dict[str, Any]
 
 
 class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Dispatches each update to a receiver, checks manifests, and loads.
+    """Carries out the sidecar's operations in one worker: checks manifests, receives, loads.
 
-    vLLM says which model a session is for before it starts, and points ``self.model`` at that model
-    until it has finished. A manifest is armed before that: hence :meth:`introduce_draft`.
+    vLLM points ``self.model`` at the model of a session (served or draft) only while the session is
+    open. A manifest is armed before that: hence :meth:`introduce_draft`.
     """
 
     wavebus_drives = BACKEND
@@ -110,9 +111,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._loadable: dict[Target, TargetModel] = {"model": own}
         self._adapters = LoraAdapters.of(model)
         self._index = worker_index(vllm_config.parallel_config)
-        self.armed: ArmedUpdate | None = None  # the update that comes next, or is under way
+        self.armed: ArmedUpdate | None = None  # the next update, or the current one
         self._last_manifest: ArmedManifest | None = None
-        self._began = True  # maybe a load, since it was seen that none has broken off
+        self._began = True  # whether a load may have been interrupted
         self._backend = ""
         self._receiver = ChunkReceiver(device)
         self._opening = threading.Lock()
@@ -120,41 +121,41 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.session = UpdateSession()
 
     def introduce_draft(self, model: torch.nn.Module, built: Blueprint) -> None:
-        """Register the worker's draft model, so that its manifests can be armed."""
+        """Registers the worker's draft model, so that its manifests can be armed."""
         known = self._loadable.get("draft")
         if known is None or known.model is not model:
             self._loadable["draft"] = TargetModel(model, built, self.device)
 
     @property
     def _target(self) -> Target:
-        """Which model the session is for."""
+        """The model that the session updates."""
         draft = self._loadable.get("draft")
         return "draft" if draft is not None and draft.model is self.model else "model"
 
     # -- entry points of vLLM ---------------------------------------------------------------
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
-        """Keep the dict of a caller that is no sidecar; it will be refused."""
+        """Keeps the dict of a caller that is not a sidecar, to be refused later."""
         return InitInfo(init_dict)
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
-        """Keep the dict of a caller that is no sidecar; it will be refused."""
+        """Keeps the dict of a caller that is not a sidecar, to be refused later."""
         return UpdateInfo(update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:  # noqa: ARG002 - not for us
-        """Refuse: a sidecar opens transports by an operation."""
+        """Refuses, because a sidecar opens transports by an operation."""
         agreement.refuse(_NOT_YOURS)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:  # noqa: ARG002 - not for us
-        """Refuse: a sidecar loads by an operation."""
+        """Refuses, because a sidecar loads by an operation."""
         agreement.refuse(_NOT_YOURS)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:  # noqa: ARG002 - not for us
-        """Refuse: a sidecar receives by an operation."""
+        """Refuses, because a sidecar receives by an operation."""
         agreement.refuse(_NOT_YOURS)
 
     def start_weight_update(self) -> None:
-        """Open the sidecar's session; refuse anybody else's."""
+        """Opens the sidecar's session; refuses every other caller."""
         if self.session.ours:
             self.session.on_vllm_call(self._start, opens=True)
         else:
@@ -162,12 +163,12 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             agreement.refuse(_NOT_YOURS)
 
     def finish_weight_update(self) -> None:
-        """Close the sidecar's session; anybody else's has nothing to finish."""
+        """Closes the sidecar's session; does nothing for other callers."""
         if self.session.ours:
             self.session.on_vllm_call(self._finish, opens=False)
 
     def _start(self) -> None:
-        """Prepare to copy by the plan, or move the parameters to meta for loading."""
+        """Prepares to copy by the plan, or moves the parameters to meta for vLLM's loader."""
         self._began = True
         loadable = self._loadable[self._target]
         run = loadable.plans.start(reloading=loadable.is_reloading)
@@ -205,7 +206,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._post_process()
         finally:
             plans.close()
-            self._began = self._loadable["model"].is_reloading  # seen while no step waits
+            self._began = self._loadable["model"].is_reloading  # no step waits for this
 
     def _post_process(self) -> None:
         loadable = self._loadable[self._target]
@@ -217,7 +218,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         loadable.repacking.after_finish()
 
     def shutdown(self) -> None:
-        """Close the staging channel and the transport."""
+        """Closes the staging channel and the transport."""
         self._stager.channel.close()
         self._receiver.close()
 
@@ -226,14 +227,14 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def wavebus_room(self) -> StagingCapacity:
-        """Whether the armed update can be staged here."""
+        """How much memory staging the armed update needs, or why it can't be staged."""
         if self._began:
             self._began = self._loadable["model"].is_reloading
         return self._stager.capacity(self.armed, is_partial=self.session.open or self._began)
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
-        """Account of updates (:meth:`PlanCache.account`), the last swap's time, and bytes held."""
+        """:meth:`PlanCache.account`, the last swap in ms, and the staging memory in bytes."""
         model = self._loadable["model"]
         swap_ms, staging_bytes = round(self._stager.swap_ms, 3), model.staged.memory.held_bytes
         return {**model.plans.account(), "swap_ms": swap_ms, "staging_bytes": staging_bytes}
@@ -241,10 +242,10 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     # -- operations ------------------------------------------------------------------
 
     def wavebus_perform(self, worker: Any, operation: str) -> operations.Done:
-        """Carry out an operation in this engine's worker.
+        """Carries out an operation in this engine's worker.
 
         Raises:
-            WorkerRefusal: in the last worker, if it failed in any.
+            WorkerRefusal: in the last worker, if the operation failed in any.
         """
         done = operations.Done()
 
@@ -313,12 +314,12 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._loadable[self._target].discard()
 
     def open_transfer(self, operation: operations.Open) -> int:
-        """Open the transport; return how many chunks may be received ahead.
+        """Opens the transport; returns how many chunks may be received ahead.
 
         Raises:
             EngineError: the transport can't be opened.
         """
-        with self._opening:  # one that a sidecar before has begun goes on until its deadline
+        with self._opening:  # an earlier sidecar's open goes on until its deadline
             self._open(operation)
         return self._receiver.prefetch_depth
 
@@ -374,7 +375,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         else:
             loadable = self._loadable[target]
             trace = loadable.checker.check(manifest)
-            if not manifest.counts:  # a patch goes into the model as vLLM does it
+            if not manifest.counts:  # a patch is always loaded by vLLM's loader
                 loadable.plans.on_armed(manifest, trace)
         if self._last_manifest is None or self._last_manifest.manifest != manifest:
             self._last_manifest = ArmedManifest(manifest)
@@ -382,11 +383,11 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.armed = ArmedUpdate(self._last_manifest, target, operation.staging)
 
     def arm(self, operation: operations.ArmManifest) -> StagingCapacity:
-        """Arm while the engine serves; return whether the update can be staged.
+        """Arms an update while the engine serves; returns what staging needs.
 
         Raises:
-            EngineError: the target can't be filled with it; ``wrong_state``: no step may be made
-                meanwhile.
+            EngineError: the manifest doesn't fit the target; ``wrong_state``: the meta model is
+                missing, and can't be built while steps run.
         """
         if not self._loadable["model"].checker.prepared:
             raise EngineError("nothing was checked here before", code=NackCode.WRONG_STATE)
@@ -394,7 +395,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return self.wavebus_room
 
     def rearm(self, operation: operations.Rearm) -> StagingCapacity:
-        """Arm the last manifest again for staging, while the engine serves, without peers.
+        """Arms the last manifest again for staging, while the engine serves, without peers.
 
         Raises:
             EngineError: another update was armed last, or the transport has no room for it.
@@ -420,7 +421,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _arrived(
         self, operation: operations.VerifyChunk | operations.LoadChunk | operations.LoadAdapter
     ) -> Tensors:
-        """Return the tensors of a chunk, once they are there and are what was sent."""
+        """Returns the tensors of a chunk, after it has arrived and its checksums were compared."""
         received = self._receiver.take(operation.seq)
         if operation.sums:
             check_sums(operation.seq, received, operation.verify, operation.sums)
@@ -429,7 +430,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _take(
         self, operation: operations.LoadChunk | operations.LoadAdapter, check: Callable[[], None]
     ) -> Tensors:
-        """Return a chunk once all workers have it, and ``check`` has raised in none of them."""
+        """Returns a chunk once all workers have it, if ``check`` raised in none."""
         arrived: Tensors = []
 
         def prepare() -> None:
@@ -491,7 +492,7 @@ def worker_index(parallel: Any) -> int:
 
 
 def not_this_engine(backend: str) -> EngineError:
-    """Return the error of an operation that needs another worker engine of vLLM."""
+    """Returns the error of an operation that needs another worker engine of vLLM."""
     return EngineError(
         f"this engine was not booted with vLLM's worker engine {engine_of(backend)!r}",
         code=NackCode.BACKEND_MISSING,

@@ -1,14 +1,14 @@
-"""Keeps LoRA adapters that came over the bus, in one worker.
+"""Stores the LoRA adapters that came over the bus, in one worker.
 
-vLLM loads an adapter by its path, and may load it again at any time: when a request comes whose
-adapter was evicted, and after every update of the model's weights, which drops all adapters
-(``reset_lora_state``, 0.32). A request that was begun before an update has the path of that time;
-and one whose path came by an in-place load has it loaded again at every step. So an old request
-would put an old adapter in the place of the new one, and a path that is gone ends the engine.
+vLLM loads an adapter by its path, and may load it again at any time: when a request needs an
+adapter that was evicted, and after every update of the model's weights, which drops all adapters
+(``reset_lora_state``, 0.32). A request keeps the path from when it began; one whose path came by an
+in-place load makes vLLM load it again at every step. So an old request could replace the new
+adapter by an old one, and a path that no longer exists ends the engine.
 
-In this module the update reads a path once; from then on the worker holds the tensors, by the
-adapter's name. Whenever vLLM loads an adapter of that name, under any id or path, it gets those.
-Only a user who loads an adapter from a path outside the bus gets that one.
+Therefore an update reads a path only once. From then on the worker keeps the tensors, by the
+adapter's name. Whenever vLLM loads an adapter of that name, under any id or path, it gets those
+tensors. Only a user who loads an adapter from a path outside the bus gets that path's adapter.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class HeldAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _PreviousAdapter:
-    """What the adapter ``name`` was before; None: the bus had brought none."""
+    """An adapter before the update; ``held`` is None if the bus had brought none."""
 
     name: str
     held: HeldAdapter | None
 
 
 class LoraAdapters:
-    """Holds the adapters of one worker.
+    """The LoRA adapters of one worker.
 
     Args:
         manager: vLLM's ``LoRAModelManager``; None where LoRA is not enabled.
@@ -66,14 +66,14 @@ class LoraAdapters:
         self._lacking = lacking
         self._held: dict[str, HeldAdapter] = {}
         self._before: _PreviousAdapter | None = None
-        self._settled = False  # what is in its place now
-        self._ids: dict[str, set[int]] = {}  # under which each was loaded
-        self._paths: dict[str, str] = {}  # where those of others were loaded from
+        self._settled = False  # whether the last loaded adapter is settled
+        self._ids: dict[str, set[int]] = {}  # ids under which vLLM loaded each adapter
+        self._paths: dict[str, str] = {}  # paths of adapters that did not come over the bus
         self._stepping = False
 
     @classmethod
     def of(cls, model: Any) -> LoraAdapters:
-        """Return those of a worker's model, which are consulted whenever vLLM loads an adapter."""
+        """Returns the adapters of a worker's model; vLLM uses them whenever it loads an adapter."""
         manager = getattr(model, "lora_manager", None)
         if manager is None:
             return cls(None)
@@ -84,7 +84,7 @@ class LoraAdapters:
         return known
 
     def require_available(self) -> None:
-        """Check that this engine takes adapters.
+        """Checks that this engine can take adapters.
 
         Raises:
             EngineError: code ``backend_missing``.
@@ -101,13 +101,13 @@ class LoraAdapters:
             )
 
     def check(self, config: dict[str, Any], manifest: Manifest) -> None:
-        """Check that an adapter fits, see :func:`check_adapter`."""
+        """Checks that an adapter fits the model; see :func:`check_adapter`."""
         check_adapter(config, manifest, self._manager)
 
     def load(self, name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Put an adapter in the place of the one before.
+        """Replaces the adapter of this name, and unloads the old one from vLLM.
 
-        vLLM takes it when it next loads one of that name; it has none of them loaded now.
+        vLLM loads the new one when it next needs an adapter of that name.
 
         Raises:
             EngineError: vLLM can't make an adapter of it; nothing has changed.
@@ -120,13 +120,13 @@ class LoraAdapters:
         self._unload(name)
 
     def begin(self) -> None:
-        """Begin another update: what the last one has settled stays."""
+        """Begins another update: discards an unsettled adapter, and keeps a settled one."""
         self.undo(settled=False)
         self._before = None
         self._settled = False
 
     def undo(self, *, settled: bool) -> None:
-        """Undo what the update has loaded; ``settled``: even if it is settled."""
+        """Undoes the load of the current update; with ``settled``, even if it is settled."""
         before = self._before
         if before is None or (self._settled and not settled):
             return
@@ -138,14 +138,14 @@ class LoraAdapters:
         self._unload(before.name)
 
     def settle(self) -> None:
-        """Mark what was loaded as being committed."""
+        """Marks the loaded adapter as being committed."""
         self._settled = True
 
     # -- when vLLM loads one ---------------------------------------------------------
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Mark a block in which adapters are loaded for requests, not by command."""
+        """Marks a block in which vLLM loads adapters for requests, not on a user's command."""
         self._stepping = True
         try:
             yield
@@ -153,10 +153,10 @@ class LoraAdapters:
             self._stepping = False
 
     def replacement_for(self, request: Any) -> tuple[Any, Any]:
-        """Return what to load for a ``LoRARequest``.
+        """Returns what vLLM must load for a ``LoRARequest``.
 
         Returns:
-            vLLM's model of an adapter that is held, or None; and the request to load otherwise.
+            vLLM's model of a stored adapter, or None; and the request to load if it is None.
         """
         name, path = request.lora_name, request.lora_path
         self._ids.setdefault(name, set()).add(request.lora_int_id)
@@ -166,14 +166,14 @@ class LoraAdapters:
         held = self._held.get(name)
         if held is not None:
             return self._built(held, request.lora_int_id), request
-        if ours:  # an update that was undone has left its path behind
+        if ours:  # the path belongs to an update that was undone
             path = self._paths.get(name, path)
             return None, msgspec.structs.replace(request, lora_path=path)
         self._paths[name] = path
         return None, request
 
     def _built(self, held: HeldAdapter, adapter_id: int) -> Any:
-        """Return vLLM's model of an adapter. It works on its tensors in place: they are copies."""
+        """Returns vLLM's model of an adapter, built of copies because vLLM modifies its tensors."""
         from vllm.lora.lora_model import LoRAModel  # noqa: PLC0415 - only where LoRA is enabled
 
         manager = self._manager
@@ -189,13 +189,13 @@ class LoraAdapters:
         )
 
     def _unload(self, name: str) -> None:
-        """Unload the adapter under every id, so that each is loaded again."""
+        """Unloads the adapter under every id, so that vLLM loads each of them again."""
         for adapter_id in self._ids.pop(name, set()):
             self._manager.remove_adapter(adapter_id)
 
 
 def load_adapter(original: Callable[..., Any], manager: Any, lora_request: Any) -> Any:
-    """Give vLLM an adapter that came over the bus in place of one from disk."""
+    """Gives vLLM an adapter that came over the bus instead of one from disk."""
     adapters: LoraAdapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
     if adapters is None:
         return original(manager, lora_request)
@@ -204,7 +204,7 @@ def load_adapter(original: Callable[..., Any], manager: Any, lora_request: Any) 
 
 
 def apply_adapters(original: Callable[..., Any], manager: Any, lora_requests: set[Any]) -> None:
-    """Load what a step lacks, and nothing in place a second time."""
+    """Loads the adapters that a step lacks, without repeating in-place loads."""
     adapters: LoraAdapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
     if adapters is None:
         original(manager, lora_requests)

@@ -1,6 +1,7 @@
 """Checks whether a LoRA adapter fits the model, before anything is read or loaded.
 
-vLLM itself copies whatever fits into the corner of a larger buffer, and takes half of a pair.
+vLLM itself checks little: it copies a smaller tensor into the corner of a larger buffer, and
+accepts one half of an A/B pair.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _DIMENSIONS: Final = 2
 
 @dataclass
 class _Pair:
-    """The tensors of one module; ``rank`` is what the config says."""
+    """The A and B tensors of one module; ``rank`` comes from the adapter's config."""
 
     rank: int
     halves: dict[str, TensorMeta] = field(default_factory=dict)
 
 
 def peft_helper(config: dict[str, Any], lora_config: Any) -> Any:
-    """Return vLLM's view of an adapter's config.
+    """Returns vLLM's ``PEFTHelper`` for an adapter's config.
 
     Raises:
-        EngineError: code ``manifest_refused``: vLLM can't have such an adapter.
+        EngineError: code ``manifest_refused``: vLLM does not support such an adapter.
     """
     from vllm.lora.peft_helper import PEFTHelper  # noqa: PLC0415 - only in a worker with LoRA
 
@@ -48,9 +49,9 @@ def peft_helper(config: dict[str, Any], lora_config: Any) -> Any:
 
 
 def check_adapter(config: dict[str, Any], manifest: Manifest, manager: Any) -> None:
-    """Compare an adapter with what vLLM's ``LoRAModelManager`` has wrapped.
+    """Compares an adapter with the modules that vLLM's ``LoRAModelManager`` has wrapped.
 
-    A collective of the engine's workers: each has a part of the model.
+    A collective of the engine's workers, because each has a part of the model.
 
     Raises:
         EngineError: code ``manifest_refused``, with the tensor that is unknown, misshapen, of too
@@ -83,13 +84,13 @@ def check_adapter(config: dict[str, Any], manifest: Manifest, manager: Any) -> N
 
 
 def weights_mapper(model: Any) -> Any:
-    """Return vLLM's mapper from a checkpoint's names to its own, for adapters; None without one."""
+    """Returns vLLM's mapper from checkpoint names to its own; None without one."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return None if mapper is None else mapper.get_rename_mapper()
 
 
 def _check_ranks(config: dict[str, Any], metas: tuple[TensorMeta, ...], highest: int) -> None:
-    """Check ranks by the tensors themselves: a config names no tensor."""
+    """Checks ranks by the tensors' shapes, because the config's rank may be wrong."""
     for meta in metas:
         rank = min(meta.shape, default=0) if len(meta.shape) == _DIMENSIONS else 0
         if meta.name.endswith(_SUFFIXES[0]) and rank:
@@ -105,7 +106,7 @@ def _check_ranks(config: dict[str, Any], metas: tuple[TensorMeta, ...], highest:
 
 
 def _parsed(meta: TensorMeta, mapper: Any) -> tuple[str, str]:
-    """Return vLLM's name of the module, and which half of its pair this is."""
+    """Returns vLLM's name of the module, and the tensor's suffix (A or B)."""
     from vllm.lora.utils import parse_fine_tuned_lora_name  # noqa: PLC0415 - as above
 
     suffix = next((s for s in _SUFFIXES if meta.name.endswith(s)), None)
@@ -118,9 +119,9 @@ def _parsed(meta: TensorMeta, mapper: Any) -> tuple[str, str]:
 
 
 def _locations(manager: Any) -> dict[str, tuple[str, int]]:
-    """Return where each module that an adapter may be on is.
+    """Returns the location of each module that may have an adapter.
 
-    That is the wrapped module, which may be a fused one, and the part of it.
+    A location is the wrapped module, which may be a fused one, and the index of the part in it.
     """
     places: dict[str, tuple[str, int]] = {}
     for wrapped in manager.modules:
@@ -130,9 +131,9 @@ def _locations(manager: Any) -> dict[str, tuple[str, int]]:
 
 
 def _sizes(manager: Any, place: tuple[str, int] | None) -> tuple[int, int] | None:
-    """Return the inputs and outputs of a whole module.
+    """Returns the input and output size of a whole module.
 
-    None if another worker has it, or if it is not linear (experts), whose own loaders check.
+    None if the module is on another worker, or is not linear (experts): its own loader then checks.
     """
     if place is None:
         return None
@@ -143,7 +144,7 @@ def _sizes(manager: Any, place: tuple[str, int] | None) -> tuple[int, int] | Non
         return None
     if wrapped not in manager.packed_modules:
         return inputs, int(layer.output_size)
-    if hasattr(layer, "total_num_kv_heads"):  # its output_sizes have keys once for each worker
+    if hasattr(layer, "total_num_kv_heads"):  # output_sizes repeat keys per worker
         heads = layer.total_num_kv_heads if part else layer.total_num_heads
         return inputs, int(heads * layer.head_size)
     outputs = getattr(layer, "output_sizes", None)

@@ -1,12 +1,11 @@
-"""Drives vLLM's own worker engines over the bus, guarded by what wavebus's engine has.
+"""Drives vLLM's own worker engines over the bus, with the checks of wavebus's engine.
 
-An engine that is booted with ``--weight-transfer-config '{"backend": "nccl"}'`` gets a subclass of
-the class that vLLM's factory knows by that name, whichever it is. Calls of other callers go to that
-class as if there were no wavebus. The sidecar's calls are the operations of
-:mod:`sidecar.vllm.plugin.operations`, carried out as by :class:`WavebusWeightTransferEngine`: so
-manifests are checked before any rank enters a collective, no worker raises alone, and an update
-that broke off can be recovered. Only four things are then the other class's own: opening its
-transport, starting, receiving (which loads) and finishing.
+An engine booted with ``--weight-transfer-config '{"backend": "nccl"}'`` gets a subclass of whatever
+class vLLM's factory has registered under that name. Calls of other callers reach that class
+unchanged. The sidecar's calls are the operations of :mod:`sidecar.vllm.plugin.operations`, carried
+out as by :class:`WavebusWeightTransferEngine`. So manifests are checked before any rank enters a
+collective, no worker raises alone, and an interrupted update can be recovered. Only four things
+remain with vLLM's class: opening its transport, starting, receiving (which loads) and finishing.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ __all__ = ["NativeUpdates", "guarded"]
 
 @dataclass(frozen=True, slots=True)
 class OriginalMethods:
-    """The methods of the guarded class, without what its subclass adds."""
+    """The methods of vLLM's engine class, without what its guarded subclass adds."""
 
     parse_init_info: Callable[[dict[str, Any]], Any]
-    init_transfer_engine: Callable[[Any, Any], None]  # with its parallel config for this call
+    init_transfer_engine: Callable[[Any, Any], None]  # info, parallel config
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
@@ -50,21 +49,21 @@ class OriginalMethods:
 
 
 class NativeUpdates(WavebusWeightTransferEngine):
-    """The sidecar's half of a guarded engine; wavebus's own backends work in it as well."""
+    """The sidecar's half of a guarded engine of vLLM; also runs wavebus's own backends."""
 
     def __init__(self, name: str, original: OriginalMethods, *args: Any) -> None:
         super().__init__(*args)
         self._name = name
         self._original = original
-        self._opened = False  # theirs
-        self._started_theirs = False  # the update session was
+        self._opened = False  # whether vLLM's transport is open
+        self._started_theirs = False  # whether the update session is vLLM's
 
     def _channel_name(self) -> str:
         return ""
 
     @property
     def wavebus_room(self) -> StagingCapacity:
-        """Nothing is staged here."""
+        """Always a refusal: vLLM's own engines stage nothing."""
         return StagingCapacity(why_not="vLLM's own worker engine")
 
     def _start(self) -> None:
@@ -76,7 +75,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._original.start_weight_update()
 
     def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:
-        """Receive a chunk; over a transport of theirs, that also loads it, in a session."""
+        """Receives a chunk. vLLM's own transports also load it, in the same call."""
         if not vllm_payloads.engine_of(operation.backend):
             super()._receive(worker, operation)
             return
@@ -87,13 +86,13 @@ class NativeUpdates(WavebusWeightTransferEngine):
             self.session.require_open(worker)
             chunk = self._update_info(operation)
 
-        # A worker that stayed out of the collective would keep the others waiting in it.
+        # Workers must fail before the collective: one that stays out of it hangs the others.
         agreement.run_before_any_continues(prepare)
         with set_current_vllm_config(self.vllm_config):
             self._original.update_weights(chunk)
 
     def _update_info(self, operation: operations.ReceiveChunk) -> dict[str, Any]:
-        """Return what the guarded engine is given."""
+        """Returns the arguments of the guarded engine's ``update_weights``."""
         if not self._opened or operation.backend != self._backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         armed = require_armed(self.armed)
@@ -110,7 +109,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._loadable[self._target].repacking.after_finish()
 
     def shutdown(self) -> None:
-        """Close the receiver of wavebus, and the transport that is theirs."""
+        """Closes wavebus's receiver and vLLM's transport."""
         super().shutdown()
         self._close_theirs()
 
@@ -165,11 +164,11 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._backend, self._opened = operation.backend, True
 
     def _placed(self, info: dict[str, Any], place: RankAssignment) -> dict[str, Any]:
-        """The info with the place that the bus gave, where it has one.
+        """Returns the init info with the rank offset that the bus assigned, if any.
 
-        vLLM's workers add to ``rank_offset`` their index among all workers of all ranks of
-        data parallelism, which they know themselves: also behind an external load balancer,
-        where each rank is an engine of its own on the bus.
+        vLLM's workers add to ``rank_offset`` their index among all workers of all data parallel
+        ranks, which they compute themselves. They do so even behind an external load balancer,
+        where each rank is a separate engine on the bus. That index is subtracted here.
         """
         if "rank_offset" not in info:
             return info
@@ -220,7 +219,7 @@ def _require_rank(place: RankAssignment) -> None:
 
 
 def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str, Any]:
-    """Return a chunk's tensors as vLLM's update infos have them; ``counts`` are a patch's."""
+    """Returns a chunk's tensors in the form of vLLM's update infos; ``counts`` for a patch."""
     return {
         "names": [meta.name for meta in metas],
         "dtype_names": [meta.dtype for meta in metas],
@@ -230,11 +229,11 @@ def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str
 
 
 def guarded(name: str, theirs: type[Any]) -> type[Any]:
-    """Return a subclass of ``theirs`` that a sidecar can drive, too.
+    """Returns a subclass of ``theirs`` that a sidecar can drive as well.
 
     Args:
-        name: under which vLLM's factory knows ``theirs``.
-        theirs: a worker engine of vLLM's.
+        name: the name of ``theirs`` in vLLM's factory.
+        theirs: a worker engine class of vLLM.
     """
 
     class Guarded(theirs):  # type: ignore[misc]
@@ -242,7 +241,7 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
         _wavebus: NativeUpdates | None = None
 
         def _guard(self) -> NativeUpdates:
-            # When a sidecar first speaks: nobody else is to notice.
+            # Created at a sidecar's first call, so that other callers see no difference.
             if self._wavebus is None:
                 plain: Any = super()
                 original = OriginalMethods(

@@ -1,7 +1,7 @@
-"""Where vLLM's worker engines are made: whichever is chosen at boot, a sidecar can drive it.
+"""Creates vLLM's worker engines so that a sidecar can drive whichever is chosen at boot.
 
-vLLM's registry is read when an engine is created, and not before: other plugins may register
-theirs after this one. Importing this module imports neither vllm nor torch.
+vLLM's registry is read only when an engine is created, because other plugins may register their
+engines after this one. Importing this module imports neither vllm nor torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = logging.getLogger("vllm.wavebus")
 
 
 def register() -> None:
-    """Name wavebus's worker engine to vLLM's factory: only a worker that uses it imports it."""
+    """Registers wavebus's worker engine with vLLM's factory; only workers that use it import it."""
     from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - only called in vLLM
         WeightTransferEngineFactory,
     )
@@ -37,7 +37,7 @@ def create_engine(
     device: Any,
     model: Any,
 ) -> Any:
-    """Make a worker engine of vLLM's that a sidecar can drive; around ``create_engine``."""
+    """Creates the chosen worker engine as one that a sidecar can drive; wraps ``create_engine``."""
     engine = _guarded(factory, config.backend)
     if engine is None:
         return original(factory, config, vllm_config, device, model)
@@ -45,7 +45,7 @@ def create_engine(
 
 
 def _guarded(factory: Any, backend: str) -> type[Any] | None:
-    """The class to be made in place of the registered one; None where that one is to be."""
+    """Returns the class to create instead of the registered one; None to keep that one."""
     registered = factory._registry.get(backend)  # noqa: SLF001 - there is no other way in
     if backend == BACKEND or backend in UNSUPPORTED or registered is None:
         return None

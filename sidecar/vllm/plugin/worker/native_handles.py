@@ -1,4 +1,4 @@
-"""Handles of tensors in another process's GPU memory, as PyTorch rebuilds tensors from them."""
+"""CUDA IPC handles of tensors in another process, in the form that PyTorch rebuilds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bus.vllm_payloads import IpcTensor
 
 
 def rebuildable(value: Any) -> Any:
-    """The value, with every :class:`IpcTensor` in it as arguments of ``rebuild_cuda_tensor``.
+    """Returns the value with each :class:`IpcTensor` as arguments of ``rebuild_cuda_tensor``.
 
     Raises:
-        ValueError: one has a dtype that PyTorch lacks.
+        ValueError: a handle has a dtype that PyTorch does not know.
     """
     if isinstance(value, IpcTensor):
         return _arguments(value)

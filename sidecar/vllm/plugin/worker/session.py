@@ -1,12 +1,12 @@
-"""A worker's update session: vLLM's own, opened and closed for the sidecar.
+"""A worker's update session: vLLM's own session, opened and closed for the sidecar.
 
-vLLM's workers keep book of their session: they point their engine at the draft model for its
-length, and drop LoRA adapters at its end. So the worker's own calls open and close it. They call
-the engine in turn, which never raises there: vLLM would end the session of that one worker, while
-those of its peer ranks stay open. The engine's error is raised when the worker's call has returned,
-and the session is open in all workers of an engine or in none.
+vLLM's workers keep state for their session: they point their engine at the draft model while it
+lasts, and drop LoRA adapters at its end. So the sidecar's session is opened and closed by the
+worker's own calls. These call the engine, which never raises there: otherwise vLLM would end the
+session of that one worker, while those of its peers stay open. The engine's error is raised after
+the worker's call has returned. A session is open in all workers of an engine or in none.
 
-A call of the engine that comes while no call of the sidecar is under way is another caller's.
+If the engine is called while no call of the sidecar is running, the caller is not the sidecar.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class UpdateSession:
-    """Keeps whether an update session is open, and whose call is under way.
+    """Whether an update session is open, and whether the sidecar is opening or closing it.
 
     Attributes:
         open: the sidecar's session is open.
-        ours: a call of the sidecar is under way that opens or closes it.
-        refused: another caller was refused a session. vLLM knows of the refusal only in the one
-            worker that raised it (:func:`agreement.refuse`); in the others the session is open, for
-            vLLM.
+        ours: a call of the sidecar that opens or closes the session is running.
+        refused: another caller was refused a session. vLLM knows this only in the one worker that
+            raised the error (:func:`agreement.refuse`); in the others vLLM considers the session
+            open.
     """
 
     def __init__(self) -> None:
@@ -43,20 +43,20 @@ class UpdateSession:
         self._failure: WorkerFailure | None = None
 
     def require_open(self, worker: Any) -> None:
-        """Check that a session is open.
+        """Checks that a session is open.
 
         Raises:
-            EngineError: code ``wrong_state``, if none is open.
+            EngineError: code ``wrong_state``: no session is open.
         """
         if not self.open or not _has_vllm_session(worker):
             raise EngineError("the update session is not open", code=NackCode.WRONG_STATE)
 
     def begin(self, worker: Any, target: Target) -> None:
-        """Open a session of the target. A collective of the engine's workers.
+        """Opens a session for the target. A collective of the engine's workers.
 
         Raises:
-            EngineError: code ``wrong_state``, if one is open; or what the engine failed with, and
-                then one is open.
+            EngineError: code ``wrong_state``: a session is open already. Or the engine's own error;
+                the session is then open.
         """
         agreement.run_before_any_continues(lambda: self._require_none(worker))
         with self._by_us():
@@ -66,20 +66,20 @@ class UpdateSession:
                 worker.start_weight_update()
 
     def finish(self, worker: Any) -> None:
-        """Close the session. A collective of the engine's workers.
+        """Closes the session. A collective of the engine's workers.
 
         Raises:
-            EngineError: code ``wrong_state``, if none is open; or what the engine failed with, and
-                then none is open.
+            EngineError: code ``wrong_state``: no session is open. Or the engine's own error; the
+                session is then closed.
         """
         agreement.run_before_any_continues(lambda: self.require_open(worker))
         self.close(worker)
 
     def close(self, worker: Any) -> None:
-        """Close the session, also if another caller has closed it for vLLM.
+        """Closes the session, also if another caller has closed it in vLLM.
 
         Raises:
-            EngineError: what the engine failed with; none is open then.
+            EngineError: the engine's own error; the session is then closed.
         """
         if _has_vllm_session(worker):
             with self._by_us():
@@ -87,7 +87,7 @@ class UpdateSession:
         self.open = False
 
     def on_vllm_call(self, action: Callable[[], None], *, opens: bool) -> None:
-        """Run the engine's part when the worker opens or closes a session."""
+        """Runs the engine's part when the worker opens or closes a session."""
         self._failure = agreement.attempt(action)
         self.open = opens
 
