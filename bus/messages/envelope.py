@@ -11,16 +11,16 @@ from bus.messages.types import Count, Serial
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):
-    """What every frame carries.
+    """The header fields and the body that every frame carries.
 
-    A ``Struct``, because a frozen dataclass of eleven fields takes ten times as long to make.
+    A ``Struct``, because creating a frozen dataclass of eleven fields takes ten times as long.
 
     Attributes:
-        id: names the message. A repeated message keeps its id.
-        reply_to: the id of the message that is answered; 0: none.
-        boot: one life of a process.
+        id: identifies the message. A repeated message keeps its id.
+        reply_to: the id of the message that this one answers; 0: none.
+        boot: identifies one life of the sender's process.
         epoch: the fencing epoch; see :mod:`bus.protocol.group.group`.
-        seq: grows with every frame of one ``boot``, so that receivers drop old and doubled frames.
+        seq: grows with every frame of one ``boot``; receivers drop old and duplicate frames by it.
     """
 
     wire_major: Count

@@ -1,4 +1,4 @@
-"""Waves of data-parallel groups, between the broker and their coordinators."""
+"""Messages about waves of DP groups, between the broker and their DP coordinators."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StartDpWave(Message):
 
 @dataclass(frozen=True, slots=True)
 class WaveStarted(Message):
-    """DP coordinator to broker: a wave runs. Nothing is asked.
+    """DP coordinator to broker: a wave runs. The broker does not answer.
 
     Attributes:
         local: the coordinator started the wave alone: the broker had not answered FIRST_REQ.
