@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 class GroupVersion:
     """The version that a group serves, in ``value``.
 
-    A commit sets it, and from then on only commits raise it: what one engine reports can't put the
-    others out of service. A broker that was started anew knows no commit. Until it does, the
-    version is the highest one that more than half of the DP groups serve, or a later one, and may
-    fall. A DP group counts as the rank with the lowest version.
+    A commit sets it, and from then on only commits raise it, so that the report of one engine can't
+    put the others out of service. A restarted broker knows no commit. Until one comes, the version
+    is the highest one that more than half of the DP groups serve, or a later one, and may fall. A
+    DP group counts with the lowest version of its ranks.
 
-    These count: DP groups whose sidecars joined with an epoch, so that they were in the group of an
-    earlier broker, and with open admission, so that they were not behind. If there are none, all
+    Only DP groups count whose sidecars joined with an epoch, so that they were in the group of an
+    earlier broker, and with open admission, so that they were not stale. If there are none, all
     DP groups count.
     """
 
@@ -90,7 +90,10 @@ class GroupVersion:
             self.on_commit(version)
 
     def on_report(self, registry: EngineRegistry, reporter: str = "") -> None:
-        """The engines, or what they report, may have changed; ``reporter``: who has reported."""
+        """Computes the version again from the engines' reports, unless a commit has set it.
+
+        ``reporter`` is the engine that has reported.
+        """
         if self.is_committed or not registry.engines:
             return
         reports: dict[str, int] = {}

@@ -97,16 +97,16 @@ class Reconciliation:
         return Resume(beat.update_id, self._state.version)
 
     def _complete_pause(self, beat: Heartbeat) -> PauseLocal:
-        """Half-made: the peer ranks are asked too, so that it completes, and all can resume."""
+        """Returns a PAUSE_LOCAL that completes a half-made pause, so that all can resume."""
         lease_ms, timeout_ms = int(self._state.min_lease_ms), int(self._state.step_timeout_ms)
         return PauseLocal(beat.update_id, "keep", False, lease_ms, timeout_ms, 0, "keep")
 
 
 class EarlierCommits:
-    """Answers COMMITs of updates that this broker has not armed, by what engines report.
+    """Answers COMMITs of updates that this broker has not armed, by the versions of engines.
 
-    A broker may be stopped after engines were told to commit and before it has answered the
-    trainer, which then asks the next broker.
+    A broker may stop after it has sent COMMIT to engines and before it has answered the trainer.
+    The trainer then asks the next broker.
 
     Args:
         state: the group.
@@ -118,11 +118,11 @@ class EarlierCommits:
         self._since_ms = 0.0  # when it first came
 
     def answer(self, msg_id: int, commit: Commit, now_ms: float) -> list[Effect]:
-        """Acknowledge the COMMIT if engines serve its version.
+        """Acknowledges the COMMIT if engines serve its version.
 
-        Engines that have not joined this broker yet, or are in an update, may serve it soon. They
-        are waited for as long as a pause may be leased for at least; nothing is answered meanwhile,
-        and the trainer asks again.
+        Engines that have not joined this broker yet, or are in an update, may serve it soon. The
+        broker waits for them for ``min_lease_ms``. Meanwhile it answers nothing, and the trainer
+        asks again.
 
         Raises:
             Declined: no engine serves the version.

@@ -58,11 +58,13 @@ class StagingDecision:
 
 
 def before_engines(message: Arm, pause: str) -> str:
-    """Why a group that is in this state of a pause can't stage the update; empty if it may.
+    """Returns why the group can't stage the update, whatever its engines say; empty: it may.
+
+    ``pause`` is the state of the group's pause.
 
     Raises:
-        Declined: it must be staged; or has a canary, for which there is no moment between the last
-            chunk and the first request.
+        Declined: the update must be staged, but the group is paused, or the update has a canary. A
+            canary needs a pause between the last chunk and the first request.
     """
     if message.staging is None:
         return ""

@@ -289,7 +289,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
 
     @property
     def is_unsafe(self) -> bool:
-        """Whether weights may differ between engines, or within one: nobody may resume."""
+        """Whether weights may differ between or within engines, so that none may resume."""
         return self.state in UNSAFE and not self.staged
 
     @property
