@@ -1,9 +1,9 @@
-"""The broker as a machine without I/O: frames in, effects out.
+"""The broker as a machine without I/O: frames go in, effects come out.
 
-The way of a message: :meth:`Broker.admit` looks at its size and its sender's bucket before
-anybody reads it; :meth:`Broker.receive` looks at the sender's key, finds the peer by its route,
-drops what is old, doubled or not of its role, and hands the rest to the peer's group; what the
-group wants done comes back as effects. :meth:`Broker.tick` is time.
+A frame takes this way. :meth:`Broker.admit` checks its size and its sender's rate before the frame
+is decoded. :meth:`Broker.receive` checks the sender's key, finds the peer by its route, and drops
+frames that are old, duplicate or not allowed for the peer's role. The peer's group gets the others,
+and returns effects. :meth:`Broker.tick` handles timeouts.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ class Broker:
     def _refuse_more(
         self, route: bytes, envelope: m.Envelope, join: m.Join, now_ms: float
     ) -> Failure | None:
-        """One connection is one peer's. Groups are bounded, and so are epochs and versions."""
+        """Returns why a JOIN exceeds limits of connections, groups, epochs or versions."""
         other = self.peers.by_route.get(route)
         if other is not None and other.name != envelope.sender:
             detail = f"this connection is {other.name}'s"

@@ -20,12 +20,11 @@ MAX_GROUPS: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class BrokerConfig:
-    """Times are in milliseconds.
+    """The broker's times, in milliseconds, and its limits.
 
-    ``peer_timeout_ms``: silence after which a peer is lost. ``retry_ms``: how often
-    engines that have not answered are asked again. ``step_timeout_ms``: how long an
-    engine that lives may take for one step of an update or pause. ``limits``: how much a peer may
-    ask for.
+    ``peer_timeout_ms``: silence after which a peer is lost. ``retry_ms``: how often a request is
+    repeated to engines that have not answered. ``step_timeout_ms``: how long a live engine may take
+    for one step of an update or pause. ``limits``: the rates of peers' messages.
     """
 
     heartbeat_ms: int = 1000

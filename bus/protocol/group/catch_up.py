@@ -55,16 +55,16 @@ class GroupVersion:
         self.assigned: tuple[str, int] = ("", 0)  # the update and its version, assigned last
 
     def assign(self, update_id: str, asked: int, reported: Iterable[int]) -> int:
-        """Return the version of an update: above the group's, and above its engines'.
+        """Assigns the version of an update: above the group's, and above its engines'.
 
-        An update that is armed again, after it was refused, keeps its version: an ARM that is late
-        can't arm an engine for another one.
+        An update that is armed again after a refusal keeps its version, so that a late ARM can't
+        arm an engine for another one.
 
         Args:
             update_id: the update.
-            asked: what the trainer asks to exceed; 0 for nothing.
-            reported: what its engines serve; one that is too far above the group does not count,
-                and refuses the update by itself.
+            asked: the version that the trainer asks to exceed; 0 for none.
+            reported: the versions that its engines serve. A version too far above the group's is
+                ignored here; the engine that serves it refuses the update.
 
         Raises:
             Declined: ``asked`` is too far above the group's version.

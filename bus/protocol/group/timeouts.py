@@ -1,14 +1,16 @@
-"""What is overdue in a group: steps to ask for again, engines that are too slow, requests to end.
+"""Finds overdue work of a group: requests to repeat, slow engines, and requests to end.
 
-These functions read a :class:`~bus.protocol.group.group_state.GroupState`, and mark who is late;
-:meth:`bus.protocol.group.group.Group.tick` acts on what they return.
+These functions read a :class:`~bus.protocol.group.group_state.GroupState`, and mark overdue
+engines; :meth:`bus.protocol.group.group.Group.tick` acts on what they return.
 
-A live engine that does not acknowledge a step for ``step_timeout_ms`` falls out, and is overdue: it
-is not routable, and takes no part in what begins, until it answers. The time of a chunk starts when
-the chunk has left the trainer. An engine whose core stands still is wedged, and its log event says
-so. A trainer that is waited for alone, in an update, and does not move for twice as long ends it.
-It moves with each command, and with each tensor that it takes from its source, as its heartbeats
-tell; its own ``timeout_s`` is to end first. After ``SLOW_MS`` the log says who is waited for.
+- A live engine that does not acknowledge a step for ``step_timeout_ms`` drops out and is overdue:
+  until it answers, it is not routable, and takes no part in new steps. A chunk's time starts when
+  the trainer has sent the chunk. If the engine's core stands still, the log event says so (wedged).
+- If a step waits for the trainer alone, and the trainer makes no progress for twice
+  ``step_timeout_ms``, the update is aborted. Each command is progress, and so is each tensor taken
+  from the trainer's source, as its heartbeats report. The trainer's own ``timeout_s`` is meant to
+  end first.
+- After ``SLOW_MS`` a log event names the engines that a step waits for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A group's trainer: its ownership, its requests and their answers, and its other ranks.
+"""Keeps a group's trainer: its ownership, its requests and their answers, and its other ranks.
 
-A request is known by its message id. Asked again while it waits, it goes on waiting;
-asked again after its answer, it gets the same answer. So a trainer may ask as often
-as it likes, and nothing is done twice.
+A request is identified by its message id. A request that is repeated while it waits continues to
+wait; one that is repeated after its answer gets the same answer. So a trainer may repeat requests,
+and nothing is done twice.
 
 Invariants: one trainer owns a group at a time; every new owner gets a higher epoch
 than any before it; a command of an older epoch, or of another peer, is declined.
@@ -16,8 +16,8 @@ Rank 0 of a trainer owns the group. The other ranks wait for the step that rank 
     END n            returns the version, or raises what rank 0 raised
 
 Invariants: no rank gets GO for tensors before rank 0 knows that all engines are armed;
-END with a failure also answers the ranks that still wait for GO; when rank 0 is gone, all
-ranks that wait get an error, and its steps are discarded, since its successor counts anew.
+END with a failure also answers the ranks that still wait for GO. When rank 0 is lost, all
+ranks that wait get an error, and its steps are discarded, because its successor counts anew.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class OpenRequests:
 
 
 class TrainerSession:
-    """The trainer of one group, and its requests.
+    """Tracks which trainer owns a group, and its requests.
 
-    ``epoch`` is the group's. Engines of an earlier broker may have raised it above the one that the
-    owner was given.
+    ``epoch`` is the group's fencing epoch. Engines that outlived an earlier broker may raise it
+    above the epoch that the owner was granted (``granted_epoch``).
     """
 
     def __init__(self, group: str) -> None:
