@@ -53,8 +53,8 @@ class LinkState(StrEnum):
 class LinkConfig:
     """Times of a link, in ms.
 
-    ``patience_ms``: how long at least a name or group that another peer holds is tried for. That
-    peer may be dead and not missed yet; the broker's NACK may give more time.
+    ``patience_ms``: how long the link at least retries a name or group that another peer holds.
+    That peer may be lost and not detected yet; the broker's NACK may give more time.
     """
 
     retry_ms: int = 500
@@ -62,7 +62,10 @@ class LinkConfig:
 
 
 class Link:
-    """One peer's membership. ``join`` and ``beat`` are asked whenever one is sent."""
+    """The membership of one peer.
+
+    ``join`` and ``beat`` return each JOIN and heartbeat to send.
+    """
 
     def __init__(
         self,

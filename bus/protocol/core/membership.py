@@ -64,15 +64,15 @@ _AT_IT: Final[dict[str, tuple[Phase, ...]]] = {
 
 @dataclass(slots=True)
 class Peer:
-    """One peer as the broker knows it.
+    """The broker's record of one peer.
 
     Attributes:
         route: the transport's name of the peer.
         user: the key that the peer has joined with.
-        bucket: what the peer may still send; None: no limit.
+        bucket: the token bucket that limits the peer's rate; None: no limit.
         is_unreachable: the peer has joined again, and has not shown yet that it received the
             answer.
-        joined_epoch: the epoch that the peer joined with; 0: it had met no trainer's broker before.
+        joined_epoch: the epoch that the peer joined with; 0: no trainer had owned its group before.
         overdue: the step that the engine has not answered in time; empty: none.
     """
 
@@ -105,10 +105,10 @@ class Peer:
         return place_of(self.group, join)
 
     def on_frame(self, now_ms: float, *, is_heartbeat: bool) -> None:
-        """A frame of the peer has arrived.
+        """Records the time of a frame of the peer.
 
-        A link that is cut one way still carries frames of a peer that receives none. Such frames do
-        not count as signs of life.
+        If a link is cut in one direction, the broker still gets frames of a peer that gets none.
+        Such frames do not count as signs of life.
         """
         if is_heartbeat:
             self.is_unreachable = False

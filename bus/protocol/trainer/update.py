@@ -177,7 +177,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
 
     @property
     def has_started(self) -> bool:
-        """Whether every engine waits for chunks, as far as the broker has answered."""
+        """Whether UPDATE_START is acknowledged, so that every engine waits for chunks."""
         return self.state is _S.LOADING
 
     # -- requests of the trainer ------------------------------------------------
