@@ -1,28 +1,30 @@
-"""One engine's lease on its pause, sidecar's side; the ranks of a DP group end it as one.
+"""The lease on one engine's pause, the sidecar's side; a DP group's ranks end it together.
 
-The lease runs from PAUSE_LOCAL, and anew from every heartbeat's answer that names the pause: the
-broker does so as long as the trainer that holds the group is heard, or as long as it is itself
-about to end what a lost trainer has left behind. So whatever is lost on the way, trainer, broker or
-link, is missed here.
+The lease begins with PAUSE_LOCAL, and is renewed by every HEARTBEAT_ACK that names the pause. The
+broker names it as long as the owning trainer is alive, or while the broker itself is about to end
+what a lost trainer left open. So the lease runs out if the trainer, the broker or the link is lost.
 
-What a rank says of itself, its *position*:
+The *position* of a rank in a lease vote:
 
 ========= ==================================================================================
-held      its lease runs: somebody sees to the pause
-pausing   its pause has not returned, or what it undoes has not: it can't say yet
+held      its lease runs: a trainer or the broker keeps the pause
+pausing   its pause, or the undo of its update, has not returned: it can't vote yet
 clean     its lease is over, its pause complete, and its weights are those of ``version``
 partial   its weights are not whole
 running   it is not paused, and serves ``version``
 ========= ==================================================================================
 
-Invariants: a rank resumes by itself only when every peer rank has said, since its own lease was
-over, that it is clean or runs, at the same version; whoever has said clean begins no update, and no
-other pause, before it has resumed, or heard of a peer rank that is partial; so that no rank
-generates while the weights of another one are touched. A peer rank that runs while the pause of
-this one has not returned joins the pause: half-made, it would never return. A rank that does not
-hear of all its peer ranks stays paused, and says whom it misses; unless engines hold deadlines by
-themselves, and agree on this one without sidecars
-(see :meth:`~bus.protocol.engine.session.EngineSession.held_for_ms`).
+Invariants:
+
+- A rank resumes by itself only if every peer rank has voted, since this rank's lease was over,
+  "clean" or "running" at the same version.
+- A rank that has voted "clean" begins no update and no other pause before it has resumed, or before
+  a peer rank has voted "partial". So no rank generates while another one's weights are touched.
+- A running rank joins the pause of a peer rank whose pause has not returned: it could not return
+  without all ranks.
+- A rank that misses a vote stays paused, and names the missing ranks. The exception are engines
+  whose cores end pauses themselves, and agree on it without sidecars
+  (see :meth:`~bus.protocol.engine.session.EngineSession.held_for_ms`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
     from bus.messages import LeasePosition, LeaseVote
 
-# How often peer ranks are asked, and a resume that failed is tried again.
+# How often a rank asks its peer ranks, and retries a failed resume.
 LEASE_RETRY_MS: Final = 1000.0
 
 
@@ -51,7 +53,7 @@ class LeaseState(StrEnum):
 
 
 class LeaseEvent(StrEnum):
-    """What changes a lease."""
+    """Events that change a lease's state."""
 
     PAUSE_TAKEN = "pause_taken"
     RAN_OUT = "ran_out"
@@ -78,7 +80,7 @@ TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
 
 
 class EngineLease(StateMachine[LeaseState, LeaseEvent]):
-    """See the module. ``peers`` are the other ranks of its DP group."""
+    """The pause lease of one engine. ``peers`` are the other ranks of its DP group."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__("engine lease", TRANSITIONS, _S.FREE)
@@ -91,7 +93,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         self._votes: dict[int, LeaseVote] = {}
 
     def begin(self, lease_ms: float, now_ms: float) -> None:
-        """PAUSE_LOCAL was taken."""
+        """Begins the lease of a PAUSE_LOCAL."""
         self._go(_E.PAUSE_TAKEN)
         self._lease_ms = lease_ms
         self._renewed_ms = now_ms
@@ -105,18 +107,18 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
             self._renewed_ms = now_ms
 
     def end(self) -> None:
-        """It has resumed."""
+        """Ends the lease, because the engine has resumed."""
         self._go(_E.RESUMED)
         self.clean_said = False
 
     def run_out(self) -> None:
-        """The lease is over; what peer ranks have said before counts for nothing."""
+        """Records that the lease is over; earlier votes of peer ranks no longer count."""
         self._go(_E.RAN_OUT)
         self.clean_said = False
         self._votes.clear()
 
     def stay_paused(self) -> None:
-        """It stays paused until an update brings whole weights."""
+        """Keeps the engine paused until an update brings whole weights."""
         self._go(_E.PARTIAL)
         self.clean_said = False
 
@@ -127,29 +129,29 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
 
     @property
     def ran_out_ms(self) -> float:
-        """When the lease that is over was so."""
+        """When the present or last lease ends."""
         return self._renewed_ms + self._lease_ms
 
     @property
     def again_ms(self) -> float | None:
-        """When to try to end what is over once more."""
+        """When to try again to end a pause whose lease is over; None: there is none."""
         return self._tried_ms + LEASE_RETRY_MS if self.state is _S.OVER else None
 
     def record_attempt(self, now_ms: float) -> None:
-        """The end of the lease was tried."""
+        """Records an attempt to end the pause."""
         self._tried_ms = now_ms
 
     @property
     def has_promised(self) -> bool:
-        """Peer ranks count on its weights not being touched, and on no other pause."""
+        """Whether this rank has voted "clean": no update or other pause may begin."""
         return self.state is _S.OVER and self.clean_said
 
     def on_vote(self, vote: LeaseVote) -> None:
-        """A peer rank has said how it stands."""
+        """Records a peer rank's vote."""
         self._votes[vote.dp_rank] = vote
 
     def all_agree(self, version: int) -> bool:
-        """Whether every peer rank is clean, or runs, at this version."""
+        """Whether every peer rank is clean or running, at this version."""
         return all(
             self._position(rank) in ("clean", "running") and self._votes[rank].version == version
             for rank in self.peers
@@ -164,7 +166,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         )
 
     def missing(self) -> Iterable[tuple[int, str]]:
-        """Which peer ranks are waited for, and how they stand, as far as they have said."""
+        """Returns the peer ranks whose vote is missing, with their last known positions."""
         return [
             (rank, self._position(rank))
             for rank in self.peers

@@ -1,22 +1,21 @@
-"""The sidecar's machine: one engine's pause, memory and update, composed.
+"""The sidecar's machine for one engine: composes its pause, memory and update.
 
 Invariants, beside those of :mod:`bus.protocol.engine.pause`,
 :mod:`bus.protocol.engine.memory` and :mod:`bus.protocol.engine.update`:
 
-- One engine call at a time, in order; a call that is slow is still pending, and
-  nothing is decided in its place.
+- Engine calls run one at a time, in order. A slow call stays pending; no other call is made in its
+  place.
 - No resume while weights may be mixed: an engine that loaded a part of an update is
-  quarantined, and stays paused until a whole one of the same target is committed.
-- Admission of an engine that becomes quarantined is closed: its requests end, and so does what
-  reaches it from then on. So is that of one that runs and hears that its group serves a later
-  version. The resume after it has got all of that version opens it; where none follows, since the
-  update was staged, it is opened before the commit is acked. A sidecar that finds it closed takes
-  over an engine that is quarantined.
+  quarantined, and stays paused until a whole update of the same target is committed.
+- An engine that becomes quarantined closes admission: its requests end, and so do new ones. So does
+  a running engine whose group serves a later version. The resume after it has loaded all of that
+  version opens admission. A staged update has no resume; admission is then opened before the commit
+  is acknowledged. A sidecar that finds admission closed takes the engine for quarantined.
 - Commands of an older epoch change nothing.
-- When the pause's lease is over, an engine that loaded nothing gives the update up and resumes
-  by itself, waking what sleeps; the ranks of a DP group do so as one, or not at all
-  (:mod:`bus.protocol.engine.lease`). One whose weights were discarded ends its requests, and sleeps
-  on, quarantined.
+- When the pause's lease is over, an engine that loaded nothing aborts the update and resumes
+  by itself, waking what sleeps. The ranks of a DP group do so together, or not at all
+  (:mod:`bus.protocol.engine.lease`). An engine whose weights are discarded ends its requests and
+  stays asleep, quarantined.
 """
 
 from __future__ import annotations
@@ -328,9 +327,9 @@ class EngineSession:
     def held_for_ms(self, now_ms: float) -> float:
         """Returns how long the engine stays paused if this sidecar dies now, in ms.
 
-        Negative: since when not any more. A living sidecar ends a lease itself. But a rank that has
-            told its peer ranks that it is clean, and
-        misses one, touches nothing before it has resumed. Then the cores may end the pause
+        Negative: for how long the cores may have ended the pause already. A living sidecar ends a
+        lease itself. Only if this rank has voted "clean" and misses a peer rank's vote, it touches
+        no weights before its resume, and the cores may end the pause
         themselves.
         """
         left_ms = self.lease.ran_out_ms - now_ms
@@ -341,7 +340,7 @@ class EngineSession:
 
     @property
     def _lease_counts(self) -> bool:
-        """Whether the lease may end the pause: only a pause that waits for peer ranks is called."""
+        """Whether the lease may end the pause; while a pause call runs: only with peer ranks."""
         if self.pause.state is EnginePauseState.PAUSING:
             return bool(self.lease.peers)
         paused = self.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNKNOWN)
