@@ -295,7 +295,7 @@ class EngineSession:
             self.memory.found_asleep()
 
     def found_running(self) -> None:
-        """The engine has ended its pause by itself, with its weights. Only :attr:`at_rest`."""
+        """Records that the engine resumed by itself, with whole weights. Only :attr:`at_rest`."""
         self.update.on_found(())
         self.pause.found_running()
 

@@ -243,7 +243,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         self._go(_E.PROBE_ASKED)
 
     def commit(self, label: str, differing: tuple[m.Differing, ...]) -> list[m.Message]:
-        """Every engine but the ``differing`` serves the weights; a pause of the update's ends."""
+        """Returns COMMIT for all but ``differing`` engines, and RESUME for its own pause."""
         if self.request.has_canary and not self._has_probed:
             raise self._illegal("commit before the probes")
         self._go(_E.COMMIT_ASKED)
