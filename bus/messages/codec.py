@@ -46,12 +46,12 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 @functools.cache
 def _inner_classes(cls: type) -> dict[str, type | None]:
-    """Returns every field of a dataclass, and the dataclass in the field, if there is one."""
+    """Returns, for every field of a dataclass, the dataclass in the field, or None."""
     return {name: _dataclass_in(hint) for name, hint in get_type_hints(cls).items()}
 
 
 def _dataclass_in(hint: Any) -> type | None:
-    """Returns the dataclass in ``X``, ``X | None`` or ``tuple[X, ...]``, if there is one."""
+    """Returns the dataclass in ``X``, ``X | None`` or ``tuple[X, ...]``, or None."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return hint
     if get_origin(hint) in (Union, types.UnionType, tuple):
@@ -71,7 +71,7 @@ _KINDS: Final = {
 
 
 def encode_body(message: Message) -> msgspec.Raw:
-    """Encodes the body of a frame; the result can be used in any number of frames."""
+    """Encodes the body of a frame; several frames can share the result."""
     return msgspec.Raw(_encode(message))
 
 
@@ -210,7 +210,7 @@ def _read(data: bytes) -> Any:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """The key-value pairs of a map, kept as a list so that duplicate keys are detected."""
+    """The key-value pairs of a map, as a list, which shows duplicate keys."""
 
 
 def _extra_field(pairs: _Pairs, cls: type, where: str) -> DecodeError:
@@ -228,7 +228,13 @@ def _extra_field(pairs: _Pairs, cls: type, where: str) -> DecodeError:
 
 
 def _check_fields(value: Any, cls: type, path: str, minor: int) -> None:
-    """Checks the field names of a map and of its nested maps, sent by a peer of this minor version.
+    """Checks the field names of a map and of its nested maps.
+
+    Args:
+        value: the decoded map; anything else is accepted.
+        cls: the dataclass that the map encodes.
+        path: the map's place in the frame, for errors.
+        minor: the sender's minor wire version.
 
     Raises:
         DecodeError: a field is undeclared, and the peer is not newer; or missing, and the peer is

@@ -166,7 +166,7 @@ class CoreStatus(Message):
 
 @dataclass(frozen=True, slots=True)
 class Restart(Message):
-    """Broker to engines: the engine or its DP group is stuck for good and must restart.
+    """Broker to engines: the engine or its DP group is stuck and must restart.
 
     The sidecar ends the engine and itself, so that the supervisor restarts both. ``reason`` is the
     diagnosis.
@@ -191,7 +191,7 @@ class HeartbeatAck(Message):
 
 @dataclass(frozen=True, slots=True)
 class PeerRank:
-    """A rank of a DP group. ``key`` is its public key, if the broker has keys."""
+    """One rank of a DP group. ``key``: its public key, if the broker has keys."""
 
     name: Name
     dp_rank: Count

@@ -1,4 +1,4 @@
-"""Acknowledgements and refusals, and the steps that rank 0 of a trainer announces to the others."""
+"""Acknowledgements and refusals, and the steps that a trainer's rank 0 announces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Step(StrEnum):
 
 
 def step_name(step: str, chunk: int) -> str:
-    """Returns the name of a step for texts, with the chunk's number if the step is a chunk."""
+    """Returns a step's name for texts; a chunk's includes its number."""
     return f"chunk {chunk}" if step == Step.CHUNK else step
 
 
@@ -68,7 +68,7 @@ class Ack(Message, msgspec.Struct, frozen=True):
 
 
 class NackCode(StrEnum):
-    """Reason codes of refusals. Programs read the code; people read the text beside it."""
+    """Reason codes of refusals. Programs read the code; people read the text."""
 
     MALFORMED = "malformed"
     OVERSIZED = "oversized"

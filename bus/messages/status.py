@@ -120,7 +120,7 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True)
 class OutView:
-    """An engine that does not serve, with the reason; or an engine that boots, with its host."""
+    """An engine that does not serve, or still boots, with the reason or host."""
 
     engine: ShortText
     state: Literal["quarantined", "gone", "booting"]

@@ -103,7 +103,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of the requests that an engine takes; 0 where the engine does not report one.
+    """Limits of an engine's requests; 0 where the engine does not report one.
 
     Attributes:
         vocab_size: token ids are below this.

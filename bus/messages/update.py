@@ -30,7 +30,7 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class PlanTransfer(Message):
-    """Trainer to broker: a request for the plan of a collective transfer. ``scope``: as in ARM."""
+    """Trainer to broker: a request to plan a collective transfer. ``scope``: as in ARM."""
 
     scope: Scope = ()
 
@@ -175,7 +175,7 @@ class WeightChunkMeta(Message):
 
 @dataclass(frozen=True, slots=True)
 class ChunkSent(Message):
-    """Trainer to broker to engines: all bytes of the chunk are sent; verify and load it.
+    """Trainer to broker to engines: the chunk is sent; verify and load it.
 
     ``sums`` are the tensors' checksums (:mod:`bus.weight_transfer.checksum`); empty: nothing is
     verified.

@@ -22,7 +22,10 @@ class FirstReq(Message):
 
 @dataclass(frozen=True, slots=True)
 class FirstReqHeld(Message):
-    """Broker to DP coordinator: the wave starts when the DP group may run; ``reason`` says why."""
+    """Broker to DP coordinator: the wave waits until the DP group may run.
+
+    ``reason`` says why it may not run now.
+    """
 
     dp_group: Name
     wave: Count

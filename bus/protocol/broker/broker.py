@@ -265,7 +265,7 @@ class Broker:
         if isinstance(result, Failure):
             self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
             retry_ms = self.config.retry_ms
-            if result.code in WORTH_A_WAIT:  # by then who has it is heard, or is missed
+            if result.code in WORTH_A_WAIT:  # by then its owner is alive or detected as lost
                 retry_ms = self.config.peer_timeout_ms + 2 * self.config.heartbeat_ms
             fields = {"peer": envelope.sender, "group": envelope.group, "detail": result.detail}
             return [
@@ -276,7 +276,7 @@ class Broker:
         peer, group = result
         came: list[Effect] = []
         if peer.role == "engine" and group is not None:
-            came = group.on_engine_joined(peer, now_ms)  # the WELCOME tells the version with it
+            came = group.on_engine_joined(peer, now_ms)  # before the WELCOME, which has the version
         elif peer.role == "coordinator" and group is not None:
             came = group.dp_groups.on_coordinator_joined(peer)
         elif peer.role in WATCHERS:
@@ -422,7 +422,7 @@ class Broker:
 
     def _drop_peer(self, peer: Peer) -> None:
         self.peers.remove(peer)
-        if peer.bucket is not None:  # who comes and goes gets no new one by that
+        if peer.bucket is not None:  # joining again gives no new bucket
             peer.bucket.rate = self.config.limits.stranger
             self._strangers[peer.route] = peer.bucket
 

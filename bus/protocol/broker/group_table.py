@@ -1,4 +1,4 @@
-"""The broker's groups by name: made for the first peer, removed some time after the last."""
+"""The broker's groups by name: made for the first peer, removed after the last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class GroupTable(dict[str, Group]):
-    """All groups of the broker. Epoch and version of a removed group are kept: they only grow.
+    """All groups of the broker.
+
+    The epoch and version of a removed group are kept, because they only grow.
 
     Attributes:
         due_ms: when the next tick is due, at the latest.

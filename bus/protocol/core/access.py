@@ -1,4 +1,4 @@
-"""Decides which frames a peer may send to the broker: by its rate, its role, and its key.
+"""Decides by rate, role and key which frames a peer may send to the broker.
 
 **Rate.** Each route has a token bucket that fills at a steady rate. The bucket is small until its
 peer has joined. A frame costs one token, and one more per 4 KiB. A refused frame costs

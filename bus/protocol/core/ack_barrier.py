@@ -1,4 +1,4 @@
-"""The barrier of acknowledgements: one step, asked of several engines at once."""
+"""The barrier of acknowledgements: one step requested of several engines at once."""
 
 from __future__ import annotations
 

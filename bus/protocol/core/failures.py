@@ -45,7 +45,7 @@ class Declined(Exception):
 def decline(
     code: NackCode, detail: str, peer: str = "", *, field: str = "", hint: str = ""
 ) -> Declined:
-    """Returns the error of a command that does not fit; the fields are those of a failure."""
+    """Returns the error that declines a command; arguments as in :class:`Failure`."""
     return Declined(Failure(code, detail, peer, field=field, hint=hint))
 
 

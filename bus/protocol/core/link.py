@@ -99,7 +99,7 @@ class Link:
         return self._ask(now_ms)
 
     def fresh(self, envelope: m.Envelope, now_ms: float) -> bool:
-        """Whether a frame of the broker is new; an old or duplicate frame is to be dropped."""
+        """Whether a frame of the broker is new; others must be dropped."""
         if envelope.boot != self._broker_boot:
             self._broker_boot = envelope.boot
             self._last_seq = 0

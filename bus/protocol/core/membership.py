@@ -208,7 +208,7 @@ class Membership:
         now_ms: float,
         user: str = "",
     ) -> Peer | Failure:
-        """Adds a peer, or returns why not. A second join with the same boot updates its facts."""
+        """Adds a peer, or updates its facts (same boot), or returns why not."""
         refused = self._refuse(name, group, boot, user, join, now_ms)
         if refused is not None:
             return refused
@@ -283,7 +283,7 @@ class Membership:
         )
 
     def _refuse_place(self, name: str, group: str, join: Join) -> Failure | None:
-        """Refuses a second sidecar of an engine or rank, and a second coordinator of a DP group."""
+        """Refuses a second sidecar per engine or rank, or coordinator per DP group."""
         if join.coordinator is not None:
             return self._refuse_coordinator(name, group, join.coordinator)
         facts = join.engine

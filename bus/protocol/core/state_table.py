@@ -80,7 +80,7 @@ def _id(state: StrEnum) -> str:
 
 
 class IllegalTransition(ProtocolError):
-    """Raised for an event that can't happen in this state: a bug here, not a peer's fault."""
+    """Raised for an event that can't happen in this state: a bug in wavebus."""
 
     def __init__(
         self, machine: str, state: StrEnum, event: str, story: Iterable[tuple[StrEnum, StrEnum]]

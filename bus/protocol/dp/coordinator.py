@@ -1,4 +1,4 @@
-"""The coordinator of one DP group: wakes its idle ranks, with the broker or without it.
+"""The coordinator of one DP group: wakes idle ranks, with or without the broker.
 
 It replaces vLLM's own coordinator. Front ends notify it of a first request, and cores of the start
 and end of a wave; it starts cores and notifies front ends. It asks the broker first, because the
@@ -194,7 +194,7 @@ class DpCoordinator:
         return [Send(self._first_req()), self._publish(now_ms)]
 
     def on_started(self, wave: int, rank: int, now_ms: float) -> list[CoordinatorEffect]:
-        """Handles a core's report that a wave runs; the other cores may still have to join it.
+        """Handles a core's report that a wave runs, and starts the other cores.
 
         ``rank`` got the first request. Rank 0 also reports that all ranks step, after a FIRST_REQ
         or after a resume that found requests.

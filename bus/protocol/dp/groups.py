@@ -92,7 +92,7 @@ class DpGroup:
 
 
 class DpGroups:
-    """The DP groups of one group that have more than one rank. ``epoch`` is the group's."""
+    """The DP groups of one group with more than one rank. ``epoch``: the group's."""
 
     def __init__(
         self, group: str, epoch: Callable[[], int], config: WatchdogConfig | None = None

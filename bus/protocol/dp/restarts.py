@@ -38,7 +38,7 @@ class Restarts:
         self._asked: dict[str, float] = {}  # time of the last request, by DP group
 
     def advice(self, ranks: Iterable[Peer], size: int) -> str:
-        """Returns whom a diagnosis asks to restart the ranks; empty if wavebus does it."""
+        """Returns which ranks the operator must restart; empty if their supervisor does."""
         if _is_supervised(ranks):
             return ""
         return UNSUPERVISED.format(f"all {size} ranks" if size > 1 else "the engine")

@@ -62,7 +62,7 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
     (_S.RUNNING, _E.PAUSE): _S.LOCAL,
     (_S.LOCAL, _E.FIRST_REQ): _S.LOCAL,  # START_DP_WAVE: a wave is joined until all are paused
     (_S.LOCAL, _E.STARTED): _S.LOCAL,
-    (_S.LOCAL, _E.PAUSE): _S.LOCAL,  # asked again
+    (_S.LOCAL, _E.PAUSE): _S.LOCAL,  # a repeated request
     (_S.LOCAL, _E.PAUSED): _S.GLOBAL,
     (_S.LOCAL, _E.RESUMED): _S.IDLE,  # dropped out of the pause; RUNNING if a wave is under way
     (_S.GLOBAL, _E.FIRST_REQ): _S.GLOBAL,  # FIRST_REQ_HELD: kept
@@ -74,7 +74,7 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
     (_S.GLOBAL, _E.RESUMED): _S.IDLE,
     (_S.DOWN, _E.FIRST_REQ): _S.DOWN,  # FIRST_REQ_HELD
     (_S.DOWN, _E.STARTED): _S.DOWN,
-    (_S.DOWN, _E.WHOLE): _S.IDLE,  # all ranks are there again, restarted as one
+    (_S.DOWN, _E.WHOLE): _S.IDLE,  # all ranks have joined again
     # The wave's number grows.
     **{(each, _E.COMPLETE): _S.IDLE if each is _S.RUNNING else each for each in _S},
     **{(each, _E.LOST): _S.DOWN for each in _S},  # a rank died, and a kept request with it
@@ -82,7 +82,7 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
 
 
 class WaveMachine(StateMachine[WaveState, WaveEvent]):
-    """The waves of one DP group. Methods for a FIRST_REQ or a resume return whether to START."""
+    """The waves of one DP group. Some methods return whether to START a wave."""
 
     def __init__(self, wave: int = 0, *, running: bool = False) -> None:
         super().__init__("wave", TRANSITIONS, _S.RUNNING if running else _S.IDLE)
@@ -102,7 +102,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
 
     @property
     def started_by(self) -> int | None:
-        """The rank that began the wave under way; None: no wave, or the rank is unknown."""
+        """The rank that began the wave under way; None: no wave, or unknown."""
         return self.rank if self.under_way else None
 
     def on_started(self, wave: int, rank: int | None = None) -> bool:
@@ -159,7 +159,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         self.kept = self.under_way = False
 
     def whole(self) -> None:
-        """Records that all ranks are present again, in a new life whose waves count from 0."""
+        """Records that all ranks have joined again; the new life's waves count from 0."""
         if self.state is _S.DOWN:
             self._go(_E.WHOLE)
             self.wave = 0

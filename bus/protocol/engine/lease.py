@@ -1,8 +1,9 @@
-"""The lease on one engine's pause, the sidecar's side; a DP group's ranks end it together.
+"""The lease on one engine's pause: the sidecar's side.
 
 The lease begins with PAUSE_LOCAL, and is renewed by every HEARTBEAT_ACK that names the pause. The
 broker names it as long as the owning trainer is alive, or while the broker itself is about to end
 what a lost trainer left open. So the lease runs out if the trainer, the broker or the link is lost.
+The ranks of a DP group end it together, or not at all, by a vote.
 
 The *position* of a rank in a lease vote:
 
@@ -16,13 +17,13 @@ running   it is not paused, and serves ``version``
 
 Invariants:
 
-- A rank resumes by itself only if every peer rank has voted, since this rank's lease was over,
-  "clean" or "running" at the same version.
+- A rank resumes by itself only if every peer rank has voted "clean" or "running" at the same
+  version, after this rank's lease was over.
 - A rank that has voted "clean" begins no update and no other pause before it has resumed, or before
   a peer rank has voted "partial". So no rank generates while another one's weights are touched.
 - A running rank joins the pause of a peer rank whose pause has not returned: it could not return
   without all ranks.
-- A rank that misses a vote stays paused, and names the missing ranks. The exception are engines
+- A rank that lacks a vote stays paused, and logs the missing ranks. The exception are engines
   whose cores end pauses themselves, and agree on it without sidecars
   (see :meth:`~bus.protocol.engine.session.EngineSession.held_for_ms`).
 """
@@ -63,7 +64,7 @@ class LeaseEvent(StrEnum):
 
 _S, _E = LeaseState, LeaseEvent
 
-# Beside each row: what is done. In HELD each renewal begins the lease's time anew. In OVER a rank
+# Beside each row: what is done. In HELD each renewal restarts the lease's time. In OVER a rank
 # sends LEASE_VOTE to every peer rank once a second.
 TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
     (_S.FREE, _E.PAUSE_TAKEN): _S.HELD,
@@ -74,7 +75,7 @@ TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
     # This rank or a peer rank lacks weights: it stays paused, and its requests are ended.
     (_S.OVER, _E.PARTIAL): _S.SETTLED,
     (_S.HELD, _E.RESUMED): _S.FREE,
-    (_S.OVER, _E.RESUMED): _S.FREE,  # asked for; or it is clean, and all peer ranks are, or run
+    (_S.OVER, _E.RESUMED): _S.FREE,  # on request; or all ranks are clean or running
     (_S.SETTLED, _E.RESUMED): _S.FREE,
 }
 
@@ -134,7 +135,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
 
     @property
     def again_ms(self) -> float | None:
-        """When to try again to end a pause whose lease is over; None: there is none."""
+        """When to retry the end of a pause whose lease is over; None: never."""
         return self._tried_ms + LEASE_RETRY_MS if self.state is _S.OVER else None
 
     def record_attempt(self, now_ms: float) -> None:
@@ -158,7 +159,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         )
 
     def any_partial(self, version: int) -> bool:
-        """Whether the DP group can't run: a peer rank is partial, or clean at another version."""
+        """Whether a peer rank's vote forbids a resume: partial, or another version."""
         return any(
             vote.position == "partial"
             or (vote.position in ("clean", "running") and vote.version != version)

@@ -62,7 +62,7 @@ class EnginePauseEvent(StrEnum):
 
 _S, _E = EnginePauseState, EnginePauseEvent
 
-# Beside each row: the engine call, or the answer. A command that has to wait is remembered:
+# Beside each row: the engine call, or the answer. A command that has to wait is queued:
 # RESUME in PAUSING; PAUSE_LOCAL in RESUMING, or while peer ranks count on this pause
 # (:mod:`bus.protocol.engine.lease`). So is what a PAUSE_LOCAL in PAUSING wants dropped beyond the
 # pause under way. When the time of a `wait` is over, pause(escalate) is called beside it.

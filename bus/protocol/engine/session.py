@@ -340,7 +340,7 @@ class EngineSession:
 
     @property
     def _lease_counts(self) -> bool:
-        """Whether the lease may end the pause; while a pause call runs: only with peer ranks."""
+        """Whether the lease may end the pause. A pause call that runs needs peer ranks for that."""
         if self.pause.state is EnginePauseState.PAUSING:
             return bool(self.lease.peers)
         paused = self.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNKNOWN)

@@ -1,4 +1,4 @@
-"""The content of one update, from its ARM, and what the engine must fulfil to load it.
+"""The content of one update, from its ARM, and its requirements on the engine.
 
 ================== ==========================================================================
 update             requirements

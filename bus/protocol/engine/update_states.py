@@ -49,9 +49,9 @@ class EngineUpdateEvent(StrEnum):
 _S, _E = EngineUpdateState, EngineUpdateEvent
 _IDLE: Final = (_S.NONE, _S.ABORTING)  # there is nothing to abort
 
-# Beside each row: the engine call, or the answer. A doubled command is acked again. In STARTING and
-# LOADING chunks are received and loaded as their turns come (:mod:`bus.protocol.engine.chunks`); a
-# start or a chunk that fails is refused, and the state stays.
+# Beside each row: the engine call, or the answer. A repeated command is acked again. In STARTING
+# and LOADING, chunks are received and loaded in order (:mod:`bus.protocol.engine.chunks`). A start
+# or a chunk that fails is refused, and the state stays.
 TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdateState]] = {
     (_S.NONE, _E.ARM_ASKED): _S.ARMING,  # arm(manifest); a patch only onto its base
     (_S.ARMED, _E.ARM_ASKED): _S.ARMING,  # the same: the update before has touched nothing
@@ -84,6 +84,6 @@ TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdat
 # In these states the model may hold weights of two versions.
 MIXED: Final = frozenset(_S) - {_S.NONE, _S.ARMING, _S.ARMED}
 
-# With these, a load has failed before anything of its chunk was loaded: it did not come, or is
-# not what was sent.
+# With these codes a load has failed before any of its chunk was loaded: the chunk did not come, or
+# differs from what was sent.
 NOTHING_LOADED: Final = frozenset({NackCode.TRANSFER_FAILED, NackCode.CHECKSUM_MISMATCH})

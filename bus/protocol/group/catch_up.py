@@ -116,7 +116,7 @@ def stale_dp_groups(registry: EngineRegistry, version: int) -> tuple[str, ...]:
 
 
 def members(registry: EngineRegistry, scope: Iterable[str], version: int) -> dict[str, str]:
-    """Returns the ready engines of the DP groups in ``scope``, with their DP groups; empty: all.
+    """Returns the ready engines of the DP groups in ``scope``; empty scope: all.
 
     Raises:
         Declined: there are none; or names a DP group that is not stale, or is not present.

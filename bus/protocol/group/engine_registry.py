@@ -285,7 +285,7 @@ class EngineRegistry:
                 self._records[name].differs_at = version
 
     def admit_joined_late(self) -> bool:
-        """Lets engines that joined late take part from now on; returns False if there were none."""
+        """Lets engines that joined late take part; returns False if there were none."""
         late = [record for record in self._records.values() if record.joined_late]
         for record in late:
             record.joined_late = False
@@ -313,7 +313,7 @@ class EngineRegistry:
         )
 
     def is_pause_unknown(self, name: str) -> bool:
-        """Whether a rank of an engine's DP group can't tell whether it is paused."""
+        """Whether it is unknown of a rank of an engine's DP group whether it is paused."""
         return any(self._records[peer].pause_unknown for peer in self.dp_peers(name))
 
     def differs(self, name: str, version: int) -> bool:
@@ -325,7 +325,7 @@ class EngineRegistry:
         return self.is_quarantined(name) and not self._records[name].has_model
 
     def last_heard(self, name: str, now_ms: float) -> str:
-        """Returns the engine's name, with the time since its last frame if it is present."""
+        """Returns the engine's name; if it is present, with the age of its last frame."""
         peer = self.engines.get(name)
         return f"{name} (heard {now_ms - peer.last_heard_ms:.0f} ms ago)" if peer else name
 
@@ -353,7 +353,7 @@ class EngineRegistry:
         return self.unable() | {n for n, record in self._records.items() if record.joined_late}
 
     def ready(self) -> list[str]:
-        """Returns the names of the engines that take part in a pause or update that begins now."""
+        """Returns the names of the engines that take part in a new pause or update."""
         return sorted(self.engines.keys() - self._left_out())
 
     def ready_count(self) -> int:

@@ -128,7 +128,7 @@ class Group(GroupState):
         return [self.send(m.PeerRanks(tuple(ranks)), peers)]
 
     def on_engine_lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
-        """Removes an engine that left, or was lost, from the group and from steps under way."""
+        """Removes a lost or leaving engine from the group and from present steps."""
         if not self.registry.remove(peer):
             return []
         self.served.on_report(self.registry)

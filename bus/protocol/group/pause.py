@@ -65,7 +65,7 @@ TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
     (_S.PAUSED, _E.RESUME_ASKED): _S.RESUMING,  # RESUME to every rank
     # The trainer gets: resumed; or, after a failure, why there was no pause.
     (_S.RESUMING, _E.ALL_RESUMED): _S.RUNNING,
-    # No engine is left. (A rank that refuses changes no state: it is asked again.)
+    # No engine is left. (A rank's refusal changes no state: the request is repeated.)
     **{(state, _E.NO_ENGINES): _S.RUNNING for state in _S if state is not _S.RUNNING},
 }
 

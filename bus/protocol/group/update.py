@@ -130,7 +130,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self._communicator = 0  # 0: the transport has no communicator
 
     def require(self, *states: UpdateState, update_id: str = "") -> None:
-        """Checks that the update is in one of these states, and (if given) has this id.
+        """Checks that the update is in one of these states, and has this id.
 
         Raises:
             Declined: state or id differ; or carries the reason why the update was aborted.

@@ -41,7 +41,7 @@ TRANSITIONS: Final[dict[tuple[ChunkState, ChunkEvent], ChunkState]] = {
     # WEIGHT_CHUNK_META is requested: a buffer is free for the chunk.
     (_S.WAITING, _E.ANNOUNCED): _S.ANNOUNCED,
     (_S.ANNOUNCED, _E.LEFT): _S.LEFT,  # the sender has sent the chunk's bytes
-    (_S.LEFT, _E.SENT): _S.SENT,  # CHUNK_SENT is requested, behind that of the chunk before
+    (_S.LEFT, _E.SENT): _S.SENT,  # CHUNK_SENT is requested, after the previous chunk's
     (_S.SENT, _E.APPLIED): _S.APPLIED,  # both messages are answered
 }
 

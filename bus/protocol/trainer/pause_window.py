@@ -70,7 +70,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
         return self.state is not _S.NONE
 
     def on_asked(self, message: Message, epoch: int) -> None:
-        """Checks the epoch of a step that is about to be requested, and records a SLEEP.
+        """Checks the epoch of a step before its request; records a SLEEP.
 
         Raises:
             UpdateFailed: with code ``fenced``, if the pause was made in another epoch.

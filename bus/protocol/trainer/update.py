@@ -1,4 +1,4 @@
-"""Decides the next message of a weight update, and how to undo it: the trainer's side.
+"""Decides the next message of a weight update, and its undo: the trainer's side.
 
 The messages that one method returns may be requested at once, in their order, without waiting for
 answers in between, because the broker queues steps that come early.
@@ -68,27 +68,27 @@ _S, _E = TrainerUpdateState, TrainerUpdateEvent
 TRANSITIONS: Final[dict[tuple[TrainerUpdateState, TrainerUpdateEvent], TrainerUpdateState]] = {
     (_S.IDLE, _E.ARM_ASKED): _S.ARMING,  # ARM
     (_S.IDLE, _E.WAKE_ASKED): _S.WAKING,  # WAKE: weights sleep in the pause that is held
-    # An engine sleeps since an earlier trainer: PAUSE_LOCAL, WAKE.
+    # An earlier trainer left an engine asleep: PAUSE_LOCAL, WAKE.
     (_S.ARMING, _E.WAKE_ASKED): _S.WAKING,
     (_S.WAKING, _E.ARM_ASKED): _S.ARMING,  # ARM
-    # It may be armed again, with the transport opened anew.
+    # It may be armed again, with a new transport.
     (_S.ARMING, _E.REFUSED): _S.IDLE,
     (_S.ARMING, _E.ARMED): _S.ARMED,
     # UPDATE_START; before it PAUSE_LOCAL, unless the update is staged or a pause is held.
     (_S.ARMED, _E.START_ASKED): _S.STARTING,
     (_S.STARTING, _E.STARTED): _S.LOADING,  # chunks
-    (_S.STARTING, _E.FINISH_ASKED): _S.FINISHING,  # UPDATE_FINISH, behind the last chunk
+    (_S.STARTING, _E.FINISH_ASKED): _S.FINISHING,  # UPDATE_FINISH, after the last chunk
     (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,
     (_S.FINISHING, _E.STARTED): _S.FINISHING,
     (_S.FINISHING, _E.FINISHED): _S.FINISHED,
     (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,  # PROBE, of an update with a canary
     (_S.PROBING, _E.PROBED): _S.FINISHED,
-    # COMMIT; behind it RESUME, if the update made the pause.
+    # COMMIT; then RESUME, if the update made the pause.
     (_S.FINISHING, _E.COMMIT_ASKED): _S.COMMITTING,
     (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,
     (_S.COMMITTING, _E.FINISHED): _S.COMMITTING,
     (_S.COMMITTING, _E.COMMITTED): _S.COMMITTED,
-    # ABORT, if the bus may have it and has not committed it; RESUME, if it asked for a pause.
+    # ABORT, if the broker may know the update, uncommitted; RESUME, if the update paused.
     **{(state, _E.UNDO_ASKED): _S.UNDONE for state in TrainerUpdateState if state is not _S.UNDONE},
 }
 
