@@ -78,8 +78,8 @@ def encode_body(message: Message) -> msgspec.Raw:
 def clip(message: M) -> M:
     """Returns the message with its texts, lists and maps cut to their bounds.
 
-    Used for texts that come from an engine: a cut text is better than a refused message. The only
-    such field of an ACK is its request ids.
+    Used for texts that come from an engine: a cut text is better than a refused message. In an
+    ACK, only the list of request ids can be too long.
     """
     if isinstance(message, Ack) and not message.waited_for:
         return message

@@ -276,7 +276,7 @@ class Broker:
         peer, group = result
         came: list[Effect] = []
         if peer.role == "engine" and group is not None:
-            came = group.on_engine_joined(peer, now_ms)  # before the WELCOME, which has the version
+            came = group.on_engine_joined(peer, now_ms)  # may change the WELCOME's version
         elif peer.role == "coordinator" and group is not None:
             came = group.dp_groups.on_coordinator_joined(peer)
         elif peer.role in WATCHERS:

@@ -95,7 +95,7 @@ class AckBarrier:
         return True
 
     def repeats(self) -> Iterator[tuple[Message, list[str]]]:
-        """Yields what to send again to which engines.
+        """Yields each message to repeat, with the engines that get it.
 
         A manifest is large: engines that have it get its digest.
         """

@@ -433,7 +433,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             raise wrong_state("the update is given up, when the call under way has ended")
 
     def _lost_the_old(self) -> None:
-        """Something may have been loaded.
+        """Records that new weights may have been loaded over the old ones.
 
         An engine keeps the adapter before, and all that it serves during a staged update.
         """

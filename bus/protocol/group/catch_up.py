@@ -12,7 +12,7 @@ engines                        the ranks of stale DP groups (``scope``), and no 
 weights                        a whole set of the model's weights; no patch, no draft, no adapter
 version                        the group's. No new one is assigned; weights of another are refused
 trainer                        one that says, with each heartbeat, that it has those weights. After
-                               each such heartbeat it gets the stale DP groups (STALE_ENGINES), as
+                               each such heartbeat it gets the stale DP groups (BEHIND), as
                                long as no pause or update is under way, so a lost message is
                                repeated
 ============================== ===============================================================

@@ -50,7 +50,7 @@ class StagingDecision:
         """For a start of the staged update.
 
         Raises:
-            Declined: it can't be.
+            Declined: the update can't be staged.
         """
         why_not = self.pause_reason if self.wanted else "it was armed for a pause"
         if why_not:

@@ -291,7 +291,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         self._has_probed = True
 
     def on_refused(self, message: m.Message, refused: Refused) -> list[m.Message]:
-        """The broker has refused a step; what follows.
+        """Handles the broker's refusal of a step; returns the messages that follow.
 
         Raises:
             Refused: nothing does; the same.
