@@ -102,7 +102,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
     def renew(self, now_ms: float) -> None:
         """Renews the lease, unless it is over.
 
-        Peer ranks, or the engine itself, may count on the end of a lease.
+        A lease that is over stays over: peer ranks, or the engine itself, may act on its end.
         """
         if self.over_ms is not None and now_ms < self.over_ms:
             self._renewed_ms = now_ms

@@ -313,7 +313,7 @@ class EngineRegistry:
         )
 
     def is_pause_unknown(self, name: str) -> bool:
-        """Whether it is unknown of a rank of an engine's DP group whether it is paused."""
+        """Whether a rank of an engine's DP group reports an unknown pause state."""
         return any(self._records[peer].pause_unknown for peer in self.dp_peers(name))
 
     def differs(self, name: str, version: int) -> bool:
