@@ -1,8 +1,8 @@
 """The messages of the bus, as frozen dataclasses.
 
 A frame on the wire is one MessagePack map, the :class:`Envelope`. Its ``body`` is the map of one
-message. Names carry units. Tensors travel another way. :mod:`bus.messages.registry` lists all
-messages; :mod:`bus.messages.codec` encodes and decodes them.
+message. Field names carry units. Tensors are not sent as messages; see :mod:`bus.weight_transfer`.
+:mod:`bus.messages.registry` lists all messages; :mod:`bus.messages.codec` encodes and decodes them.
 """
 
 from bus.messages.canary import *

@@ -1,4 +1,4 @@
-"""The canary: fixed greedy probes of a finished update, before its commit."""
+"""Messages of the canary: fixed greedy probes of a finished update, before its commit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class Probe(Message):
-    """Trainer to broker to engines: run these probes, before the COMMIT.
+    """Trainer to broker to engines: run these probes before the COMMIT.
 
     Attributes:
         update_id: the update.
         prompts: token ids of each prompt.
-        max_tokens: how many tokens each prompt gets, past any end of sequence.
-        salt: separates the probes from what prefix caches hold; another one for each update.
+        max_tokens: how many tokens to generate per prompt, past any end-of-sequence token.
+        salt: differs for each update, so that probes never match entries of prefix caches.
     """
 
     update_id: UpdateId
@@ -60,7 +60,7 @@ class Probed(Message):
 
 @dataclass(frozen=True, slots=True)
 class EngineProbes:
-    """The results of one engine."""
+    """The probe results of one engine."""
 
     engine: ShortText
     results: ProbeResults
@@ -79,7 +79,7 @@ class ProbeReport(Message):
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """An engine that must not commit: its first differing probe (from 0), and what differs."""
+    """An engine that failed the canary: its first differing probe (from 0), and what differs."""
 
     engine: ShortText
     probe: Count

@@ -1,14 +1,14 @@
-"""Frames to messages and back: typed, strict and bounded.
+"""Encodes messages as frames, and decodes frames: typed, strict and bounded.
 
 msgspec decodes straight into the dataclasses of :mod:`bus.messages`, and checks types and bounds.
-It accepts an undeclared field of a dataclass, a field that stands twice, and the lack of one that
-has a default. So a message is encoded again: if that gives other bytes, msgpack's own bounded
-reader reads the body, and each field is looked for by name.
+It accepts undeclared fields, duplicate fields, and missing fields that have a default. To find
+these, the decoder encodes the message again. If the bytes differ, msgpack's own bounded reader
+reads the body, and each field is checked by name.
 
-Wire versions are major.minor. Frames of the same major version are read if the minor ones are at
-most one apart; others are refused by name. The envelope never changes within a major version. A
-minor version may add messages, and fields with defaults: the newer side takes the default of a
-field that an older peer omits, and the older side ignores fields that it does not know. Between
+Wire versions are major.minor. Frames of the same major version are read if the minor versions
+differ by at most one; others are refused with a reason. The envelope never changes within a major
+version. A minor version may add messages, and fields with defaults: the newer side takes the
+default of a field that an older peer omits, and the older side ignores unknown fields. Between
 equal versions every field is required, and no other is accepted.
 """
 
@@ -46,12 +46,12 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 @functools.cache
 def _inner_classes(cls: type) -> dict[str, type | None]:
-    """Returns every field of a dataclass, and the dataclass in the field, if there is one."""
+    """Returns, for every field of a dataclass, the dataclass in the field, or None."""
     return {name: _dataclass_in(hint) for name, hint in get_type_hints(cls).items()}
 
 
 def _dataclass_in(hint: Any) -> type | None:
-    """Returns the dataclass in ``X``, ``X | None`` or ``tuple[X, ...]``, if there is one."""
+    """Returns the dataclass in ``X``, ``X | None`` or ``tuple[X, ...]``, or None."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return hint
     if get_origin(hint) in (Union, types.UnionType, tuple):
@@ -62,24 +62,24 @@ def _dataclass_in(hint: Any) -> type | None:
     return None
 
 
-# How an envelope begins: MessagePack's fixmap of as many fields as it has. All are required.
+# An envelope's first byte: MessagePack's fixmap with its number of fields. All are required.
 _ENVELOPE_HEAD: Final = 0x80 | len(Envelope.__struct_fields__)
-# Of each wire name: the message's class, and its decoder.
+# The class and decoder of each message, by wire name.
 _KINDS: Final = {
     name: (cls, msgspec.msgpack.Decoder(cls).decode) for cls, name in WIRE_NAMES.items()
 }
 
 
 def encode_body(message: Message) -> msgspec.Raw:
-    """Encodes the body of a frame, for any number of frames."""
+    """Encodes the body of a frame; several frames can share the result."""
     return msgspec.Raw(_encode(message))
 
 
 def clip(message: M) -> M:
     """Returns the message with its texts, lists and maps cut to their bounds.
 
-    For what an engine says of itself: the beginning of a text is better than a refused message. The
-    only such field of an ACK are its request ids.
+    Used for texts that come from an engine: a cut text is better than a refused message. In an
+    ACK, only the list of request ids can be too long.
     """
     if isinstance(message, Ack) and not message.waited_for:
         return message
@@ -129,13 +129,13 @@ def encode_frame(
     group: str = "",
     epoch: int = 0,
 ) -> bytes:
-    """Encodes the frame of a message in this side's wire version. ``msg_id``: default ``seq``."""
+    """Encodes a message as a frame of this side's wire version. ``msg_id`` defaults to ``seq``."""
     head = (WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES[type(message)], msg_id or seq, reply_to)
     return _encode(Envelope(*head, sender, boot, group, epoch, seq, encode_body(message)))
 
 
 def decode(frame: bytes) -> tuple[Envelope, Message]:
-    """Reads one frame.
+    """Decodes one frame.
 
     Raises:
         DecodeError: the frame is refused; with the NACK code, the field at fault and the reason.
@@ -149,7 +149,7 @@ def decode(frame: bytes) -> tuple[Envelope, Message]:
 
 
 def decode_envelope(frame: bytes) -> Envelope:
-    """Reads the envelope of a frame, and not its body. Raises as :func:`decode`."""
+    """Decodes the envelope of a frame, but not its body. Raises as :func:`decode`."""
     if len(frame) > MAX_FRAME_BYTES:
         raise DecodeError(
             NackCode.OVERSIZED, "", f"frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES}"
@@ -172,7 +172,7 @@ def decode_envelope(frame: bytes) -> Envelope:
 
 
 def decode_body(envelope: Envelope) -> Message:
-    """Reads the body of a frame whose envelope has been read. Raises as :func:`decode`."""
+    """Decodes the body of a frame whose envelope is decoded. Raises as :func:`decode`."""
     if envelope.kind not in _KINDS:
         raise DecodeError(
             NackCode.UNKNOWN_KIND, "kind", f"no message {envelope.kind!r} in this wire version"
@@ -189,10 +189,10 @@ def decode_body(envelope: Envelope) -> Message:
 
 
 def _read(data: bytes) -> Any:
-    """Reads data untyped, bounded by its own size.
+    """Decodes MessagePack data without types, bounded by the size of the data.
 
     Raises:
-        DecodeError: an undeclared field holds what can't be read.
+        DecodeError: an undeclared field holds a value that can't be decoded.
     """
     unpacker = msgpack.Unpacker(
         max_buffer_size=len(data),
@@ -210,11 +210,11 @@ def _read(data: bytes) -> Any:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """The pairs of a map, so that a key that stands twice is found."""
+    """The key-value pairs of a map, as a list, which shows duplicate keys."""
 
 
 def _extra_field(pairs: _Pairs, cls: type, where: str) -> DecodeError:
-    """Returns the error that names an undeclared, doubled or missing field."""
+    """Returns the error that names an undeclared, duplicate or missing field."""
     known = _inner_classes(cls)
     seen: set[str] = set()
     for key, _ in pairs:
@@ -228,11 +228,17 @@ def _extra_field(pairs: _Pairs, cls: type, where: str) -> DecodeError:
 
 
 def _check_fields(value: Any, cls: type, path: str, minor: int) -> None:
-    """Checks the fields of a map, and of the maps in it, that a peer of this minor version sent.
+    """Checks the field names of a map and of its nested maps.
+
+    Args:
+        value: the decoded map; anything else is accepted.
+        cls: the dataclass that the map encodes.
+        path: the map's place in the frame, for errors.
+        minor: the sender's minor wire version.
 
     Raises:
         DecodeError: a field is undeclared, and the peer is not newer; or missing, and the peer is
-            not older; or it stands twice.
+            not older; or duplicate.
     """
     if not isinstance(value, _Pairs):
         return

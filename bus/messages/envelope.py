@@ -13,7 +13,7 @@ from bus.messages.types import Count, Serial
 class Envelope(msgspec.Struct, frozen=True, gc=False):
     """The fields of every frame: sender, message id, epoch, and the encoded message.
 
-    A ``Struct``, because a frozen dataclass of eleven fields takes ten times as long to make.
+    A ``Struct``, because creating a frozen dataclass of eleven fields takes ten times as long.
 
     Attributes:
         id: names the message. A repeated message keeps its id.

@@ -1,4 +1,4 @@
-"""Membership: joins, heartbeats, departures, and the direct links of a DP group's ranks."""
+"""Messages of membership: JOIN, heartbeats, LEAVE, and the direct links of a DP group's ranks."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine is, and its state when it joins (or joins again).
+    """An engine's properties, and its state when it joins (or joins again).
 
     Attributes:
         kind: the adapter: ``embedded``, ``vllm`` or ``vllm-http``.
-        software: what runs behind the adapter, with its version.
+        software: the engine's software behind the adapter, with its version.
         workers: how many worker processes (TP x PP) the engine has.
         endpoint: the URL that takes requests; empty: none over the network.
-        can_sleep: the engine was started so that it can give its memory back.
+        can_sleep: the engine was started with sleep support, so it can give memory back.
         draft: the engine has a draft model whose weights can be updated.
         supervised: if the engine ends, it is restarted with all ranks of its DP group.
-        canary: what must become of requests while probes run; empty: it can't run probes.
+        canary: how a pause must treat requests while probes run; empty: it can't run probes.
         peer_address: where other ranks of its DP group reach its sidecar; empty: nowhere.
         closed: as in :class:`Heartbeat`.
-        features: what its vLLM supports, and why not; empty: everything.
-        untested: says that wavebus was not tested on its vLLM version; empty: it was.
-        dtype: the model's, by torch's name (``bfloat16``); empty: unknown.
-        limits: which requests it takes.
-        run: the run whose cache entries the engine has (:class:`Welcome`); one of its own before it
-            has joined any group.
+        features: features that its vLLM lacks, with the reason; empty: all work.
+        untested: a warning that wavebus was not tested with its vLLM version; empty: it was.
+        dtype: the model's dtype, by torch's name (``bfloat16``); empty: unknown.
+        limits: which requests the engine takes.
+        run: the run whose cache entries the engine has (:class:`Welcome`); a run of its own before
+            it has joined any group.
         pd_role: whether it only prefills, or only decodes.
         kv_connectors: how updates treat its KV connectors.
     """
@@ -83,7 +83,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorFacts:
-    """The coordinator of one DP group, and its waves when it joins.
+    """The DP coordinator of one DP group, and its waves when it joins.
 
     ``rank``: the rank that began the running wave; None: no wave runs, or it is unknown.
     """
@@ -97,9 +97,9 @@ class CoordinatorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Join(Message):
-    """Peer to broker: let me in.
+    """Peer to broker: a request to join the bus.
 
-    ``engine`` is set for the role ``engine`` alone, ``coordinator`` for the role ``coordinator``.
+    ``engine`` is set only for the role ``engine``, ``coordinator`` only for ``coordinator``.
     """
 
     role: Role
@@ -127,12 +127,13 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
-    """Peer to broker: the peer lives.
+    """Peer to broker: the peer is alive.
 
     Attributes:
-        version: what an engine serves; the version whose weights a trainer keeps (0: none).
+        version: the version that an engine serves; the version whose weights a trainer keeps
+            (0: none).
         in_flight: an engine's requests; how many tensors a trainer has taken from its source.
-        closed: requests that reach the engine are ended, or wait in a core that does not run.
+        closed: the engine rejects new requests, or keeps them waiting in a core that does not run.
     """
 
     phase: Phase
@@ -144,14 +145,14 @@ class Heartbeat(Message):
 
 @dataclass(frozen=True, slots=True)
 class CoreStatus(Message):
-    """Engine to broker: what an engine core's status page says.
+    """Engine to broker: the content of an engine core's status page.
 
     Attributes:
         phase: what the core does, for ``since_ms``.
-        step: how many steps it has made.
+        step: how many steps the core has run.
         requests: how many requests it has. ``waiting`` of them wait for a slot or for memory.
-        untagged: how many requests came since the core's start with a KV cache that names no
-            version (docs/pd.md).
+        untagged: how many requests since the core's start had a KV cache that names no version
+            (docs/pd.md).
     """
 
     phase: CorePhase
@@ -165,7 +166,7 @@ class CoreStatus(Message):
 
 @dataclass(frozen=True, slots=True)
 class Restart(Message):
-    """Broker to engines: the engine, or its DP group, is stuck for good.
+    """Broker to engines: the engine or its DP group is stuck and must restart.
 
     The sidecar ends the engine and itself, so that the supervisor restarts both. ``reason`` is the
     diagnosis.
@@ -176,7 +177,7 @@ class Restart(Message):
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck(Message):
-    """Broker to peer: the broker lives.
+    """Broker to peer: the broker is alive.
 
     Attributes:
         held: the pause that the broker keeps at this engine, which renews the engine's lease.
@@ -190,7 +191,7 @@ class HeartbeatAck(Message):
 
 @dataclass(frozen=True, slots=True)
 class PeerRank:
-    """A rank of a DP group. ``key`` is its public key, if the broker has keys."""
+    """One rank of a DP group. ``key``: its public key, if the broker has keys."""
 
     name: Name
     dp_rank: Count
@@ -211,8 +212,8 @@ class LeaseVote(Message):
 
     Attributes:
         pause_id: the pause that the rank is in, or was in last.
-        version: what the rank serves.
-        asks: answer with your own vote.
+        version: the version that the rank serves.
+        asks: the receiver is to answer with its own vote.
     """
 
     dp_group: Name
@@ -225,6 +226,6 @@ class LeaseVote(Message):
 
 @dataclass(frozen=True, slots=True)
 class Leave(Message):
-    """Peer to broker: the peer leaves in order."""
+    """Peer to broker: the peer leaves the bus."""
 
     reason: LongText

@@ -1,4 +1,4 @@
-"""The two-phase pause, sleep and waking in it, and its end."""
+"""Messages of the two-phase pause, of sleep and wake within it, and of its end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class PauseLocal(Message):
-    """Trainer to broker to engines: pause, phase 1. Engines schedule nothing new.
+    """Trainer to broker to engines: pause, phase 1. Engines stop scheduling requests.
 
     Attributes:
         update_id: the pause's id; that of the update that needs the pause, if one does.
-        mode: what becomes of requests.
+        mode: how the pause treats requests.
         clear_cache: drop KV caches.
-        lease_ms: how long an engine stays paused if nobody renews the pause, in ms.
+        lease_ms: how long an engine stays paused without a renewal of the lease, in ms.
         timeout_ms: how long the caller waits for the whole pause, in ms. After that, the pause is
             completed and then resumed.
         wait_ms: mode ``wait`` only: after this many ms, if requests still run, the pause becomes
@@ -69,7 +69,7 @@ class Wake(Message):
 
 @dataclass(frozen=True, slots=True)
 class Resume(Message):
-    """Trainer to broker to engines: schedule again. Engines that sleep wake up.
+    """Trainer to broker to engines: schedule requests again. Engines that sleep wake up.
 
     ``version`` is set by the broker: the version that the group serves. A stale engine resumes with
     closed admission.

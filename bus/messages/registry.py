@@ -1,4 +1,4 @@
-"""Every message: its class, its wire name, the roles that may send it to the broker, and its step.
+"""Lists every message: its class, wire name, permitted senders, and step.
 
 To add a message, write its class in a module of :mod:`bus.messages` and one line here.
 """
@@ -17,7 +17,7 @@ Senders: TypeAlias = tuple[Role, ...]
 
 @dataclass(frozen=True, slots=True)
 class MessageEntry:
-    """What the bus knows of one message.
+    """The registration of one message.
 
     Attributes:
         cls: the message's class.
@@ -89,7 +89,7 @@ MESSAGES: Final = (
 WIRE_NAMES: Final[dict[type[Message], str]] = {each.cls: each.wire_name for each in MESSAGES}
 # The step of each message that engines acknowledge.
 STEPS: Final[dict[type[Message], Step]] = {e.cls: e.step for e in MESSAGES if e.step is not None}
-# The step that the broker answers a trainer's command with: PAUSE_LOCAL asks for a whole pause.
+# The step in the broker's answer to a trainer's command: PAUSE_LOCAL asks for a whole pause.
 GROUP_STEPS: Final[dict[type[Message], Step]] = {**STEPS, pause.PauseLocal: Step.PAUSE_GLOBAL}
 # The messages that each role of a peer may send to the broker.
 VERBS: Final[dict[Role, frozenset[type[Message]]]] = {

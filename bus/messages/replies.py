@@ -1,4 +1,4 @@
-"""Acknowledgements and refusals, and the steps that a trainer's ranks share."""
+"""Acknowledgements and refusals, and the steps that a trainer's rank 0 announces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Step(StrEnum):
 
 
 def step_name(step: str, chunk: int) -> str:
-    """Returns the name of a step for texts: a chunk's has the number."""
+    """Returns a step's name for texts; a chunk's includes its number."""
     return f"chunk {chunk}" if step == Step.CHUNK else step
 
 
@@ -48,9 +48,9 @@ class Ack(Message, msgspec.Struct, frozen=True):
     """Engine to broker: the step is done. A ``Struct`` for speed, like the envelope.
 
     Attributes:
-        chunk: counts only for the step ``chunk``.
+        chunk: the chunk's number; used only for the step ``chunk``.
         in_flight: how many requests the engine has.
-        duration_ms: what the engine took, in ms.
+        duration_ms: how long the engine took, in ms.
         outcome: of an ABORT ``untouched``, ``restored``, ``partial``, or ``committed`` if it came
             after the swap of a staged update. Of a COMMIT ``partial``, if an update of the other
             model is incomplete. Of a ``wait`` pause ``drained`` or ``escalated``. Of a RESUME
@@ -68,7 +68,7 @@ class Ack(Message, msgspec.Struct, frozen=True):
 
 
 class NackCode(StrEnum):
-    """Why something was refused. Programs read the code; people read the text beside it."""
+    """Reason codes of refusals. Programs read the code; people read the text."""
 
     MALFORMED = "malformed"
     OVERSIZED = "oversized"
@@ -107,10 +107,10 @@ class NackCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Nack(Message):
-    """Anyone to anyone: refused, and nothing has changed.
+    """Any peer or the broker, to any: the request is refused, and nothing has changed.
 
     Attributes:
-        step: where in a pause or an update; empty: in none.
+        step: the step of a pause or an update that is refused; empty: none.
         field: the message field or option at fault; empty: none.
         peer: the peer that refused.
         tensor: the tensor at fault; empty: none.
@@ -132,13 +132,13 @@ class Nack(Message):
 
 @dataclass(frozen=True, slots=True)
 class TrainerStep(Message):
-    """Rank 0 of a trainer to broker to followers: how far an update has come.
+    """Rank 0 of a trainer to broker to followers: the progress of an update.
 
     Attributes:
         number: counts rank 0's updates, from 1.
         version: with ``end``: the committed version.
-        failure: with ``end``: what rank 0 raised instead.
-        meeting: with ``go``: where the ranks meet engines, if they do; only they read it.
+        failure: with ``end``: the error that rank 0 raised instead.
+        meeting: with ``go``: where the ranks meet engines, if they do; only the ranks read it.
     """
 
     number: Count
@@ -150,7 +150,7 @@ class TrainerStep(Message):
 
 @dataclass(frozen=True, slots=True)
 class AwaitStep(Message):
-    """Follower to broker: answer with this TRAINER_STEP when rank 0 has come so far."""
+    """Follower to broker: answer with this TRAINER_STEP as soon as rank 0 has sent it."""
 
     number: Count
     point: TrainerPoint

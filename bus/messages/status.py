@@ -1,4 +1,4 @@
-"""The broker's view of its groups, and the requests for it."""
+"""The broker's view of its groups, and the messages that request it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WaitEngines(Message):
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine, as the broker knows it.
+    """The broker's view of one engine.
 
     ``core_since_ms``: how long its core has been in ``core_phase``, in ms, by the sidecar's last
     report. ``waiting``: requests that wait in the core. ``features``, ``untested``, ``dtype``,
@@ -70,12 +70,12 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True)
 class DpGroupView:
-    """One DP group.
+    """The broker's view of one DP group.
 
     Attributes:
         state: the state of its wave machine.
         health: ``ok``, ``slow``, ``wedged``, ``down`` or ``unknown``.
-        diagnosis: the reason for ``health``, in words.
+        diagnosis: the reason for ``health``, as text.
         started_by: the rank that began the running wave; None: no wave runs, or it is unknown.
     """
 
@@ -101,7 +101,7 @@ class GroupView(Message):
 
 @dataclass(frozen=True, slots=True)
 class StatusRequest(Message):
-    """Anyone to broker: answer with STATUS."""
+    """Any peer to broker: answer with STATUS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True)
 class OutView:
-    """An engine that does not serve, and why; or that boots, and where."""
+    """An engine that does not serve, or still boots, with the reason or host."""
 
     engine: ShortText
     state: Literal["quarantined", "gone", "booting"]
@@ -155,10 +155,10 @@ class Routes(Message):
 
 @dataclass(frozen=True, slots=True)
 class RoutesTaken(Message):
-    """Watcher to broker: engines that had left the routes by ``revision`` get no more requests.
+    """Watcher to broker: engines that left the routes by ``revision`` get no more requests.
 
-    The first one of a watcher asks the broker to wait for its confirmations: an engine that leaves
-    the routes is then sent nothing until they come, for at most one heartbeat.
+    With its first ROUTES_TAKEN a watcher asks the broker to wait for its confirmations: an engine
+    that leaves the routes is then sent nothing until they come, for at most one heartbeat.
     """
 
     group: Name
@@ -167,11 +167,11 @@ class RoutesTaken(Message):
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """One group, as the broker knows it.
+    """The broker's view of one group.
 
     Attributes:
         owner: its trainer; empty: none.
-        owner_heard_ms: how long ago the owner was heard, in ms; 0: no owner.
+        owner_heard_ms: how long ago the owner was last heard from, in ms; 0: no owner.
         update_target: the model of the running update; ``model`` without one.
         routable: names of the engines in ``routes``.
         routes: the routes that watchers got last; during a commit those of the version before.
@@ -199,10 +199,10 @@ class GroupStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status(Message):
-    """Broker to anyone: all groups, and the broker's own process.
+    """Broker to any peer: all groups, and the broker's own process.
 
-    ``cpu_s`` and ``rss_bytes`` are the process's. Peers are heard every ``heartbeat_ms``, and lost
-    after ``peer_timeout_ms`` of silence.
+    ``cpu_s`` and ``rss_bytes`` are the broker process's. Peers send a heartbeat every
+    ``heartbeat_ms``, and count as lost after ``peer_timeout_ms`` of silence.
     """
 
     broker: ShortText

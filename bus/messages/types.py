@@ -53,26 +53,26 @@ Prompt: TypeAlias = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=M
 Prompts: TypeAlias = Annotated[tuple[Prompt, ...], Meta(min_length=1, max_length=MAX_PROBES)]
 MaxTokens: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PROBE_TOKENS)]
 RequestIds: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=MAX_REQUEST_IDS)]
-# A follower is another rank of the trainer; `booting` is a sidecar whose engine boots.
+# A follower is a rank of the trainer other than 0; `booting` is a sidecar whose engine boots.
 Role: TypeAlias = Literal[
     "trainer", "follower", "engine", "booting", "coordinator", "observer", "scheduler"
 ]
-# What rank 0 of a trainer announces: gather the tensors with it; the update is over.
+# Rank 0 of a trainer announces: "go": gather the tensors with rank 0; "end": the update is over.
 TrainerPoint: TypeAlias = Literal["go", "end"]
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 # 1: the host's memory keeps the weights; 2: they are discarded.
 SleepLevel: TypeAlias = Literal[1, 2]
-# What a `wait` pause becomes at its deadline.
+# The mode that a `wait` pause changes to at its deadline.
 Escalation: TypeAlias = Literal["keep", "abort"]
 # A rank's position in a lease vote; see bus.protocol.engine.lease.
 LeasePosition: TypeAlias = Literal["held", "pausing", "clean", "partial", "running"]
-# The model of an engine that an update is for: the served one, or speculative decoding's draft.
+# The model that an update is for: the served model, or the draft model of speculative decoding.
 Target: TypeAlias = Literal["model", "draft"]
-# What an engine's core does, by its status page; empty: no page.
+# What an engine core does, by its status page; empty: no page.
 CorePhase: TypeAlias = Literal["", "idle", "work", "step", "dummy", "sync", "barrier"]
-# What a canary does to an engine's requests: they must have ended, or stay. Empty: no canary.
+# How a pause with a canary treats requests: it ends them, or keeps them. Empty: no canary.
 CanaryMode: TypeAlias = Literal["", "abort", "keep"]
-# What an engine of a disaggregated group does; empty: both.
+# The role of an engine in a disaggregated group; empty: it prefills and decodes.
 PdRole: TypeAlias = Literal["", "prefill", "decode"]
 # How a chunk is verified before its load; `unsupported`: the backend can't.
 Verify: TypeAlias = Literal["off", "sample", "full", "unsupported"]
@@ -103,14 +103,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What requests an engine takes; 0 where the engine does not report it.
+    """Limits of an engine's requests; 0 where the engine does not report one.
 
     Attributes:
         vocab_size: token ids are below this.
         max_model_len: the most tokens of prompt and output together.
         slots: how many sequences run at once.
-        exact_seeds: draws are keyed by position. So a request with a seed continues exactly when it
-            is sent again with its tokens so far as part of the prompt.
+        exact_seeds: sampling is keyed by seed and position. So a request with a seed continues
+            exactly if it is sent again with its output so far appended to the prompt.
     """
 
     vocab_size: Count = 0

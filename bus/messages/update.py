@@ -1,4 +1,4 @@
-"""One weight update, step by step."""
+"""Messages of a weight update, step by step."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class PlanTransfer(Message):
-    """Trainer to broker: who takes part in a collective transfer? ``scope``: as in ARM."""
+    """Trainer to broker: a request to plan a collective transfer. ``scope``: as in ARM."""
 
     scope: Scope = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan(Message):
-    """Broker to trainer: the communicator, whose rank 0 is the trainer's sender.
+    """Broker to trainer: the communicator, in which the trainer's sender is rank 0.
 
     :class:`bus.protocol.group.engine_registry.Communicator` says how it is numbered.
     """
@@ -51,11 +51,11 @@ class TransferInit(Message):
     """Trainer to broker to engines: open the transport.
 
     Attributes:
-        update_id: the id of this opening alone. An end that was slow may still open, or fail, when
-            the next opening is requested.
+        update_id: identifies this opening only. A slow engine may still open, or fail to, when the
+            next opening is requested.
         params: a blob that only the backend reads (bounded, typed).
         communicator: the number of the transport's communicator; 0: no collectives.
-        world_size: its size; set by the broker.
+        world_size: the communicator's size; set by the broker.
         first_ranks: the rank of each engine's first worker; set by the broker.
         scope: as in ARM.
     """
@@ -71,13 +71,13 @@ class TransferInit(Message):
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """How an update is staged: loaded into spare memory, then swapped in between two steps.
+    """Options of a staged update: loaded into spare memory, then swapped in between two steps.
 
-    :mod:`bus.protocol.group.staging` says when that is possible.
+    :mod:`bus.protocol.group.staging` says when staging is possible.
 
     Attributes:
-        required: an engine that can't stage the update refuses the ARM. Otherwise it says why.
-        budget_bytes: the most memory per worker, in bytes; 0: what is free.
+        required: an engine that can't stage the update refuses the ARM. Otherwise it reports why.
+        budget_bytes: the most memory per worker, in bytes; 0: the free memory.
         keep: keep the memory for the next update.
         clear_cache: at the swap, requests drop their KV cache and compute it again.
     """
@@ -90,11 +90,11 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Arm(Message):
-    """Trainer to broker to engines: the manifest and the version of an update; engines check it.
+    """Trainer to broker to engines: the manifest and version of an update; engines check them.
 
     Engines answer with ACK, or with ARMED if ``staging`` is set. The broker repeats an ARM without
     the tensors (:meth:`without_tensors`). An engine that does not know the digest refuses with
-    ``manifest_unknown`` and gets them again.
+    ``manifest_unknown``, and the broker sends the tensors again.
 
     Attributes:
         version: from the trainer, the last version it knows. The broker assigns a greater one, also
@@ -105,7 +105,7 @@ class Arm(Message):
         base: the only version that a patch applies to; 0: no patch.
         quorum: how many DP groups must finish for a commit; with fewer the update is aborted. 0:
             all that are armed.
-        canary: what the pause leaves of requests if probes run before the COMMIT.
+        canary: how the pause treats requests if probes run before the COMMIT.
         scope: these stale DP groups catch up with the group's ``version``, and the broker assigns
             no other (:mod:`bus.protocol.group.catch_up`). Empty: all DP groups.
         staging: how the update may be staged; None: it is loaded in a pause.
@@ -142,7 +142,7 @@ class Armed(Message):
     """Engine to broker: the update is armed, and can (or can't) be staged.
 
     Attributes:
-        staging_bytes: what staging takes in the worker that needs most, in bytes.
+        staging_bytes: the memory for staging in the worker that needs most, in bytes.
         why_paused: why the engine can't stage; empty: it can.
     """
 
@@ -154,7 +154,7 @@ class Armed(Message):
 
 @dataclass(frozen=True, slots=True)
 class UpdateStart(Message):
-    """Trainer to broker to engines: get ready to load; ``staged``: without a pause."""
+    """Trainer to broker to engines: prepare to load; ``staged``: without a pause."""
 
     update_id: UpdateId
     staged: bool = False
@@ -175,7 +175,7 @@ class WeightChunkMeta(Message):
 
 @dataclass(frozen=True, slots=True)
 class ChunkSent(Message):
-    """Trainer to broker to engines: every byte of the chunk has left; verify and load it.
+    """Trainer to broker to engines: the chunk is sent; verify and load it.
 
     ``sums`` are the tensors' checksums (:mod:`bus.weight_transfer.checksum`); empty: nothing is
     verified.
@@ -189,7 +189,7 @@ class ChunkSent(Message):
 
 @dataclass(frozen=True, slots=True)
 class UpdateFinish(Message):
-    """Trainer to broker to engines: all chunks are loaded."""
+    """Trainer to broker to engines: all chunks are sent; finish the update."""
 
     update_id: UpdateId
 
@@ -198,7 +198,8 @@ class UpdateFinish(Message):
 class Commit(Message):
     """Trainer to broker to engines: serve this version from now on.
 
-    ``differing`` names the engines that differ by the canary and must not commit; engines get none.
+    ``differing`` names the engines that failed the canary and must not commit. The broker removes
+    it before it sends COMMIT to engines.
     """
 
     update_id: UpdateId
@@ -209,7 +210,7 @@ class Commit(Message):
 
 @dataclass(frozen=True, slots=True)
 class Abort(Message):
-    """Trainer to broker to engines: give the update up."""
+    """Trainer to broker to engines: end the update without a commit."""
 
     update_id: UpdateId
     reason: LongText
@@ -219,7 +220,7 @@ class Abort(Message):
 class StaleEngines(Message):
     """Broker to trainer: these DP groups do not serve the group's ``version``.
 
-    Sent to a trainer that has that version's weights, while nothing else is under way.
+    Sent to a trainer that has that version's weights, while no pause or update is under way.
     """
 
     version: Serial

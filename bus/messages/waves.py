@@ -1,4 +1,4 @@
-"""Waves of data-parallel groups, between the broker and their coordinators."""
+"""Messages about waves of DP groups, between the broker and their DP coordinators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class FirstReq(Message):
 
 @dataclass(frozen=True, slots=True)
 class FirstReqHeld(Message):
-    """Broker to DP coordinator: the wave starts when the DP group may run; ``reason`` says why."""
+    """Broker to DP coordinator: the wave waits until the DP group may run.
+
+    ``reason`` says why it may not run now.
+    """
 
     dp_group: Name
     wave: Count
@@ -43,7 +46,7 @@ class StartDpWave(Message):
 
 @dataclass(frozen=True, slots=True)
 class WaveStarted(Message):
-    """DP coordinator to broker: a wave runs. Nothing is asked.
+    """DP coordinator to broker: a wave runs. The broker does not answer.
 
     Attributes:
         local: the coordinator started the wave alone: the broker had not answered FIRST_REQ.

@@ -1,6 +1,6 @@
-"""The machines' diagrams, and a page's diagrams brought up to date.
+"""Draws the machines' diagrams, and updates the diagrams in a page.
 
-A page marks where a diagram stands, and everything between the two lines is made here::
+A page marks the place of a diagram by two lines; the lines between them are generated::
 
     <!-- diagram: wave -->
     <!-- end of diagram -->
@@ -29,7 +29,7 @@ _MARKED: Final = re.compile(
 
 
 def diagrams() -> dict[str, str]:
-    """The machines that have a table, by name."""
+    """Returns the diagram of every machine that has a table, by name."""
     return {
         "wave": state_diagram(wave.TRANSITIONS, wave.WaveState.IDLE),
         "pause": state_diagram(pause.TRANSITIONS, pause.PauseState.RUNNING),
@@ -55,10 +55,10 @@ def diagrams() -> dict[str, str]:
 
 
 def fill_page(page: str) -> str:
-    """The page with all its diagrams as the tables are now.
+    """Returns the page with its diagrams drawn from the present tables.
 
     Raises:
-        UsageError: it names a machine that has no table, or marks no diagram at all.
+        UsageError: the page names a machine without a table, or marks no diagram at all.
     """
     drawn = diagrams()
 

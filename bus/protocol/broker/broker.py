@@ -1,9 +1,9 @@
-"""The broker as a machine without I/O: frames in, effects out.
+"""The broker as a machine without I/O: frames go in, effects come out.
 
-The way of a message: :meth:`Broker.admit` looks at its size and its sender's bucket before
-anybody reads it; :meth:`Broker.receive` looks at the sender's key, finds the peer by its route,
-drops what is old, doubled or not of its role, and hands the rest to the peer's group; what the
-group wants done comes back as effects. :meth:`Broker.tick` is time.
+A frame takes this way. :meth:`Broker.admit` checks its size and its sender's rate before the frame
+is decoded. :meth:`Broker.receive` checks the sender's key, finds the peer by its route, and drops
+frames that are old, duplicate or not allowed for the peer's role. The peer's group gets the others,
+and returns effects. :meth:`Broker.tick` handles timeouts.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ WAVE_MESSAGES: Final = (m.FirstReq, m.WaveStarted, m.WaveComplete)
 
 
 class Broker:
-    """All groups and peers. One method takes frames, one the time.
+    """The state of the whole broker: all groups and peers.
 
-    ``keys`` are the roles of the authorised keys, and may be replaced at any time; None: there
-    are no keys, and a peer's role is what it says.
+    ``keys`` are the roles of the authorised keys, and may be replaced at any time. None: there
+    are no keys, and the broker trusts the role that a peer names.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Broker:
     def receive(
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float, user: str = ""
     ) -> list[Effect]:
-        """One decoded frame. ``user``: the key that its sender has proven to have."""
+        """Handles a decoded frame. ``user``: the key that its sender has proven to have."""
         known = self.peers.by_name.get(envelope.sender)
         effects = self._on_message(route, envelope, message, now_ms, user)
         if type(message) is m.Ack and not effects:
-            return effects  # it waits for other engines' acks
+            return effects  # other engines' ACKs are missing
         # A frame costs the same however many groups there are: it changes its sender's, which may
         # have been another one before a JOIN.
         touched = {envelope.group, known.group} if known else {envelope.group}
@@ -140,7 +140,7 @@ class Broker:
         return back + self._from_peer(peer, envelope, message, now_ms)
 
     def on_malformed_frame(self, route: bytes, error: DecodeError, now_ms: float) -> list[Effect]:
-        """A frame that could not be decoded: say which field, change nothing."""
+        """Refuses a frame that could not be decoded, naming the field; nothing else changes."""
         peer = self.peers.by_route.get(route)
         self._bucket(peer, route, now_ms).charge(REFUSED_COST)
         failure = Failure(error.code, error.detail, field=error.field)
@@ -168,7 +168,7 @@ class Broker:
     def _on_rate_limited(
         self, peer: Peer | None, route: bytes, bucket: Bucket, now_ms: float
     ) -> list[Effect]:
-        """Too much: told once in a while, and otherwise nothing."""
+        """Drops a frame above the rate; its sender is notified once a second."""
         if not bucket.should_report(now_ms):
             return []
         name = peer.name if peer else route.decode(errors="replace")
@@ -191,11 +191,11 @@ class Broker:
         user: str,
         now_ms: float,
     ) -> list[Effect]:
-        """A frame that its sender's key does not let in."""
+        """Refuses a frame that its sender's key does not allow."""
         assert self.keys is not None
         if user in self.keys or type(message) is m.Join:
             return self._forbidden(route, envelope, failure, now_ms)
-        # A key that was taken away gets no word, or its peer would believe the link alive.
+        # A removed key gets no answer; an answer would make its peer believe the link alive.
         self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
         return [Note("forbidden", "warning", {"peer": envelope.sender, "detail": failure.detail})]
 
@@ -265,7 +265,7 @@ class Broker:
         if isinstance(result, Failure):
             self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
             retry_ms = self.config.retry_ms
-            if result.code in WORTH_A_WAIT:  # by then who has it is heard, or is missed
+            if result.code in WORTH_A_WAIT:  # by then its owner is alive or detected as lost
                 retry_ms = self.config.peer_timeout_ms + 2 * self.config.heartbeat_ms
             fields = {"peer": envelope.sender, "group": envelope.group, "detail": result.detail}
             return [
@@ -276,7 +276,7 @@ class Broker:
         peer, group = result
         came: list[Effect] = []
         if peer.role == "engine" and group is not None:
-            came = group.on_engine_joined(peer, now_ms)  # the WELCOME tells the version with it
+            came = group.on_engine_joined(peer, now_ms)  # may change the WELCOME's version
         elif peer.role == "coordinator" and group is not None:
             came = group.dp_groups.on_coordinator_joined(peer)
         elif peer.role in WATCHERS:
@@ -335,7 +335,7 @@ class Broker:
         if peer.role in WATCHERS:
             return peer, None
         group = self.groups.get_or_make(peer.group)
-        # A peer that outlived an earlier broker knows how far the fencing had come.
+        # A peer that outlived an earlier broker knows that broker's last epoch.
         if peer.role == "engine" or group.owner is None:
             group.session.epoch = max(group.epoch, envelope.epoch)
         if peer.role == "trainer":
@@ -348,7 +348,7 @@ class Broker:
     def _refuse_more(
         self, route: bytes, envelope: m.Envelope, join: m.Join, now_ms: float
     ) -> Failure | None:
-        """One connection is one peer's. Groups are bounded, and so are epochs and versions."""
+        """Returns why a JOIN exceeds limits of connections, groups, epochs or versions."""
         other = self.peers.by_route.get(route)
         if other is not None and other.name != envelope.sender:
             detail = f"this connection is {other.name}'s"
@@ -362,7 +362,7 @@ class Broker:
     def _stranger(
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float
     ) -> list[Effect]:
-        """A frame of a peer that has not joined (or that another one replaced)."""
+        """Handles a frame of a peer that has not joined, or that another peer replaced."""
         if isinstance(message, m.StatusRequest):
             if not self._views.take(1, now_ms):
                 return self._on_rate_limited(None, route, self._views, now_ms)
@@ -386,7 +386,7 @@ class Broker:
         return [Note("forbidden", "warning", note), self._nack((route,), envelope.id, failure)]
 
     def rekey(self, keys: Mapping[str, KeyRole], now_ms: float) -> list[Effect]:
-        """Other keys count from now on; peers whose key is none of them, or of another role, go."""
+        """Replaces the keys; removes peers whose key is not among them, or has another role."""
         self.keys = keys
         effects: list[Effect] = []
         for peer in list(self.peers):
@@ -398,7 +398,7 @@ class Broker:
     # -- time -----------------------------------------------------------------
 
     def tick(self, now_ms: float) -> list[Effect]:
-        """Miss silent peers, ask again, end what took too long."""
+        """Removes silent peers, repeats requests, and ends steps that took too long."""
         effects: list[Effect] = []
         if now_ms >= self._sweep_ms:
             self._sweep_ms = now_ms + self.config.heartbeat_ms / 2
@@ -417,12 +417,12 @@ class Broker:
         return self.groups.review(self.groups, effects, now_ms)
 
     def next_deadline_ms(self) -> float:
-        """When :meth:`tick` is due, at the latest."""
+        """Returns when :meth:`tick` is due at the latest."""
         return self.groups.due_ms
 
     def _drop_peer(self, peer: Peer) -> None:
         self.peers.remove(peer)
-        if peer.bucket is not None:  # who comes and goes gets no new one by that
+        if peer.bucket is not None:  # joining again gives no new bucket
             peer.bucket.rate = self.config.limits.stranger
             self._strangers[peer.route] = peer.bucket
 

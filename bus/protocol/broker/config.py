@@ -1,4 +1,4 @@
-"""The broker's configuration: its timeouts, its limits, and the name that it has on the bus."""
+"""The broker's configuration: its timeouts, its limits, and its name on the bus."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from bus.protocol.core.access import Limits
 
 BROKER_NAME: Final = "broker"
 
-# A pause must outlive what the bus needs to miss a peer, or an engine could run
+# A pause must outlive the time to detect a lost peer, or an engine could run
 # again while its group still counts it as paused.
 LEASE_PER_PEER_TIMEOUT: Final = 2
 
-# A group that nobody has been in for so long is forgotten. With more groups than this, at once.
+# A group without peers is removed after GROUP_KEPT_MS; at once if there are more than this.
 GROUP_KEPT_MS: Final = 60_000.0
 MAX_GROUPS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerConfig:
-    """Times are in milliseconds.
+    """The broker's times, in milliseconds, and its limits.
 
-    ``peer_timeout_ms``: silence after which a peer is lost. ``retry_ms``: how often
-    engines that have not answered are asked again. ``step_timeout_ms``: how long an
-    engine that lives may take for one step of an update or pause. ``limits``: how much a peer may
-    ask for.
+    ``peer_timeout_ms``: silence after which a peer is lost. ``retry_ms``: how often a request is
+    repeated to engines that have not answered. ``step_timeout_ms``: how long a live engine may take
+    for one step of an update or pause. ``limits``: the rates of peers' messages.
     """
 
     heartbeat_ms: int = 1000

@@ -1,4 +1,4 @@
-"""The broker's groups by name: made for the first peer, forgotten some time after the last one."""
+"""The broker's groups by name: made for the first peer, removed after the last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class GroupTable(dict[str, Group]):
-    """All groups. The epoch and the version of a forgotten one are kept: they only grow.
+    """All groups of the broker.
+
+    The epoch and version of a removed group are kept, because they only grow.
 
     Attributes:
         due_ms: when the next tick is due, at the latest.
@@ -31,11 +33,11 @@ class GroupTable(dict[str, Group]):
         self._config = config
         self._peers = peers
         self.due_ms = 0.0
-        self._unused_ms: dict[str, float] = {}  # groups that nobody is in, since when
-        self._forgotten: dict[str, tuple[int, GroupVersion]] = {}  # the epochs and versions
+        self._unused_ms: dict[str, float] = {}  # groups without peers, since when
+        self._forgotten: dict[str, tuple[int, GroupVersion]] = {}  # of removed groups
 
     def numbers(self, name: str) -> tuple[int, int]:
-        """The epoch and version of the group of that name, forgotten or not; zeros if unknown."""
+        """Returns the epoch and version of the named group, even if removed; zeros if unknown."""
         group = self.get(name)
         if group is not None:
             return group.epoch, group.version
@@ -43,7 +45,7 @@ class GroupTable(dict[str, Group]):
         return epoch, served.value
 
     def get_or_make(self, name: str) -> Group:
-        """The group of that name; a new one if there is none."""
+        """Returns the group of that name; makes it if there is none."""
         group = self.get(name)
         if group is None:
             config = self._config
@@ -59,7 +61,7 @@ class GroupTable(dict[str, Group]):
         return group
 
     def refuse_more(self, name: str, now_ms: float) -> Failure | None:
-        """Why there can be no group of that name; None: there can."""
+        """Returns why no group of that name can be made; None: it can."""
         if name not in self and len(self) >= MAX_GROUPS:
             self.drop_unused(now_ms, kept_ms=0.0)
             if len(self) >= MAX_GROUPS:
@@ -80,7 +82,7 @@ class GroupTable(dict[str, Group]):
             del self._forgotten[next(iter(self._forgotten))]
 
     def review(self, names: Iterable[str], effects: list[Effect], now_ms: float) -> list[Effect]:
-        """Follows changes of these groups' routes.
+        """Processes changes of these groups' routes.
 
         Watchers get the new routes, messages to engines that have left the routes may be held, and
         the next tick may be due earlier.
@@ -96,7 +98,7 @@ class GroupTable(dict[str, Group]):
         return effects
 
     def remove_watcher(self, watcher: bytes) -> list[Effect]:
-        """It has left: no group waits for it."""
+        """Removes a watcher that has left, so that no group waits for its confirmation."""
         return [e for each in self.values() for e in each.routing.remove_watchers((watcher,))]
 
     def _watchers(self) -> tuple[bytes, ...]:

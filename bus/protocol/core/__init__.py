@@ -1,1 +1,1 @@
-"""What every machine uses."""
+"""Parts that all state machines use."""

@@ -1,4 +1,4 @@
-"""Says what a peer may send to the broker: by its rate, its role, and its key.
+"""Decides by rate, role and key which frames a peer may send to the broker.
 
 **Rate.** Each route has a token bucket that fills at a steady rate. The bucket is small until its
 peer has joined. A frame costs one token, and one more per 4 KiB. A refused frame costs
@@ -9,8 +9,8 @@ trainer sends manifests.
 **Role.** A peer names its role when it joins. :data:`bus.messages.VERBS` has the messages of each
 role.
 
-**Key.** If the broker has keys, :data:`JOINS_AS` says as which roles the owner of a key may join.
-The key may send whatever these roles may, whatever the peer says of itself.
+**Key.** If the broker has keys, :data:`JOINS_AS` lists the roles as which the owner of a key may
+join. The key may send the messages of these roles only, whatever role the peer names.
 
 Invariants: a refused frame has changed nothing; a frame counts for the peer that it names only
 under the key with which that peer has joined.
@@ -37,7 +37,7 @@ BYTES_PER_TOKEN: Final = 4 * KIB
 REFUSED_COST: Final = 10
 REPORT_EVERY_MS: Final = 1000
 
-# Requests that one trainer may have open at a time.
+# How many requests of one trainer may be open at a time.
 OPEN_REQUESTS: Final = 1024
 
 STRANGERS_FRAME_BYTES: Final = 64 * KIB
@@ -54,7 +54,7 @@ FRAME_BYTES: Final[dict[Role, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A rate: ``per_s`` tokens come in a second, and at most ``burst`` are there."""
+    """A rate of ``per_s`` tokens per second, of which at most ``burst`` accumulate."""
 
     per_s: float
     burst: float
@@ -78,7 +78,7 @@ class Limits:
 
 
 class Bucket:
-    """The tokens of one peer; full at first."""
+    """The token bucket of one peer; full at first."""
 
     __slots__ = ("_at_ms", "_reported_ms", "_tokens", "rate")
 
@@ -89,7 +89,7 @@ class Bucket:
         self._reported_ms = -float(REPORT_EVERY_MS)
 
     def take(self, cost: float, now_ms: float) -> bool:
-        """Takes tokens; False, without any change, if none is left."""
+        """Takes tokens; returns False, without any change, if none is left."""
         rate = self.rate
         tokens = self._tokens + (now_ms - self._at_ms) * rate.per_s / 1000
         tokens = min(tokens, rate.burst)
@@ -100,18 +100,18 @@ class Bucket:
         return True
 
     def charge(self, cost: float) -> None:
-        """Takes tokens afterwards, also if fewer are there."""
+        """Takes tokens after the fact; the balance may become negative."""
         self._tokens -= cost
 
     def should_report(self, now_ms: float) -> bool:
-        """Whether the sender is due to be notified that it is limited."""
+        """Returns whether to notify the limited sender now; True at most once a second."""
         if now_ms < self._reported_ms + REPORT_EVERY_MS:
             return False
         self._reported_ms = now_ms
         return True
 
     def full(self, now_ms: float) -> bool:
-        """Whether dropping the bucket would change nothing."""
+        """Whether the bucket is full, so that it may be dropped."""
         return self._tokens + (now_ms - self._at_ms) * self.rate.per_s / 1000 >= self.rate.burst
 
 
@@ -121,10 +121,10 @@ def cost_of(size_bytes: int) -> int:
 
 
 def outside_bounds(field: str, reported: int, known: int) -> Failure | None:
-    """Returns why an epoch or version is not believed; None: it may be true.
+    """Returns why a reported epoch or version is rejected; None: it is plausible.
 
     Args:
-        field: which of the two, as the message names it.
+        field: the name of the message's field.
         reported: the number in the message.
         known: the group's own number; 0 if nothing is known yet.
     """

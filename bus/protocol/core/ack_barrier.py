@@ -1,4 +1,4 @@
-"""The barrier of acknowledgements: one step, asked of several engines at once."""
+"""The barrier of acknowledgements: one step requested of several engines at once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from bus.messages import Ack, Message, Step
 
 
-# The outcome of a `wait` pause that came to its deadline.
+# The outcome of a `wait` pause whose deadline passed.
 ESCALATED: Final = "escalated"
-STILL_CLOSED: Final = "closed"  # of a RESUME: the engine is behind its group
+STILL_CLOSED: Final = "closed"  # of a RESUME: the engine is stale
 
 
 class AckBarrier:
-    """One step, asked of several engines together; done when none is waited for.
+    """One step requested of several engines; done when all have acknowledged it.
 
-    One object per step and not one per engine: with a thousand engines that is the difference
+    There is one object per step, not one per engine: with a thousand engines that is the difference
     between microseconds and milliseconds.
     """
 
@@ -43,22 +43,22 @@ class AckBarrier:
 
     def __init__(self, step: Step, message: Message, names: Iterable[str], now_ms: float) -> None:
         self.step = step
-        self.messages = [message]  # asked again together
-        self.waiting_for_trainer = False  # nobody can have done it: the trainer has yet to send
+        self.messages = [message]  # repeated together
+        self.waiting_for_trainer = False  # the trainer has yet to send the chunk
         self.waiting = set(names)
         self.engines = len(self.waiting)
         self.asked_ms = now_ms
         self.resent_ms = now_ms
         self.in_flight = 0
-        self.is_slow = False  # the log has said so
+        self.is_slow = False  # it has been logged
         self.slowest = ""
         self.slowest_ms = 0.0
-        self.lacks_manifest: set[str] = set()  # was asked again by digest, and knows no such one
-        self.escalated: set[str] = set()  # whose `wait` pause came to its deadline,
-        self.waited_for: list[str] = []  # and the requests that it waited for until then
+        self.lacks_manifest: set[str] = set()  # engines that refused the digest as unknown
+        self.escalated: set[str] = set()  # engines whose `wait` pause's deadline passed,
+        self.waited_for: list[str] = []  # and the requests that still ran then
 
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> bool:
-        """Records an engine's ACK; False if it was not waited for (a duplicate)."""
+        """Records an engine's ACK; returns False for a duplicate, or an engine not waited for."""
         if name not in self.waiting:
             return False
         self.waiting.remove(name)
@@ -71,7 +71,7 @@ class AckBarrier:
         return True
 
     def remove(self, names: Iterable[str]) -> None:
-        """Waits no longer for these engines: they are gone."""
+        """Stops waiting for these engines, because they are gone."""
         gone = self.waiting.intersection(names)
         self.waiting -= gone
         self.engines -= len(gone)
@@ -84,18 +84,18 @@ class AckBarrier:
 
     @property
     def is_done(self) -> bool:
-        """Whether no engine is waited for."""
+        """Whether every engine has acknowledged the step."""
         return not self.waiting
 
     def overdue(self, retry_ms: float, now_ms: float) -> bool:
-        """Whether to ask again the engines that have not answered; True counts as asked."""
+        """Returns whether to repeat the request now; if so, records the repetition."""
         if not self.waiting or now_ms < self.resent_ms + retry_ms:  # as the deadline is computed
             return False
         self.resent_ms = now_ms
         return True
 
     def repeats(self) -> Iterator[tuple[Message, list[str]]]:
-        """Yields what to send again to which engines.
+        """Yields each message to repeat, with the engines that get it.
 
         A manifest is large: engines that have it get its digest.
         """

@@ -1,4 +1,4 @@
-"""What the machines tell their shell to do. The shell obeys and judges nothing."""
+"""Effects that the machines return, for their driver to execute without further decisions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send one message to peers, encoded once. As with the envelope, one is made per frame.
+    """Sends one message to peers; the message is encoded once.
 
-    ``routes`` are the transport's names of the peers; a peer's own machine sends
-    to the broker and leaves them empty.
+    ``routes`` are the transport's names of the peers. A peer's own machine sends to the broker and
+    leaves them empty. A ``Struct`` for speed, like the envelope, because one is made per frame.
     """
 
     message: Message
@@ -29,10 +29,10 @@ class Send(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something an operator wants to read: one line of the log.
+    """One log event for operators.
 
-    ``level`` is ``debug``, ``info``, ``warning`` or ``error``. Durations among the
-    fields are in milliseconds.
+    ``level`` is ``debug``, ``info``, ``warning`` or ``error``. Durations among the fields are in
+    milliseconds.
     """
 
     event: str

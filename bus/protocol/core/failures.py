@@ -1,4 +1,4 @@
-"""Why a request is refused: the reason, its NACK, and the exception that carries the reason."""
+"""Failures: the reason of a refusal, its NACK, and the exception that carries the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bus.messages import Nack, NackCode
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request is refused. Fields as in :class:`bus.messages.Nack`."""
+    """The reason of a refusal. Fields as in :class:`bus.messages.Nack`."""
 
     code: NackCode
     detail: str
@@ -35,7 +35,7 @@ class Failure:
 
 
 class Declined(Exception):
-    """A command does not fit now; carries the reason."""
+    """Raised when a command does not fit now; carries the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.detail)
@@ -45,12 +45,12 @@ class Declined(Exception):
 def decline(
     code: NackCode, detail: str, peer: str = "", *, field: str = "", hint: str = ""
 ) -> Declined:
-    """Returns the error of a command that does not fit; the fields are those of a failure."""
+    """Returns the error that declines a command; arguments as in :class:`Failure`."""
     return Declined(Failure(code, detail, peer, field=field, hint=hint))
 
 
 def swap_cancelled(detail: str) -> Declined:
-    """Returns the error of a staged update that is not swapped in: the engine serves as before."""
+    """Returns the error of a cancelled swap: the engine continues to serve its old weights."""
     return decline(NackCode.CALLED_OFF, detail)
 
 

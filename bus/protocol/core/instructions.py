@@ -1,4 +1,4 @@
-"""What the pause, sleep and update machines ask of the group that composes them."""
+"""Instructions that the pause, sleep and update machines return to their group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send a message to these engines, at once."""
+    """Sends a message to these engines at once."""
 
     message: Message
     names: tuple[str, ...]
@@ -21,7 +21,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """Every engine of a barrier has acknowledged the step."""
+    """Reports that every engine of a barrier has acknowledged the step."""
 
     step: Step
     barrier: AckBarrier
@@ -30,7 +30,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The step has failed for the trainer."""
+    """Reports that the step has failed, so that the trainer gets the failure."""
 
     step: Step
     failure: Failure

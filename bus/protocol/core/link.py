@@ -1,11 +1,11 @@
-"""A peer's side of its membership: join, heartbeat, miss the broker, join again.
+"""A peer's side of its membership: it joins, sends heartbeats, and joins again.
 
 ::
 
     state     event               next      effect
     JOINING   welcome             JOINED    heartbeats begin
     JOINING   nack, worth a wait  JOINING   JOIN again after retry_ms (name taken, group held),
-                                            until the broker has missed a dead one
+                                            until the broker has detected a lost peer
     JOINING   nack, final         REFUSED
     JOINING   unreadable version  REFUSED
     JOINED    nack not_joined     JOINING   JOIN: the broker is a new one
@@ -15,8 +15,8 @@
     JOINING   leave               CLOSED    LEAVE, if a JOIN was sent: the answer may be on its way
     REFUSED   leave               CLOSED
 
-Invariant: while not JOINED, nothing but JOIN and LEAVE is sent on the peer's own account;
-a frame of the broker that is old or doubled changes nothing.
+Invariants: while not JOINED, the link itself sends only JOIN and LEAVE; an old or duplicate frame
+of the broker changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bus.protocol.core.effects import Effect, Note, Send
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What Link.receive acts upon; every other message of the broker passes it by.
+# The messages that Link.receive handles; it ignores all others.
 LINK_MESSAGES: Final = frozenset({m.Welcome, m.HeartbeatAck, m.Nack})
 WORTH_A_WAIT: Final = frozenset({m.NackCode.NAME_TAKEN, m.NackCode.GROUP_HELD})
 # These are of frames that were sent before it.
@@ -41,7 +41,7 @@ _NOT_OF_THE_JOIN: Final = frozenset(
 
 
 class LinkState(StrEnum):
-    """Where a peer's membership stands."""
+    """The state of a peer's membership."""
 
     JOINING = "joining"
     JOINED = "joined"
@@ -53,8 +53,8 @@ class LinkState(StrEnum):
 class LinkConfig:
     """Times of a link, in ms.
 
-    ``patience_ms``: how long at least a name or group that another peer holds is tried for. That
-    peer may be dead and not missed yet; the broker's NACK may give more time.
+    ``patience_ms``: how long the link at least retries a name or group that another peer holds.
+    That peer may be lost and not detected yet; the broker's NACK may give more time.
     """
 
     retry_ms: int = 500
@@ -62,7 +62,10 @@ class LinkConfig:
 
 
 class Link:
-    """One peer's membership. ``join`` and ``beat`` are asked whenever one is sent."""
+    """The membership of one peer.
+
+    ``join`` and ``beat`` return each JOIN and heartbeat to send.
+    """
 
     def __init__(
         self,
@@ -77,26 +80,26 @@ class Link:
         self.state = LinkState.JOINING
         self.epoch = 0
         self.version = 0
-        self.run = ""  # the group's, by the last WELCOME
+        self.run = ""  # the group's run, from the last WELCOME
         self.heartbeat_ms = 1000.0
         self.peer_timeout_ms = 5000.0
         self.last_heard_ms = 0.0
         self.refusal: m.Nack | None = None
         self._join = join
         self._beat = beat
-        self._asked = False  # so the broker may have let it in, or still count it in
-        self._commanded = False  # an engine: it hears of later epochs, a trainer has its own
+        self._asked = False  # a JOIN was sent: the broker may count the peer as joined
+        self._commanded = False  # an engine adopts later epochs; a trainer keeps its own
         self._broker_boot = 0
         self._last_seq = 0
         self._next_ms = 0.0
-        self._held_ms: float | None = None  # since when name or group is held by another
+        self._held_ms: float | None = None  # since when another peer has the name or group
 
     def start(self, now_ms: float) -> list[Effect]:
-        """Ask to be let in."""
+        """Sends the first JOIN."""
         return self._ask(now_ms)
 
     def fresh(self, envelope: m.Envelope, now_ms: float) -> bool:
-        """Whether a frame of the broker is new; an old or doubled one is to be dropped."""
+        """Whether a frame of the broker is new; others must be dropped."""
         if envelope.boot != self._broker_boot:
             self._broker_boot = envelope.boot
             self._last_seq = 0
@@ -105,12 +108,12 @@ class Link:
         self._last_seq = envelope.seq
         self.last_heard_ms = now_ms
         if self._commanded and envelope.group == self.group and envelope.epoch > self.epoch:
-            # An engine tells a broker that comes after this one how far the fencing had come.
+            # After a restart of the broker, engines report the last epoch to it.
             self.epoch = envelope.epoch
         return True
 
     def receive(self, envelope: m.Envelope, message: m.Message, now_ms: float) -> list[Effect]:
-        """A frame that concerns the membership; any other changes nothing."""
+        """Handles a message about the membership; any other message changes nothing."""
         if isinstance(message, m.Welcome):
             return self._welcome(envelope, message, now_ms)
         if isinstance(message, m.HeartbeatAck):
@@ -121,7 +124,7 @@ class Link:
         return []
 
     def other_version(self, nack: m.Nack) -> list[Effect]:
-        """The broker's frames are of a wire version that this side does not read."""
+        """Handles frames of the broker in a wire version that this side can't read."""
         return self._on_refused(nack) if self.state is LinkState.JOINING else []
 
     def leave(self, reason: str) -> list[Effect]:
@@ -131,7 +134,7 @@ class Link:
         return [Send(m.Leave(reason))] if may_be_in else []
 
     def tick(self, now_ms: float) -> list[Effect]:
-        """Send what is due."""
+        """Sends the heartbeat or JOIN that is due."""
         if now_ms < self._next_ms or self.state in (LinkState.REFUSED, LinkState.CLOSED):
             return []
         if self.state is LinkState.JOINING:
@@ -145,7 +148,7 @@ class Link:
         return [Send(self._beat(), group=self.group, epoch=self.epoch)]
 
     def next_deadline_ms(self) -> float | None:
-        """When :meth:`tick` is due."""
+        """Returns when :meth:`tick` is due; None: never."""
         return None if self.state in (LinkState.REFUSED, LinkState.CLOSED) else self._next_ms
 
     def _ask(self, now_ms: float) -> list[Effect]:
@@ -157,7 +160,7 @@ class Link:
 
     def _welcome(self, envelope: m.Envelope, welcome: m.Welcome, now_ms: float) -> list[Effect]:
         if self.state is LinkState.JOINED:
-            # It was let in by a broker that is gone since, whose word was long on its way.
+            # The first WELCOME came late, from a broker that is gone.
             self.epoch = max(self.epoch, envelope.epoch)
         if self.state is not LinkState.JOINING:
             return []

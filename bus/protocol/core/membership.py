@@ -1,21 +1,21 @@
-"""Who is on the bus: joins, heartbeats, leaves and losses.
+"""The peers on the bus: joins, heartbeats, leaves and losses.
 
 ::
 
     state    event              next     effect
     (none)   join               JOINED   WELCOME
-    JOINED   join, same boot    JOINED   WELCOME again: the peer reconnected; or it hears nothing
-    JOINED   join, same boot,   JOINED   it leaves where it was, and joins as any other
+    JOINED   join, same boot    JOINED   WELCOME again: the peer reconnected, or missed the first
+    JOINED   join, same boot,   JOINED   it leaves its old place, and joins as any other
              other role, group or rank
-    JOINED   join, other boot   JOINED   NACK name_taken, as long as the first one is heard
+    JOINED   join, other boot   JOINED   NACK name_taken, as long as the first one is alive
     JOINED   join, other key    JOINED   the same
-    JOINED   any frame          JOINED   it lives; of one that has joined again, from its next
-                                         heartbeat on, for only then has it heard the WELCOME
-    JOINED   leave              (none)   its group hears it
-    JOINED   silent too long    (none)   its group hears it: lost
+    JOINED   any frame          JOINED   the peer counts as alive; after a second join only from its
+                                         next heartbeat on, which shows that it got the WELCOME
+    JOINED   leave              (none)   its group is notified
+    JOINED   silent too long    (none)   its group is notified: lost
 
 Invariant: one name is one process (one ``boot``) at any time. A restarted process
-takes its name back as soon as the old one has left or has not been heard for
+takes its name back as soon as the old one has left or has been silent for
 ``peer_timeout_ms``.
 """
 
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
     from bus.protocol.core.access import Bucket
 
-# Who belongs to no group.
+# Roles that belong to no group.
 WATCHERS: Final = ("observer", "scheduler")
-# An ABORT of these is answered when their call has returned.
+# Steps that an ABORT ends; engines answer the ABORT once the step's call has returned.
 UNDONE: Final = (
     *(Step.TRANSFER_INIT, Step.ARM, Step.START, Step.CHUNK, Step.FINISH, Step.PROBE, Step.COMMIT),
     Step.ABORT,
 )
-# In which phases an engine may still be at it; a heartbeat with any other one answers for it.
+# The phases in which an engine may still execute a step; any other phase shows the step's end.
 _AT_IT: Final[dict[str, tuple[Phase, ...]]] = {
     **dict.fromkeys((Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME), ("pausing", "resuming")),
     Step.SLEEP: ("paused",),
@@ -64,15 +64,15 @@ _AT_IT: Final[dict[str, tuple[Phase, ...]]] = {
 
 @dataclass(slots=True)
 class Peer:
-    """One peer as the broker knows it.
+    """The broker's record of one peer.
 
     Attributes:
         route: the transport's name of the peer.
         user: the key that the peer has joined with.
-        bucket: what the peer may still send; None: no limit.
+        bucket: the token bucket that limits the peer's rate; None: no limit.
         is_unreachable: the peer has joined again, and has not shown yet that it received the
             answer.
-        joined_epoch: the epoch that the peer joined with; 0: it had met no trainer's broker before.
+        joined_epoch: the epoch that the peer joined with; 0: no trainer had owned its group before.
         overdue: the step that the engine has not answered in time; empty: none.
     """
 
@@ -100,15 +100,15 @@ class Peer:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """What it is on the bus; see :func:`place_of`."""
+        """The peer's role, group and rank on the bus; see :func:`place_of`."""
         join = Join(self.role, self.host, self.pid, self.facts, self.coordinator)
         return place_of(self.group, join)
 
     def on_frame(self, now_ms: float, *, is_heartbeat: bool) -> None:
-        """A frame of the peer has arrived.
+        """Records the time of a frame of the peer.
 
-        A link that is cut one way still carries frames of a peer that receives none. Such frames do
-        not count as signs of life.
+        If a link is cut in one direction, the broker still gets frames of a peer that gets none.
+        Such frames do not count as signs of life.
         """
         if is_heartbeat:
             self.is_unreachable = False
@@ -118,8 +118,8 @@ class Peer:
     def answers(self, message: Message) -> bool:
         """Whether a message shows that the engine is no longer overdue.
 
-        It does if it answers the step, or an ABORT of the step (:data:`UNDONE`), or is a heartbeat
-        that shows the step's end.
+        That is an answer to the step, an answer to an ABORT of the step (:data:`UNDONE`), or a
+        heartbeat that shows the step's end.
         """
         step = getattr(message, "step", "")
         undone = step == Step.ABORT and type(message) is Ack and self.overdue in UNDONE
@@ -128,7 +128,7 @@ class Peer:
         return step == self.overdue or undone or over
 
     def view(self, now_ms: float) -> EngineView:
-        """What a status shows of an engine."""
+        """Returns the engine's view for a status."""
         assert self.facts is not None
         core_for_ms = self.core.since_ms + now_ms - self.core_reported_ms if self.core else 0.0
         return EngineView(
@@ -161,7 +161,7 @@ class Peer:
 
 
 def place_of(group: str, join: Join) -> tuple[object, ...]:
-    """What a peer that joins so is on the bus: its role, its group, and its rank there."""
+    """Returns the place that a JOIN asks for: role, group, DP group and rank."""
     part: tuple[object, ...] = ()
     if join.engine is not None:
         part = (join.engine.dp_group, join.engine.dp_rank, join.engine.dp_size)
@@ -170,7 +170,7 @@ def place_of(group: str, join: Join) -> tuple[object, ...]:
     return (join.role, "" if join.role in WATCHERS else group, *part)
 
 
-# What one engine has alone: group, DP group and rank; or host and URL.
+# A place that only one engine can have: group, DP group and rank; or host and URL.
 _Place: TypeAlias = tuple[str, str, int] | tuple[str, str]
 
 
@@ -182,7 +182,7 @@ def _places(group: str, host: str, facts: EngineFacts | None) -> list[_Place]:
 
 
 class Membership:
-    """The peers by name, and by route."""
+    """The peers by name and by route."""
 
     def __init__(self, peer_timeout_ms: float) -> None:
         self.peer_timeout_ms = peer_timeout_ms
@@ -208,7 +208,7 @@ class Membership:
         now_ms: float,
         user: str = "",
     ) -> Peer | Failure:
-        """Take a peer in, or say why not. A second join of one boot refreshes its facts."""
+        """Adds a peer, or updates its facts (same boot), or returns why not."""
         refused = self._refuse(name, group, boot, user, join, now_ms)
         if refused is not None:
             return refused
@@ -283,7 +283,7 @@ class Membership:
         )
 
     def _refuse_place(self, name: str, group: str, join: Join) -> Failure | None:
-        """Two sidecars can't have one engine or one rank, nor a DP group two DP coordinators."""
+        """Refuses a second sidecar per engine or rank, or coordinator per DP group."""
         if join.coordinator is not None:
             return self._refuse_coordinator(name, group, join.coordinator)
         facts = join.engine
@@ -326,7 +326,7 @@ class Membership:
         return None
 
     def remove(self, peer: Peer) -> None:
-        """Forget a peer (a newer one under its name stays)."""
+        """Removes a peer; a newer peer under its name stays."""
         if self.by_name.get(peer.name) is peer:
             del self.by_name[peer.name]
         if self.by_route.get(peer.route) is peer:
@@ -336,6 +336,6 @@ class Membership:
                 del self._by_place[place]
 
     def silent(self, now_ms: float) -> list[Peer]:
-        """Peers not heard for too long."""
+        """Returns the peers that were silent for longer than ``peer_timeout_ms``."""
         limit = now_ms - self.peer_timeout_ms
         return [peer for peer in self.by_name.values() if peer.last_heard_ms < limit]

@@ -1,4 +1,4 @@
-"""Transition tables of machines: their execution, the error of an event, and the diagram."""
+"""Executes transition tables of machines, reports illegal events, and draws diagrams."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E", bound=StrEnum)
 
-# So many of a machine's last events stand in the error of an illegal one.
+# How many of a machine's last events the error of an illegal event lists.
 STORY_EVENTS: Final = 16
 
 
 class StateMachine(Generic[S, E]):
-    """Base of machines whose state changes by their transition table and by nothing else.
+    """Base of machines whose state changes only by their transition table.
 
     Args:
         name: the machine's name, for errors.
-        transitions: its table: which state an event leads to.
-        initial: the state in which it begins.
+        transitions: its table: the next state for each state and event.
+        initial: the first state.
     """
 
     def __init__(self, name: str, transitions: Mapping[tuple[S, E], S], initial: S) -> None:
@@ -37,11 +37,11 @@ class StateMachine(Generic[S, E]):
 
     @property
     def state(self) -> S:
-        """The state that the events so far have led to."""
+        """The present state."""
         return self._state
 
     def _go(self, event: E) -> None:
-        """Take the table's transition.
+        """Makes the table's transition for an event.
 
         Raises:
             IllegalTransition: the table has no such event in this state; nothing has changed.
@@ -57,9 +57,9 @@ class StateMachine(Generic[S, E]):
 
 
 def state_diagram(transitions: Mapping[tuple[S, E], S], initial: S) -> str:
-    """A ``stateDiagram-v2`` with every transition of the table, in the table's order.
+    """Returns a Mermaid ``stateDiagram-v2`` of the table's transitions, in the table's order.
 
-    Events that lead from one state to the same other one share an arrow.
+    Events that lead from one state to the same next state share an arrow.
     """
     arrows: dict[tuple[S, S], list[str]] = {}
     for (state, event), following in transitions.items():
@@ -80,7 +80,7 @@ def _id(state: StrEnum) -> str:
 
 
 class IllegalTransition(ProtocolError):
-    """A machine got an event that cannot happen in its state: a defect here, and no peer's."""
+    """Raised for an event that can't happen in this state: a bug in wavebus."""
 
     def __init__(
         self, machine: str, state: StrEnum, event: str, story: Iterable[tuple[StrEnum, StrEnum]]

@@ -1,4 +1,4 @@
-"""What an update's messages must agree on: asked by the broker, and by every engine again."""
+"""Checks of an update's messages, done by the broker and by every engine again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def manifest_of(message: Arm) -> Manifest:
-    """The manifest that an ARM carries.
+    """Returns the manifest that an ARM carries.
 
     Raises:
-        Declined: it contradicts itself or its digest; names the field. Code ``manifest_unknown``
-            if it has only a digest.
+        Declined: the manifest contradicts itself or its digest; names the field. Code
+            ``manifest_unknown`` if the ARM has only a digest.
     """
     try:
         manifest = Manifest(
@@ -39,7 +39,7 @@ def manifest_of(message: Arm) -> Manifest:
 
 
 def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
-    """A chunk is the one that the manifest plans.
+    """Checks that a chunk is the one that the manifest plans.
 
     Raises:
         Declined: names the field that differs.
@@ -60,7 +60,7 @@ def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
 
 
 def check_sums(manifest: Manifest, message: ChunkSent) -> None:
-    """There is a sum for each of the chunk's tensors, or for none where nothing is verified.
+    """Checks that a chunk has one checksum per tensor, or none if nothing is verified.
 
     Raises:
         Declined: there are more, or fewer.

@@ -1,1 +1,1 @@
-"""Data-parallel waves."""
+"""The machines of data-parallel waves, and the health of DP groups."""

@@ -1,35 +1,35 @@
-"""The coordinator of one DP group: what wakes its idle ranks, with the broker or without.
+"""The coordinator of one DP group: wakes idle ranks, with or without the broker.
 
-It stands where vLLM's own coordinator does. Front ends tell it of a first request, cores
-tell it that a wave has started or is over, and it starts cores and tells front ends. It
-asks the broker first, since the broker knows whether the group is paused; a broker that
-does not answer in time is not waited for.
+It replaces vLLM's own coordinator. Front ends notify it of a first request, and cores of the start
+and end of a wave; it starts cores and notifies front ends. It asks the broker first, because the
+broker knows whether the group is paused. It does not wait for a broker that does not answer in
+time.
 
-Who starts a wave depends on the vLLM. In 0.32, and in the embedded engine, a front end does, by a
-FIRST_REQ. In 0.33 an engine does: the rank that gets a request while its group is idle and not
-paused steps at once and reports STARTED. Then no FIRST_REQ comes, so of the states below only
-IDLE and RUNNING are entered, nobody asks the broker, and the START to the other ranks waits for
-nobody. The broker gets WAVE_STARTED with that rank, and WAVE_COMPLETE.
+The vLLM version decides which process starts a wave. In 0.32, and in the embedded engine, a front
+end does, by a FIRST_REQ. In 0.33 an engine does: the rank that gets a request while its group is
+idle and not paused steps at once and reports STARTED. Then no FIRST_REQ comes, so only the states
+IDLE and RUNNING below are entered, the broker is not asked, and START goes to the other ranks at
+once. The broker gets WAVE_STARTED with that rank, and WAVE_COMPLETE.
 
-Beside the table, READY: cores subscribe, and once all have, they are told so, and again whenever
-one subscribes later. Nothing may come to a core before that: START waits for it. A core that
-subscribes again has lost its connection, and perhaps a START with it. So in RUNNING the START
-follows its READY once more.
+READY is not in the table. Cores subscribe; once all have, all get READY, and again whenever a core
+subscribes later. A core must get no message before READY, so START waits for it. A core that
+subscribes again has lost its connection, and possibly a START. So in RUNNING, START follows READY
+once more.
 
-Events that are not in a state's rows change nothing: a FIRST_REQ while one is under way,
-an answer of the broker that nobody waits for.
+Events that are not in a state's rows change nothing, such as a FIRST_REQ while one is under way,
+or an answer of the broker that is not waited for.
 
 Invariants:
 
-- The number grows only by what cores say; it is never made up, since cores adopt a
-  greater one unchecked, and drop a smaller one unsaid.
-- START goes to all cores or to none, and excludes nobody after a FIRST_REQ: the rank
-  that got the request may have given it up by then, and would be missed by the others.
-- Front ends hear "running" only when a core has said so: one that believes it sends no
-  FIRST_REQ. After a FIRST_REQ that did not start a wave they hear "not running" again.
-- A FIRST_REQ stays owed until a core says that its wave runs, or is over.
+- The wave's number grows only as cores report; it is never made up, because cores adopt a
+  greater one unchecked, and drop a smaller one silently.
+- START goes to all cores or to none. After a FIRST_REQ it excludes no rank: the rank that got the
+  request may have dropped it by then, and the others would wait for that rank.
+- Front ends get "running" only after a core has reported it: a front end that sees "running" sends
+  no FIRST_REQ. If a FIRST_REQ did not start a wave, they get "not running" again.
+- A FIRST_REQ is retried until a core reports that its wave runs, or is over.
 - Cores get no START before READY.
-- The broker gets the end of every wave: a STARTED of the next number is one, too, when it
+- The broker gets the end of every wave. A STARTED of the next number also counts as the end, if it
   overtakes the COMPLETE of rank 0.
 """
 
@@ -49,13 +49,13 @@ BROKER_PATIENCE_MS: Final = 5.0
 RETRY_MS: Final = 20.0
 RETRY_MAX_MS: Final = 250.0
 HELD_RETRY_MS: Final = 1000.0
-# Front ends that came late, or missed one, hear the state at least this often.
+# How often the state is published, for front ends that subscribed late or missed a message.
 PUBLISH_MS: Final = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class StartCores:
-    """START_DP_WAVE to every core, which is ignored by the excluded rank."""
+    """Sends START_DP_WAVE to every core; the excluded rank ignores it."""
 
     wave: int
     excluded: int | None = None
@@ -63,7 +63,7 @@ class StartCores:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Tell every front end."""
+    """Sends the wave's number and state to every front end."""
 
     wave: int
     running: bool
@@ -71,14 +71,14 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """READY to every core: all are there. Those that run ignore it."""
+    """Sends READY to every core, because all have subscribed. Cores that run ignore it."""
 
 
 CoordinatorEffect: TypeAlias = StartCores | Publish | Ready | Send | Note
 
 
 class CoordinatorState(StrEnum):
-    """What the coordinator waits for."""
+    """The state of a DP coordinator: what it waits for."""
 
     IDLE = "idle"
     ASKED = "asked"
@@ -88,7 +88,7 @@ class CoordinatorState(StrEnum):
 
 
 class CoordinatorEvent(StrEnum):
-    """What a coordinator learns."""
+    """Events that change a coordinator's state."""
 
     FIRST_REQ = "first_req"
     ALONE = "alone"
@@ -105,7 +105,7 @@ _S, _E = CoordinatorState, CoordinatorEvent
 TRANSITIONS: Final[dict[tuple[CoordinatorState, CoordinatorEvent], CoordinatorState]] = {
     (_S.IDLE, _E.FIRST_REQ): _S.ASKED,  # FIRST_REQ to the broker
     (_S.IDLE, _E.ALONE): _S.PENDING,  # a first request without a broker: START_DP_WAVE to all cores
-    (_S.IDLE, _E.ALLOWED): _S.PENDING,  # START: the broker alone has kept one over a pause
+    (_S.IDLE, _E.ALLOWED): _S.PENDING,  # START: only the broker has kept the request over a pause
     (_S.ASKED, _E.ALLOWED): _S.PENDING,  # START
     (_S.ASKED, _E.HELD): _S.HELD,
     (_S.ASKED, _E.OVERDUE): _S.PENDING,  # START, decided here
@@ -123,11 +123,11 @@ TRANSITIONS: Final[dict[tuple[CoordinatorState, CoordinatorEvent], CoordinatorSt
 
 
 class DpCoordinator:
-    """One DP group's coordinator. Methods take what happened, and return effects.
+    """The coordinator of one DP group. Methods take events, and return effects.
 
     Args:
-        dp_group: its name on the bus.
-        size: how many cores subscribe before any of them may hear of a wave.
+        dp_group: the DP group's name on the bus.
+        size: how many cores must subscribe before any of them gets a START.
     """
 
     def __init__(self, dp_group: str, size: int) -> None:
@@ -136,7 +136,7 @@ class DpCoordinator:
         self.cores = 0  # subscriptions; a core that reconnects subscribes anew
         self.state = _S.IDLE
         self.wave = 0
-        self.rank = 0  # that asked last, or began the wave that runs
+        self.rank = 0  # the rank that asked last, or began the running wave
         self.local = False  # the wave under way was decided here
         self._asked_ms = 0.0
         self._due_ms: float | None = None
@@ -145,12 +145,12 @@ class DpCoordinator:
 
     @property
     def running(self) -> bool:
-        """Whether a core has said so."""
+        """Whether a core has reported that the wave runs."""
         return self.state is _S.RUNNING
 
     @property
     def started_by(self) -> int | None:
-        """The rank that began the wave that runs."""
+        """The rank that began the running wave; None: no wave runs."""
         return self.rank if self.running else None
 
     @property
@@ -161,7 +161,7 @@ class DpCoordinator:
     # -- from the DP group ------------------------------------------------------
 
     def on_core_subscribed(self) -> list[CoordinatorEffect]:
-        """A core listens; what came before that never reached it."""
+        """Records a core's subscription; messages sent before did not reach the core."""
         self.cores += 1
         if not self.ready:
             return []
@@ -174,15 +174,15 @@ class DpCoordinator:
         return effects
 
     def on_front_subscribed(self, now_ms: float) -> list[CoordinatorEffect]:
-        """A front end listens; until it hears where things stand, it believes in wave 0."""
+        """Publishes the state to a new front end, which assumes wave 0 until then."""
         return [self._publish(now_ms)]
 
     def first_req(
         self, rank: int, wave: int, now_ms: float, *, broker: bool
     ) -> list[CoordinatorEffect]:
-        """A front end has a request for an idle group. ``broker``: there is one to ask."""
+        """Handles a front end's request for an idle group. ``broker``: a broker is connected."""
         if not self._go(_E.FIRST_REQ if broker else _E.ALONE):
-            # It believes that nothing runs, and so it should, unless something does.
+            # The front end assumes that no wave runs; publish to it if that is so.
             return [] if self.running else [self._publish(now_ms)]
         self.wave = max(self.wave, wave)
         self.rank = rank
@@ -194,9 +194,9 @@ class DpCoordinator:
         return [Send(self._first_req()), self._publish(now_ms)]
 
     def on_started(self, wave: int, rank: int, now_ms: float) -> list[CoordinatorEffect]:
-        """A core says that this wave runs; the others may still have to join it.
+        """Handles a core's report that a wave runs, and starts the other cores.
 
-        ``rank`` got the first request, or, rank 0, says that all ranks step: after a FIRST_REQ,
+        ``rank`` got the first request. Rank 0 also reports that all ranks step, after a FIRST_REQ
         or after a resume that found requests.
         """
         if wave < self.wave or (wave == self.wave and self.running):
@@ -222,7 +222,7 @@ class DpCoordinator:
         ]
 
     def complete(self, wave: int, now_ms: float) -> list[CoordinatorEffect]:
-        """Rank 0 says that every rank is idle."""
+        """Handles rank 0's report that every rank is idle."""
         if wave < self.wave:
             return []
         self._go(_E.COMPLETE)
@@ -234,7 +234,7 @@ class DpCoordinator:
     # -- from the broker --------------------------------------------------------
 
     def on_message(self, message: Message, now_ms: float) -> list[CoordinatorEffect]:
-        """The broker's word; one about another wave is old and changes nothing."""
+        """Handles a message of the broker; one about another wave is old and changes nothing."""
         match message:
             case StartDpWave(_, wave, _) if wave == self.wave:
                 return self._start(now_ms, local=False) if self._go(_E.ALLOWED) else []
@@ -245,7 +245,7 @@ class DpCoordinator:
         return []
 
     def on_joined(self, now_ms: float) -> list[CoordinatorEffect]:
-        """A broker is there (again): what is held or asked is asked anew."""
+        """Repeats a waiting FIRST_REQ, because the bus was joined (again)."""
         if not self._go(_E.JOINED):
             return []
         self._due_ms = now_ms + BROKER_PATIENCE_MS
@@ -254,7 +254,7 @@ class DpCoordinator:
     # -- time -------------------------------------------------------------------
 
     def tick(self, now_ms: float) -> list[CoordinatorEffect]:
-        """What is overdue."""
+        """Repeats overdue requests, and publishes the state if that is due."""
         effects: list[CoordinatorEffect] = []
         if self._due_ms is not None and now_ms >= self._due_ms:
             asked = self.state is _S.ASKED
@@ -271,11 +271,11 @@ class DpCoordinator:
         return effects
 
     def next_deadline_ms(self) -> float:
-        """When :meth:`tick` is due."""
+        """Returns when :meth:`tick` is due."""
         return self._publish_ms if self._due_ms is None else min(self._due_ms, self._publish_ms)
 
     def _go(self, event: CoordinatorEvent) -> bool:
-        """Whether the event stands in the state's rows; others change nothing."""
+        """Makes the event's transition; returns False if the state has no such row."""
         following = TRANSITIONS.get((self.state, event))
         if following is None:
             return False

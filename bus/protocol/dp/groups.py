@@ -1,10 +1,10 @@
-"""The DP groups of a group: their waves, their DP coordinators, and how their ranks are.
+"""The DP groups of a group: their waves, their DP coordinators, and their health.
 
 Composes a :class:`~bus.protocol.dp.wave.WaveMachine` and a
-:class:`~bus.protocol.dp.watchdog.Watchdog` per DP group of more than one rank. What the
-pause does to a wave is read off the ranks' phases, which their acks and heartbeats tell
-in order: locally paused from the moment PAUSE_LOCAL is asked, globally when every rank
-is paused, running again when every rank is.
+:class:`~bus.protocol.dp.watchdog.Watchdog` per DP group of more than one rank. A pause changes a
+wave through the ranks' phases, which ACKs and heartbeats report in order. A DP group is locally
+paused from the request for PAUSE_LOCAL, globally paused when every rank is paused, and running
+again when every rank runs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from bus.protocol.core.membership import Peer
 
-EMPTY_KEPT: Final = 64  # DP groups that nobody is in
+EMPTY_KEPT: Final = 64  # how many DP groups without peers are kept
 _STILL: Final[frozenset[m.Phase]] = frozenset({"paused", "updating", "quarantined"})
 _LEVELS: Final = {"ok": "info", "slow": "warning", "unknown": "debug"}
 
 
 class DpGroup:
-    """One DP group: its ranks by number, its DP coordinator if it has one."""
+    """One DP group: its ranks by number, and its DP coordinator if it has one."""
 
     def __init__(self, name: str, size: int, config: WatchdogConfig) -> None:
         self.name = name
@@ -38,23 +38,23 @@ class DpGroup:
         self.watchdog = Watchdog(size, config)
         self.ranks: dict[int, Peer] = {}
         self.coordinator: Peer | None = None
-        self.coordinator_boot = 0  # of the last one, which may be gone
+        self.coordinator_boot = 0  # of the last coordinator, which may be gone
         self.diagnosis = Diagnosis("unknown")
         self._life = 0
-        self._lives: dict[int, tuple[int, int]] = {}  # by rank: the boot that joined last, its life
+        self._lives: dict[int, tuple[int, int]] = {}  # by rank: its last boot, and that boot's life
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank is there, and none of a life that has ended."""
+        """Whether every rank is present, and all are of the present life."""
         return len(self.ranks) == self.size and all(
             self._lives[rank][1] == self._life for rank in self.ranks
         )
 
     def add(self, facts: m.EngineFacts, peer: Peer) -> None:
-        """A rank is there (again).
+        """Adds a rank that joined, or joined again.
 
-        A supervised rank with another boot was restarted with all others. A rank of the life before
-        that is still listed is dead, and not missed yet.
+        If a supervised rank has another boot, all ranks were restarted. A rank of the life before
+        that is still listed is dead, and not detected yet.
         """
         boot, life = self._lives.get(facts.dp_rank, (peer.boot, self._life))
         if boot != peer.boot:
@@ -72,14 +72,14 @@ class DpGroup:
         return self.is_complete and all(peer.phase in _STILL for peer in self.ranks.values())
 
     def is_moving(self) -> bool:
-        """Whether every rank schedules."""
+        """Whether every rank schedules requests."""
         return self.is_complete and not any(
             peer.phase in _STILL or peer.phase in ("pausing", "resuming")
             for peer in self.ranks.values()
         )
 
     def view(self) -> m.DpGroupView:
-        """Returns the DP group as a status shows it."""
+        """Returns the DP group's view for a status."""
         return m.DpGroupView(
             name=self.name,
             state=self.wave.state.value,
@@ -95,7 +95,7 @@ class DpGroup:
 
 
 class DpGroups:
-    """All DP groups of more than one rank, of one group. ``epoch`` is the group's."""
+    """The DP groups of one group with more than one rank. ``epoch``: the group's."""
 
     def __init__(
         self, group: str, epoch: Callable[[], int], config: WatchdogConfig | None = None
@@ -111,13 +111,13 @@ class DpGroups:
         return name in self._of
 
     def of(self, name: str) -> DpGroup | None:
-        """The DP group of a rank; None for an engine that steps alone."""
+        """Returns the DP group of a rank; None for an engine that steps alone."""
         return self._of.get(name)
 
     # -- membership -------------------------------------------------------------
 
     def on_rank_joined(self, peer: Peer) -> list[Effect]:
-        """A rank is there (again)."""
+        """Records a rank that joined, or joined again."""
         facts = peer.facts
         if facts is None or facts.dp_size == 1:
             self.restarts.over(peer.name)
@@ -135,7 +135,7 @@ class DpGroups:
         return effects + self._review(group, falls_out=True)
 
     def on_rank_lost(self, peer: Peer, reason: str, now_ms: float) -> list[Effect]:
-        """A rank is gone: its DP group is down, and restarts as one."""
+        """Records a lost rank: its DP group is down until all ranks are restarted."""
         group = self._of.pop(peer.name, None)
         if group is None or peer.facts is None:
             return []
@@ -158,7 +158,7 @@ class DpGroups:
         assert facts is not None
         group = self._get(facts.dp_group, facts.dp_size)
         if group.coordinator_boot not in (0, peer.boot):
-            group.wave.wave = 0  # another life of the DP group, with a coordinator of its own
+            group.wave.wave = 0  # a new life of the DP group, with a new coordinator
         group.coordinator, group.coordinator_boot = peer, peer.boot
         effects: list[Effect] = []
         if facts.wave > group.wave.wave:
@@ -168,17 +168,17 @@ class DpGroups:
         return effects
 
     def on_coordinator_lost(self, peer: Peer) -> list[Effect]:
-        """A coordinator is gone; its cores are woken by nobody now, unless it lives unheard."""
+        """Records a lost coordinator; unless it still runs, no process wakes its idle cores."""
         for group in self.dp_groups.values():
             if group.coordinator is peer:
                 group.coordinator = None
         _drop_empty(self)
         return []
 
-    # -- what coordinators and cores say ------------------------------------------
+    # -- reports of coordinators and cores ----------------------------------------
 
     def on_message(self, peer: Peer, msg_id: int, message: m.Message) -> list[Effect]:
-        """A coordinator's word; one of a DP group that is not its own changes nothing."""
+        """Handles a coordinator's message; ignores one about another DP group."""
         facts = peer.coordinator
         if facts is None or getattr(message, "dp_group", None) != facts.dp_group:
             return []
@@ -199,7 +199,7 @@ class DpGroups:
     def _on_wave_started(
         self, group: DpGroup, wave: int, rank: int | None, source: str, *, local: bool = False
     ) -> list[Effect]:
-        """A wave runs, says ``source``. It is told once, and an old notice never."""
+        """Records that ``source`` reports a running wave; logs it once, and ignores old reports."""
         waves = group.wave
         known = waves.under_way and waves.wave == wave
         fields: dict[str, object] = {
@@ -214,7 +214,7 @@ class DpGroups:
         return [self._note("wave_started", group, "debug", fields)]
 
     def _complete(self, group: DpGroup, wave: int, source: str) -> list[Effect]:
-        """A wave is over, and all before it. ``start_seen``: its start was told before."""
+        """Records the end of a wave. Logged ``start_seen``: its start was reported before."""
         waves = group.wave
         seen = waves.under_way and waves.wave == wave
         if not waves.complete(wave):
@@ -240,7 +240,7 @@ class DpGroups:
         return Send(start, (coordinator.route,), reply_to, self._group, self._epoch())
 
     def on_core_status(self, peer: Peer, status: m.CoreStatus, now_ms: float) -> list[Effect]:
-        """A rank's status page."""
+        """Records a rank's status page."""
         peer.core, peer.core_reported_ms = status, now_ms
         group = self._of.get(peer.name)
         if group is None or peer.facts is None:
@@ -249,16 +249,16 @@ class DpGroups:
         effects: list[Effect] = []
         if group.coordinator is None and group.wave.state is not WaveState.DOWN:
             effects = self._read_page(group, status)
-        # Looking at every rank for each one's every word would be much, where all is well.
+        # Diagnosing all ranks at each report would be expensive while all are healthy.
         if group.diagnosis.health == "ok" and status.since_ms < group.watchdog.config.slow_ms:
             return effects
         return effects + self._diagnose(group, now_ms)
 
     def _read_page(self, group: DpGroup, status: m.CoreStatus) -> list[Effect]:
-        """VLLM's own coordinator tells nobody of waves; what its cores do shows them.
+        """Derives waves from status pages, because vLLM's own coordinator reports none.
 
-        A page is a sample: of waves that began and ended between two of them, the number of the
-        last is told. It does not say which rank began a wave.
+        A page is a sample: of several waves between two pages, only the last one's end is
+        recorded. A page does not show which rank began a wave.
         """
         effects: list[Effect] = []
         if status.wave > group.wave.wave:
@@ -269,16 +269,16 @@ class DpGroups:
             effects += self._on_wave_started(group, status.wave, None, "status_page")
         return effects
 
-    # -- what the pause does --------------------------------------------------------
+    # -- effects of a pause ---------------------------------------------------------
 
     def on_pause_asked(self, dp_groups: Iterable[str]) -> None:
-        """PAUSE_LOCAL goes to all ranks of these."""
+        """Records that PAUSE_LOCAL goes to all ranks of these DP groups."""
         for name in dp_groups:
             if name in self.dp_groups:
                 self.dp_groups[name].wave.on_pause_asked()
 
     def on_phase_changed(self, name: str, pausing: Mapping[str, str]) -> list[Effect]:
-        """A rank's phase may have changed. ``pausing``: who is in the pause under way."""
+        """Updates the wave after a rank's report. ``pausing``: the engines in the present pause."""
         group = self._of.get(name)
         return self._review(group, falls_out=name not in pausing) if group else []
 
@@ -302,7 +302,7 @@ class DpGroups:
     # -- time, status -----------------------------------------------------------------
 
     def on_stuck(self, peer: Peer, text: str, now_ms: float) -> tuple[str, list[Effect]]:
-        """An engine stands still in a call; returns the reason in words, and the effects."""
+        """Restarts an engine whose core stands still; returns the reason as text, and effects."""
         group = self._of.get(peer.name)
         ranks = [peer] if group is None else [each for _, each in sorted(group.ranks.items())]
         name = peer.name if group is None else group.name
@@ -311,14 +311,14 @@ class DpGroups:
         return reason, self.restarts.stuck(name, ranks, f"{peer.name}: {reason}", now_ms)
 
     def tick(self, now_ms: float) -> list[Effect]:
-        """Look at every DP group; what it is like now is told when it changes."""
+        """Diagnoses every DP group, and logs each change of its health."""
         effects: list[Effect] = []
         for group in self.dp_groups.values():
             effects += self._diagnose(group, now_ms)
         return effects
 
     def views(self) -> tuple[m.DpGroupView, ...]:
-        """What a status shows."""
+        """Returns the views of all DP groups for a status."""
         return tuple(self.dp_groups[name].view() for name in sorted(self.dp_groups))
 
     def _diagnose(self, group: DpGroup, now_ms: float) -> list[Effect]:
@@ -362,7 +362,7 @@ class DpGroups:
 
 
 def _drop_empty(groups: DpGroups) -> None:
-    """Keep no more than the last that nobody is in: what became of them may still be asked."""
+    """Drops old DP groups without peers; the last ones stay, for a status."""
     empty = [n for n, g in groups.dp_groups.items() if not (g.ranks or g.coordinator)]
     for name in empty[:-EMPTY_KEPT]:
         del groups.dp_groups[name]

@@ -1,16 +1,16 @@
-"""Who is stuck for good, and is to be started anew.
+"""Requests restarts of engines and DP groups that are stuck for good.
 
 ::
 
     event                       then
     a DP group is stuck         supervised: RESTART to all its ranks; else the status says so
-    an engine is stuck          the same, of its DP group, be it of one
+    an engine is stuck          the same, for its DP group, which may be the engine alone
     again_ms later, still so    RESTART again
-    the engine joins anew, or   forgotten
+    the engine joins again, or  the record is dropped
     moves
 
-Nobody is sent RESTART who has not said, when joining, that it is started anew. Of a DP group
-none, unless all ranks that are there have: a rank alone can't come back.
+RESTART goes only to engines whose JOIN says that they are supervised. In a DP group it goes to
+none, unless all present ranks are supervised: a rank alone can't recover.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ UNSUPERVISED: Final = "nobody supervises it: restart {}"
 
 
 class Restarts:
-    """Of one group. ``epoch`` is the group's."""
+    """The pending restarts of one group. ``epoch`` is the group's."""
 
     def __init__(self, group: str, epoch: Callable[[], int]) -> None:
         self._group = group
         self._epoch = epoch
-        self._asked: dict[str, float] = {}  # by the DP group's name: when
+        self._asked: dict[str, float] = {}  # time of the last request, by DP group
 
     def advice(self, ranks: Iterable[Peer], size: int) -> str:
-        """What a diagnosis has to add: who is to do something; empty if we do."""
+        """Returns which ranks the operator must restart; empty if their supervisor does."""
         if _is_supervised(ranks):
             return ""
         return UNSUPERVISED.format(f"all {size} ranks" if size > 1 else "the engine")
 
     def stuck(self, dp_group: str, ranks: list[Peer], reason: str, now_ms: float) -> list[Effect]:
-        """These don't go on by themselves: all ranks of the DP group that are there."""
+        """Requests the restart of all present ranks of a stuck DP group."""
         asked_ms = self._asked.get(dp_group)
         if asked_ms is not None and now_ms < asked_ms + AGAIN_MS:
             return []
@@ -67,7 +67,7 @@ class Restarts:
         return effects
 
     def over(self, dp_group: str) -> None:
-        """It moves, or is another one."""
+        """Drops the record of a DP group that steps again, or was restarted."""
         self._asked.pop(dp_group, None)
 
 

@@ -1,24 +1,24 @@
-"""Why the ranks of a DP group don't step: told from their cores' status pages.
+"""Diagnoses from status pages why the ranks of a DP group don't step.
 
-Ranks step in lockstep: in a collective each waits for all. So a rank that stands in one
-for long is not the culprit; who is absent from it, is.
+Ranks step in lockstep: in a collective each waits for all. So a rank that stays in a collective
+for long is not the cause; a rank that is absent from it is.
 
 ==========  =====================================================================
 health      when
 ==========  =====================================================================
 ok          every rank is idle, or has moved within ``slow_ms``
-slow        a rank has stood in a step or a collective for longer, and nobody is
+slow        a rank has been in a step or a collective for longer, and no rank is
             absent; or not yet for ``wedged_ms``
-wedged      a rank has stood in a collective for ``wedged_ms``, and another one is
-            not in it (idle, or in another one); or all stand in it for
+wedged      a rank has been in a collective for ``wedged_ms``, and another one is
+            not in it (idle, or in another one); or all have been in it for
             ``stuck_ms``
-down        a rank is gone; the others can't step until it is back, or all are restarted
-unknown     a rank has no status page, or has not told what it says for ``silent_ms``
+down        a rank is lost; the others can't step until it is back, or all are restarted
+unknown     a rank has no status page, or has not reported it for ``silent_ms``
 ==========  =====================================================================
 
-Stuck are ranks that are wedged; and those that are left of a DP group that is down, once one
-of them has stood in a collective for ``wedged_ms``: it doesn't end any more. Of an engine that
-steps alone see :func:`describe_stall`.
+Ranks are stuck if they are wedged. The remaining ranks of a DP group that is down are stuck once
+one of them has been in a collective for ``wedged_ms``, because that collective can't end. For an
+engine that steps alone see :func:`describe_stall`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 if TYPE_CHECKING:
     from bus.messages import CorePhase, CoreStatus
 
-_NAMED: Final = 8  # ranks without a page
+_NAMED: Final = 8  # how many ranks without a page a diagnosis names
 
 Health: TypeAlias = Literal["ok", "slow", "wedged", "down", "unknown"]
 
-# A rank in one of these waits for the others; `step` and `dummy` meet in the same one.
+# The collective in which a rank waits for the others, by phase; `step` and `dummy` share one.
 _MEETING: Final[dict[CorePhase, str]] = {
     "step": "forward pass",
     "dummy": "forward pass",
@@ -45,10 +45,10 @@ _MEETING: Final[dict[CorePhase, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class WatchdogConfig:
-    """Times in ms; see the module.
+    """Thresholds of the watchdog, in ms; see the module.
 
     A forward pass with a long prompt takes seconds. A collective on a working host never takes
-    ``stuck_ms``. Pages come with heartbeats; an old one says nothing about the present.
+    ``stuck_ms``. Pages come with heartbeats; an old page does not show the present state.
     """
 
     silent_ms: float = 5_000.0
@@ -62,6 +62,8 @@ class Diagnosis:
     """The health of a DP group.
 
     Attributes:
+        health: see the module.
+        text: the reason, for people.
         absent: the ranks that the others wait for.
         stuck: only a restart of all ranks helps.
     """
@@ -86,7 +88,7 @@ class _Report:
 
 
 class Watchdog:
-    """One DP group's, of ``size`` ranks."""
+    """The watchdog of one DP group of ``size`` ranks."""
 
     def __init__(self, size: int, config: WatchdogConfig | None = None) -> None:
         self.size = size
@@ -95,20 +97,20 @@ class Watchdog:
         self._lost: dict[int, tuple[str, str, float]] = {}  # name, reason, when
 
     def report(self, rank: int, name: str, status: CoreStatus, now_ms: float) -> None:
-        """A rank's status page, as its sidecar has just read it."""
+        """Records a rank's status page, as its sidecar has just read it."""
         self._reports[rank] = _Report(name, status, now_ms)
 
     def on_rank_lost(self, rank: int, name: str, reason: str, now_ms: float) -> None:
-        """A rank is gone."""
+        """Records a lost rank."""
         self._lost[rank] = (name, reason, now_ms)
 
     def whole(self) -> None:
-        """All ranks have joined anew; what the old ones said is void."""
+        """Drops all reports, because all ranks have joined again."""
         self._reports.clear()
         self._lost.clear()
 
     def diagnose(self, now_ms: float) -> Diagnosis:
-        """How the ranks are, and if they don't step: which is where, who is absent, since when."""
+        """Returns the ranks' health, with each stalled rank's place and the absent ranks."""
         if self._lost:
             return self._down(now_ms)
         missing = self.size - sum(map(self._has_page, self._reports))
@@ -170,7 +172,7 @@ class Watchdog:
         return Diagnosis(health, "; ".join(parts), tuple(absent), health == "wedged")
 
     def _absent_ranks(self, stalled: dict[int, _Report], now_ms: float) -> list[int]:
-        """Who is not where the first to stand waits for it."""
+        """Returns the ranks that are not in the collective of the rank that waits longest."""
         first = max(stalled.values(), key=lambda report: report.stalled_ms(now_ms))
         return [
             rank
@@ -182,7 +184,7 @@ class Watchdog:
 def describe_stall(
     status: CoreStatus | None, heard_ms: float, now_ms: float, limit_ms: float
 ) -> str:
-    """Returns where the core of an engine has stood still for ``limit_ms`` or more.
+    """Returns a text about an engine core that has stood still for ``limit_ms`` or more.
 
     Empty: the core moves, is idle, or has no page.
     """

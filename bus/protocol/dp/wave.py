@@ -1,22 +1,22 @@
-"""The waves of one DP group, as the broker sees them.
+"""The waves of one DP group, as the broker tracks them.
 
 A wave is one running period of a DP group: from its first request until every rank is
 idle. The DP group's coordinator (the bus's, or vLLM's own) owns the wave's number. The broker
-mirrors it, and knows what the coordinator does not: whether the group is being paused.
+mirrors it, and also knows whether the group is being paused, which the coordinator does not.
 
 Invariants:
 
-- START_DP_WAVE is sent while the group may still step, and never after PAUSED: a rank
-  that is paused for good must not be asked into a wave that the others don't join.
+- START_DP_WAVE is sent while the group may still step, and never after PAUSED: a paused rank must
+  not be asked into a wave that the others don't join.
 - A FIRST_REQ that comes after PAUSED is kept, and starts a wave on RESUMED.
-- Where engines start waves by themselves (vLLM 0.33), no FIRST_REQ comes: STARTED and COMPLETE
-  are all that the broker learns, and it answers neither.
-- A wave is under way from STARTED to COMPLETE. PAUSED ends it as well, since all ranks are idle
-  then; a STARTED after PAUSED is remembered for RESUMED, because a resume may begin a wave
+- Where engines start waves themselves (vLLM 0.33), no FIRST_REQ comes: the broker gets only STARTED
+  and COMPLETE, and answers neither.
+- A wave is under way from STARTED to COMPLETE. PAUSED ends it as well, because all ranks are idle
+  then. A STARTED after PAUSED is remembered for RESUMED, because a resume may begin a wave
   before the broker has the acks of all ranks.
 - The number never falls within one life of the DP group, and is never made up here:
-  it is the greatest that a coordinator has told.
-- A rank is DOWN with all its peer ranks, until all have joined anew.
+  it is the greatest that a coordinator has reported.
+- A lost rank takes its DP group DOWN, until all ranks have joined again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WaveState(StrEnum):
 
 
 class WaveEvent(StrEnum):
-    """What changes a wave."""
+    """Events that change a wave's state."""
 
     FIRST_REQ = "first_req"
     STARTED = "started"
@@ -57,12 +57,12 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
     (_S.IDLE, _E.FIRST_REQ): _S.RUNNING,  # START_DP_WAVE
     (_S.IDLE, _E.STARTED): _S.RUNNING,  # decided without the broker
     (_S.IDLE, _E.PAUSE): _S.LOCAL,
-    (_S.RUNNING, _E.FIRST_REQ): _S.RUNNING,  # START_DP_WAVE again: the one before may be lost
+    (_S.RUNNING, _E.FIRST_REQ): _S.RUNNING,  # START_DP_WAVE again: the first may be lost
     (_S.RUNNING, _E.STARTED): _S.RUNNING,
     (_S.RUNNING, _E.PAUSE): _S.LOCAL,
     (_S.LOCAL, _E.FIRST_REQ): _S.LOCAL,  # START_DP_WAVE: a wave is joined until all are paused
     (_S.LOCAL, _E.STARTED): _S.LOCAL,
-    (_S.LOCAL, _E.PAUSE): _S.LOCAL,  # asked again
+    (_S.LOCAL, _E.PAUSE): _S.LOCAL,  # a repeated request
     (_S.LOCAL, _E.PAUSED): _S.GLOBAL,
     (_S.LOCAL, _E.RESUMED): _S.IDLE,  # dropped out of the pause; RUNNING if a wave is under way
     (_S.GLOBAL, _E.FIRST_REQ): _S.GLOBAL,  # FIRST_REQ_HELD: kept
@@ -74,7 +74,7 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
     (_S.GLOBAL, _E.RESUMED): _S.IDLE,
     (_S.DOWN, _E.FIRST_REQ): _S.DOWN,  # FIRST_REQ_HELD
     (_S.DOWN, _E.STARTED): _S.DOWN,
-    (_S.DOWN, _E.WHOLE): _S.IDLE,  # all ranks are there again, restarted as one
+    (_S.DOWN, _E.WHOLE): _S.IDLE,  # all ranks have joined again
     # The wave's number grows.
     **{(each, _E.COMPLETE): _S.IDLE if each is _S.RUNNING else each for each in _S},
     **{(each, _E.LOST): _S.DOWN for each in _S},  # a rank died, and a kept request with it
@@ -82,14 +82,14 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
 
 
 class WaveMachine(StateMachine[WaveState, WaveEvent]):
-    """One DP group's. Methods that take a FIRST_REQ or a resume say whether to START."""
+    """The waves of one DP group. Some methods return whether to START a wave."""
 
     def __init__(self, wave: int = 0, *, running: bool = False) -> None:
         super().__init__("wave", TRANSITIONS, _S.RUNNING if running else _S.IDLE)
         self.wave = wave
         self.kept = False  # a FIRST_REQ that waits for the resume
-        self.under_way = running  # a coordinator, or a status page, has said so
-        self.rank: int | None = None  # that began it; None: nobody knows
+        self.under_way = running  # as a coordinator or a status page reported
+        self.rank: int | None = None  # the rank that began it; None: unknown
 
     def first_req(self, wave: int) -> bool:
         """A request has come to an idle rank; True: START_DP_WAVE, False: it is kept."""
@@ -102,11 +102,11 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
 
     @property
     def started_by(self) -> int | None:
-        """The rank that began the wave under way; None if none is, or nobody knows."""
+        """The rank that began the wave under way; None: no wave, or unknown."""
         return self.rank if self.under_way else None
 
     def on_started(self, wave: int, rank: int | None = None) -> bool:
-        """Rank ``rank`` began this wave; False, without any change, if the notice is old."""
+        """Records that ``rank`` began this wave; returns False if the report is old."""
         if wave < self.wave:
             return False
         self._go(_E.STARTED)
@@ -115,7 +115,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return True
 
     def complete(self, wave: int) -> bool:
-        """All ranks are idle; False, without any change, if the notice is old."""
+        """Records that all ranks are idle; returns False if the report is old."""
         if wave < self.wave:
             return False
         self._go(_E.COMPLETE)
@@ -124,25 +124,25 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return True
 
     def mirror(self, wave: int, *, running: bool, rank: int | None = None) -> None:
-        """Where a coordinator's waves stand: it may have told of them while nobody heard."""
+        """Adopts a coordinator's state, whose reports the broker may have missed."""
         if running:
             self.on_started(wave, rank)
         elif wave > self.wave:
             self.complete(wave - 1)
 
     def on_pause_asked(self) -> None:
-        """PAUSE_LOCAL was sent to all its ranks."""
+        """Records that PAUSE_LOCAL was sent to all ranks."""
         if self.state is not _S.DOWN:
             self._go(_E.PAUSE)
 
     def on_paused(self) -> None:
-        """Every rank has acked PAUSE_GLOBAL."""
+        """Records that every rank has acknowledged PAUSE_GLOBAL."""
         if self.state is not _S.DOWN:
             self._go(_E.PAUSED)
             self.under_way = False
 
     def on_resumed(self) -> bool:
-        """Every rank schedules again; True: a wave was kept, START it."""
+        """Records that every rank schedules again; returns whether to START a kept wave."""
         if self.state in (_S.IDLE, _S.RUNNING, _S.DOWN):
             return False
         self._go(_E.RESUMED)
@@ -154,12 +154,12 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return self.first_req(self.wave)
 
     def on_rank_lost(self) -> None:
-        """One of its ranks is gone."""
+        """Records a lost rank."""
         self._go(_E.LOST)
         self.kept = self.under_way = False
 
     def whole(self) -> None:
-        """All ranks are there again, in a new life that counts its waves anew."""
+        """Records that all ranks have joined again; the new life's waves count from 0."""
         if self.state is _S.DOWN:
             self._go(_E.WHOLE)
             self.wave = 0

@@ -1,4 +1,4 @@
-"""Whether an engine admits new requests."""
+"""The admission state of an engine: whether it accepts new requests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Admission:
-    """Whether an engine takes requests, or ends at once what reaches it.
+    """Whether an engine accepts new requests, or ends them at once.
 
     Attributes:
-        closed: it is, for all that is known.
-        unconfirmed: closing it has failed.
-        version: the weight version that the engine serves.
-        group_version: the one that its group does, as the broker has said last. Who is behind it
-            is not to serve: its resume leaves admission closed.
+        closed: admission is closed, as far as is known.
+        unconfirmed: the last attempt to close it failed.
+        version: the version that the engine serves.
+        group_version: the version that its group serves, as the broker last said. If the engine's
+            is older, the engine is stale, and its resume leaves admission closed.
     """
 
     closed: bool = False

@@ -1,4 +1,4 @@
-"""Engine calls as the session machine asks for them, and the queue they wait in."""
+"""Engine calls that the session machine requests, and the queue in which they wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallPause:
-    """Pause the engine; with ``clear_cache``, drop its KV caches."""
+    """Pauses the engine; with ``clear_cache``, drops its KV caches."""
 
     mode: m.PauseMode
     clear_cache: bool
@@ -27,9 +27,9 @@ class CallPause:
 
 @dataclass(frozen=True, slots=True)
 class CallEscalate:
-    """Pause a second time, beside the `wait` pause that still drains; both are awaited.
+    """Pauses a second time while the `wait` pause still drains; both calls must return.
 
-    It never waits in the queue. The requests that are waited for are read before it.
+    It never waits in the queue. The ids of requests that still run are read before the call.
     """
 
     mode: m.PauseMode
@@ -38,19 +38,19 @@ class CallEscalate:
 
 @dataclass(frozen=True, slots=True)
 class CallSleep:
-    """Give memory back."""
+    """Gives memory back."""
 
     level: m.SleepLevel
 
 
 @dataclass(frozen=True, slots=True)
 class CallWakeWeights:
-    """Allocate the weights' memory."""
+    """Allocates the weights' memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallStrengthenPause:
-    """Do what another pause asks for beyond the present one.
+    """Ends requests or clears caches that the present pause has kept.
 
     ``aborts``: end requests with their tokens so far. ``clears``: drop KV and prefix caches.
     """
@@ -61,7 +61,7 @@ class CallStrengthenPause:
 
 @dataclass(frozen=True, slots=True)
 class CallResume:
-    """``asleep``: by waking all that sleeps. ``opens``: admission, first."""
+    """Resumes the engine. ``asleep``: wakes all its memory. ``opens``: opens admission first."""
 
     asleep: bool = False
     opens: bool = False
@@ -69,7 +69,7 @@ class CallResume:
 
 @dataclass(frozen=True, slots=True)
 class CallOpenTransfer:
-    """Open the engine's end of a transport."""
+    """Opens the engine's end of a transport."""
 
     update_id: str
     backend: str
@@ -79,7 +79,7 @@ class CallOpenTransfer:
 
 @dataclass(frozen=True, slots=True)
 class CallArm:
-    """``staging``: as ARM has it."""
+    """Checks the manifest of an update. ``staging``: as in ARM."""
 
     manifest: Manifest
     target: m.Target
@@ -88,7 +88,7 @@ class CallArm:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """Begin an update.
+    """Begins an update.
 
     ``recover``: an update, of this target or the other, broke off after a load. ``staged``: the
     update is staged in spare memory.
@@ -101,12 +101,12 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallReceive(Chunk):
-    """Receive this chunk."""
+    """Receives a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallLoad:
-    """Verified first, if there are ``sums``; nothing is loaded of what is not what was sent."""
+    """Loads a received chunk, if its ``sums`` match or are empty."""
 
     seq: int
     verify: m.Verify
@@ -115,19 +115,19 @@ class CallLoad:
 
 @dataclass(frozen=True, slots=True)
 class CallRestore:
-    """Keep the weights of before the update, of which nothing was loaded."""
+    """Returns to the weights of before the update, of which nothing was loaded."""
 
     target: m.Target
 
 
 @dataclass(frozen=True, slots=True)
 class CallFinish:
-    """Finish the model: every chunk is loaded."""
+    """Finishes the model after every chunk is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallProbe:
-    """Resume for these probes alone, and pause again, as the pause was made."""
+    """Resumes for these probes alone, then pauses again in the same mode."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
@@ -138,14 +138,14 @@ class CallProbe:
 
 @dataclass(frozen=True, slots=True)
 class CallCommit:
-    """Serve this version."""
+    """Serves this version."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class CallSwap:
-    """Between two steps, the same one on all ranks of the DP group, take what is staged."""
+    """Swaps in the staged weights between two steps, at the same step on all ranks."""
 
     version: int
     clear_cache: bool
@@ -153,20 +153,20 @@ class CallSwap:
 
 @dataclass(frozen=True, slots=True)
 class CallCancelSwap:
-    """Cancel the swap under way, if it is not made yet.
+    """Cancels the swap under way, if it is not made yet.
 
-    It never waits in the queue. The swap's own return says which it was.
+    It never waits in the queue. The swap's own return shows whether it was made.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class CallAbortRequests:
-    """Close admission, then end every request with the tokens it has."""
+    """Closes admission, then ends every request with the tokens it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallAdmit:
-    """Open admission of an engine that runs."""
+    """Opens admission of an engine that runs."""
 
 
 Call: TypeAlias = (
@@ -192,15 +192,15 @@ Call: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class SendToPeers:
-    """Tell these ranks of the DP group, over the direct link."""
+    """Sends a lease vote to these ranks of the DP group, over the direct link."""
 
     vote: m.LeaseVote
     ranks: tuple[int, ...]
 
 
 SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancelSwap | SendToPeers
-# What a call has told: a pause or a swap how many requests the engine has, an opening how many
-# chunks may be received ahead, an arming whether the update can be staged, a probe what it gave.
+# The result of a call. Pause or swap: how many requests the engine has. Opening: how many
+# chunks may be received ahead. ARM: whether the update can be staged. Probe: its results.
 CallResult: TypeAlias = int | StagingCapacity | tuple[m.ProbeResult, ...] | None
 
 COMMANDS: Final = frozenset(m.STEPS)
@@ -234,7 +234,7 @@ _NOT_THE_UPDATES: Final = (
 
 @dataclass(slots=True)
 class Job:
-    """One engine call with what its ack needs. ``reply_to`` is the command's id."""
+    """One engine call, with the id of the command to answer (``reply_to``)."""
 
     call: Call
     reply_to: int
@@ -252,12 +252,12 @@ class CallQueue:
         return len(self._jobs)
 
     def add(self, call: Call, reply_to: int) -> Call:
-        """Run it when those before it have ended; the call."""
+        """Adds a call after all others, and returns it."""
         self._jobs.append(Job(call, reply_to))
         return call
 
     def add_first(self, call: Call, reply_to: int) -> None:
-        """Run it next, before what waits. Only while nothing runs."""
+        """Adds a call before those that wait. No call may be running."""
         assert not (self._jobs and self._jobs[0].issued), "a call runs"
         self._jobs.appendleft(Job(call, reply_to))
 
@@ -265,30 +265,30 @@ class CallQueue:
         return any(job.call == call for job in self._jobs)
 
     def running(self) -> Call | None:
-        """The call that runs, or is about to."""
+        """Returns the call that runs, or is next."""
         return self._jobs[0].call if self._jobs else None
 
     def end(self, call: Call) -> Job:
-        """The running call has returned or raised."""
+        """Removes the running call, which has returned or raised, and returns its job."""
         job = self._jobs.popleft()
         assert job.call is call, f"{call} ended, but {job.call} was running"
         return job
 
     def drop_waiting(self) -> None:
-        """An update's calls that don't run yet will not; a pause's still do."""
+        """Drops an update's waiting calls; calls of a pause or a sleep stay."""
         self._jobs = deque(
             job for job in self._jobs if job.issued or isinstance(job.call, _NOT_THE_UPDATES)
         )
 
     def drop_strengthening(self) -> bool:
-        """A pause that waits to be strengthened will not be; whether one did."""
+        """Drops calls that would strengthen the pause; returns whether there was one."""
         jobs = [job for job in self._jobs if not isinstance(job.call, CallStrengthenPause)]
         dropped = len(jobs) < len(self._jobs)
         self._jobs = deque(jobs)
         return dropped
 
     def issue(self, now_ms: float) -> list[Call]:
-        """The call that is to be made now, if any."""
+        """Returns the call to make now, if any, and marks it as running."""
         if not self._jobs or self._jobs[0].issued:
             return []
         job = self._jobs[0]

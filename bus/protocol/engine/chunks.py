@@ -1,4 +1,4 @@
-"""The chunks of one engine's update, sidecar's side: which engine call is next.
+"""Decides the next engine call for the chunks of an update: the sidecar's side.
 
 ::
 
@@ -10,8 +10,8 @@
     vLLM's own                                                    ack chunk k
 
 An engine has room for ``prefetch_depth`` chunks that are received and not loaded: with two, one is
-loaded while the next one comes. A message ahead of its turn is forgotten: one before it was lost on
-its way, and all are asked again. What is applied is acked as often as it is asked.
+loaded while the next one is received. A message ahead of its turn is dropped: an earlier one was
+lost, and the broker repeats all. A chunk that is applied is acknowledged each time it is requested.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class EngineChunks:
-    """Those of one update after the other. Calls go into ``queue``.
+    """The chunks of the present update. Calls go into ``queue``.
 
     Attributes:
-        applied: so many are loaded.
-        prefetch_depth: so many may be received and not loaded, in the transport that is open.
+        applied: how many chunks are loaded.
+        prefetch_depth: how many chunks the open transport may receive ahead of their load.
     """
 
     def __init__(self, queue: CallQueue) -> None:
@@ -44,14 +44,14 @@ class EngineChunks:
         self._update_id = ""
         self._backend = ""
         self._manifest: Manifest | None = None
-        # Chunks that WEIGHT_CHUNK_META has told of, and those that CHUNK_SENT has; the last of each
-        # wait for their turn, the others' receives and loads are queued or done.
+        # How many chunks are announced (WEIGHT_CHUNK_META), sent (CHUNK_SENT) and received. The two
+        # queues hold the messages whose receive or load can't be queued yet.
         self._ack_received = self._sent = self._received = 0
         self._metas: deque[tuple[int, WeightChunkMeta]] = deque()
         self._checks: deque[tuple[int, ChunkSent]] = deque()
 
     def begin(self, update_id: str, backend: str, manifest: Manifest) -> None:
-        """Another update."""
+        """Starts the chunks of another update."""
         self._update_id = update_id
         self._backend = backend
         self._manifest = manifest
@@ -59,14 +59,14 @@ class EngineChunks:
         self.discard()
 
     def discard(self) -> None:
-        """All that were not applied, wherever they are."""
+        """Discards all chunks that are not applied."""
         self._ack_received = self._sent = self._received = self.applied
         self._metas.clear()
         self._checks.clear()
 
     @property
     def total(self) -> int:
-        """How many the update has."""
+        """The number of chunks of the update."""
         return self._armed_manifest().chunks
 
     @property
@@ -80,10 +80,10 @@ class EngineChunks:
         return message.chunk >= following
 
     def take(self, msg_id: int, message: WeightChunkMeta | ChunkSent) -> list[SessionEffect]:
-        """One of a chunk's two messages.
+        """Handles one of a chunk's two messages.
 
         Raises:
-            Declined: there is no such chunk, or it is not the manifest's.
+            Declined: there is no such chunk, or it differs from the manifest's.
         """
         if message.chunk >= self.total:
             raise wrong_state(f"chunk {message.chunk} of {self.total}", "chunk")
@@ -100,16 +100,16 @@ class EngineChunks:
         return self._go_on()
 
     def on_received(self) -> list[SessionEffect]:
-        """A receive has returned."""
+        """Records that a receive has returned."""
         self._received += 1
         return self._go_on()
 
     def on_loaded(self) -> None:
-        """A load has returned."""
+        """Records that a load has returned."""
         self.applied += 1
 
     def _go_on(self) -> list[SessionEffect]:
-        """Receive and load, one chunk after the other."""
+        """Queues the receives and loads whose turn has come; returns ACKs of loaded chunks."""
         acks: list[SessionEffect] = []
         theirs = is_loaded_on_receipt(self._backend)
         while True:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from bus.messages import LeasePosition, LeaseVote
 
-# How often peer ranks are asked, and a resume that failed is tried again.
+# How often a rank asks its peer ranks, and retries a failed resume.
 LEASE_RETRY_MS: Final = 1000.0
 
 
@@ -55,7 +55,7 @@ class LeaseState(StrEnum):
 
 
 class LeaseEvent(StrEnum):
-    """What changes a lease."""
+    """Events that change a lease's state."""
 
     PAUSE_TAKEN = "pause_taken"
     RAN_OUT = "ran_out"
@@ -65,7 +65,7 @@ class LeaseEvent(StrEnum):
 
 _S, _E = LeaseState, LeaseEvent
 
-# Beside each row: what is done. In HELD each renewal begins the lease's time anew. In OVER a rank
+# Beside each row: what is done. In HELD each renewal restarts the lease's time. In OVER a rank
 # sends LEASE_VOTE to every peer rank once a second.
 TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
     (_S.FREE, _E.PAUSE_TAKEN): _S.HELD,
@@ -76,13 +76,13 @@ TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
     # This rank or a peer rank lacks weights: it stays paused, and its requests are ended.
     (_S.OVER, _E.PARTIAL): _S.SETTLED,
     (_S.HELD, _E.RESUMED): _S.FREE,
-    (_S.OVER, _E.RESUMED): _S.FREE,  # asked for; or it is clean, and all peer ranks are, or run
+    (_S.OVER, _E.RESUMED): _S.FREE,  # on request; or all ranks are clean or running
     (_S.SETTLED, _E.RESUMED): _S.FREE,
 }
 
 
 class EngineLease(StateMachine[LeaseState, LeaseEvent]):
-    """See the module. ``peers`` are the other ranks of its DP group."""
+    """The pause lease of one engine. ``peers`` are the other ranks of its DP group."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__("engine lease", TRANSITIONS, _S.FREE)
@@ -95,7 +95,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         self._votes: dict[int, LeaseVote] = {}
 
     def begin(self, lease_ms: float, now_ms: float) -> None:
-        """PAUSE_LOCAL was taken."""
+        """Begins the lease of a PAUSE_LOCAL."""
         self._go(_E.PAUSE_TAKEN)
         self._lease_ms = lease_ms
         self._renewed_ms = now_ms
@@ -103,7 +103,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
     def renew(self, now_ms: float) -> None:
         """Renews the lease, unless it is over.
 
-        Peer ranks, or the engine itself, may count on the end of a lease.
+        A lease that is over stays over: peer ranks, or the engine itself, may act on its end.
         """
         if self.over_ms is not None and now_ms < self.over_ms:
             self._renewed_ms = now_ms
@@ -120,7 +120,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         self._votes.clear()
 
     def stay_paused(self) -> None:
-        """It stays paused until an update brings whole weights."""
+        """Keeps the engine paused until an update brings whole weights."""
         self._go(_E.PARTIAL)
         self.clean_said = False
 
@@ -131,36 +131,36 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
 
     @property
     def ran_out_ms(self) -> float:
-        """When the lease that is over was so."""
+        """When the present or last lease ends."""
         return self._renewed_ms + self._lease_ms
 
     @property
     def again_ms(self) -> float | None:
-        """When to try to end what is over once more."""
+        """When to retry the end of a pause whose lease is over; None: never."""
         return self._tried_ms + LEASE_RETRY_MS if self.state is _S.OVER else None
 
     def record_attempt(self, now_ms: float) -> None:
-        """The end of the lease was tried."""
+        """Records an attempt to end the pause."""
         self._tried_ms = now_ms
 
     @property
     def has_promised(self) -> bool:
-        """Peer ranks count on its weights not being touched, and on no other pause."""
+        """Whether this rank has voted "clean": no update or other pause may begin."""
         return self.state is _S.OVER and self.clean_said
 
     def on_vote(self, vote: LeaseVote) -> None:
-        """A peer rank has said how it stands."""
+        """Records a peer rank's vote."""
         self._votes[vote.dp_rank] = vote
 
     def all_agree(self, version: int) -> bool:
-        """Whether every peer rank is clean, or runs, at this version."""
+        """Whether every peer rank is clean or running, at this version."""
         return all(
             self._position(rank) in ("clean", "running") and self._votes[rank].version == version
             for rank in self.peers
         )
 
     def any_partial(self, version: int) -> bool:
-        """Whether the DP group can't run: a peer rank is partial, or clean at another version."""
+        """Whether a peer rank's vote forbids a resume: partial, or another version."""
         return any(
             vote.position == "partial"
             or (vote.position in ("clean", "running") and vote.version != version)
@@ -168,7 +168,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         )
 
     def missing(self) -> Iterable[tuple[int, str]]:
-        """Which peer ranks are waited for, and how they stand, as far as they have said."""
+        """Returns the peer ranks whose vote is missing, with their last known positions."""
         return [
             (rank, self._position(rank))
             for rank in self.peers

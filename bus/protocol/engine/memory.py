@@ -1,9 +1,9 @@
-"""One engine's memory in a pause, sidecar's side.
+"""The memory of one engine in a pause: the sidecar's side.
 
 Invariants: an engine sleeps only in a pause that dropped its KV cache, with no update
-under way; nothing is armed while the weights sleep; whatever of it sleeps, one wake ends
-both the sleep and the pause, and no resume is called beside it. From the call of a sleep
-of level 2 the old weights are gone: until a whole update is committed there is no resume
+under way. Nothing is armed while the weights sleep. One wake call ends both the sleep and the
+pause, whatever sleeps, and no resume is called beside it. From the call of a sleep of level 2 the
+old weights are gone: there is no resume until a whole update is committed
 (:mod:`bus.protocol.engine.session`).
 """
 
@@ -32,7 +32,7 @@ class MemoryState(StrEnum):
 
 
 class MemoryEvent(StrEnum):
-    """What changes the memory's state."""
+    """Events that change the memory's state."""
 
     SLEEP_ASKED = "sleep_asked"
     SLEEP_RETURNED = "sleep_returned"
@@ -46,7 +46,7 @@ class MemoryEvent(StrEnum):
 
 _S, _E = MemoryState, MemoryEvent
 
-# Beside each row: the engine call, or the answer. A doubled command is acked again.
+# Beside each row: the engine call, or the answer. A repeated command is acked again.
 TRANSITIONS: Final[dict[tuple[MemoryState, MemoryEvent], MemoryState]] = {
     (_S.AWAKE, _E.SLEEP_ASKED): _S.FALLING,  # sleep(level)
     (_S.WEIGHTS_AWAKE, _E.SLEEP_ASKED): _S.FALLING,  # the same, in another pause than the last
@@ -68,7 +68,7 @@ TRANSITIONS: Final[dict[tuple[MemoryState, MemoryEvent], MemoryState]] = {
 class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
     """The memory of one engine. Calls go into ``queue``.
 
-    The session has checked that the engine is in the pause that a command names, without an update.
+    The caller has checked that the engine is in the pause that a command names, without an update.
     """
 
     def __init__(self, queue: c.CallQueue) -> None:
@@ -79,17 +79,17 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
 
     @property
     def awake(self) -> bool:
-        """Whether all its memory is there."""
+        """Whether none of the engine's memory sleeps."""
         return self.state is _S.AWAKE
 
     @property
     def has_discarded_weights(self) -> bool:
-        """Whether this sleep is one that has let the weights go."""
+        """Whether the present sleep has discarded the weights."""
         return self._level == 2 and not self.awake  # noqa: PLR2004 - the level
 
     def sleep(self, msg_id: int, message: Sleep) -> list[c.SessionEffect]:
-        """SLEEP."""
-        another = message.update_id != self._pause_id  # else it is late
+        """Executes a SLEEP."""
+        another = message.update_id != self._pause_id  # else a late duplicate
         if self.state is _S.AWAKE or (self.state is _S.WEIGHTS_AWAKE and another):
             self._go(_E.SLEEP_ASKED)
             self._level = message.level
@@ -105,7 +105,7 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
         raise wrong_state("the engine's weights are about to be awake")
 
     def wake(self, msg_id: int, message: Wake) -> list[c.SessionEffect]:
-        """WAKE."""
+        """Executes a WAKE."""
         if self.state in (_S.AWAKE, _S.WEIGHTS_AWAKE):
             return [c.ack(msg_id, Step.WAKE, message.update_id)]
         if self.state is _S.FALLING:
@@ -130,25 +130,25 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
             )
 
     def on_call_done(self, job: c.Job, took_ms: float) -> list[c.SessionEffect]:
-        """A sleep or a wake has returned."""
+        """Handles the return of a sleep or wake call."""
         asleep = isinstance(job.call, c.CallSleep)
         self._go(_E.SLEEP_RETURNED if asleep else _E.WAKE_RETURNED)
         step = c.CALL_STEPS[type(job.call)]
         return [c.ack(job.reply_to, step, self._pause_id, took_ms=took_ms)]
 
     def on_call_failed(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:
-        """One has raised."""
+        """Handles the failure of a sleep or wake call."""
         self._go(_E.CALL_FAILED)
         return [c.nack(job.reply_to, c.CALL_STEPS[type(job.call)], failure, self._pause_id)]
 
     def on_resumed(self) -> None:
-        """All of it is back."""
+        """Records a resume, after which all memory is awake."""
         self._go(_E.RESUMED)
 
     def found_asleep(self) -> None:
-        """Some of it is not there; nobody knows what."""
+        """Records that the engine was found asleep; which memory sleeps is unknown."""
         self._go(_E.FOUND_ASLEEP)
 
     def on_resume_failed(self) -> None:
-        """Of what slept, nobody knows what sleeps now."""
+        """Records a failed resume, after which it is unknown which memory sleeps."""
         self._go(_E.RESUME_FAILED)

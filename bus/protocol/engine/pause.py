@@ -1,12 +1,16 @@
-"""One engine's pause, sidecar's side.
+"""One engine's pause: the sidecar's side.
 
-Invariants: an engine gets a resume only after its pause has returned, and one resume
-per pause; paused is acked by that return and by nothing else; an engine that is paused has dropped
-what its pause asks for, whoever made it; doubled commands are
-acked again and call nothing. A pause that failed may have been made all the same: only
-another one, which returns, tells, and until then there is no resume. What sleeps in a
-pause (:mod:`bus.protocol.engine.memory`) is woken by its resume, and admission of an engine that
-was quarantined is opened by it.
+Invariants:
+
+- An engine gets a resume only after its pause has returned, and one resume per pause.
+- PAUSE_GLOBAL is acknowledged by that return and by nothing else.
+- A paused engine has dropped everything that its present pause asks to drop, even if an earlier
+  pause of another trainer kept it.
+- A repeated command is acknowledged again and calls nothing.
+- A pause that failed may have been made all the same. Only another pause call that returns shows
+  the engine's state; until then there is no resume.
+- The resume wakes all memory that sleeps (:mod:`bus.protocol.engine.memory`), and opens admission
+  that a quarantine closed.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ DRAINED: Final = "drained"
 
 
 class EnginePauseState(StrEnum):
-    """Where an engine's pause stands."""
+    """Progress of an engine's pause."""
 
     RUNNING = "running"
     PAUSING = "pausing"
@@ -42,7 +46,7 @@ class EnginePauseState(StrEnum):
 
 
 class EnginePauseEvent(StrEnum):
-    """What changes an engine's pause."""
+    """Events that change the state of an engine's pause."""
 
     PAUSE_ASKED = "pause_asked"
     STRENGTHEN_ASKED = "strengthen_asked"
@@ -58,7 +62,7 @@ class EnginePauseEvent(StrEnum):
 
 _S, _E = EnginePauseState, EnginePauseEvent
 
-# Beside each row: the engine call, or the answer. A command that has to wait is remembered:
+# Beside each row: the engine call, or the answer. A command that has to wait is queued:
 # RESUME in PAUSING; PAUSE_LOCAL in RESUMING, or while peer ranks count on this pause
 # (:mod:`bus.protocol.engine.lease`). So is what a PAUSE_LOCAL in PAUSING wants dropped beyond the
 # pause under way. When the time of a `wait` is over, pause(escalate) is called beside it.
@@ -84,7 +88,7 @@ TRANSITIONS: Final[dict[tuple[EnginePauseState, EnginePauseEvent], EnginePauseSt
 
 
 class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
-    """See the module. Calls go into ``queue``."""
+    """The pause of one engine. Calls go into ``queue``."""
 
     def __init__(
         self, queue: c.CallQueue, memory: EngineMemory, lease: EngineLease, admission: Admission
@@ -97,16 +101,16 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._lease = lease
         self._admission = admission
         self._last_resume = ""
-        self._call = c.CallPause("keep", clear_cache=False)  # the last one made
+        self._call = c.CallPause("keep", clear_cache=False)  # the last pause call
         self._escalation: Escalation = "keep"
-        self._escalate_ms: float | None = None  # when a `wait` that still drains becomes that
+        self._escalate_ms: float | None = None  # when a `wait` pause changes to it
         self.pending = 0  # pause calls that have not returned: two after an escalation
-        self._returned = False  # one of them has
-        self._lacks: c.CallStrengthenPause | None = None  # what the next one asks beyond this pause
+        self._returned = False  # one of them has returned
+        self._lacks: c.CallStrengthenPause | None = None  # what the next pause must drop, too
         self._outcome = ""
         self._waited_for: tuple[str, ...] = ()
         self._global_asked = 0  # id of the PAUSE_GLOBAL that waits for the pause's return
-        self._resume_asked: int | None = None  # id of the RESUME that waits for it
+        self._resume_asked: int | None = None  # id of the RESUME that waits for that return
         self._next: tuple[int, PauseLocal] | None = None  # waits for the resume's return
 
     def local(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[c.SessionEffect]:
@@ -126,14 +130,14 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         else:
             self._strengthen(msg_id, message)
         if message.update_id != self.update_id:
-            # A new pause; or one that was left behind, half made, is taken over by this one.
+            # A new pause; or this pause takes over a half-made one that was left behind.
             self.update_id = message.update_id
             self._global_asked = 0
             self._resume_asked = None
         return [c.ack(msg_id, Step.PAUSE_LOCAL, self.update_id, in_flight=self.in_flight)]
 
     def _strengthen(self, msg_id: int, message: PauseLocal) -> None:
-        """Adds what this pause must drop and the present one, of another owner, may have kept."""
+        """Adds what this pause must drop and the present one, of another owner, has kept."""
         made = self.effective_call
         aborts = message.mode == "abort" and made.mode != "abort"
         clears = message.clear_cache and not made.clear_cache
@@ -141,7 +145,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
             return
         self._call = c.CallPause("abort" if aborts else made.mode, made.clear_cache or clears)
         self._outcome = ""
-        if self._lacks is not None:  # somebody before has asked for more, and it is not done
+        if self._lacks is not None:  # an earlier strengthening is not done yet
             aborts, clears = aborts or self._lacks.aborts, clears or self._lacks.clears
         self._lacks = c.CallStrengthenPause(aborts, clears)
         if self.state is _S.PAUSED:
@@ -170,15 +174,15 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._queue.add(self._call, msg_id)
 
     def beside(self, pause_id: str, now_ms: float) -> None:
-        """Pauses beside a peer rank, whose pause can't return without this one.
+        """Pauses together with a peer rank, whose pause can't return without this one.
 
-        Nobody else asks for this pause, and its lease is over as soon as it is made.
+        The broker has not asked for this pause, and its lease is over as soon as it is made.
         """
         if pause_id != self._last_resume:
             self.local(0, _unrequested_pause(pause_id), now_ms)
 
     def pause_again(self, now_ms: float) -> None:
-        """A pause that failed may have been made: make it once more, and wait for nobody."""
+        """Repeats a pause that failed, because it may have been made; waits for no requests."""
         made = self.effective_call
         mode: PauseMode = "abort" if made.mode == "abort" else "keep"
         self._begin(
@@ -187,15 +191,15 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
 
     @property
     def effective_call(self) -> c.CallPause:
-        """As which the engine is paused: a `wait` that came to its deadline became another."""
+        """The pause call that is in effect; after an escalation, the escalated one."""
         if self._outcome == ESCALATED:
             return c.CallPause(self._escalation, self._call.clear_cache)
         return self._call
 
     def on_probe_failed(self, now_ms: float) -> None:
-        """What resumes the engine and pauses it again has failed in between, or did not begin."""
+        """Handles failed probes: the engine may not have been paused again after them."""
         self._go(_E.PROBE_FAILED)
-        if self._queue.drop_strengthening():  # a pause that is made anew drops as much
+        if self._queue.drop_strengthening():  # a new pause call drops as much
             self.pause_again(now_ms)
 
     @property
@@ -205,22 +209,22 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
 
     @property
     def escalate_ms(self) -> float | None:
-        """When :meth:`escalate` is due, if it is to come."""
+        """When :meth:`escalate` is due; None: never."""
         return self._escalate_ms
 
     def escalate(self) -> list[c.SessionEffect]:
-        """A `wait` has come to its deadline: pause again, in the mode the caller chose."""
+        """Pauses again after a `wait` pause's deadline, in the mode that the caller chose."""
         self._escalate_ms = None
         self.pending += 1
         return [c.CallEscalate(self._escalation, self._call.clear_cache)]
 
     def on_escalated(self, waited_for: tuple[str, ...]) -> None:
-        """The escalation is about to be made; these requests still ran."""
+        """Records that the escalation is about to be called, and which requests still run."""
         self._outcome = ESCALATED
         self._waited_for = waited_for
 
     def globally(self, msg_id: int, message: PauseGlobal) -> list[c.SessionEffect]:
-        """PAUSE_GLOBAL."""
+        """Executes a PAUSE_GLOBAL."""
         if self.state in (_S.RUNNING, _S.UNKNOWN) or message.update_id != self.update_id:
             raise wrong_state(
                 f"the engine is {self.state.value} (pause {self.update_id or 'none'})", "update_id"
@@ -233,7 +237,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         return [self._paused_ack(msg_id, 0.0)]
 
     def resume(self, msg_id: int, message: Resume) -> list[c.SessionEffect]:
-        """RESUME; the session has checked that the weights are whole."""
+        """Executes a RESUME. The caller has checked that the weights are whole."""
         if self.state is _S.RUNNING:
             if message.update_id and message.update_id == self._last_resume:
                 return [self._resumed_ack(msg_id, 0.0)]
@@ -249,7 +253,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         return []
 
     def begin_resume(self, msg_id: int) -> None:
-        """The pause is complete: resume."""
+        """Resumes the engine, whose pause is complete."""
         self._go(_E.RESUME_ASKED)
         admission = self._admission
         if admission.is_stale and not admission.closed:
@@ -265,7 +269,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         return [] if self.pending else self.on_strengthened(took_ms)
 
     def on_strengthened(self, took_ms: float) -> list[c.SessionEffect]:
-        """The pause is made: it counts as soon as it does all that is asked of it."""
+        """Completes the pause as soon as it drops everything that was asked."""
         if self._lacks is not None:
             self._add_what_lacks(self._global_asked)
             return []
@@ -280,12 +284,12 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         return effects
 
     def on_strengthen_failed(self, reply_to: int, failure: Failure) -> list[c.SessionEffect]:
-        """What it was to drop may be there."""
+        """Handles a failed strengthening: requests or caches may not have been dropped."""
         self.pending, self._returned = 1, False
         return self.on_pause_failed(reply_to, failure)
 
     def on_pause_failed(self, reply_to: int, failure: Failure) -> list[c.SessionEffect]:
-        """A pause call raised: the engine runs, or does not. Of two, the other one decides."""
+        """Handles a failed pause call; if a second one is pending, its result decides."""
         self.pending -= 1
         self._escalate_ms = None
         if self.pending:
@@ -300,7 +304,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         return [c.nack(reply_to, Step.PAUSE_GLOBAL, failure, self.update_id)]
 
     def on_resumed(self, job: c.Job, took_ms: float, now_ms: float) -> list[c.SessionEffect]:
-        """The engine schedules again; a pause that came meanwhile follows."""
+        """Handles the return of a resume, and begins a pause that came meanwhile."""
         self._go(_E.RESUME_RETURNED)
         self._lease.end()
         if isinstance(job.call, c.CallResume) and job.call.opens:
@@ -319,14 +323,14 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
     def on_resume_failed(
         self, job: c.Job, failure: Failure, now_ms: float
     ) -> list[c.SessionEffect]:
-        """The engine is still paused."""
+        """Handles the failure of a resume: the engine is still paused."""
         self._go(_E.RESUME_FAILED)
         self._memory.on_resume_failed()
         failed = c.nack(job.reply_to, Step.RESUME, failure, self.update_id)
         return [failed, *self.run_queued(now_ms)]
 
     def on_found_paused(self, update_id: str, lease_ms: float, now_ms: float) -> None:
-        """The engine was found in a pause of an earlier sidecar, which may have dropped nothing."""
+        """Records a pause of an earlier sidecar; it may have dropped no requests or caches."""
         self._go(_E.FOUND_PAUSED)
         self._call, self._outcome = c.CallPause("keep", clear_cache=False), ""
         self.update_id = update_id
@@ -334,7 +338,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._lease.begin(lease_ms, now_ms)
 
     def found_running(self) -> None:
-        """The engine has ended the pause by itself."""
+        """Records that the engine has ended the pause by itself."""
         self._go(_E.FOUND_RUNNING)
         self._last_resume = self.update_id
         self._next = None  # whoever asked for it asks again
@@ -342,7 +346,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._memory.on_resumed()
 
     def run_queued(self, now_ms: float) -> list[c.SessionEffect]:
-        """The pause that came meanwhile, if one did."""
+        """Begins the pause that came during the resume, if there is one."""
         if self._next is None:
             return []
         (msg_id, message), self._next = self._next, None

@@ -1,22 +1,21 @@
-"""The sidecar's machine: one engine's pause, memory and update, composed.
+"""The sidecar's machine for one engine: composes its pause, memory and update.
 
 Invariants, beside those of :mod:`bus.protocol.engine.pause`,
 :mod:`bus.protocol.engine.memory` and :mod:`bus.protocol.engine.update`:
 
-- One engine call at a time, in order; a call that is slow is still pending, and
-  nothing is decided in its place.
+- Engine calls run one at a time, in order. A slow call stays pending; no other call is made in its
+  place.
 - No resume while weights may be mixed: an engine that loaded a part of an update is
-  quarantined, and stays paused until a whole one of the same target is committed.
-- Admission of an engine that becomes quarantined is closed: its requests end, and so does what
-  reaches it from then on. So is that of one that runs and hears that its group serves a later
-  version. The resume after it has got all of that version opens it; where none follows, since the
-  update was staged, it is opened before the commit is acked. A sidecar that finds it closed takes
-  over an engine that is quarantined.
+  quarantined, and stays paused until a whole update of the same target is committed.
+- An engine that becomes quarantined closes admission: its requests end, and so do new ones. So does
+  a running engine whose group serves a later version. The resume after it has loaded all of that
+  version opens admission. A staged update has no resume; admission is then opened before the commit
+  is acknowledged. A sidecar that finds admission closed takes the engine for quarantined.
 - Commands of an older epoch change nothing.
-- When the pause's lease is over, an engine that loaded nothing gives the update up and resumes
-  by itself, waking what sleeps; the ranks of a DP group do so as one, or not at all
-  (:mod:`bus.protocol.engine.lease`). One whose weights were discarded ends its requests, and sleeps
-  on, quarantined.
+- When the pause's lease is over, an engine that loaded nothing aborts the update and resumes
+  by itself, waking what sleeps. The ranks of a DP group do so together, or not at all
+  (:mod:`bus.protocol.engine.lease`). An engine whose weights are discarded ends its requests and
+  stays asleep, quarantined.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class EngineSession:
-    """Takes commands and results of engine calls, and returns effects.
+    """The state of one engine. Methods take commands and results of calls, and return effects.
 
     ``draft``: the engine has a draft model whose weights can be updated. ``closed``: an earlier
     sidecar has closed its admission.
@@ -65,21 +64,21 @@ class EngineSession:
         self.update = EngineUpdate(self._queue, version, name, self.admission, draft=draft)
         self.epoch = 0
         self._waits_for_admission: list[c.SessionEffect] = []
-        self._abandoned = False  # asleep without weights, and nobody holds the pause any more
+        self._abandoned = False  # asleep without weights, and no trainer holds the pause
 
     @property
     def version(self) -> int:
-        """The weight version that the engine serves."""
+        """The version that the engine serves."""
         return self.update.version
 
     @property
     def is_closed(self) -> bool:
-        """Whether its admission is: requests that reach it are ended."""
+        """Whether the engine's admission is closed, so that requests are rejected."""
         return self.admission.closed
 
     @property
     def is_stale(self) -> bool:
-        """Whether it lacks weights of the version that its group serves, and is not to serve."""
+        """Whether the engine lacks weights of its group's version, so that it must not serve."""
         return bool(self.update.partial) or self.admission.is_stale
 
     @property
@@ -100,17 +99,17 @@ class EngineSession:
 
     @property
     def _awaits_weights(self) -> bool:
-        """Its own were discarded by the sleep under way, and somebody is to bring others."""
+        """Whether a sleep has discarded the weights, and an update may still bring new ones."""
         return self.memory.has_discarded_weights and not self._abandoned
 
     def beat(self) -> m.Heartbeat:
-        """How it stands."""
+        """Returns the heartbeat with the engine's present state."""
         in_flight = self.pause.in_flight
         return m.Heartbeat(self.phase, self.version, in_flight, self.shown_id, self.is_closed)
 
     @property
     def shown_id(self) -> str:
-        """The id that belongs to :attr:`phase`."""
+        """The id of the pause or update that :attr:`phase` is about."""
         if self.phase in ("updating", "armed", "staging"):
             return self.update.update_id
         return self.pause.update_id if self.pause.state is not EnginePauseState.RUNNING else ""
@@ -173,7 +172,7 @@ class EngineSession:
                     raise wrong_state(f"the engine is {self.phase}; probes are run in a pause")
                 return self.update.probe(msg_id, message, self.pause.effective_call)
             case m.Commit() if self._waits_for_admission:
-                return []  # it will be answered
+                return []  # answered once admission is open
             case m.Commit():
                 runs = self.pause.state is EnginePauseState.RUNNING
                 return self.update.commit(msg_id, message, swaps=runs or not self.lease.peers)
@@ -207,7 +206,7 @@ class EngineSession:
     def on_call_done(
         self, call: c.Call, now_ms: float, *, result: c.CallResult = None
     ) -> list[c.SessionEffect]:
-        """The running engine call has returned."""
+        """Handles the return of the running engine call."""
         if isinstance(result, int) and isinstance(call, c.CallPause | c.CallStrengthenPause):
             self.pause.in_flight = result
         job = self._queue.end(call)
@@ -235,7 +234,7 @@ class EngineSession:
     def on_call_failed(
         self, call: c.Call, failure: Failure, now_ms: float
     ) -> list[c.SessionEffect]:
-        """The running engine call has raised."""
+        """Handles the failure of the running engine call."""
         job = self._queue.end(call)
         if isinstance(call, c.CallPause):
             effects = self.pause.on_pause_failed(job.reply_to, failure)
@@ -257,20 +256,20 @@ class EngineSession:
         return self._with_calls(effects, now_ms)
 
     def escalating(self, waited_for: tuple[str, ...]) -> None:
-        """The escalation asked for is about to be made; these requests still ran."""
+        """Records that the escalation is about to be called, and which requests still run."""
         self.pause.on_escalated(waited_for)
 
     def on_escalation_done(
         self, failure: Failure | None, now_ms: float, *, in_flight: int | None = None
     ) -> list[c.SessionEffect]:
-        """The second pause call has returned, or raised."""
+        """Handles the return or failure of the escalation's pause call."""
         if in_flight is not None:
             self.pause.in_flight = in_flight
         if failure is None:
             return self._with_calls(self.pause.on_paused(0.0), now_ms)
         return self._with_calls(self.pause.on_pause_failed(0, failure), now_ms)
 
-    # -- what was found ---------------------------------------------------------
+    # -- a found state ----------------------------------------------------------
 
     @property
     def at_rest(self) -> bool:
@@ -286,9 +285,9 @@ class EngineSession:
         partial: Iterable[str],
         asleep: bool,
     ) -> None:
-        """The engine was found in a pause that an earlier sidecar, or the engine itself, has left.
+        """Records a pause that an earlier sidecar, or the engine itself, has left.
 
-        Of the ``partial`` parts it lacks weights. Call it only :attr:`at_rest`.
+        ``partial``: the parts whose weights the engine lacks. Call this only :attr:`at_rest`.
         """
         self.pause.on_found_paused(pause_id, lease_ms, now_ms)
         self.update.on_found(partial)
@@ -296,14 +295,14 @@ class EngineSession:
             self.memory.found_asleep()
 
     def found_running(self) -> None:
-        """The engine has ended its pause by itself, with its weights. Only :attr:`at_rest`."""
+        """Records that the engine resumed by itself, with whole weights. Only :attr:`at_rest`."""
         self.update.on_found(())
         self.pause.found_running()
 
     # -- time -----------------------------------------------------------------
 
     def tick(self, now_ms: float) -> list[c.SessionEffect]:
-        """The time of :meth:`next_deadline_ms` has come; before it, nothing is done."""
+        """Escalates a `wait` pause, or ends a lease, if its time is over."""
         due_ms = self.next_deadline_ms()
         if due_ms is None or now_ms < due_ms:
             return []
@@ -318,7 +317,7 @@ class EngineSession:
         return self._with_calls([*effects, *self._end_lease(now_ms)], now_ms)
 
     def next_deadline_ms(self) -> float | None:
-        """When :meth:`tick` is due; None while there is no pause that it could end."""
+        """Returns when :meth:`tick` is due; None: there is no pause that it could end."""
         if self.pause.escalate_ms is not None:
             return self.pause.escalate_ms
         if not self._lease_counts:
@@ -328,9 +327,9 @@ class EngineSession:
     def held_for_ms(self, now_ms: float) -> float:
         """Returns how long the engine stays paused if this sidecar dies now, in ms.
 
-        Negative: since when not any more. A living sidecar ends a lease itself. But a rank that has
-            told its peer ranks that it is clean, and
-        misses one, touches nothing before it has resumed. Then the cores may end the pause
+        Negative: for how long the cores may have ended the pause already. A living sidecar ends a
+        lease itself. Only if this rank has voted "clean" and misses a peer rank's vote, it touches
+        no weights before its resume, and the cores may end the pause
         themselves.
         """
         left_ms = self.lease.ran_out_ms - now_ms
@@ -341,7 +340,7 @@ class EngineSession:
 
     @property
     def _lease_counts(self) -> bool:
-        """Whether the lease may end the pause: only a pause that waits for peer ranks is called."""
+        """Whether the lease may end the pause. A pause call that runs needs peer ranks for that."""
         if self.pause.state is EnginePauseState.PAUSING:
             return bool(self.lease.peers)
         paused = self.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNKNOWN)
@@ -353,7 +352,7 @@ class EngineSession:
             self.lease.renew(now_ms)
 
     def on_group_version(self, group_version: int, now_ms: float) -> list[c.SessionEffect]:
-        """Close admission if the group serves a later version than this engine; else open it."""
+        """Closes admission if the group serves a later version than this engine; else opens it."""
         self.admission.group_version = group_version
         return self._with_calls(self._update_admission(), now_ms)
 
@@ -380,9 +379,9 @@ class EngineSession:
         return {"version": self.version, "group_version": self.admission.group_version}
 
     def _admit_first(self, effects: list[c.SessionEffect]) -> list[c.SessionEffect]:
-        """Opens admission before anything else that waits, then acknowledges the commit.
+        """Opens admission before other waiting calls, then acknowledges the commit.
 
-        In a pause requests that come are held, not ended.
+        In a pause new requests are held, not rejected.
         """
         if self.is_stale or not self.admission.closed:
             return effects + self._update_admission()
@@ -395,7 +394,7 @@ class EngineSession:
         return effects
 
     def on_lease_vote(self, vote: m.LeaseVote, now_ms: float) -> list[c.SessionEffect]:
-        """A peer rank has said how it stands, and may ask how this rank does."""
+        """Records a peer rank's vote, and answers with this rank's vote if asked."""
         if vote.dp_rank not in self.lease.peers:
             return []
         self.lease.on_vote(vote)
@@ -410,10 +409,10 @@ class EngineSession:
         return self._with_calls(effects, now_ms)
 
     def _end_lease(self, now_ms: float) -> list[c.SessionEffect]:
-        """Undo what was begun; then resume, alone or as one with the peer ranks."""
+        """Undoes an update that has begun; then resumes, together with the peer ranks if any."""
         self.lease.record_attempt(now_ms)
         if self.pause.state is EnginePauseState.UNKNOWN:
-            # It may run, or not: only a pause that returns tells.
+            # The engine may run or not; only a pause call that returns shows it.
             self.pause.pause_again(now_ms)
             return self._ask_peers()
         if self.pause.state is EnginePauseState.PAUSING:
@@ -449,7 +448,7 @@ class EngineSession:
         return [Note("lease_settled", "error", fields)]
 
     def _ask_peers(self) -> list[c.SessionEffect]:
-        """Tell all how this rank stands; ask those who are waited for."""
+        """Sends this rank's vote to all peer ranks, and asks for theirs."""
         if not self.lease.peers or self.pause.state is EnginePauseState.RESUMING:
             return []
         effects: list[c.SessionEffect] = [c.SendToPeers(self._vote(asks=True), self.lease.peers)]
@@ -468,10 +467,10 @@ class EngineSession:
         return m.LeaseVote(self._dp_group, rank, position, pause_id, self.version, asks)
 
     def _position(self) -> m.LeasePosition:
-        """See :mod:`bus.protocol.engine.lease`."""
+        """Returns this rank's position in a lease vote (:mod:`bus.protocol.engine.lease`)."""
         if self.pause.state in (EnginePauseState.RUNNING, EnginePauseState.RESUMING):
             return "running"
-        undone = not self.update.in_place and not len(self._queue)  # armed touches nothing
+        undone = not self.update.in_place and not len(self._queue)  # ARM touches no weights
         if self.lease.state is LeaseState.SETTLED or (self.update.partial and undone):
             return "partial"
         if self.lease.state is LeaseState.HELD:
@@ -481,7 +480,7 @@ class EngineSession:
     def _with_calls(
         self, effects: Iterable[c.SessionEffect], now_ms: float
     ) -> list[c.SessionEffect]:
-        """Acks first, then the engine call that is to be made now."""
+        """Returns the effects, followed by the engine call that is to run now."""
         calls = self._queue.issue(now_ms)
         for call in calls:
             self.update.on_issued(call)

@@ -1,4 +1,4 @@
-"""One engine's end of the out-of-band transport, sidecar's side.
+"""The engine's end of the out-of-band transport: the sidecar's side.
 
 ::
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class EngineTransfer:
-    """See the module. Calls go into ``queue``; ``name`` is the engine's."""
+    """The transport of one engine. Calls go into ``queue``; ``name`` is the engine's."""
 
     def __init__(self, queue: CallQueue, name: str) -> None:
         self._queue = queue
@@ -31,7 +31,7 @@ class EngineTransfer:
         self._open: CallOpenTransfer | None = None
 
     def open(self, msg_id: int, message: TransferInit) -> list[SessionEffect]:
-        """TRANSFER_INIT.
+        """Opens the transport of a TRANSFER_INIT, unless it is open.
 
         Raises:
             Declined: the engine has no place in the communicator.
@@ -44,7 +44,7 @@ class EngineTransfer:
         return []
 
     def is_open(self, message: TransferInit) -> bool:
-        """Whether it is this one.
+        """Whether the open transport is the one of this TRANSFER_INIT.
 
         Raises:
             Declined: as :meth:`open`.
@@ -65,19 +65,19 @@ class EngineTransfer:
         return CallOpenTransfer(message.update_id, message.backend, message.params, place)
 
     def on_opened(self, msg_id: int, call: CallOpenTransfer, took_ms: float) -> Send:
-        """The call has returned."""
+        """Records that the transport is open, and returns the ACK."""
         self._open = call
         return ack(msg_id, Step.TRANSFER_INIT, call.update_id, took_ms=took_ms)
 
     def on_open_failed(self) -> None:
-        """It has raised."""
+        """Records that the opening failed: no transport is open."""
         self._open = None
 
     def require(self, message: Arm) -> None:
-        """An update comes over the transport that is open.
+        """Checks that the transport of an ARM is open.
 
         Raises:
-            Declined: it is not.
+            Declined: it is not open.
         """
         if self._open is None or self._open.backend != message.backend:
             field, found = "backend", f"no {message.backend} transport is open here"

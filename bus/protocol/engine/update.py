@@ -1,51 +1,53 @@
-"""One engine's weight update, sidecar's side.
+"""One engine's weight update: the sidecar's side.
 
-Its states and their table: :mod:`bus.protocol.engine.update_states`.
+The module :mod:`bus.protocol.engine.update_states` has its states and their table.
 
-``partial`` is a set of parts, of which an update brings one: the model, its draft model, or a LoRA
-adapter.
+``partial`` is the set of parts that lack weights. An update brings one part: the model, its draft
+model, or a LoRA adapter.
 
 ::
 
     event                                        partial        then
     something of a model p was loaded, or its
-    start failed, and it is given up             + p            quarantined
+    start failed, and it is aborted              + p            quarantined
     the restore of p failed                      + p            quarantined
-    admission is found closed                       + both models  quarantined
-    a sleep that discards weights is called      + both models  quarantined, or emptied
-    ARM of any part, while partial               (same)         armed as ever
+    admission is found closed                    + both models  quarantined
+    a sleep that discards weights is called      + both models  quarantined, or weights_discarded
+    ARM of any part, while partial               (same)         armed as usual
     UPDATE_START, while partial                  (same)         start_update(recover)
     ABORT, nothing of p loaded, p not in it      (same)         restore(p)
     ABORT, nothing of p loaded, p in it          (same)         no call: nothing to restore
     COMMIT of p                                  - p            whole, if it is empty now; else
                                                                 the ack says "partial"
 
-Invariants: a chunk is loaded at most once, in order, and not before the sender has said that
-all of it was sent and its sums are right (but backends of vLLM's own load what they receive, see
-:mod:`bus.vllm_payloads`); the model is finished when every chunk of the manifest is loaded, and not
-before; the version only grows, and at COMMIT, or is loaded again by an engine that catches up
-(:mod:`bus.protocol.group.catch_up`); a part leaves ``partial`` only by a commit of its
-own, and an update that begins while there is any, tells the engine to recover; the engine is
-resumed only when there is none; a part that is not in it has all the weights of its version.
-Who becomes quarantined has its admission closed, and then its requests aborted: by one call, of
-which the first half that fails leaves the second undone.
+Invariants:
 
-**Staged**, an update comes into memory beside the weights that are served, and between two steps
-from there into them. Until the swap nothing has changed: whatever fails before it, or is given up,
-leaves the engine as it was, serving; so there is no pause, no lease, and nothing to recover.
+- A chunk is loaded at most once, in order, and only after the sender has sent all of it and its
+  checksums match. (Backends of vLLM's own load what they receive, see :mod:`bus.vllm_payloads`.)
+- The model is finished only when every chunk of the manifest is loaded.
+- The version only grows, and at COMMIT; or the same version is loaded again by an engine that
+  catches up (:mod:`bus.protocol.group.catch_up`).
+- A part leaves ``partial`` only by a commit of that part. An update that begins while a part is in
+  it makes the engine recover. The engine resumes only when ``partial`` is empty.
+- An engine that becomes quarantined closes admission, then ends its requests, in one call. If the
+  first half fails, the second is not done.
 
-Invariants of staging: an engine that lacks weights of what it serves, stages nothing: it must be
-loaded in a pause. The ranks of a DP group swap before the same step of their lockstep, or none of
-them does: that is for the engines, which agree where they confer anyhow, so that a rank that was
-not asked yet, can't, or is gone, keeps all of them at the old version. As long as a swap waits for
-the others it can be called off, and is by an ABORT, and by a pause, which would wait for it. One
-that fails half-way is a load that failed half-way.
+**Staged**, an update is loaded into spare memory and swapped in between two steps. Until the swap
+nothing has changed: whatever fails before it leaves the engine serving its old weights. So there
+is no pause, no lease, and nothing to recover. Invariants of staging:
 
-A patch changes some elements of what is served, so that what is served must be what it is a
-difference from: ARM of a patch is refused (``other_base``) unless the engine serves version
-``base``, and all of it. Who is ``partial`` serves no version, whatever it says; who has booted and
-committed nothing is at 0, which is nobody's base. Both need a whole set of weights first: no patch
-brings an engine back, and none begins with recover.
+- An engine that lacks weights stages nothing: it must be loaded in a pause.
+- The ranks of a DP group swap before the same step of their lockstep, or none of them does. The
+  engines ensure this, in the agreement that they make at each step anyway. A rank that was not
+  asked yet, can't, or is gone keeps all of them at the old version.
+- A swap that waits for other ranks can be cancelled. ABORT cancels it, and so does a pause, which
+  would otherwise wait for it. A swap that fails half-way counts as a load that failed half-way.
+
+A patch changes some elements of the served weights, which must be the weights that it was computed
+from: ARM of a patch is refused (``other_base``) unless the engine serves version ``base`` with
+whole weights. A ``partial`` engine serves no version. An engine that has booted and committed
+nothing is at version 0, which is no patch's base. Both need a whole set of weights first: a patch
+neither ends a quarantine nor begins with recover.
 """
 
 from __future__ import annotations
@@ -82,78 +84,78 @@ _S, _E = EngineUpdateState, EngineUpdateEvent
 
 
 class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
-    """See the module. Calls go into ``queue``."""
+    """The update of one engine. Calls go into ``queue``."""
 
     def __init__(
         self, queue: c.CallQueue, version: int, name: str, admission: Admission, *, draft: bool
     ) -> None:
         super().__init__("engine update", TRANSITIONS, _S.NONE)
         self._draft = draft
-        self._order = UpdateSpec()  # of this update, or the last
+        self._order = UpdateSpec()  # of the present or last update
         admission.version = version
-        self.partial: set[str] = set()  # of what it has not all the weights
+        self.partial: set[str] = set()  # parts that lack weights
         self._admission = admission
-        if admission.closed:  # nobody knows for which of them
+        if admission.closed:  # it is unknown for which part
             self.partial.update(("model", "draft") if draft else ("model",))
         self._queue = queue
         self._chunks = EngineChunks(queue)
-        self._loaded = False  # something may have been loaded since the start
+        self._loaded = False  # weights may have been loaded since the start
         self._transfer = EngineTransfer(queue, name)
         self._last_commit = ""
-        self.staged = False  # this update, or the last, is
-        self._probed: tuple[c.CallProbe, m.Probed] | None = None  # the last, of this update
-        self._undoing: c.Call | None = None  # ends requests for the sake of this update's end
+        self.staged = False  # the present or last update is staged
+        self._probed: tuple[c.CallProbe, m.Probed] | None = None  # the last probes of this update
+        self._undoing: c.Call | None = None  # the call that ends requests to abort this update
         self._abort_asked: int | None = None  # id of the ABORT that waits for a call to end
 
     @property
     def version(self) -> int:
-        """The weight version that the engine serves."""
+        """The version that the engine serves."""
         return self._admission.version
 
     @property
     def update_id(self) -> str:
-        """Of this update, or the last."""
+        """The id of the present or last update."""
         return self._order.update_id
 
     @property
     def target(self) -> m.Target:
-        """The model that it is for."""
+        """The model that the update is for."""
         return self._order.target
 
     @property
     def applied_chunks(self) -> int:
-        """How many chunks of this update, or the last, are loaded."""
+        """The number of loaded chunks of the present or last update."""
         return self._chunks.applied
 
     @property
     def in_place(self) -> bool:
-        """Whether an update is under way that changes the weights where they are."""
+        """Whether an update is under way that overwrites the served weights."""
         return self.state in MIXED and not self.staged
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the model may hold weights of two versions: no resume then."""
+        """Whether the model may hold weights of two versions, so that it must not resume."""
         return bool(self.partial) or self.in_place
 
     @property
     def part_in_place(self) -> str:
-        """The part that an update has begun to bring in place; empty if none has."""
+        """The part that an update overwrites at present; empty: none."""
         return self._order.part if self.in_place else ""
 
     @property
     def has_loaded(self) -> bool:
-        """Whether something of that part may have been loaded."""
+        """Whether some of that part's new weights may have been loaded."""
         return self._loaded and self.in_place
 
     @property
     def swap(self) -> c.CallSwap | None:
-        """The one that is under way."""
+        """The swap call that runs; None: none."""
         running = self._queue.running()
         return running if isinstance(running, c.CallSwap) else None
 
     @property
     def swapping(self) -> bool:
-        """Whether one is."""
+        """Whether a swap call runs."""
         return self.swap is not None
 
     def about_to_serve(self, version: int) -> bool:
@@ -165,7 +167,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return waits and self._order.version >= version
 
     def on_found(self, partial: Iterable[str]) -> None:
-        """The engine was found without an update; of these parts it lacks weights."""
+        """Records that the engine was found without an update, lacking weights of these parts."""
         self._go(_E.FOUND)
         self.partial = set(partial)
         self._admission.closed |= bool(self.partial)
@@ -181,7 +183,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._transfer.open(msg_id, message)
 
     def arm(self, msg_id: int, message: m.Arm) -> list[c.SessionEffect]:
-        """ARM."""
+        """Executes an ARM."""
         known = message.update_id == self.update_id
         if known and self.state not in (_S.NONE, _S.ABORTING):
             return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
@@ -210,11 +212,11 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return effects
 
     def give_way(self, why: str) -> list[c.SessionEffect]:
-        """Give up an update that the bus has given up already; what came is asked again."""
+        """Aborts an update that the broker has ended; the broker repeats the new command."""
         return [] if self.state is _S.ABORTING else self.abort(0, m.Abort(self.update_id, why))
 
     def start(self, msg_id: int, message: m.UpdateStart, *, paused: bool) -> list[c.SessionEffect]:
-        """UPDATE_START."""
+        """Executes an UPDATE_START."""
         self._require(message.update_id)
         if self.state is _S.STARTING:
             return []
@@ -233,7 +235,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return effects
 
     def chunk(self, msg_id: int, message: m.WeightChunkMeta | m.ChunkSent) -> list[c.SessionEffect]:
-        """WEIGHT_CHUNK_META, or CHUNK_SENT."""
+        """Executes a WEIGHT_CHUNK_META or CHUNK_SENT."""
         self._require(message.update_id)
         if self._chunks.is_new(message):
             if self.state not in (_S.STARTING, _S.LOADING):
@@ -242,7 +244,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._chunks.take(msg_id, message)
 
     def finish(self, msg_id: int, message: m.UpdateFinish) -> list[c.SessionEffect]:
-        """UPDATE_FINISH."""
+        """Executes an UPDATE_FINISH."""
         self._require(message.update_id)
         if self.state is _S.FINISHING:
             return []
@@ -250,12 +252,12 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return [c.ack(msg_id, m.Step.FINISH, self.update_id)]
         if self.state is not _S.LOADING:
             raise wrong_state(f"the update is {self.state.value}, not loading")
-        if not self._chunks.has_sent_all:  # one was lost on its way: both are asked again
+        if not self._chunks.has_sent_all:  # one was lost: the broker repeats both
             return []
         return self._begin(_E.FINISH_ASKED, c.CallFinish(), msg_id)
 
     def probe(self, msg_id: int, message: m.Probe, pause: c.CallPause) -> list[c.SessionEffect]:
-        """PROBE; the session has checked that the engine is paused, as ``pause`` says."""
+        """Executes a PROBE. The caller has checked that the engine is paused as by ``pause``."""
         self._require(message.update_id)
         if self.state is _S.PROBING:
             return []
@@ -272,7 +274,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     def commit(
         self, msg_id: int, message: m.Commit, *, swaps: bool = True
     ) -> list[c.SessionEffect]:
-        """COMMIT. ``swaps``: nothing keeps the engine from a step to swap at."""
+        """Executes a COMMIT. ``swaps``: the engine makes steps, between which it can swap."""
         if message.update_id and message.update_id == self._last_commit:
             return [self._commit_ack(msg_id)]
         self._require(message.update_id)
@@ -290,12 +292,12 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._begin(_E.COMMIT_ASKED, call, msg_id)
 
     def abort(self, msg_id: int, message: m.Abort) -> list[c.SessionEffect]:
-        """ABORT."""
+        """Executes an ABORT."""
         unknown = self.state is _S.NONE or message.update_id != self.update_id
         if unknown and not isinstance(self._queue.running(), c.CallOpenTransfer):
             outcome = self._or_partial("untouched")
             return [c.ack(msg_id, m.Step.ABORT, message.update_id, outcome=outcome)]
-        if unknown or self.state is _S.ABORTING:  # that ends first: it is asked again
+        if unknown or self.state is _S.ABORTING:  # the other ends first; ABORT is repeated
             return []
         if self.state is _S.COMMITTING and not self.staged:
             raise wrong_state("the update is being committed")
@@ -310,7 +312,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     def on_call_done(
         self, job: c.Job, took_ms: float, result: c.CallResult = None
     ) -> list[c.SessionEffect]:
-        """One of the update's calls has returned."""
+        """Handles the return of one of the update's calls."""
         call = job.call
         if isinstance(call, c.CallReceive):
             return self._run_waiting_abort(self._chunks.on_received())
@@ -352,7 +354,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         )
 
     def _is_for_peer(self, job: c.Job) -> bool:
-        """Whether requests are ended for a peer's sake: the update, if there is one, stays."""
+        """Whether requests are ended because of a peer rank, so that this rank's update stays."""
         return isinstance(job.call, c.CallAbortRequests) and job.call is not self._undoing
 
     def on_call_failed(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:
@@ -369,9 +371,9 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         self._chunks.discard()
         chunk = call.seq if isinstance(call, c.CallReceive | c.CallLoad) else 0
         if isinstance(call, (c.CallRestore, c.CallAbortRequests)):
-            # The undoing itself failed: only a whole update brings this engine back.
+            # The undo itself failed: only a whole update ends this engine's quarantine.
             note = Note("abort_failed", "error", {"detail": failure.detail})
-            if isinstance(call, c.CallRestore) and self.staged:  # what is served is whole
+            if isinstance(call, c.CallRestore) and self.staged:  # the served weights are whole
                 return [note, *self._ack_abort(job.reply_to, self._or_partial("untouched"), 0.0)]
             if isinstance(call, c.CallRestore):
                 self.partial.add(self._order.part)
@@ -393,7 +395,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._run_waiting_abort([c.nack(job.reply_to, step, failure, self.update_id, chunk)])
 
     def _on_half_swapped(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:
-        """The engine serves, and some of its weights may be the new ones."""
+        """Handles a swap that failed half-way: some of the served weights may be new."""
         self._go(_E.HALF_SWAPPED)
         self.partial.add(self._order.part)
         reply_to, self._abort_asked = self._abort_asked or 0, None
@@ -401,7 +403,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return [c.nack(job.reply_to, m.Step.COMMIT, failure, self.update_id)]
 
     def on_issued(self, call: object) -> None:
-        """A call begins: a receive that loads, or a sleep that discards, ends the old weights."""
+        """Records that a call begins: it may load weights, discard them, or close admission."""
         if isinstance(call, c.CallReceive) and is_loaded_on_receipt(call.backend):
             self._lost_the_old()
         elif isinstance(call, c.CallAbortRequests):
@@ -417,7 +419,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         self._go(_E.WEIGHTS_ABANDONED)
         self._undoing = self._queue.add(c.CallAbortRequests(), 0)
 
-    # -- inside ---------------------------------------------------------------
+    # -- internal -------------------------------------------------------------
 
     def _begin(self, event: EngineUpdateEvent, call: c.Call, msg_id: int) -> list[c.SessionEffect]:
         """Take the next step, which is acked when its call has returned."""
@@ -431,7 +433,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             raise wrong_state("the update is given up, when the call under way has ended")
 
     def _lost_the_old(self) -> None:
-        """Something may have been loaded.
+        """Records that new weights may have been loaded over the old ones.
 
         An engine keeps the adapter before, and all that it serves during a staged update.
         """
@@ -442,7 +444,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if self._abort_asked is None:
             return effects
         msg_id, self._abort_asked = self._abort_asked, None
-        if self.state is _S.NONE:  # it ended by itself: refused, or, staged, made before
+        if self.state is _S.NONE:  # ended already: refused, or committed (staged)
             made = self.update_id == self._last_commit
             outcome = self._or_partial("committed" if made else "untouched")
             return [*effects, c.ack(msg_id, m.Step.ABORT, self.update_id, outcome=outcome)]

@@ -1,13 +1,13 @@
-"""What one update brings to an engine, as its ARM has said, and what it needs there.
+"""The content of one update, from its ARM, and its requirements on the engine.
 
 ================== ==========================================================================
-what               needs
+update             requirements
 ================== ==========================================================================
-a patch            that the engine serves the version that it is a difference from, all of it
-a staged update    the model's weights, a whole set, over a transport that loads nothing by
-                   itself; that the engine has all weights of what it serves; and its word that
-                   there is room
-any other          nothing
+a patch            the engine serves the patch's base version, with whole weights
+a staged update    it brings a whole set of the model's weights, over a transport that does not
+                   itself load; the engine has all weights of what it serves, and has
+                   reported enough room
+any other          none
 ================== ==========================================================================
 """
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class UpdateSpec:
-    """One update's.
+    """The content of one update, from its ARM.
 
     Attributes:
-        update_id: empty: none was armed yet.
-        version: what the engine serves, once it is committed.
-        target: the model that it is for.
-        backend: how it comes.
-        base: of a patch, the version that it is a difference from.
-        staging: how it may be staged.
-        armed: what ARM was answered, if it may.
+        update_id: the update's id; empty: none was armed yet.
+        version: the version that the engine serves after the commit.
+        target: the model that the update is for.
+        backend: the transport that brings it.
+        base: the version that a patch is a difference from; 0: no patch.
+        staging: how the update may be staged; None: it may not.
+        armed: the engine's answer to an ARM with ``staging``.
     """
 
     update_id: str = ""
@@ -53,7 +53,7 @@ class UpdateSpec:
 
     @classmethod
     def of(cls, message: Arm) -> UpdateSpec:
-        """What an ARM asks for."""
+        """Returns the update that an ARM describes."""
         return cls(
             message.update_id,
             message.version,
@@ -65,11 +65,11 @@ class UpdateSpec:
 
     @property
     def part(self) -> str:
-        """What it brings: its target, or an adapter."""
+        """The part that the update brings: its target, or an adapter."""
         return self.backend if adapter_of(self.backend) else self.target
 
     def require_target(self, *, draft: bool) -> None:
-        """The engine has the model that the update is for.
+        """Checks that the engine has the model that the update is for.
 
         Raises:
             Declined: code ``draft_missing``.
@@ -83,7 +83,7 @@ class UpdateSpec:
             )
 
     def require_base(self, version: int, partial: Collection[str]) -> None:
-        """A patch is a difference from what is served here.
+        """Checks that the engine serves a patch's base version.
 
         Raises:
             Declined: code ``other_base``.
@@ -104,7 +104,7 @@ class UpdateSpec:
         )
 
     def require_room(self, partial: Collection[str]) -> None:
-        """The engine has said that it can stage this update, and can still.
+        """Checks that the engine can still stage this update.
 
         Raises:
             Declined: code ``staging_refused``.
@@ -116,7 +116,7 @@ class UpdateSpec:
             raise decline(NackCode.STAGING_REFUSED, why_not, field="staged")
 
     def has_room(self, room: StagingCapacity, partial: Collection[str], took_ms: float) -> None:
-        """What the engine says of that."""
+        """Records the engine's answer whether it can stage the update."""
         if self.staging is None:
             return
         why_not = room.why_not
@@ -127,7 +127,7 @@ class UpdateSpec:
         self.armed = Armed(self.update_id, round(took_ms, 3), room.needed_bytes, why_not)
 
     def ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:
-        """The answer to its ARM."""
+        """Returns the answer to the update's ARM."""
         if self.armed is not None:
             return Send(self.armed, reply_to=msg_id)
         return ack(msg_id, Step.ARM, self.update_id, took_ms=took_ms)

@@ -9,7 +9,7 @@ from bus.messages import NackCode
 
 
 class EngineUpdateState(StrEnum):
-    """How far an engine's update has come."""
+    """Progress of an engine's update."""
 
     NONE = "none"
     ARMING = "arming"
@@ -24,7 +24,7 @@ class EngineUpdateState(StrEnum):
 
 
 class EngineUpdateEvent(StrEnum):
-    """What changes an engine's update."""
+    """Events that change the state of an engine's update."""
 
     ARM_ASKED = "arm_asked"
     ARM_RETURNED = "arm_returned"
@@ -47,11 +47,11 @@ class EngineUpdateEvent(StrEnum):
 
 
 _S, _E = EngineUpdateState, EngineUpdateEvent
-_IDLE: Final = (_S.NONE, _S.ABORTING)  # there is nothing to give up
+_IDLE: Final = (_S.NONE, _S.ABORTING)  # there is nothing to abort
 
-# Beside each row: the engine call, or the answer. A doubled command is acked again. In STARTING and
-# LOADING chunks are received and loaded as their turns come (:mod:`bus.protocol.engine.chunks`); a
-# start or a chunk that fails is refused, and the state stays.
+# Beside each row: the engine call, or the answer. A repeated command is acked again. In STARTING
+# and LOADING, chunks are received and loaded in order (:mod:`bus.protocol.engine.chunks`). A start
+# or a chunk that fails is refused, and the state stays.
 TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdateState]] = {
     (_S.NONE, _E.ARM_ASKED): _S.ARMING,  # arm(manifest); a patch only onto its base
     (_S.ARMED, _E.ARM_ASKED): _S.ARMING,  # the same: the update before has touched nothing
@@ -72,7 +72,7 @@ TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdat
     # once the call under way has ended. Something was loaded: partial, admission is closed. Nothing
     # was, or only an adapter (:mod:`bus.lora`): restore(). A swap under way is cancelled before.
     **{(each, _E.GIVEN_UP): _S.ABORTING for each in _S if each not in _IDLE},
-    (_S.NONE, _E.WEIGHTS_ABANDONED): _S.ABORTING,  # nobody brings what a sleep has discarded
+    (_S.NONE, _E.WEIGHTS_ABANDONED): _S.ABORTING,  # no trainer brings discarded weights
     (_S.ABORTING, _E.UNDONE): _S.NONE,  # ack abort: untouched, restored, partial
     # A sidecar finds the pause of an earlier one, or that the engine has ended it by itself.
     **{
@@ -81,9 +81,9 @@ TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdat
     },
 }
 
-# In these, the model may hold weights of two versions.
+# In these states the model may hold weights of two versions.
 MIXED: Final = frozenset(_S) - {_S.NONE, _S.ARMING, _S.ARMED}
 
-# With these, a load has failed before anything of its chunk was loaded: it did not come, or is
-# not what was sent.
+# With these codes a load has failed before any of its chunk was loaded: the chunk did not come, or
+# differs from what was sent.
 NOTHING_LOADED: Final = frozenset({NackCode.TRANSFER_FAILED, NackCode.CHECKSUM_MISMATCH})

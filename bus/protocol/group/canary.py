@@ -1,6 +1,7 @@
-"""The canary, broker's side: who can run it, what all have answered, who is not to serve.
+"""The canary, broker's side: which engines can run it, their results, and failed engines.
 
-The broker compares nothing: it has no model. The trainer does, and its COMMIT names who differs.
+The broker compares no tokens, because it has no model. The trainer compares them, and its COMMIT
+names the engines that differ.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def require_probes(
 
 
 def probe_report(update: UpdateMachine, done: m.GroupAck) -> m.ProbeReport:
-    """What the trainer hears when all have answered."""
+    """Returns the PROBE_REPORT for the trainer, once all engines have answered."""
     answers = ((name, update.probed[name]) for name in sorted(update.members))
     return m.ProbeReport(
         update_id=update.update_id,
@@ -68,7 +69,7 @@ def probe_report(update: UpdateMachine, done: m.GroupAck) -> m.ProbeReport:
 
 
 def failures(differing: Iterable[m.Differing]) -> dict[str, Failure]:
-    """Why each of them falls out, by name."""
+    """Returns, by name, why each engine that differs drops out."""
     return {
         each.engine: Failure(
             m.NackCode.CANARY_FAILED,

@@ -1,22 +1,24 @@
-"""Engines that are behind their group, and the update by which they catch up.
+"""Defines which DP groups are stale, and the update by which they catch up.
 
-A DP group is behind when a rank of it serves an older version than the group does, or is
-quarantined, unless it has got the model's weights since and lacks its draft's, or the canary has
-said that it serves just these weights wrong. It catches up by an update of its own, with the
-weights that the group serves already:
+A DP group is stale if one of its ranks serves an older version than the group, or is quarantined
+and lacks the model's weights. Two cases don't count as stale: a quarantined rank that has got the
+model's weights and lacks only its draft's, and a rank that serves just these weights wrong by
+the canary. A stale DP group catches up by an update of its own, with the weights that the group
+serves already:
 
 ============================== ===============================================================
-whose                          ranks of DP groups that are behind (``scope``), and nobody else's:
-                               the others are neither asked for anything nor paused
-what                           a whole set of the model's weights; no patch, no draft, no adapter
-of which version               the group's. No other is given; a set of another one is refused
-from                           a trainer that says, with each heartbeat, that it has those weights.
-                               It hears of who is behind (BEHIND) in turn, as long as nothing else
-                               is under way: a word that is lost comes again
+engines                        the ranks of stale DP groups (``scope``), and no others: the
+                               others are neither asked for anything nor paused
+weights                        a whole set of the model's weights; no patch, no draft, no adapter
+version                        the group's. No new one is assigned; weights of another are refused
+trainer                        one that says, with each heartbeat, that it has those weights. After
+                               each such heartbeat it gets the stale DP groups (BEHIND), as
+                               long as no pause or update is under way, so a lost message is
+                               repeated
 ============================== ===============================================================
 
-All else is as in any update (:mod:`bus.protocol.group.update`): who falls out of it is behind
-still.
+Otherwise it is like any update (:mod:`bus.protocol.group.update`): an engine that drops out of it
+stays stale.
 """
 
 from __future__ import annotations
@@ -37,32 +39,32 @@ if TYPE_CHECKING:
 class GroupVersion:
     """The version that a group serves, in ``value``.
 
-    A commit sets it, and from then on only commits raise it: what one engine reports can't put the
-    others out of service. A broker that was started anew knows no commit. Until it does, the
-    version is the highest one that more than half of the DP groups serve, or a later one, and may
-    fall. A DP group counts as the rank with the lowest version.
+    A commit sets it, and from then on only commits raise it, so that the report of one engine can't
+    put the others out of service. A restarted broker knows no commit. Until one comes, the version
+    is the highest one that more than half of the DP groups serve, or a later one, and may fall. A
+    DP group counts with the lowest version of its ranks.
 
-    These count: DP groups whose sidecars joined with an epoch, so that they were in the group of an
-    earlier broker, and with open admission, so that they were not behind. If there are none, all
+    Only DP groups count whose sidecars joined with an epoch, so that they were in the group of an
+    earlier broker, and with open admission, so that they were not stale. If there are none, all
     DP groups count.
     """
 
     def __init__(self) -> None:
         self.value = 0
         self.is_committed = False
-        self.assigned: tuple[str, int] = ("", 0)  # the last version, and to which update
+        self.assigned: tuple[str, int] = ("", 0)  # the update and its version, assigned last
 
     def assign(self, update_id: str, asked: int, reported: Iterable[int]) -> int:
-        """Return the version of an update: above the group's, and above its engines'.
+        """Assigns the version of an update: above the group's, and above its engines'.
 
-        An update that is armed again, after it was refused, keeps its version: an ARM that is late
-        can't arm an engine for another one.
+        An update that is armed again after a refusal keeps its version, so that a late ARM can't
+        arm an engine for another one.
 
         Args:
             update_id: the update.
-            asked: what the trainer asks to exceed; 0 for nothing.
-            reported: what its engines serve; one that is too far above the group does not count,
-                and refuses the update by itself.
+            asked: the version that the trainer asks to exceed; 0 for none.
+            reported: the versions that its engines serve. A version too far above the group's is
+                ignored here; the engine that serves it refuses the update.
 
         Raises:
             Declined: ``asked`` is too far above the group's version.
@@ -78,17 +80,20 @@ class GroupVersion:
         return version
 
     def on_commit(self, version: int) -> None:
-        """A commit of this version was made, or the owner says so and an engine serves it."""
+        """Records that this version was committed."""
         self.value = max(self.value, version) if self.is_committed else version
         self.is_committed = True
 
     def on_owner(self, version: int, registry: EngineRegistry) -> None:
-        """The owner says that this version was committed: true if an engine serves it."""
+        """Records a commit that the owner reports, if an engine serves the version."""
         if version > self.value and any(e.version == version for e in registry.engines.values()):
             self.on_commit(version)
 
     def on_report(self, registry: EngineRegistry, reporter: str = "") -> None:
-        """The engines, or what they report, may have changed; ``reporter``: who has reported."""
+        """Computes the version again from the engines' reports, unless a commit has set it.
+
+        ``reporter`` is the engine that has reported.
+        """
         if self.is_committed or not registry.engines:
             return
         reports: dict[str, int] = {}
@@ -106,16 +111,15 @@ class GroupVersion:
 
 
 def stale_dp_groups(registry: EngineRegistry, version: int) -> tuple[str, ...]:
-    """Those that take part in what begins now, and don't serve the group's ``version``."""
+    """Returns the ready DP groups that don't serve the group's ``version``."""
     return tuple(sorted(_stale(registry, registry.ready(), version)))
 
 
 def members(registry: EngineRegistry, scope: Iterable[str], version: int) -> dict[str, str]:
-    """Engines that something is for, with their DP groups: of an empty ``scope``, all.
+    """Returns the ready engines of the DP groups in ``scope``; empty scope: all.
 
     Raises:
-        Declined: there are none; or names a DP group that is not behind the group's ``version``,
-            or is not there.
+        Declined: there are none; or names a DP group that is not stale, or is not present.
     """
     everybody = registry.members()
     wanted = frozenset(scope)
@@ -133,10 +137,10 @@ def members(registry: EngineRegistry, scope: Iterable[str], version: int) -> dic
 
 
 def require_same_version(arm: Arm, version: int) -> None:
-    """Who catches up gets the whole model, as the group serves it.
+    """Checks that an ARM for stale engines brings the whole model in the group's version.
 
     Raises:
-        Declined: this is of another version, or something else.
+        Declined: the weights are of another version, or not the whole model.
     """
     if arm.target != "model" or arm.base or adapter_of(arm.backend):
         raise wrong_state("engines catch up with a whole set of the model's weights", "scope")

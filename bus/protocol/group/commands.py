@@ -1,8 +1,8 @@
-"""Checks the commands of a group's trainer, and keeps those that come before their turn.
+"""Checks the commands of a group's trainer, and queues those that come early.
 
 A command that does not fit the state of the machines is declined, with the reason, and changes
-nothing. Any other command changes the machines, and what it asks for is returned as actions;
-:class:`bus.protocol.group.group.Group` carries them out.
+nothing. Any other command changes the machines, and returns actions that
+:class:`bus.protocol.group.group.Group` executes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from bus.protocol.group.group_state import Action, GroupState
 
 
-# In these, a chunk may come, or come again.
+# In these states a chunk, or a repeated chunk, is accepted.
 _KNOWS_CHUNKS: Final = (UpdateState.ARMED, *TAKES_CHUNKS, UpdateState.FINISHING)
 _BEFORE_COMMIT: Final = (*_KNOWS_CHUNKS, UpdateState.FINISHED, UpdateState.PROBING)
 _OVER: Final = (UpdateState.IDLE, UpdateState.ABORTING)
 
 
 class Commands:
-    """The commands of one group's trainer.
+    """Validates and executes the owning trainer's commands.
 
     A trainer may send the next command before the last one is answered. A command that comes too
     early is queued:
@@ -47,7 +47,7 @@ class Commands:
     - COMMIT until every engine has finished,
     - RESUME until the update is over.
 
-    If the update fails first, queued commands are refused with its error; RESUME is carried out.
+    If the update fails first, queued commands are refused with its error; RESUME is executed.
 
     Args:
         state: the group.
@@ -60,7 +60,7 @@ class Commands:
         self._queued: dict[m.Step, m.UpdateStart | m.UpdateFinish | m.Commit] = {}
 
     def execute(self, msg_id: int, message: m.Message, now_ms: float) -> list[Action]:
-        """Check a command and start what it asks for.
+        """Checks a command and starts its step.
 
         Args:
             msg_id: the request's id. Its answer is sent when its step is done.
@@ -141,26 +141,26 @@ class Commands:
     def _ask(
         self, msg_id: int, step: m.Step, instructions: Iterable[Instruction], chunk: int = 0
     ) -> list[Action]:
-        """Have a request wait for a step that engines are asked for now."""
+        """Registers a request as waiting for the step that these instructions begin."""
         self._state.session.requests.ask((step, chunk), msg_id)
         return [*instructions]
 
-    # -- commands before their turn ----------------------------------------------
+    # -- queued commands ---------------------------------------------------------
 
     def _queue(
         self, msg_id: int, step: m.Step, message: m.UpdateStart | m.UpdateFinish | m.Commit
     ) -> list[Action]:
-        """Queue a command; :meth:`next_queued` returns it, at once if it is its turn."""
+        """Queues a command; :meth:`next_queued` executes it when its turn comes."""
         self._state.session.requests.ask((step, 0), msg_id)
         self._queued[step] = message
         return []
 
     def next_queued(self, now_ms: float) -> list[Action]:
-        """Take the next queued command whose turn has come, and refuse those of an ended update.
+        """Executes the queued command whose turn has come; refuses those of an ended update.
 
         Returns:
-            What it asks for; empty if every queued command still has to wait. The next command may
-            follow once this is carried out.
+            Its actions; empty if every queued command still has to wait. Call again after executing
+            the actions: the next command may follow.
         """
         update = self._state.update
         refused: list[Action] = []
@@ -194,7 +194,7 @@ class Commands:
         return refused
 
     def _expel(self, differing: dict[str, Failure], now_ms: float) -> list[Action]:
-        """Exclude engines that differ by the canary from the update, with their DP groups."""
+        """Excludes engines that failed the canary from the update, with their DP groups."""
         state, update = self._state, self._state.update
         before = set(update.excluded)
         notes = [
@@ -282,7 +282,7 @@ class Commands:
     def _wake(self, msg_id: int, message: m.Wake, now_ms: float) -> list[Action]:
         members = self._window(message.update_id)
         sleep = self._state.sleep
-        if sleep.state is SleepState.WAKING:  # who asked before may have been cancelled
+        if sleep.state is SleepState.WAKING:  # an earlier request may have been cancelled
             self._state.session.requests.ask((m.Step.WAKE, 0), msg_id)
             return []
         if sleep.barrier is not None:
@@ -290,10 +290,10 @@ class Commands:
         return self._ask(msg_id, m.Step.WAKE, sleep.wake(message, members, now_ms))
 
     def _window(self, update_id: str) -> dict[str, str]:
-        """Who is in the pause, which is complete; no update is under way.
+        """Returns the engines in the completed pause, if no update is under way.
 
         Raises:
-            Declined: otherwise.
+            Declined: the pause is not complete, or an update is under way.
         """
         pause = self._state.pause
         if pause.state is not PauseState.PAUSED:
@@ -315,7 +315,7 @@ class Commands:
         return self._ask(msg_id, m.Step.TRANSFER_INIT, opening)
 
     def _members(self, scope: Iterable[str]) -> dict[str, str]:
-        """Whom a command is for.
+        """Returns the engines that a command is for, with their DP groups.
 
         Raises:
             Declined: see :func:`bus.protocol.group.catch_up.members`.
@@ -326,7 +326,7 @@ class Commands:
         return communicator(self._state.registry.engines[name] for name in members)
 
     def _require_communicator(self, number: int, members: Iterable[str]) -> Communicator:
-        """A collective is for those who are there now, all of them, and nobody else."""
+        """Checks that a collective's communicator has exactly the engines that are present now."""
         made = self._communicator(members)
         if made.number != number:
             raise decline(
@@ -381,7 +381,7 @@ class Commands:
     def _require_current(self, members: Iterable[str]) -> None:
         """Checks that all engines serve the group's version, before an update of their drafts.
 
-        A draft's update gives a version, too, which must mean the same model weights everywhere.
+        A draft's update gets a version, too, which must mean the same model weights everywhere.
         """
         stale = self._state.registry.stale(members, self._state.version)
         if stale:
@@ -395,7 +395,7 @@ class Commands:
 
     def _chunk(self, msg_id: int, message: m.WeightChunkMeta, now_ms: float) -> list[Action]:
         self._state.update.require(*_KNOWS_CHUNKS, update_id=message.update_id)
-        if self._state.update.state is UpdateState.ARMED:  # UPDATE_START was lost on its way
+        if self._state.update.state is UpdateState.ARMED:  # UPDATE_START was lost
             return []
         assert self._manifest is not None
         asked = self._state.update.chunks_asked
@@ -403,7 +403,7 @@ class Commands:
             raise wrong_state(
                 f"chunk {message.chunk}, expected {asked} of {self._manifest.chunks}", "chunk"
             )
-        if message.chunk > asked:  # the one before was lost on its way: both are asked again
+        if message.chunk > asked:  # an earlier chunk was lost: the trainer repeats both
             return []
         if message.chunk < asked:
             if message.chunk not in self._state.update.chunks:
@@ -425,7 +425,7 @@ class Commands:
                 f"chunk {message.chunk} of an update of {self._manifest.chunks}",
                 "chunk",
             )
-        if message.chunk >= update.chunks_asked:  # its META was lost: both are asked again
+        if message.chunk >= update.chunks_asked:  # its META was lost: the trainer repeats both
             return []
         under_way = update.chunks.get(message.chunk)
         if under_way is None:

@@ -1,10 +1,10 @@
-"""The engines of a group: which take part, which joined late, which are quarantined.
+"""The engines of a group: which take part, joined late, or are quarantined.
 
 :func:`communicator` gives the workers of these engines their ranks in a collective transfer.
 Rank 0 is the trainer's sender. After it come the workers of every engine that takes part, engine by
 engine, ranks of a DP group in order. The communicator's number is a digest of that order and of
 each engine's boot. The number stays the same, also after a restart of the broker, while no engine
-joins, leaves or restarts. With another number the transport must be opened anew.
+joins, leaves or restarts. If the number changes, the transport must be opened again.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def communicator(engines: Iterable[Peer]) -> Communicator:
     return Communicator(number, world_size, first_ranks)
 
 
-# A pause that no one asked for is half-made after more than this many heartbeats.
+# A pause that the group did not ask for counts as half-made after more heartbeats than this.
 PENDING_BEATS: Final = 2
 
-# How many engines that have left a group are remembered.
+# How many of the engines that left a group the status still shows.
 DEPARTED_KEPT: Final = 64
 
 # In these phases an engine generates tokens.
@@ -81,16 +81,16 @@ _PHASE_FOUND: Final[dict[str, Phase]] = {"partial": "quarantined", "restored": "
 
 @dataclass(slots=True)
 class EngineRecord:
-    """What the group has concluded about one engine. Only :class:`EngineRegistry` changes it.
+    """The group's conclusions about one engine. Only :class:`EngineRegistry` changes it.
 
     Attributes:
         quarantined: why the engine may hold a part of an update; None: it does not. It stays paused
             until its ACK of a COMMIT, or a heartbeat, says that its weights are whole.
-        has_model: it is quarantined, and lacks something else than the model's weights.
-        differs_at: the version whose weights it serves wrong, by the canary.
+        has_model: it is quarantined, but the model's weights are whole.
+        differs_at: the version whose weights it serves wrong, according to the canary.
         was_stale: it did not serve the group's version when the update under way was armed.
-        not_admitting: its admission is closed. It says so, or it or a peer rank was stale or
-            quarantined and has not been resumed since.
+        not_admitting: its admission is closed. The engine says so, or the engine or a peer rank was
+            stale or quarantined and has not been resumed since.
         joined_late: it joined during a pause or an update, and takes part from the next one on.
         pausing_beats: how many heartbeats in a row said that it is pausing.
         pause_unknown: it can't tell whether it is paused.
@@ -111,12 +111,12 @@ class EngineRecord:
 class EngineRegistry:
     """The engines of one group, by name.
 
-    It alone writes an engine's :class:`EngineRecord`, and of its :class:`Peer` the phase, version,
-    requests and overdue step.
+    Only this class writes an engine's :class:`EngineRecord`, and the phase, version, requests and
+    overdue step of its :class:`Peer`.
 
     Attributes:
-        engines: the engines that are there.
-        changes: grows with each change of who is there, or of what an engine serves.
+        engines: the engines that are present.
+        changes: grows with each change of the engines present, or of what an engine serves.
     """
 
     def __init__(self, group: str) -> None:
@@ -130,7 +130,7 @@ class EngineRegistry:
     # -- joins, reports and losses -----------------------------------------------
 
     def add(self, peer: Peer, *, joined_late: bool) -> None:
-        """Takes an engine in that has joined, or joined again."""
+        """Adds an engine that has joined, or joined again."""
         self._had_engines = True
         self.changes += 1
         is_new = peer.name not in self.engines
@@ -168,7 +168,7 @@ class EngineRegistry:
         return True
 
     def on_heartbeat(self, peer: Peer, beat: Heartbeat) -> bool:
-        """Records what an engine reports; returns whether its version is another one."""
+        """Records an engine's heartbeat; returns whether its version has changed."""
         self.changes += (peer.phase, peer.version) != (beat.phase, beat.version)
         is_new = peer.version != beat.version
         peer.phase, peer.version, peer.in_flight = beat.phase, beat.version, beat.in_flight
@@ -193,7 +193,7 @@ class EngineRegistry:
         peer.phase = _PHASE_FOUND.get(ack.outcome) or after.get(ack.step, peer.phase)
 
     def on_overdue(self, name: str, step: Step) -> None:
-        """An engine has not answered ``step`` in time."""
+        """Marks an engine that has not answered ``step`` in time as overdue."""
         if name in self.engines:
             self.engines[name].overdue = step.value
             self.changes += 1
@@ -220,10 +220,10 @@ class EngineRegistry:
             self.changes += 1
 
     def on_version_fell(self, version: int, reporter: str) -> None:
-        """The group no longer serves ``version``; engines below it may have closed their admission.
+        """Records that the group no longer serves ``version``.
 
-        Each says with its next heartbeat whether its admission is open; ``reporter`` has just done
-        so.
+        Engines below it may have closed admission; each reports that with its next heartbeat.
+        ``reporter`` has just done so.
         """
         for name, peer in self.engines.items():
             if peer.version < version and name != reporter:
@@ -231,7 +231,7 @@ class EngineRegistry:
         self.changes += 1
 
     def on_abort_ack(self, name: str, outcome: str) -> bool:
-        """Records what an ABORT found; returns whether the engine is quarantined for it."""
+        """Records an ABORT's outcome; returns whether it quarantines the engine."""
         record = self._records.get(name)
         if record is None:
             return False
@@ -244,7 +244,7 @@ class EngineRegistry:
         return False
 
     def on_arm(self, names: Iterable[str], version: int) -> None:
-        """An update of these engines begins. ``version``: the group's before it."""
+        """Records the start of an update of these engines. ``version``: the group's before it."""
         stale = frozenset(self.stale(names, version))
         for name, record in self._records.items():
             record.was_stale = name in stale
@@ -258,7 +258,7 @@ class EngineRegistry:
         *,
         staged: bool = False,
     ) -> None:
-        """Engines have committed a version; ``partial`` ones still lack weights of the other model.
+        """Records a commit; ``partial`` engines still lack weights of the other model.
 
         ``staged``: no resume follows. A stale engine has opened its admission, or says with its
         next heartbeat that it could not.
@@ -279,13 +279,13 @@ class EngineRegistry:
                 self._close_admission(name)
 
     def expel(self, names: Iterable[str], version: int) -> None:
-        """By the canary, engines of these DP groups serve the version's weights wrong."""
+        """Records that, by the canary, engines of these DP groups serve the version wrong."""
         for name in names:
             if name in self._records:
                 self._records[name].differs_at = version
 
     def admit_joined_late(self) -> bool:
-        """Engines that joined late take part from now on; False if there were none."""
+        """Lets engines that joined late take part; returns False if there were none."""
         late = [record for record in self._records.values() if record.joined_late]
         for record in late:
             record.joined_late = False
@@ -313,11 +313,11 @@ class EngineRegistry:
         )
 
     def is_pause_unknown(self, name: str) -> bool:
-        """Whether a rank of an engine's DP group can't tell whether it is paused."""
+        """Whether a rank of an engine's DP group reports an unknown pause state."""
         return any(self._records[peer].pause_unknown for peer in self.dp_peers(name))
 
     def differs(self, name: str, version: int) -> bool:
-        """Whether an engine would serve this version wrong again."""
+        """Whether the canary found that an engine serves this version wrong."""
         return self._records[name].differs_at == version
 
     def lacks_model(self, name: str) -> bool:
@@ -325,12 +325,12 @@ class EngineRegistry:
         return self.is_quarantined(name) and not self._records[name].has_model
 
     def last_heard(self, name: str, now_ms: float) -> str:
-        """Returns the engine's name, and how long ago it was heard, if it is there."""
+        """Returns the engine's name; if it is present, with the age of its last frame."""
         peer = self.engines.get(name)
         return f"{name} (heard {now_ms - peer.last_heard_ms:.0f} ms ago)" if peer else name
 
     def dp_peers(self, name: str) -> list[str]:
-        """Returns the ranks of an engine's DP group that are there, itself among them."""
+        """Returns the ranks of an engine's DP group that are present, including the engine."""
         facts = self.engines[name].facts
         assert facts is not None
         return [name] if facts.dp_size == 1 else sorted(self._ranks[facts.dp_group])
@@ -339,7 +339,7 @@ class EngineRegistry:
 
     @property
     def quarantined(self) -> dict[str, str]:
-        """The quarantined engines, and why."""
+        """The reason of each quarantined engine's quarantine, by name."""
         records = self._records.items()
         return {name: r.quarantined for name, r in records if r.quarantined is not None}
 
@@ -353,7 +353,7 @@ class EngineRegistry:
         return self.unable() | {n for n, record in self._records.items() if record.joined_late}
 
     def ready(self) -> list[str]:
-        """Returns the engines that take part in what begins now, by name."""
+        """Returns the names of the engines that take part in a new pause or update."""
         return sorted(self.engines.keys() - self._left_out())
 
     def ready_count(self) -> int:
@@ -361,10 +361,10 @@ class EngineRegistry:
         return len(self.engines) - len(self._left_out())
 
     def members(self) -> dict[str, str]:
-        """Returns the ready engines with their DP groups.
+        """Returns the DP group of each ready engine, by engine name.
 
         Raises:
-            Declined: there are none; names a DP group that lacks ranks.
+            Declined: no engine is ready; names a DP group that lacks ranks.
         """
         out = self._left_out()
         members = {
@@ -404,7 +404,7 @@ class EngineRegistry:
         return sorted(name for name in names if self.engines[name].version != version)
 
     def facts(self, names: Iterable[str]) -> dict[str, EngineFacts]:
-        """Returns what those of these engines are that are there, by name."""
+        """Returns the facts of those of these engines that are present, by name."""
         engines = ((name, self.engines.get(name)) for name in sorted(names))
         return {name: peer.facts for name, peer in engines if peer is not None and peer.facts}
 
@@ -414,22 +414,22 @@ class EngineRegistry:
         return {"prefill", "decode"} <= roles
 
     def routes(self, names: Iterable[str]) -> tuple[bytes, ...]:
-        """Returns the transport's names of those of these engines that are there."""
+        """Returns the transport's names of those of these engines that are present."""
         engines = self.engines
         return tuple(engines[name].route for name in names if name in engines)
 
     def views(self, now_ms: float, names: Iterable[str] | None = None) -> tuple[EngineView, ...]:
-        """Returns the engines as a status shows them. ``names``: default all."""
+        """Returns the engines' views for a status. ``names``: default all."""
         chosen = sorted(self.engines) if names is None else names
         return tuple(self.engines[name].view(now_ms) for name in chosen)
 
-    # -- inside ---------------------------------------------------------------------------
+    # -- internal -------------------------------------------------------------------------
 
     def _end_quarantine(self, name: str) -> None:
         record = self._records[name]
         if record.quarantined is not None:
             record.quarantined = None
-            self._close_admission(name)  # peer ranks have ended requests for its sake
+            self._close_admission(name)  # peer ranks have ended their requests, too
         record.has_model = False
 
     def _close_admission(self, name: str) -> None:
@@ -442,7 +442,7 @@ class EngineRegistry:
             record.not_admitting = closed
 
     def _check_dp_group(self, facts: EngineFacts) -> None:
-        """A rank has come or gone: is its DP group complete?"""
+        """Updates, after a rank joined or left, whether its DP group is complete."""
         if facts.dp_size > 1:
             ranks = self._ranks.get(facts.dp_group, ())
             for name in ranks:
@@ -450,19 +450,19 @@ class EngineRegistry:
 
 
 class DepartedEngines:
-    """Engines that have left a group, the last :data:`DEPARTED_KEPT`, until they are back."""
+    """The last :data:`DEPARTED_KEPT` engines that left a group and have not joined again."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
 
     def add(self, name: str, reason: str) -> None:
-        """An engine has left, or was lost."""
+        """Records an engine that has left, or was lost."""
         self._reasons[name] = reason
         if len(self._reasons) > DEPARTED_KEPT:
             del self._reasons[next(iter(self._reasons))]
 
     def discard(self, name: str) -> None:
-        """An engine is back."""
+        """Removes an engine that has joined again."""
         self._reasons.pop(name, None)
 
     def views(self, quarantined: Mapping[str, str]) -> tuple[OutView, ...]:

@@ -1,20 +1,19 @@
-"""One group: its engines, its trainer, its pause, sleep and update, composed.
+"""Composes the state machines of one group: its trainer, engines, pause, sleep and update.
 
-The machines stay readable alone; what binds them stands here, and is little:
+Only the rules that concern several machines live here:
 
-- Only the trainer that holds the group may command it, and only with the group's
-  epoch, which grows with every new owner: a trainer that comes back after it was
-  replaced is refused.
-- UPDATE_START needs the group PAUSED. RESUME waits while an update could leave engines
-  with different or half-loaded weights (``update.UNSAFE``).
+- Only the trainer that owns the group may command it, and only with the group's fencing
+  epoch. The epoch grows with every new owner, so a trainer that was replaced is refused.
+- UPDATE_START needs the group PAUSED, unless the update is staged. RESUME waits while an update
+  could leave engines with different or half-loaded weights (``update.UNSAFE``).
 - SLEEP and WAKE need the group PAUSED and no update under way. Engines whose weights a
   sleep has discarded are not resumed: without a commit they are quarantined.
 - An engine that joins while the group is paused or an update is under way takes
   part from the next one on.
-- When the trainer is gone, an unsafe update is aborted, then the group resumes;
-  engines that had loaded a part, or whose weights are gone, stay paused, quarantined.
+- When the trainer is lost, an unsafe update is aborted, then the group resumes. Engines that
+  loaded a part, or whose weights are discarded, stay paused and quarantined.
 
-Methods take what happened, with ``now_ms``, and return effects.
+Methods take an event, with ``now_ms``, and return effects.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ if TYPE_CHECKING:
     from bus.protocol.core.membership import Peer
     from bus.protocol.group.group_state import Action
 
-# What these do to engines' phases and versions may change where requests go.
+# These steps change engines' phases and versions, and so possibly which engines are routable.
 _MOVES: Final = frozenset({m.Step.SLEEP, m.Step.RESUME, m.Step.COMMIT, m.Step.ABORT})
 
 
 class Group(GroupState):
-    """The state of a group, and what carries its machines' instructions out."""
+    """The state of a group, and the execution of its machines' instructions."""
 
     def __init__(self, name: str, **times_ms: float) -> None:
         super().__init__(name, **times_ms)
@@ -68,7 +67,7 @@ class Group(GroupState):
     # -- the trainer ----------------------------------------------------------
 
     def on_owner_gone(self, reason: str, now_ms: float) -> list[Effect]:
-        """The owner is gone: recover forward, so that engines generate again."""
+        """Ends what the lost trainer left open, so that engines resume generating."""
         self.session.release()
         return self._recover(Failure(m.NackCode.CANCELLED, reason), now_ms)
 
@@ -90,7 +89,7 @@ class Group(GroupState):
     def command(
         self, trainer: Peer, msg_id: int, epoch: int, message: m.Message, now_ms: float
     ) -> list[Effect]:
-        """A command of a trainer. Asked again under the same id, it is answered again."""
+        """Executes a trainer's command; a repeated command (same id) gets the same answer."""
         again = self.session.answer_again(trainer, msg_id)
         if again is not None:
             return again
@@ -105,7 +104,7 @@ class Group(GroupState):
     # -- the engines ----------------------------------------------------------
 
     def on_engine_joined(self, peer: Peer, now_ms: float) -> list[Effect]:
-        """An engine is there (again)."""
+        """Records an engine that joins, or joins again."""
         in_it = peer.name in self.pause.members or peer.name in self.update.members
         self.registry.add(peer, joined_late=self.is_busy() and not in_it)
         self.departed.discard(peer.name)
@@ -118,7 +117,7 @@ class Group(GroupState):
         ]
 
     def _introduce(self, peer: Peer) -> list[Effect]:
-        """The ranks of a DP group that is whole, to each other."""
+        """Sends PEER_RANKS to the ranks of a complete DP group."""
         peers = self.registry.dp_peers(peer.name)
         if len(peers) == 1 or self.registry.is_incomplete(peer.name):
             return []
@@ -129,7 +128,7 @@ class Group(GroupState):
         return [self.send(m.PeerRanks(tuple(ranks)), peers)]
 
     def on_engine_lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
-        """An engine is gone: left, silent, or dead."""
+        """Removes a lost or leaving engine from the group and from present steps."""
         if not self.registry.remove(peer):
             return []
         self.served.on_report(self.registry)
@@ -141,7 +140,7 @@ class Group(GroupState):
         return effects + self.run_follow_ups(now_ms)
 
     def on_engine_heartbeat(self, peer: Peer, beat: m.Heartbeat) -> list[Effect]:
-        """A heartbeat; an engine left behind by a pause or update that is over comes back."""
+        """Records a heartbeat, and ends what an earlier pause or update left at the engine."""
         if self.registry.on_heartbeat(peer, beat):
             self.served.on_report(self.registry, peer.name)
         effects = self.dp_groups.on_phase_changed(peer.name, self.pause.members)
@@ -191,14 +190,14 @@ class Group(GroupState):
         return self.apply(instructions, now_ms) if instructions else []
 
     def on_nack(self, name: str, nack: m.Nack, now_ms: float) -> list[Effect]:
-        """An engine's refusal of a step."""
+        """Handles an engine's refusal of a step."""
         what = m.step_name(nack.step, nack.chunk)
         in_chunk = nack.step == m.Step.CHUNK and what not in nack.detail
         detail = f"{what}: {nack.detail}" if in_chunk else nack.detail
         failure = Failure(nack.code, detail, name, nack.tensor, nack.field, nack.hint)
         fields = failure_fields(nack.step, failure, nack.chunk)
         effects: list[Effect] = [self.note("engine_refused", nack.update_id, "warning", fields)]
-        if nack.code is m.NackCode.FENCED:  # somebody else's command; ours is asked again
+        if nack.code is m.NackCode.FENCED:  # the refusal is of another command; ours is sent again
             return effects
         if nack.step in PAUSE_STEPS:
             if nack.update_id == self.pause.update_id:
@@ -207,7 +206,7 @@ class Group(GroupState):
             if nack.update_id == self.pause.update_id:
                 effects += self.apply(self.sleep.on_refused(name, nack.step, failure), now_ms)
         elif nack.update_id == self.update.update_id and (
-            # While all undo what they can, only an ABORT that is refused is news.
+            # While engines undo the update, only a refused ABORT matters.
             self.update.state is not UpdateState.ABORTING or nack.step == m.Step.ABORT
         ):
             effects += self._exclude(name, failure, now_ms)
@@ -225,17 +224,17 @@ class Group(GroupState):
         return self.apply(instructions, now_ms)
 
     def on_armed(self, name: str, armed: m.Armed, now_ms: float) -> list[Effect]:
-        """An engine's answer to an ARM of what may be staged."""
+        """Records an engine's ARMED, its answer to an ARM with staging options."""
         return self.apply(self.update.on_armed(name, armed, now_ms), now_ms)
 
     def on_probed(self, name: str, probed: m.Probed, now_ms: float) -> list[Effect]:
-        """An engine's answer to the canary's probes."""
+        """Records an engine's results of the canary's probes."""
         return self.apply(self.update.on_probed(name, probed, now_ms), now_ms)
 
     # -- time -----------------------------------------------------------------
 
     def tick(self, now_ms: float) -> list[Effect]:
-        """Ask engines again that have not answered; end what took too long."""
+        """Repeats unanswered requests to engines, and ends steps that took too long."""
         effects: list[Effect] = []
         for barrier in self.barriers():
             if timeouts.is_overdue(self, barrier, now_ms):
@@ -257,11 +256,11 @@ class Group(GroupState):
         return effects + timeouts.end_waits(self, now_ms)
 
     def next_deadline_ms(self) -> float | None:
-        """When :meth:`tick` has something to do, at the latest; None: never."""
+        """Returns when :meth:`tick` is due at the latest; None: never."""
         return timeouts.next_deadline_ms(self)
 
     def _end_overdue(self, barrier: AckBarrier, now_ms: float) -> list[Effect]:
-        """Go on without the engines that have not acknowledged a step in time."""
+        """Excludes the engines that have not acknowledged a step in time."""
         effects: list[Effect] = []
         for name, failure, notes in timeouts.overdue_engines(self, barrier, now_ms):
             effects += notes
@@ -273,25 +272,25 @@ class Group(GroupState):
                 effects += self._exclude(name, failure, now_ms, overdue=True)
         return effects + self.run_follow_ups(now_ms)
 
-    # -- carrying instructions out -----------------------------------------------
+    # -- executing instructions --------------------------------------------------
 
     def apply(self, actions: Iterable[Action], now_ms: float) -> list[Effect]:
-        """Carry out what a machine asks for and, if it asks for anything, what follows from it."""
+        """Executes a machine's instructions and, if there are any, the follow-ups."""
         effects = self._carry_out(actions, now_ms)
         return effects + self.run_follow_ups(now_ms) if effects else effects
 
     def run_follow_ups(self, now_ms: float) -> list[Effect]:
-        """Carry out what the state of the group calls for, until it calls for nothing."""
+        """Executes follow-ups of the group's state until none is left."""
         effects: list[Effect] = []
         while actions := self._next_follow_up(now_ms):
             effects += self._carry_out(actions, now_ms)
         return effects
 
     def _next_follow_up(self, now_ms: float) -> list[Action]:
-        """Returns what the state calls for next.
+        """Returns the actions of the next follow-up.
 
-        That is the end of a sleep whose pause is over, a queued command whose turn has come, the
-        end of an abandoned pause, or engines that joined late.
+        Follow-ups are the end of a sleep whose pause is over, a queued command whose turn has come,
+        the end of an abandoned pause, and engines that joined late.
         """
         if self.pause.state is PauseState.RUNNING:
             over = self.sleep.over()
@@ -336,7 +335,7 @@ class Group(GroupState):
         return self._answer(done, now_ms)
 
     def _on_committed(self) -> list[Effect]:
-        """All serve the version, but those whose other model is not whole yet."""
+        """Records a commit; engines with incomplete weights of the other model are quarantined."""
         update = self.update
         members, partial = update.members, update.partial
         self.served.on_commit(update.version)
@@ -364,7 +363,7 @@ class Group(GroupState):
         event = "sleep_failed" if step in SLEEP_STEPS else "update_failed"
         if step in PAUSE_STEPS:
             event = "pause_failed"
-        elif failure.code is m.NackCode.TRANSFER_CLOSED:  # an engine came or went: it opens another
+        elif failure.code is m.NackCode.TRANSFER_CLOSED:  # an engine joined or left: reopen
             event = "transfer_closed"
         level = "info" if event == "transfer_closed" else "warning"
         fields = failure_fields(step.value, failure, failed.chunk)
@@ -384,7 +383,7 @@ class Group(GroupState):
     # -- what others see ---------------------------------------------------------
 
     def reroute(self, watchers: Callable[[], tuple[bytes, ...]], now_ms: float) -> list[Effect]:
-        """Tell which engines are routable, if those are others now."""
+        """Sends the routable engines to watchers, if they have changed."""
         routes = self.routing.changed(self.version, now_ms)
         if routes is None:
             return []
@@ -393,9 +392,9 @@ class Group(GroupState):
         return [note, *self.tell_routes(watchers())]
 
     def tell_routes(self, watchers: tuple[bytes, ...]) -> list[Effect]:
-        """What was told last."""
+        """Sends the last announced routes to watchers."""
         return [Send(self.routing.now, watchers, 0, self.name, self.epoch)] if watchers else []
 
     def status(self, now_ms: float, booting: Iterable[Peer] = ()) -> m.GroupStatus:
-        """What `wavebus status` shows of the group. ``booting``: of all groups."""
+        """Returns the group's part of a STATUS. ``booting``: booting sidecars of all groups."""
         return status_of(self, now_ms, booting)

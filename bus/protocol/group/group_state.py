@@ -1,8 +1,8 @@
 """The state of one group, for all rules that read or change it.
 
 The modules :mod:`~bus.protocol.group.commands`, :mod:`~bus.protocol.group.timeouts` and
-:mod:`~bus.protocol.group.status` work on a :class:`GroupState` and return what is to be done. Only
-:class:`bus.protocol.group.group.Group` does it, so none of them imports the group.
+:mod:`~bus.protocol.group.status` work on a :class:`GroupState` and return actions. Only
+:class:`bus.protocol.group.group.Group` executes actions, so none of them imports the group.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.membership import Peer
 
-# What a rule wants done. The group carries instructions out, and passes effects on as they are.
+# The result of a rule. The group executes instructions, and passes effects on unchanged.
 Action: TypeAlias = Instruction | Effect
 
 
 class GroupState:
-    """Machines, engines, trainer and version of one group.
+    """The machines, engines, trainer and version of one group.
 
     Args:
         name: the group's name.
-        retry_ms: how often engines that have not answered are asked again, in milliseconds.
-        step_timeout_ms: how long a live engine may take for one step, in milliseconds.
-        min_lease_ms: the shortest lease that a pause may ask for, in milliseconds.
-        hold_ms: how long watchers of routes are waited for, in milliseconds.
+        retry_ms: how often a request is repeated to engines that have not answered, in ms.
+        step_timeout_ms: how long a live engine may take for one step, in ms.
+        min_lease_ms: the shortest lease that a pause may ask for, in ms.
+        hold_ms: how long the broker waits for watchers of routes, in ms.
 
     Attributes:
         served: the version that the group serves, and whether a commit has set it.
-        run: whose caches its engines keep: the run of the first engine that joined; empty before.
+        run: the run of the first engine that joined, used as cache salt; empty before.
         last_resumed: the id of the pause that was resumed last.
         orphaned: the trainer that asked for the present pause is gone.
         resume_asked: RESUME came while the update was unsafe, and waits for the update's end.
-        moved_ms: when the trainer last moved, or was last answered.
+        moved_ms: when the trainer last made progress, or was last answered.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class GroupState:
         )
 
     def barriers(self) -> list[AckBarrier]:
-        """The steps that engines have been asked for and have not all acknowledged."""
+        """Returns the steps that engines have been asked for and have not all acknowledged."""
         alone = (self.pause.barrier, self.sleep.barrier)
         return [*(each for each in alone if each is not None), *self.update.barriers()]
 
     # -- changes that several rules share ----------------------------------------
 
     def end_pause(self, now_ms: float) -> list[Action]:
-        """Resume the engines that have weights, and quarantine those that have none."""
+        """Resumes the engines that have weights, and quarantines those that have none."""
         notes = self.abandon_discarded_weights("its weights went in a sleep, and no update came")
         return [*notes, *self.pause.resume(now_ms)]
 
@@ -121,14 +121,14 @@ class GroupState:
         return effects
 
     def quarantine(self, name: str, reason: str, update_id: str) -> list[Effect]:
-        """Quarantine an engine and log it, unless it is quarantined already."""
+        """Quarantines an engine and logs it, unless it is quarantined already."""
         if self.registry.is_quarantined(name):
             return []
         self.registry.quarantine(name, reason)
         return [self.note("quarantined", update_id, "error", {"peer": name, "reason": reason})]
 
     def take_back(self, peer: Peer, message: Message, now_ms: float) -> list[Effect]:
-        """An overdue engine that answers takes part in what begins from now on."""
+        """Ends an engine's overdue state when it answers; it takes part from now on."""
         if not peer.answers(message):
             return []
         fields = {"peer": peer.name, "step": peer.overdue}
@@ -160,19 +160,19 @@ class GroupState:
         peers = (engines[name] for name in self.registry.ready() if closed(name))
         return sum(peer.phase == "running" and peer.version >= self.version for peer in peers)
 
-    # -- what effects are made of ------------------------------------------------
+    # -- parts of effects --------------------------------------------------------
 
     def note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
-        """A log event, with the fields that every event of a group has."""
+        """Returns a log event with the fields that every event of a group has."""
         common = {"group": self.name, "update_id": update_id, "epoch": self.epoch}
         return Note(event, level, {**common, **fields})
 
     def answer_at_once(self, msg_id: int, step: Step, update_id: str) -> list[Effect]:
-        """Answer a request for a step that was done before, or that no engine is needed for."""
+        """Answers a request for a step that is already done, or that needs no engine."""
         return self.session.answer_ids([msg_id], self.empty_ack(step, update_id))
 
     def empty_ack(self, step: Step, update_id: str) -> GroupAck:
-        """The acknowledgement of a step for which no engine was asked."""
+        """Returns the acknowledgement of a step for which no engine was asked."""
         engines, excluded = len(self.registry.engines), tuple(self.update.excluded)
         return GroupAck(
             step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0, (), ()

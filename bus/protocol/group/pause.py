@@ -5,14 +5,15 @@ Invariants:
 - PAUSE_GLOBAL is sent only after every rank has acknowledged PAUSE_LOCAL, and RESUME only after
   every rank has acknowledged PAUSE_GLOBAL. So no engine gets a resume without a completed pause,
   and the group counts as paused only when every engine in it is.
-- An engine that can't resume delays nobody: the others' resume ends without it, and the trainer
-  gets its name. It stays paused, and is asked again later (:mod:`bus.protocol.group.group`).
-- A half-made pause is never undone. The first fault on the way is recorded as the failure: an
-  engine lost or refusing, the trainer gone, a resume that came too early, a timeout. The pause is
-  completed on the engines that are left, and then all resume, once.
+- An engine that can't resume does not delay the others: their resume ends without it, and the
+  trainer gets its name. It stays paused, and is asked again later
+  (:mod:`bus.protocol.group.group`).
+- A half-made pause is never undone. The first fault is recorded as the failure: an engine that is
+  lost or refuses, a lost trainer, a RESUME that came too early, a timeout. The pause is
+  completed on the remaining engines, and then all resume, once.
 - The unit is the DP group: if a rank is lost, all its ranks drop out. A rank that refuses does not,
   because its peer ranks' pauses complete only with its own. It is asked again until it has paused,
-  or until the caller of :meth:`PauseMachine.on_lost` gives its DP group up.
+  or until the caller removes its DP group by :meth:`PauseMachine.on_lost`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class PauseState(StrEnum):
-    """Where a group's pause stands."""
+    """Progress of a group's pause."""
 
     RUNNING = "running"
     LOCAL = "local"
@@ -43,7 +44,7 @@ class PauseState(StrEnum):
 
 
 class PauseEvent(StrEnum):
-    """What changes a group's pause."""
+    """Events that change the state of a group's pause."""
 
     ASKED = "asked"
     ALL_LOCAL = "all_local"
@@ -60,19 +61,19 @@ TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
     (_S.RUNNING, _E.ASKED): _S.LOCAL,  # PAUSE_LOCAL to every rank, at once
     (_S.LOCAL, _E.ALL_LOCAL): _S.GLOBAL,  # PAUSE_GLOBAL to every rank
     (_S.GLOBAL, _E.ALL_GLOBAL): _S.PAUSED,  # the trainer gets: paused
-    (_S.GLOBAL, _E.ALL_GLOBAL_FAILED): _S.RESUMING,  # RESUME to every rank: recovered forward
+    (_S.GLOBAL, _E.ALL_GLOBAL_FAILED): _S.RESUMING,  # RESUME to every rank: the failed pause ends
     (_S.PAUSED, _E.RESUME_ASKED): _S.RESUMING,  # RESUME to every rank
     # The trainer gets: resumed; or, after a failure, why there was no pause.
     (_S.RESUMING, _E.ALL_RESUMED): _S.RUNNING,
-    # No engine is left. (A rank that refuses changes no state: it is asked again.)
+    # No engine is left. (A rank's refusal changes no state: the request is repeated.)
     **{(state, _E.NO_ENGINES): _S.RUNNING for state in _S if state is not _S.RUNNING},
 }
 
 
 class PauseMachine(StateMachine[PauseState, PauseEvent]):
-    """One group's pause. Methods take what happened and return instructions.
+    """The pause of one group. Methods take an event or command, and return instructions.
 
-    ``kept_paused`` says who is quarantined when a pause is resumed; they remain paused.
+    ``kept_paused`` returns the engines that stay paused at a resume, such as quarantined ones.
     """
 
     def __init__(
@@ -87,15 +88,15 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this pause
         self.barrier: AckBarrier | None = None
         self.failure: Failure | None = None
-        self.unresumed: dict[str, Failure] = {}  # who fell out of the resume, and why
+        self.unresumed: dict[str, Failure] = {}  # engines that did not resume, and why
         self.asked_ms = 0.0
         self.deadline_ms: float | None = None
         self._in_flight = 0
         self._asked: PauseLocal | None = None
-        self._again: set[str] = set()  # ranks whose pause failed, to be asked once more
+        self._again: set[str] = set()  # ranks whose pause failed, to ask again
 
     def ask(self, message: PauseLocal, members: dict[str, str], now_ms: float) -> list[Instruction]:
-        """Phase 1, of every engine in ``members`` (name to DP group) at once."""
+        """Starts phase 1 on every engine in ``members`` (name to DP group) at once."""
         self._go(_E.ASKED)
         self.update_id = message.update_id
         self.members = dict(members)
@@ -113,10 +114,10 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return self._asked is not None and self._asked.clear_cache
 
     def resume(self, now_ms: float) -> list[Instruction]:
-        """Resume everybody but those who are quarantined.
+        """Resumes every engine, except those that must stay paused.
 
-        In a pause that is not complete, this is noted as its failure, and the
-        resume comes when it is.
+        If the pause is not complete yet, this is recorded as its failure, and the resume follows
+        its completion.
         """
         if self.state in (_S.LOCAL, _S.GLOBAL):
             self.fail(Failure(NackCode.CANCELLED, "a resume was asked before the pause was made"))
@@ -124,12 +125,12 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return self._resume(_E.RESUME_ASKED, now_ms)
 
     def fail(self, failure: Failure) -> None:
-        """Note why the pause under way is not wanted any more; the first reason stays."""
+        """Records why the pause under way is to end; the first reason stays."""
         if self.state in (_S.LOCAL, _S.GLOBAL) and self.failure is None:
             self.failure = failure
 
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
-        """An engine has done what it was asked; duplicates and old ones change nothing."""
+        """Records an engine's ACK of a step; duplicate and old ACKs change nothing."""
         current = self.barrier
         if current is None or ack.step is not current.step or ack.update_id != self.update_id:
             return []
@@ -138,7 +139,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return self._check_barrier(now_ms)
 
     def on_refused(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
-        """An engine can't: the pause fails (or the resume goes on).
+        """Handles an engine's refusal: the pause fails, or the resume continues without it.
 
         An engine alone drops out; a rank with peer ranks is asked again, see :meth:`retry`.
         """
@@ -154,7 +155,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return []
 
     def retry(self) -> list[Instruction]:
-        """Ask those again who have not answered: all that is overdue, in order."""
+        """Repeats all unanswered requests, in order, to engines that have not answered."""
         current = self.barrier
         if current is None:
             return []
@@ -168,7 +169,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return instructions
 
     def on_lost(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
-        """An engine is gone, and with it all ranks of its DP group."""
+        """Removes a lost engine from the pause, with all ranks of its DP group."""
         if name not in self.members:
             return []
         self.fail(failure)
@@ -188,9 +189,9 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return []
 
     def expire(self, now_ms: float, describe: Callable[[str], str] = str) -> list[Instruction]:
-        """The caller's time is over: it gets the reason now, and the pause itself goes on.
+        """Answers the caller with a timeout if its time is over; the pause itself continues.
 
-        ``describe`` returns the text for an engine that is waited for.
+        ``describe`` returns the text for an engine that has not answered.
         """
         if self.deadline_ms is None or now_ms < self.deadline_ms:
             return []

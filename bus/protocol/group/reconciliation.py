@@ -1,7 +1,7 @@
-"""What a pause or an update has left behind at an engine, and what ends it there.
+"""Ends a pause or an update at an engine that missed its end.
 
-An engine says in its heartbeats what it is in the middle of. What the group knows nothing of, or
-has gone past, nobody else would end:
+An engine reports in its heartbeats which pause or update it is in. If the group does not know that
+pause or update, or is past it, only reconciliation ends it:
 
 ======================  ==========================================  ==============================
 phase                   when                                        what is sent
@@ -10,17 +10,17 @@ armed, staging,         the group makes no such update              ABORT
 updating
 paused                  the group begins another pause, and the     RESUME
                         lease of this one is over
-paused, asleep          nobody wants it paused, and no peer's       RESUME
-                        weights are touched
-pausing                 a peer of its DP group has not been asked   PAUSE_LOCAL to its peers: all
-                                                                    pause, so that all can resume
+paused, asleep          no trainer wants it paused, and no peer     RESUME
+                        rank's weights are touched
+pausing                 a peer rank has not been asked              PAUSE_LOCAL to the peer ranks:
+                                                                    all pause, so all can resume
 pause_unknown           its pause has failed, and may have been     PAUSE_LOCAL to it and its
                         made                                        peer ranks
 not in an update        it is overdue with a step of one            ABORT, to be answered
 ======================  ==========================================  ==============================
 
-Those from `paused, asleep` to `pause_unknown` only while the group is RUNNING, and the engine's DP
-group whole.
+The rows from `paused, asleep` to `pause_unknown` apply only while the group is RUNNING and the
+engine's DP group is complete.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Reconciliation:
         self._state = state
 
     def find(self, peer: Peer, beat: Heartbeat) -> tuple[Message, Iterable[str]] | None:
-        """What to send to whom, after this heartbeat."""
+        """Returns the message to send after this heartbeat, and its receivers; None: nothing."""
         registry, update, alone = self._state.registry, self._state.update, (peer.name,)
         if beat.phase in _IN_UPDATE and (
             update.state is UpdateState.IDLE or update.update_id != beat.update_id
@@ -68,7 +68,7 @@ class Reconciliation:
         if self._state.pause.state is not PauseState.RUNNING or registry.is_incomplete(peer.name):
             return None
         if registry.is_pause_unknown(peer.name):
-            # It may have been made; so all of them are paused first.
+            # The pause may have been made; so all ranks are paused first.
             peers = registry.dp_peers(peer.name)
             return (self._complete_pause(beat), peers) if beat.phase == "pause_unknown" else None
         if beat.phase in ("paused", "asleep") and peer.name not in registry.kept_paused():
@@ -83,7 +83,7 @@ class Reconciliation:
         return None
 
     def _is_abandoned(self, peer: Peer, beat: Heartbeat) -> bool:
-        """It is still in a pause before this one, whose lease is over, and waits for its peers."""
+        """Whether the engine is still in an earlier pause, whose lease is over."""
         pause = self._state.pause
         return (
             pause.state is PauseState.LOCAL
@@ -97,16 +97,16 @@ class Reconciliation:
         return Resume(beat.update_id, self._state.version)
 
     def _complete_pause(self, beat: Heartbeat) -> PauseLocal:
-        """Half-made: the peer ranks are asked too, so that it completes, and all can resume."""
+        """Returns a PAUSE_LOCAL that completes a half-made pause, so that all can resume."""
         lease_ms, timeout_ms = int(self._state.min_lease_ms), int(self._state.step_timeout_ms)
         return PauseLocal(beat.update_id, "keep", False, lease_ms, timeout_ms, 0, "keep")
 
 
 class EarlierCommits:
-    """Answers COMMITs of updates that this broker has not armed, by what engines report.
+    """Answers COMMITs of updates that this broker has not armed, by the versions of engines.
 
-    A broker may be stopped after engines were told to commit and before it has answered the
-    trainer, which then asks the next broker.
+    A broker may stop after it has sent COMMIT to engines and before it has answered the trainer.
+    The trainer then asks the next broker.
 
     Args:
         state: the group.
@@ -114,15 +114,15 @@ class EarlierCommits:
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
-        self._update_id = ""  # of the update that was asked for last
-        self._since_ms = 0.0  # the first time
+        self._update_id = ""  # of the last COMMIT
+        self._since_ms = 0.0  # when it first came
 
     def answer(self, msg_id: int, commit: Commit, now_ms: float) -> list[Effect]:
-        """Acknowledge the COMMIT if engines serve its version.
+        """Acknowledges the COMMIT if engines serve its version.
 
-        Engines that have not joined this broker yet, or are in an update, may serve it soon. They
-        are waited for as long as a pause may be leased for at least; nothing is answered meanwhile,
-        and the trainer asks again.
+        Engines that have not joined this broker yet, or are in an update, may serve it soon. The
+        broker waits for them for ``min_lease_ms``. Meanwhile it answers nothing, and the trainer
+        asks again.
 
         Raises:
             Declined: no engine serves the version.

@@ -1,4 +1,4 @@
-"""How a group says what was done: the log's line and the trainer's answer."""
+"""Composes a group's answers to its trainer and the fields of its log events."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 PAUSE_STEPS: Final = frozenset({m.Step.PAUSE_LOCAL, m.Step.PAUSE_GLOBAL, m.Step.RESUME})
 SLEEP_STEPS: Final = frozenset({m.Step.SLEEP, m.Step.WAKE})
-# Those that go by the pause's id, not the update's.
+# Steps that carry the pause's id, not the update's.
 WINDOW_STEPS: Final = PAUSE_STEPS | SLEEP_STEPS
-# The log's word for a step that is done.
+# The log event of each step that is done.
 DONE_EVENTS: Final = {
     m.Step.PAUSE_LOCAL: "pause_local",
     m.Step.PAUSE_GLOBAL: "paused",
@@ -43,7 +43,7 @@ def done_ack(
     left_out: tuple[str, ...],
     now_ms: float,
 ) -> m.GroupAck:
-    """The trainer's answer when every engine has done a step, but those ``left_out``."""
+    """Returns the trainer's answer when all engines but those ``left_out`` have done a step."""
     step, current = done.step, done.barrier
     in_pause = step in WINDOW_STEPS
     fallen = pause.unresumed if in_pause else update.excluded
@@ -67,7 +67,7 @@ def done_ack(
 
 
 def done_fields(done: StepDone, answer: m.GroupAck, update: UpdateMachine) -> dict[str, object]:
-    """What the log says beside the event."""
+    """Returns the log fields of a step that is done."""
     fields: dict[str, object] = {
         "engines": answer.engines,
         "duration_ms": answer.duration_ms,
@@ -95,7 +95,7 @@ def done_fields(done: StepDone, answer: m.GroupAck, update: UpdateMachine) -> di
 
 
 def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]:
-    """What the log says of a step that has failed."""
+    """Returns the log fields of a step that has failed."""
     fields: dict[str, object] = {
         "step": step,
         "code": failure.code.value,
@@ -107,7 +107,7 @@ def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]
 
 
 def engine_fields(facts: m.EngineFacts | None, run: str) -> dict[str, object]:
-    """What the join line says of an engine, which has joined this ``run``."""
+    """Returns the log fields of an engine that has joined this ``run``."""
     if facts is None:
         return {}
     shown = {"pd_role": facts.pd_role, "kv_connectors": _pairs(facts.kv_connectors)}
@@ -116,11 +116,10 @@ def engine_fields(facts: m.EngineFacts | None, run: str) -> dict[str, object]:
 
 
 def lacking(facts: m.EngineFacts | None) -> dict[str, object]:
-    """What the join line says of an engine whose vLLM does not support everything.
+    """Returns the log fields about features that a joining engine's vLLM lacks.
 
     Returns:
-        ``features_off``, ``kv_refused`` and ``untested``, in words; each only if there is something
-        to say.
+        ``features_off``, ``kv_refused`` and ``untested``, as text; each only if it is not empty.
     """
     if facts is None:
         return {}

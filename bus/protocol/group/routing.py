@@ -1,16 +1,18 @@
-"""Which engines of a group requests are to be sent to.
+"""Decides which engines of a group are routable, so that requests are sent to them.
 
-An engine is routable if it serves the group's version, all of it, awake, with all ranks of its DP
-group. In a pause it is still: its requests wait. But who was behind, or quarantined, is not before
-it is resumed: until then its admission is closed, and ends what comes. Nor is who says that it is:
-as an engine that was behind, of which a new broker knows no more than that. Nor is who is overdue
-with a step, before it has answered. While a commit is under
-way nothing changes, so that routers see it as one: who has committed, and nobody else. While one is
-given up, nobody comes back.
+An engine is routable if it serves the group's version, with whole weights, awake, with all ranks of
+its DP group. It stays routable in a pause: its requests wait. An engine is not routable
+
+- if it was stale or quarantined, until it is resumed: its admission is closed until then,
+- if it says that its admission is closed, which is all that a new broker knows of a stale engine,
+- if it is overdue with a step, until it has answered.
+
+During a commit nothing changes, so that routers see the commit as one change; then exactly the
+engines that committed are routable. During an abort no engine becomes routable.
 
 An engine closes its admission, sleeps or ends when the broker says so. A watcher that sends
-requests on may ask to be first, by its first ROUTES_TAKEN. Then messages to an engine that leaves
-the routes are held::
+requests on may ask to be notified first, by its first ROUTES_TAKEN. Then messages to an engine that
+leaves the routes are held::
 
     state   event                            next    effect
     PASSED  it leaves the routes, and some   HELD    ROUTES; messages to it are kept
@@ -18,12 +20,12 @@ the routes are held::
     HELD    it leaves them again             HELD    ROUTES; the later revision counts
     HELD    every watcher that confirms has  PASSED  what was kept is sent, in order
             confirmed it, or has left
-    HELD    ``hold_ms`` are over             PASSED  the same; late watchers are waited for no more,
-                                                     until they confirm again
+    HELD    ``hold_ms`` are over             PASSED  the same; late watchers are ignored until they
+                                                     confirm again
 
-Invariants: while no watcher confirms, nothing is held; nothing is held for longer than ``hold_ms``;
-an engine gets all its messages, in the order in which they were made; only engines that have left
-the routes are held, so the steps of others go on.
+Invariants: while no watcher confirms, no message is held; none is held for longer than ``hold_ms``;
+an engine gets all its messages in order; only engines that have left the routes are held, so the
+steps of others continue.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ _OUT: Final[frozenset[Phase]] = frozenset(
 
 @dataclass(slots=True)
 class _Held:
-    """What an engine is to be sent when ``revision`` is confirmed, or at ``until_ms``."""
+    """Messages to one engine that wait until ``revision`` is confirmed, or until ``until_ms``."""
 
     revision: int
     until_ms: float
@@ -62,7 +64,10 @@ class _Held:
 
 
 class Routing:
-    """One group's. ``now`` is what was told last; ``hold_ms``: how long watchers are waited for."""
+    """The routes of one group.
+
+    ``now`` holds the routes announced last. ``hold_ms`` is how long watchers are waited for, in ms.
+    """
 
     def __init__(
         self, registry: EngineRegistry, update: UpdateMachine, sleep: SleepMachine, hold_ms: float
@@ -83,7 +88,7 @@ class Routing:
             return None
         self._seen = seen
         routable = self._routable(version)
-        if self._update.state is UpdateState.ABORTING:  # what some have loaded, is to be heard yet
+        if self._update.state is UpdateState.ABORTING:  # not all have reported what they loaded
             before = {route.engine for route in self.now.engines}
             routable = tuple(route for route in routable if route.engine in before)
         routes = Routes(version, routable, self.now.revision)
@@ -97,7 +102,7 @@ class Routing:
             held.revision = self.now.revision
         return self.now
 
-    # -- what is held ------------------------------------------------------------
+    # -- held messages -----------------------------------------------------------
 
     @property
     def is_holding(self) -> bool:
@@ -110,7 +115,7 @@ class Routing:
         return min((each.until_ms for each in self._held.values()), default=None)
 
     def hold(self, effects: list[Effect]) -> list[Effect]:
-        """Keeps what is for engines that are held; returns the rest."""
+        """Keeps the messages to held engines, and returns the other effects."""
         passed: list[Effect] = []
         for effect in effects:
             if not isinstance(effect, Send) or self._held.keys().isdisjoint(effect.routes):
@@ -124,12 +129,15 @@ class Routing:
         return passed
 
     def on_taken(self, watcher: bytes, revision: int) -> list[Effect]:
-        """A watcher has confirmed a revision; that of an earlier broker counts for nothing."""
+        """Records a watcher's confirmation, and returns the messages that it releases.
+
+        A revision of an earlier broker counts as none.
+        """
         self._confirmed[watcher] = revision if revision <= self.now.revision else -1
         return self._release()
 
     def remove_watchers(self, watchers: Iterable[bytes]) -> list[Effect]:
-        """These are not waited for."""
+        """Stops waiting for these watchers, and returns the messages that this releases."""
         for watcher in watchers:
             self._confirmed.pop(watcher, None)
         return self._release()

@@ -3,10 +3,10 @@
 Invariants:
 
 - Engines are asked only in a completed pause, and while no update is under way.
-- A sleep is local to each engine, unlike a pause: an engine that refuses delays nobody. The others
-  are awaited; the trainer gets the first reason, and a RESUME wakes all that sleep.
-- An engine whose weights a sleep of level 2 discards is ``discarded`` from the moment it is asked
-  until a commit. Without a commit it stays asleep, quarantined.
+- A sleep is local to each engine, unlike a pause, so an engine that refuses does not delay the
+  others. The trainer gets the first reason, and a RESUME wakes all engines that sleep.
+- An engine counts as ``discarded`` from the moment a sleep of level 2 is requested until a commit.
+  Without a commit it stays asleep, quarantined.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SleepState(StrEnum):
 
 
 class SleepEvent(StrEnum):
-    """What changes a group's sleep."""
+    """Events that change the state of a group's sleep."""
 
     SLEEP_ASKED = "sleep_asked"
     ALL_ASLEEP = "all_asleep"
@@ -51,42 +51,42 @@ _S, _E = SleepState, SleepEvent
 
 TRANSITIONS: Final[dict[tuple[SleepState, SleepEvent], SleepState]] = {
     (_S.AWAKE, _E.SLEEP_ASKED): _S.FALLING,  # SLEEP to every rank, at once
-    (_S.FALLING, _E.ALL_ASLEEP): _S.ASLEEP,  # the trainer gets: asleep; or who could not, and why
+    (_S.FALLING, _E.ALL_ASLEEP): _S.ASLEEP,  # the trainer gets: asleep; or the first refusal
     (_S.AWAKE, _E.WAKE_ASKED): _S.WAKING,  # WAKE to every rank, at once
     (_S.ASLEEP, _E.WAKE_ASKED): _S.WAKING,
     (_S.WEIGHTS_AWAKE, _E.WAKE_ASKED): _S.WAKING,
     (_S.WAKING, _E.ALL_AWAKE): _S.WEIGHTS_AWAKE,  # the trainer gets: the weights are awake
-    (_S.WAKING, _E.SOME_FAILED): _S.ASLEEP,  # the trainer gets who, and why; it may ask again
+    (_S.WAKING, _E.SOME_FAILED): _S.ASLEEP,  # the trainer gets the refusal; it may ask again
     # The pause has ended, and its RESUME has woken all.
     **{(state, _E.OVER): _S.AWAKE for state in _S if state is not _S.AWAKE},
 }
 
 
 class SleepMachine(StateMachine[SleepState, SleepEvent]):
-    """One group's sleep. Methods take what happened and return instructions."""
+    """The sleep of one group. Methods take an event or command, and return instructions."""
 
     def __init__(self) -> None:
         super().__init__("sleep", TRANSITIONS, _S.AWAKE)
         self.barrier: AckBarrier | None = None
-        self.discarded: set[str] = set()  # engines whose weights are gone, until a commit
+        self.discarded: set[str] = set()  # engines without weights, until a commit
         self.members: dict[str, str] = {}  # engine -> its DP group
         self._pause_id = ""
         self._failure: Failure | None = None
 
     def sleep(self, message: Sleep, members: dict[str, str], now_ms: float) -> list[Instruction]:
-        """SLEEP of every engine in ``members`` (name to DP group)."""
+        """Sends SLEEP to every engine in ``members`` (name to DP group)."""
         self._go(_E.SLEEP_ASKED)
         if message.level == 2:  # noqa: PLR2004 - the level
             self.discarded.update(members)
         return self._ask(Step.SLEEP, message, members, now_ms)
 
     def wake(self, message: Wake, members: dict[str, str], now_ms: float) -> list[Instruction]:
-        """WAKE of every engine."""
+        """Sends WAKE to every engine in ``members`` (name to DP group)."""
         self._go(_E.WAKE_ASKED)
         return self._ask(Step.WAKE, message, members, now_ms)
 
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
-        """An engine has done what it was asked; duplicates and old ones change nothing."""
+        """Records an engine's ACK of a step; duplicate and old ACKs change nothing."""
         current = self.barrier
         if current is None or ack.step is not current.step or ack.update_id != self._pause_id:
             return []
@@ -95,7 +95,7 @@ class SleepMachine(StateMachine[SleepState, SleepEvent]):
         return self._check_barrier()
 
     def on_refused(self, name: str, step: str, failure: Failure) -> list[Instruction]:
-        """An engine can't; the others are awaited."""
+        """Records an engine's refusal; the step continues with the others."""
         current = self.barrier
         if current is None or step != current.step or name not in current.waiting:
             return []
@@ -104,7 +104,7 @@ class SleepMachine(StateMachine[SleepState, SleepEvent]):
         return self._check_barrier() if current.is_done else []
 
     def on_lost(self, name: str, failure: Failure) -> list[Instruction]:
-        """An engine is gone, and with it all ranks of its DP group."""
+        """Removes a lost engine from the sleep, with all ranks of its DP group."""
         dp_group = self.members.get(name)
         gone = [each for each, group in self.members.items() if group == dp_group]
         for each in gone:
@@ -118,11 +118,11 @@ class SleepMachine(StateMachine[SleepState, SleepEvent]):
         return self._check_barrier() if current.is_done else []
 
     def on_committed(self, names: Iterable[str]) -> None:
-        """These have whole weights again."""
+        """Records that these engines have whole weights again."""
         self.discarded.difference_update(names)
 
     def over(self) -> list[Instruction]:
-        """The pause has ended, or nobody is left in it."""
+        """Ends the sleep, because the pause has ended or no engine is left in it."""
         current, self.barrier = self.barrier, None
         self.discarded.clear()
         if self.state is not _S.AWAKE:

@@ -1,22 +1,23 @@
-"""Whether an update is staged, broker's side: received while engines serve, then swapped in.
+"""Decides whether an update is staged: received while engines serve, then swapped in.
 
-::
+This is the broker's side::
 
     at ARM, of an update that may be staged        then
     the group is in a pause, or in a sleep          it can't be; engines are not asked
-    an engine can't (ARMED says why)                 it can't be
-    all of them can                                  it can be
-    it can't be, and must (``required``)             the ARM is refused, with the engine's name
-    UPDATE_START(staged)                             it is staged: at once, in no pause
-    UPDATE_START                                     it is not: in a pause, as any other
+    an engine can't (ARMED says why)                it can't be
+    all engines can                                 it can be
+    it can't be, and must (``required``)            the ARM is refused, with the engine's name
+    UPDATE_START(staged)                            it is staged: at once, in no pause
+    UPDATE_START                                    it is not: in a pause, as any other
 
-A staged update takes the way of every other (:mod:`bus.protocol.group.update`), with these
+A staged update takes the steps of any other (:mod:`bus.protocol.group.update`), with these
 differences:
 
-- Until an engine has swapped, it serves what it served before, whatever happens to the update:
-  nobody is quarantined for one that is given up, or falls out of it; RESUME does not wait for it.
-- COMMIT is not asked in a pause: the ranks of a DP group swap at a step, and a pause makes none.
-- Who falls out, and misses what the others have committed, is behind
+- Until an engine has swapped, it serves its previous weights, whatever happens to the update.
+  No engine is quarantined if the update is aborted or the engine drops out, and RESUME does not
+  wait for the update.
+- COMMIT is not sent in a pause: the ranks of a DP group swap at a step, and a pause has none.
+- An engine that drops out while the others commit becomes stale
   (:mod:`bus.protocol.group.catch_up`).
 """
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class StagingDecision:
-    """What is known of one update. ``wanted``: its trainer would have it staged."""
+    """Whether one update can be staged, and why not. ``wanted``: its trainer asks for staging."""
 
     def __init__(self, *, wanted: bool = False, pause_reason: str = "") -> None:
         self.wanted = wanted
@@ -49,7 +50,7 @@ class StagingDecision:
         """For a start of the staged update.
 
         Raises:
-            Declined: it can't be.
+            Declined: the update can't be staged.
         """
         why_not = self.pause_reason if self.wanted else "it was armed for a pause"
         if why_not:
@@ -57,11 +58,13 @@ class StagingDecision:
 
 
 def before_engines(message: Arm, pause: str) -> str:
-    """Why a group that is in this state of a pause can't stage the update; empty if it may.
+    """Returns why the group can't stage the update, whatever its engines say; empty: it may.
+
+    ``pause`` is the state of the group's pause.
 
     Raises:
-        Declined: it must be staged; or has a canary, for which there is no moment between the last
-            chunk and the first request.
+        Declined: the update must be staged, but the group is paused, or the update has a canary. A
+            canary needs a pause between the last chunk and the first request.
     """
     if message.staging is None:
         return ""

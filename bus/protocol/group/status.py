@@ -1,4 +1,4 @@
-"""What `wavebus status` shows of a group: its state, who is waited for, who is out."""
+"""What `wavebus status` shows of a group: its state, missing answers, engines that don't serve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def waits(rounds: Iterable[AckBarrier], now_ms: float) -> tuple[WaitView, ...]:
-    """Every ack that has not come, by round, and by name."""
+    """Returns every missing acknowledgement, by step and engine name."""
     found: list[WaitView] = []
     for each in rounds:
         asked = each.messages[0]

@@ -1,14 +1,16 @@
-"""What is overdue in a group: steps to ask for again, engines that are too slow, requests to end.
+"""Finds overdue work of a group: requests to repeat, slow engines, and requests to end.
 
-These functions read a :class:`~bus.protocol.group.group_state.GroupState`, and mark who is late;
-:meth:`bus.protocol.group.group.Group.tick` acts on what they return.
+These functions read a :class:`~bus.protocol.group.group_state.GroupState`, and mark overdue
+engines; :meth:`bus.protocol.group.group.Group.tick` acts on what they return.
 
-A live engine that does not acknowledge a step for ``step_timeout_ms`` falls out, and is overdue: it
-is not routable, and takes no part in what begins, until it answers. The time of a chunk starts when
-the chunk has left the trainer. An engine whose core stands still is wedged, and its log event says
-so. A trainer that is waited for alone, in an update, and does not move for twice as long ends it.
-It moves with each command, and with each tensor that it takes from its source, as its heartbeats
-tell; its own ``timeout_s`` is to end first. After ``SLOW_MS`` the log says who is waited for.
+- A live engine that does not acknowledge a step for ``step_timeout_ms`` drops out and is overdue:
+  until it answers, it is not routable, and takes no part in new steps. A chunk's time starts when
+  the trainer has sent the chunk. If the engine's core stands still, the log event says so (wedged).
+- If a step waits for the trainer alone, and the trainer makes no progress for twice
+  ``step_timeout_ms``, the update is aborted. Each command is progress, and so is each tensor taken
+  from the trainer's source, as its heartbeats report. The trainer's own ``timeout_s`` is meant to
+  end first.
+- After ``SLOW_MS`` a log event names the engines that a step waits for.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ SLOW_MS: Final = 10_000.0
 
 
 def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
-    """Whether the engines of a step have had their time."""
+    """Whether a step has taken its engines longer than the step timeout."""
     overdue = now_ms - barrier.asked_ms > state.step_timeout_ms
     return overdue and not barrier.waiting_for_trainer
 
@@ -42,11 +44,11 @@ def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
 def overdue_engines(
     state: GroupState, barrier: AckBarrier, now_ms: float
 ) -> Iterator[tuple[str, Failure, list[Effect]]]:
-    """The engines that an overdue step waits for.
+    """Marks the engines that an overdue step waits for, one after the other.
 
     Yields:
-        An engine, the step and for how long it has been waited for, and the log event, with the
-        RESTART of one that is wedged. What the group does about one may change what the next is.
+        The engine's name, the failure with the step and the waiting time, and the log event, with
+        the RESTART of a wedged engine. Handling one engine may change which engine is next.
     """
     for name in sorted(barrier.waiting):
         peer = state.registry.engines.get(name)
@@ -66,7 +68,7 @@ def overdue_engines(
 
 
 def slow_steps(state: GroupState, now_ms: float) -> list[Effect]:
-    """The log events of steps that have taken longer than ``SLOW_MS``, once for each."""
+    """Returns log events of steps that take longer than ``SLOW_MS``, once for each step."""
     effects: list[Effect] = []
     for each in state.barriers():
         if each.waiting and not each.is_slow and now_ms - each.asked_ms > SLOW_MS:
@@ -92,7 +94,7 @@ def overdue_trainer(state: GroupState, now_ms: float) -> Failure | None:
 
 
 def end_waits(state: GroupState, now_ms: float) -> list[Effect]:
-    """Refuse every WAIT_ENGINES whose time is over."""
+    """Refuses every WAIT_ENGINES whose time is over."""
     effects: list[Effect] = []
     for msg_id, (wait, deadline_ms) in list(state.session.requests.waiters.items()):
         if now_ms >= deadline_ms:
@@ -108,7 +110,7 @@ def end_waits(state: GroupState, now_ms: float) -> list[Effect]:
 
 
 def end_holds(state: GroupState, now_ms: float) -> list[Effect]:
-    """What was kept for engines that have left the routes, and for which watchers are late."""
+    """Returns the messages held for late watchers of routes, once their time is over."""
     late, effects = state.routing.expire(now_ms)
     if late:
         fields = {"watchers": [each.decode(errors="replace") for each in late]}
@@ -117,7 +119,7 @@ def end_holds(state: GroupState, now_ms: float) -> list[Effect]:
 
 
 def next_deadline_ms(state: GroupState) -> float | None:
-    """When the next tick is due; None if nothing is waited for."""
+    """Returns when the next tick is due; None: no step, request or held message waits."""
     waiters, held_ms = state.session.requests.waiters, state.routing.due_ms
     if not (state.is_busy() or waiters):
         return held_ms  # None between updates, with every heartbeat
@@ -130,7 +132,7 @@ def next_deadline_ms(state: GroupState) -> float | None:
 
 
 def _check_wedged(state: GroupState, peer: Peer | None, now_ms: float) -> tuple[str, list[Effect]]:
-    """What to add about an engine whose core stands still, and what restarts it."""
+    """Returns the diagnosis of an engine whose core stands still, and the RESTART for it."""
     if peer is None:
         return "", []
     text = describe_stall(peer.core, peer.core_reported_ms, now_ms, state.step_timeout_ms)

@@ -52,7 +52,7 @@ ANSWERS_KEPT: Final = 256
 
 
 class OpenRequests:
-    """One owner's; discarded when the group changes hands."""
+    """The requests of one owner and their answers; discarded when the group changes hands."""
 
     def __init__(self) -> None:
         self.waiters: dict[int, tuple[m.WaitEngines, float]] = {}  # with their deadlines
@@ -60,32 +60,32 @@ class OpenRequests:
         self._answers: dict[int, m.Message] = {}
 
     def answer_of(self, msg_id: int) -> m.Message | None:
-        """What this request was answered, if it was."""
+        """Returns the answer that this request got; None: none yet."""
         return self._answers.get(msg_id)
 
     @property
     def open(self) -> int:
-        """How many wait for their answers."""
+        """The number of requests that wait for their answers."""
         return len(self.waiters) + sum(map(len, self._asked.values()))
 
     def is_waiting(self, msg_id: int) -> bool:
-        """Whether this request is waiting for its answer."""
+        """Whether this request waits for its answer."""
         return msg_id in self.waiters or any(msg_id in ids for ids in self._asked.values())
 
     def ask(self, key: Key, msg_id: int) -> None:
-        """This request waits for that step."""
+        """Registers a request as waiting for a step."""
         self._asked.setdefault(key, []).append(msg_id)
 
     def steps(self) -> list[Key]:
-        """The steps that are waited for."""
+        """Returns the steps that requests wait for."""
         return list(self._asked)
 
     def answer(self, key: Key, message: m.Message) -> list[Answer]:
-        """Everybody who waits for the step gets this answer."""
+        """Answers every request that waits for the step."""
         return self.answer_ids(self._asked.pop(key, []), message)
 
     def answer_ids(self, ids: Iterable[int], message: m.Message) -> list[Answer]:
-        """These requests get this answer."""
+        """Answers the requests with these ids."""
         answers: list[Answer] = []
         for msg_id in ids:
             self.waiters.pop(msg_id, None)
@@ -97,17 +97,17 @@ class OpenRequests:
 
 
 class TrainerSession:
-    """The trainer of one group, and its requests.
+    """Tracks which trainer owns a group, and its requests.
 
-    ``epoch`` is the group's. Engines of an earlier broker may have raised it above the one that the
-    owner was given.
+    ``epoch`` is the group's fencing epoch. Engines that outlived an earlier broker may raise it
+    above the epoch that the owner was granted (``granted_epoch``).
     """
 
     def __init__(self, group: str) -> None:
         self.epoch = 0
         self.owner: Peer | None = None
         self.requests = OpenRequests()
-        self.granted_epoch = 0  # the epoch that the owner was given
+        self.granted_epoch = 0  # the epoch that the owner was granted
         self._group = group
 
     def claim(self, trainer: Peer, now_ms: float) -> Failure | None:
@@ -130,15 +130,15 @@ class TrainerSession:
         return None
 
     def release(self) -> None:
-        """The owner is gone; nobody waits for its answers any more."""
+        """Removes the owner and its requests."""
         self.owner = None
         self.requests = OpenRequests()
 
     def check(self, trainer: Peer, epoch: int) -> None:
-        """Whether this trainer may command.
+        """Checks that this trainer may command the group.
 
         Raises:
-            Declined: it does not hold the group, its epoch is over, or it has too many requests
+            Declined: it does not own the group, its epoch is over, or it has too many requests
                 open.
         """
         if trainer is not self.owner:
@@ -156,7 +156,7 @@ class TrainerSession:
             )
 
     def answer_again(self, trainer: Peer, msg_id: int) -> list[Effect] | None:
-        """What to do with a request that was asked before; None for a new one."""
+        """Returns the effects of a repeated request; None: the request is new."""
         if trainer is not self.owner:
             return None
         answer = self.requests.answer_of(msg_id)
@@ -167,7 +167,7 @@ class TrainerSession:
     def decline(
         self, trainer: Peer, msg_id: int, message: m.Message, failure: Failure
     ) -> list[Effect]:
-        """Refuse a command, with the reason."""
+        """Refuses a command, with the reason."""
         step = m.GROUP_STEPS.get(type(message), "")
         nack = failure.nack(step, getattr(message, "update_id", ""))
         if trainer is self.owner:
@@ -186,15 +186,15 @@ class TrainerSession:
         ]
 
     def answer(self, key: Key, message: m.Message) -> list[Effect]:
-        """Everybody who waits for the step gets this answer."""
+        """Answers every request that waits for the step."""
         return self._send(self.requests.answer(key, message))
 
     def answer_ids(self, ids: Iterable[int], message: m.Message) -> list[Effect]:
-        """These requests get this answer."""
+        """Answers the requests with these ids."""
         return self._send(self.requests.answer_ids(ids, message))
 
     def notify(self, message: m.Message) -> list[Effect]:
-        """The owner hears of something that it has not asked for."""
+        """Sends the owner a message that answers no request."""
         return self._send([(0, message)])
 
     def _send(self, answers: Iterable[Answer]) -> list[Effect]:
@@ -210,19 +210,22 @@ UPDATES_KEPT: Final = 4
 
 
 class Followers:
-    """One group's. A follower waits for one thing at a time: what it asked last."""
+    """The other ranks of one group's trainer, and the steps that rank 0 has announced.
+
+    A follower waits for one step at a time: the one that it asked for last.
+    """
 
     def __init__(self) -> None:
         self._deliver: dict[tuple[int, m.TrainerPoint], m.TrainerStep] = {}
         self._waiting: dict[str, tuple[Peer, int, m.AwaitStep]] = {}  # with its request's id
 
     def on_await_step(self, peer: Peer, msg_id: int, message: m.AwaitStep) -> list[Effect]:
-        """AWAIT_STEP: answered at once, or when rank 0 has come so far."""
+        """Answers an AWAIT_STEP at once, or when rank 0 announces the step."""
         self._waiting[peer.name] = (peer, msg_id, message)
         return self._answers()
 
     def on_trainer_step(self, message: m.TrainerStep) -> list[Effect]:
-        """TRAINER_STEP."""
+        """Records a TRAINER_STEP of rank 0, and answers the followers that wait for it."""
         self._deliver[message.number, message.point] = message
         for number, point in list(self._deliver):
             if number <= message.number - UPDATES_KEPT:
@@ -230,13 +233,13 @@ class Followers:
         return self._answers()
 
     def on_gone(self, peer: Peer) -> None:
-        """A follower has left, or is dead."""
+        """Removes a follower that left or was lost."""
         waiting = self._waiting.get(peer.name)
         if waiting is not None and waiting[0] is peer:
             del self._waiting[peer.name]
 
     def on_leader_gone(self, nack: m.Nack) -> list[Effect]:
-        """Rank 0 has left, or is dead."""
+        """Answers all waiting followers with an error, because rank 0 left or was lost."""
         effects: list[Effect] = [
             _tell(peer, msg_id, m.TrainerStep(asked.number, asked.point, 0, nack, b""))
             for peer, msg_id, asked in self._waiting.values()

@@ -1,10 +1,10 @@
 """Updates a group's weights: the broker's side.
 
-Several chunks travel at a time from STARTING on; they are numbered and taken in order. Each is one
-barrier with two messages: WEIGHT_CHUNK_META, with which engines begin to receive, and CHUNK_SENT,
-with which they verify and load. Until the second the trainer is waited for, and no engine's time
-runs. Engines execute messages in their order. So the first chunks are announced while engines
-start, and UPDATE_FINISH is sent while they load the last one.
+From STARTING on, several chunks are in flight at a time; they are numbered and taken in order.
+Each chunk is one barrier with two messages: on WEIGHT_CHUNK_META engines begin to receive, and on
+CHUNK_SENT they verify and load. Before CHUNK_SENT the broker waits for the trainer, and the
+engines' timeout does not run. Engines execute messages in their order. So the first chunks are
+announced while engines start, and UPDATE_FINISH is sent while they load the last one.
 
 In OPENING, ARMING and STARTING an engine that refuses aborts the update (an opening fails). An
 engine that is overdue or lost drops out. With a communicator the others would wait for that engine,
@@ -14,14 +14,14 @@ Invariants:
 
 - Nothing is loaded before every engine has armed. One refusal aborts the update, with no engine
   touched.
-- FINISH is sent only when every chunk of the manifest has been sent. It is done when every engine
-  that is left has applied every chunk. COMMIT follows only then.
+- FINISH is sent only when every chunk of the manifest has been sent. It is done when every
+  remaining engine has applied every chunk. COMMIT follows only then.
 - From the first chunk on, an engine that fails or is lost drops out with all ranks of its DP group.
   They get ABORT, and quarantine themselves if they loaded anything. The others continue, because
   an abort would leave all of them half-loaded. The trainer finds the names in ``excluded``.
 - No COMMIT is sent with fewer DP groups left than the quorum: the update is aborted as soon as they
   are fewer. Once COMMIT is sent, an engine that commits serves.
-- An engine that differs by the canary drops out in the same way, before any COMMIT.
+- An engine that fails the canary drops out in the same way, before any COMMIT.
 
 A staged update loads nothing before it is committed: see :mod:`bus.protocol.group.staging`.
 """
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class UpdateState(StrEnum):
-    """How far a group's update has come."""
+    """Progress of a group's update."""
 
     IDLE = "idle"
     OPENING = "opening"
@@ -60,7 +60,7 @@ class UpdateState(StrEnum):
 
 
 class UpdateEvent(StrEnum):
-    """What changes a group's update."""
+    """Events that change the state of a group's update."""
 
     INIT_ASKED = "init_asked"
     ARM_ASKED = "arm_asked"
@@ -94,19 +94,19 @@ TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
     (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,  # COMMIT: engines serve the version
     (_S.COMMITTING, _E.ALL_DONE): _S.IDLE,  # the trainer gets: committed
     (_S.ABORTING, _E.ALL_DONE): _S.IDLE,  # the trainer gets why
-    **{(state, _E.GIVEN_UP): _S.ABORTING for state in _GIVES_UP},  # ABORT: each undoes what it can
+    **{(state, _E.GIVEN_UP): _S.ABORTING for state in _GIVES_UP},  # ABORT: engines undo the update
     **{(state, _E.NO_ENGINES): _S.IDLE for state in UpdateState if state is not _S.IDLE},
 }
 
-# In these, weights may differ between engines, or within one, unless the update is staged.
+# In these states weights may differ between or within engines, unless the update is staged.
 UNSAFE: Final = frozenset(_S) - {_S.IDLE, _S.OPENING, _S.ARMING, _S.ARMED}
 
-# In these, chunks are told.
+# In these states the trainer may announce chunks.
 TAKES_CHUNKS: Final = (_S.STARTING, _S.LOADING)
 
 
 class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
-    """One group's update. Methods take what happened and return instructions."""
+    """The update of one group. Methods take an event or command, and return instructions."""
 
     def __init__(self) -> None:
         super().__init__("update", TRANSITIONS, _S.IDLE)
@@ -116,24 +116,24 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self.target: m.Target = "model"
         self.canary: m.CanaryMode = ""
         self.staging = StagingDecision()
-        self.staged = False  # engines serve until they swap, and beyond
+        self.staged = False  # engines serve before and after the swap
         self.quorum = 1  # DP groups
         self.probed: dict[str, tuple[m.ProbeResult, ...]] = {}  # by engine
         self.members: dict[str, str] = {}  # engine -> its DP group, of those in this update
         self.excluded: dict[str, Failure] = {}
-        self.partial: set[str] = set()  # who say that they hold a part, of this target or another
+        self.partial: set[str] = set()  # engines that hold a part of an update, of any target
         self.barrier: AckBarrier | None = None
-        self.chunks: dict[int, AckBarrier] = {}  # those under way, by number
+        self.chunks: dict[int, AckBarrier] = {}  # chunks in flight, by number
         self.chunks_asked = 0
         self.chunks_planned = 0
         self.failure: Failure | None = None
-        self._communicator = 0  # 0: each engine has its end of the transport alone
+        self._communicator = 0  # 0: the transport has no communicator
 
     def require(self, *states: UpdateState, update_id: str = "") -> None:
-        """A command that fits these states, and (if given) this update, only.
+        """Checks that the update is in one of these states, and has this id.
 
         Raises:
-            Declined: the update is elsewhere, or is another one; or why it was given up.
+            Declined: state or id differ; or carries the reason why the update was aborted.
         """
         if self.state not in states:
             if self.failure is not None and update_id == self.update_id:
@@ -146,7 +146,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         if update_id and update_id != self.update_id:
             raise wrong_state(f"the update under way is {self.update_id}", "update_id")
 
-    # -- what the trainer asks ------------------------------------------------
+    # -- commands of the trainer ----------------------------------------------
 
     def open(
         self, message: m.TransferInit, members: dict[str, str], now_ms: float
@@ -195,7 +195,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return [Ask(message, tuple(self.members))]
 
     def on_chunk_sent(self, message: m.ChunkSent, now_ms: float) -> list[Instruction]:
-        """A chunk under way has left the trainer: now it is for the engines."""
+        """Asks engines to verify and load a chunk that the trainer has sent."""
         chunk = self.chunks[message.chunk]
         chunk.messages.append(message)
         chunk.waiting_for_trainer = False
@@ -216,10 +216,10 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return self._ask(m.Step.PROBE, message, now_ms)
 
     def expel(self, failures: dict[str, Failure], now_ms: float) -> list[Instruction]:
-        """These are not to be committed."""
+        """Excludes engines that failed the canary, with their DP groups."""
         expelled: list[Instruction] = []
         for name, why in failures.items():
-            if self.state is not _S.ABORTING:  # the quorum is missing without those before
+            if self.state is not _S.ABORTING:  # not aborted for lack of a quorum yet
                 expelled += self.on_refused(name, why, now_ms)
         return expelled
 
@@ -229,7 +229,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return self._ask(m.Step.COMMIT, message, now_ms)
 
     def abort(self, failure: Failure, now_ms: float) -> list[Instruction]:
-        """Abort on every engine; the failure is told when all have undone what they can."""
+        """Aborts on every engine; the trainer gets the failure when all have answered."""
         if self.state is _S.OPENING:
             self._end(_E.FAILED)
             return [StepFailed(m.Step.TRANSFER_INIT, failure)]
@@ -238,7 +238,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self.chunks.clear()
         return self._ask(m.Step.ABORT, m.Abort(self.update_id, failure.detail[:4096]), now_ms)
 
-    # -- what the engines answer ----------------------------------------------
+    # -- answers of the engines -----------------------------------------------
 
     def on_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Instruction]:
         """An engine has done a step; duplicates and old ones change nothing."""
@@ -255,14 +255,14 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return self._check_barrier()
 
     def on_armed(self, name: str, armed: m.Armed, now_ms: float) -> list[Instruction]:
-        """An engine has armed an update that may be staged."""
+        """Records an engine's ARMED, its answer to an ARM with staging options."""
         if self.state is _S.ARMING and armed.update_id == self.update_id:
             self.staging.on_armed(name, armed)
         done = m.Ack(m.Step.ARM, armed.update_id, 0, 0, armed.duration_ms, "", ())
         return self.on_ack(name, done, now_ms)
 
     def on_probed(self, name: str, probed: m.Probed, now_ms: float) -> list[Instruction]:
-        """An engine has run the probes."""
+        """Records an engine's probe results."""
         if self.state is _S.PROBING and probed.update_id == self.update_id:
             self.probed[name] = probed.results
         done = m.Ack(m.Step.PROBE, probed.update_id, 0, 0, probed.duration_ms, "", ())
@@ -271,7 +271,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     def on_refused(
         self, name: str, failure: Failure, now_ms: float, *, overdue: bool = False
     ) -> list[Instruction]:
-        """An engine refuses a step, or is ``overdue`` with it."""
+        """Handles an engine that refuses a step, or is ``overdue`` with it."""
         if name not in self.members or self.state is _S.IDLE:
             return []
         if failure.code is m.NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
@@ -285,14 +285,14 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return [*asked, *self._exclude(gone, failure, now_ms)]
 
     def on_lost(self, name: str, failure: Failure, now_ms: float) -> list[Instruction]:
-        """An engine is gone, and with it all ranks of its DP group."""
+        """Excludes a lost engine, with all ranks of its DP group."""
         if name not in self.members or self.state is _S.IDLE:
             return []
         return self._exclude(self._dp_group_of(name), failure, now_ms)
 
     @property
     def is_unsafe(self) -> bool:
-        """Whether weights may differ between engines, or within one: nobody may resume."""
+        """Whether weights may differ between or within engines, so that none may resume."""
         return self.state in UNSAFE and not self.staged
 
     @property
@@ -306,7 +306,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         """Everything that is waited for."""
         return [*([self.barrier] if self.barrier else []), *self.chunks.values()]
 
-    # -- inside ---------------------------------------------------------------
+    # -- internal -------------------------------------------------------------
 
     def _dp_group_of(self, name: str) -> list[str]:
         """Returns the members of the update in one engine's DP group; they drop out together."""
@@ -341,7 +341,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             return []
         del self.chunks[ack.chunk]
         if self.barrier is not None:
-            self.barrier.asked_ms = now_ms  # what it waits for goes on
+            self.barrier.asked_ms = now_ms  # the engines make progress
         return [StepDone(m.Step.CHUNK, current, ack.chunk), *self._check_barrier()]
 
     def _exclude(self, names: Iterable[str], failure: Failure, now_ms: float) -> list[Instruction]:
@@ -380,7 +380,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return failed
 
     def _check_barrier(self) -> list[Instruction]:
-        """Returns what follows if the barrier is done, and every chunk is applied."""
+        """Returns the step's end, once its barrier is done and FINISH has every chunk applied."""
         done = self.barrier
         if done is None or not done.is_done or (self.state is _S.FINISHING and self.chunks):
             return []

@@ -1,11 +1,11 @@
-"""The chunks of one update on their way: how many at a time, in which order.
+"""Limits how many chunks of an update are in flight, and keeps their order.
 
 Invariants:
 
-- At most ``depth`` chunks hold a buffer: each from its announcement until it is applied, or, if
-  engines have memory of their own for what they receive, until it has left.
-- Chunks are announced in their order, and so are the messages that say that they have left. Bytes
-  may leave in another order.
+- At most ``depth`` chunks occupy a buffer: each from its announcement until it is applied or, if
+  engines have memory of their own to receive into, until its bytes are sent.
+- Chunks are announced in their order, and so are the messages that say that they are sent. The
+  bytes may be sent in another order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bus.protocol.core.state_table import IllegalTransition, StateMachine
 
 
 class ChunkState(StrEnum):
-    """How far a chunk has come."""
+    """Progress of a chunk."""
 
     WAITING = "waiting"
     ANNOUNCED = "announced"
@@ -27,7 +27,7 @@ class ChunkState(StrEnum):
 
 
 class ChunkEvent(StrEnum):
-    """What changes a chunk's state."""
+    """Events that change a chunk's state."""
 
     ANNOUNCED = "announced"
     LEFT = "left"
@@ -41,7 +41,7 @@ TRANSITIONS: Final[dict[tuple[ChunkState, ChunkEvent], ChunkState]] = {
     # WEIGHT_CHUNK_META is requested: a buffer is free for the chunk.
     (_S.WAITING, _E.ANNOUNCED): _S.ANNOUNCED,
     (_S.ANNOUNCED, _E.LEFT): _S.LEFT,  # the sender has sent the chunk's bytes
-    (_S.LEFT, _E.SENT): _S.SENT,  # CHUNK_SENT is requested, behind that of the chunk before
+    (_S.LEFT, _E.SENT): _S.SENT,  # CHUNK_SENT is requested, after the previous chunk's
     (_S.SENT, _E.APPLIED): _S.APPLIED,  # both messages are answered
 }
 
@@ -49,7 +49,7 @@ _UNSENT: Final = frozenset({_S.WAITING, _S.ANNOUNCED, _S.LEFT})
 
 
 class _Chunk(StateMachine[ChunkState, ChunkEvent]):
-    """One chunk's way."""
+    """The state machine of one chunk."""
 
     def __init__(self, seq: int) -> None:
         super().__init__(f"chunk {seq}", TRANSITIONS, _S.WAITING)
@@ -62,12 +62,12 @@ class _Chunk(StateMachine[ChunkState, ChunkEvent]):
 
 
 class ChunkWindow:
-    """All chunks of one update.
+    """The states of all chunks of one update.
 
     Args:
-        chunks: how many there are.
-        depth: how many buffers the sender has.
-        frees_early: a chunk's buffer is free as soon as the chunk has left.
+        chunks: the number of chunks.
+        depth: the number of buffers that the sender has.
+        frees_early: a chunk's buffer is free as soon as its bytes are sent.
     """
 
     def __init__(self, chunks: int, depth: int, *, frees_early: bool) -> None:
@@ -77,11 +77,11 @@ class ChunkWindow:
 
     @property
     def has_sent_all(self) -> bool:
-        """Whether CHUNK_SENT was asked for of every chunk, so that engines may finish."""
+        """Whether CHUNK_SENT is requested for every chunk, so that engines may finish."""
         return _UNSENT.isdisjoint(chunk.state for chunk in self._chunks)
 
     def has_room(self, seq: int) -> bool:
-        """Whether a buffer is free for a chunk, once all before it have theirs."""
+        """Whether a buffer is free for a chunk, once all chunks before it have theirs."""
         return seq < self._depth or self._chunks[seq - self._depth].state in self._freed
 
     def is_next_sent(self, seq: int) -> bool:
@@ -96,15 +96,15 @@ class ChunkWindow:
         self._chunks[seq].go(_E.ANNOUNCED)
 
     def on_left(self, seq: int) -> None:
-        """The chunk's bytes have left the sender."""
+        """Records that the sender has sent the chunk's bytes."""
         self._chunks[seq].go(_E.LEFT)
 
     def on_sent(self, seq: int) -> None:
-        """CHUNK_SENT is asked for."""
+        """Records that CHUNK_SENT is requested."""
         if not self.is_next_sent(seq):
             raise self._chunks[seq].refuse("sent out of turn")
         self._chunks[seq].go(_E.SENT)
 
     def on_applied(self, seq: int) -> None:
-        """Every engine that is left has applied the chunk."""
+        """Records that every remaining engine has applied the chunk."""
         self._chunks[seq].go(_E.APPLIED)

@@ -1,7 +1,7 @@
-"""The pause that a trainer holds, as far as the broker's answers say.
+"""Tracks the pause that a trainer holds, from the broker's answers.
 
-Invariant: in a pause, a step is requested only under the epoch in which the pause was made. With
-another epoch the broker has taken this trainer for dead, and has resumed its engines.
+Invariant: in a pause, a step is requested only under the epoch in which the pause was made. If the
+epoch differs, the broker has declared this trainer lost and has resumed its engines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PauseWindowState(StrEnum):
 
 
 class PauseWindowEvent(StrEnum):
-    """What changes the trainer's pause."""
+    """Events that change the trainer's pause."""
 
     PAUSED = "paused"
     SLEEP_ASKED = "sleep_asked"
@@ -46,7 +46,7 @@ TRANSITIONS: Final[dict[tuple[PauseWindowState, PauseWindowEvent], PauseWindowSt
     (_S.ASLEEP, _E.AWAKE): _S.HELD,  # the broker answers WAKE
     # RESUME is over: answered, refused, or left to guaranteed delivery.
     **{(state, _E.ENDED): _S.NONE for state in (_S.HELD, _S.ASLEEP)},
-    # The trainer's epoch is another one.
+    # The trainer's epoch has changed.
     **{(state, _E.LOST): _S.NONE for state in (_S.HELD, _S.ASLEEP)},
 }
 
@@ -55,14 +55,14 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
     """The pause of one trainer.
 
     Attributes:
-        pause: how the pause that is held was asked for; None: none is held.
+        pause: the PAUSE_LOCAL of the pause that is held; None: none is held.
     """
 
     def __init__(self) -> None:
         super().__init__("pause window", TRANSITIONS, _S.NONE)
         self.pause: PauseLocal | None = None
-        self._epoch = 0  # in which the pause was made
-        self._over_id = ""  # of the pause that was resumed last
+        self._epoch = 0  # the epoch in which the pause was made
+        self._over_id = ""  # the id of the pause that was resumed last
 
     @property
     def is_open(self) -> bool:
@@ -70,7 +70,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
         return self.state is not _S.NONE
 
     def on_asked(self, message: Message, epoch: int) -> None:
-        """A step is about to be asked for.
+        """Checks the epoch of a step before its request; records a SLEEP.
 
         Raises:
             UpdateFailed: with code ``fenced``, if the pause was made in another epoch.
@@ -85,17 +85,17 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
             self._go(_E.SLEEP_ASKED)
 
     def on_acked(self, message: Message, epoch: int) -> None:
-        """The broker has acknowledged a step."""
+        """Records that the broker has acknowledged a step."""
         if isinstance(message, PauseLocal):
             if message.update_id == self._over_id:
-                return  # its answer was lost, and came again after that of RESUME
+                return  # a repeated answer, after that of RESUME
             self._go(_E.PAUSED)
             self.pause, self._epoch = message, epoch
         elif isinstance(message, Wake) and self.is_open:
             self._go(_E.AWAKE)
 
     def on_over(self, message: Message) -> None:
-        """Nobody waits for the answer to a step any more."""
+        """Records that no caller waits for the answer to a step any more."""
         if isinstance(message, Resume):
             self._over_id = message.update_id
             if self.is_open:
@@ -103,10 +103,10 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
 
     @staticmethod
     def undo(update_id: str, error: BaseException) -> list[Resume]:
-        """What ends a pause one of whose steps, PAUSE_LOCAL or RESUME, has failed.
+        """Returns the messages that end a pause whose PAUSE_LOCAL or RESUME failed.
 
-        A refused pause was resumed by the broker, and a refused resume is the broker's to mend. Of
-        a step without an answer nobody knows.
+        The broker has already resumed a refused pause, and itself handles a refused resume. After a
+        step without an answer the pause may exist, so RESUME is sent.
         """
         return [] if isinstance(error, Refused) else [Resume(update_id)]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TrainerUpdateState(StrEnum):
-    """How far the trainer's update has come."""
+    """Progress of the trainer's update."""
 
     IDLE = "idle"
     WAKING = "waking"
@@ -46,7 +46,7 @@ class TrainerUpdateState(StrEnum):
 
 
 class TrainerUpdateEvent(StrEnum):
-    """What changes the trainer's update."""
+    """Events that change the state of the trainer's update."""
 
     WAKE_ASKED = "wake_asked"
     ARM_ASKED = "arm_asked"
@@ -68,31 +68,31 @@ _S, _E = TrainerUpdateState, TrainerUpdateEvent
 TRANSITIONS: Final[dict[tuple[TrainerUpdateState, TrainerUpdateEvent], TrainerUpdateState]] = {
     (_S.IDLE, _E.ARM_ASKED): _S.ARMING,  # ARM
     (_S.IDLE, _E.WAKE_ASKED): _S.WAKING,  # WAKE: weights sleep in the pause that is held
-    # An engine sleeps since an earlier trainer: PAUSE_LOCAL, WAKE.
+    # An earlier trainer left an engine asleep: PAUSE_LOCAL, WAKE.
     (_S.ARMING, _E.WAKE_ASKED): _S.WAKING,
     (_S.WAKING, _E.ARM_ASKED): _S.ARMING,  # ARM
-    # It may be armed again, with the transport opened anew.
+    # It may be armed again, with a new transport.
     (_S.ARMING, _E.REFUSED): _S.IDLE,
     (_S.ARMING, _E.ARMED): _S.ARMED,
     # UPDATE_START; before it PAUSE_LOCAL, unless the update is staged or a pause is held.
     (_S.ARMED, _E.START_ASKED): _S.STARTING,
     (_S.STARTING, _E.STARTED): _S.LOADING,  # chunks
-    (_S.STARTING, _E.FINISH_ASKED): _S.FINISHING,  # UPDATE_FINISH, behind the last chunk
+    (_S.STARTING, _E.FINISH_ASKED): _S.FINISHING,  # UPDATE_FINISH, after the last chunk
     (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,
     (_S.FINISHING, _E.STARTED): _S.FINISHING,
     (_S.FINISHING, _E.FINISHED): _S.FINISHED,
     (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,  # PROBE, of an update with a canary
     (_S.PROBING, _E.PROBED): _S.FINISHED,
-    # COMMIT; behind it RESUME, if the update made the pause.
+    # COMMIT; then RESUME, if the update made the pause.
     (_S.FINISHING, _E.COMMIT_ASKED): _S.COMMITTING,
     (_S.FINISHED, _E.COMMIT_ASKED): _S.COMMITTING,
     (_S.COMMITTING, _E.FINISHED): _S.COMMITTING,
     (_S.COMMITTING, _E.COMMITTED): _S.COMMITTED,
-    # ABORT, if the bus may have it and has not committed it; RESUME, if it asked for a pause.
+    # ABORT, if the broker may know the update, uncommitted; RESUME, if the update paused.
     **{(state, _E.UNDO_ASKED): _S.UNDONE for state in TrainerUpdateState if state is not _S.UNDONE},
 }
 
-# In the others, the broker holds nothing of the update that an ABORT would end.
+# In the other states the broker has nothing of the update that an ABORT would end.
 _KNOWN_TO_BUS: Final = frozenset(_S) - {_S.IDLE, _S.WAKING, _S.COMMITTED, _S.UNDONE}
 # With one of these codes a COMMIT ends for the trainer, while engines may carry it out; unless the
 # NACK is about a step that comes before.
@@ -102,15 +102,16 @@ _BEFORE_COMMIT: Final = frozenset({m.Step.START.value, m.Step.CHUNK.value, m.Ste
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """What one update asks for.
+    """The options of one update.
 
     Attributes:
-        pause: how it pauses the group, if it needs to; its id and scope are the update's.
+        pause: how the update pauses the group, if it needs to; its id and scope are the update's.
         target: ``model``, or ``draft``.
-        staging: how it may be staged; None: it is loaded in a pause.
+        staging: how the update may be staged; None: it is loaded in a pause.
         has_canary: probes run before the commit.
-        quorum, default_quorum: as ARM has them.
-        catch_up: the engines that catch up by it, and their version; None: it is for all.
+        quorum, default_quorum: as in ARM.
+        catch_up: the stale DP groups that catch up by this update, and their version; None: it is
+            for all.
     """
 
     pause: m.PauseLocal
@@ -123,10 +124,10 @@ class UpdateRequest:
 
 
 class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
-    """One update. Methods take what happened, and return the messages to ask for.
+    """One update, the trainer's side. Methods take events and return the messages to request.
 
     Attributes:
-        request: what the update asks for.
+        request: the update's options.
         armed, paused, committed, resumed: the broker's answers to these steps, as they come.
     """
 
@@ -139,44 +140,47 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         self.resumed: m.GroupAck | None = None
         self._window = window
         self._arm: m.Arm | None = None
-        self._owns_pause = False  # it has asked for a pause, which was not resumed
+        self._owns_pause = False  # the update requested a pause, not resumed yet
         self._has_woken = False
         self._has_probed = False
 
     @property
     def id(self) -> str:
-        """The update's id, which its pause has too."""
+        """The id of the update and of its pause."""
         return self.request.pause.update_id
 
     @property
     def version(self) -> int:
-        """The version that was committed; 0: none, as far as the broker has answered."""
+        """The committed version; 0 before the broker has answered COMMIT."""
         return self.committed.version if self.committed else 0
 
     @property
     def staging(self) -> m.Staging | None:
-        """How the update may be staged; a catch-up, or a draft's, never is."""
+        """How the update may be staged; a catch-up, or a draft's update, never is."""
         request = self.request
         return None if request.catch_up or request.target != "model" else request.staging
 
     @property
     def is_staged(self) -> bool:
-        """Whether the update is staged, as engines have armed it."""
+        """Whether the update is staged, by the engines' answers to ARM."""
         return self.staging is not None and self.armed is not None and not self.armed.why_paused
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether chunks may be announced: in a pause, from UPDATE_START on; staged, behind it."""
+        """Whether chunks may be announced.
+
+        In a pause they may, as soon as UPDATE_START is requested; staged, once it is acknowledged.
+        """
         if self.state is _S.STARTING:
             return self._window.is_open and not self.is_staged
         return self.state is _S.LOADING
 
     @property
     def has_started(self) -> bool:
-        """Whether every engine waits for chunks, as far as the broker has answered."""
+        """Whether UPDATE_START is acknowledged, so that every engine waits for chunks."""
         return self.state is _S.LOADING
 
-    # -- what the trainer asks for ----------------------------------------------
+    # -- requests of the trainer ------------------------------------------------
 
     def arm(
         self,
@@ -188,7 +192,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         communicator: int,
         base: int = 0,
     ) -> list[m.Message]:
-        """Every engine checks the manifest; weights that sleep are woken for it.
+        """Returns the ARM, with which engines check the manifest; sleeping weights are woken first.
 
         Args:
             manifest: names, shapes and dtypes of the tensors, in chunks.
@@ -222,24 +226,24 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         return self._wake() if self._window.state is PauseWindowState.ASLEEP else self._ask_arm()
 
     def start(self) -> list[m.Message]:
-        """Every engine waits for chunks."""
+        """Returns UPDATE_START, after a pause if one is needed."""
         self._go(_E.START_ASKED)
         pause = [] if self.is_staged else self._pause_unless_paused()
         return [*pause, m.UpdateStart(self.id, self.is_staged)]
 
     def finish(self) -> list[m.Message]:
-        """Every engine finishes, once it has applied every chunk; nothing, if that was asked."""
+        """Returns UPDATE_FINISH; nothing, if it was already requested."""
         if self.state not in (_S.STARTING, _S.LOADING):
             return []
         self._go(_E.FINISH_ASKED)
         return [m.UpdateFinish(self.id)]
 
     def probe(self) -> None:
-        """Every engine is about to be asked for the canary's probes."""
+        """Records that the canary's probes are about to be requested."""
         self._go(_E.PROBE_ASKED)
 
     def commit(self, label: str, differing: tuple[m.Differing, ...]) -> list[m.Message]:
-        """Every engine but the ``differing`` serves the weights; a pause of the update's ends."""
+        """Returns COMMIT for all but ``differing`` engines, and RESUME for its own pause."""
         if self.request.has_canary and not self._has_probed:
             raise self._illegal("commit before the probes")
         self._go(_E.COMMIT_ASKED)
@@ -257,10 +261,10 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         self._go(_E.UNDO_ASKED)
         return messages
 
-    # -- what the broker answers ------------------------------------------------
+    # -- answers of the broker --------------------------------------------------
 
     def on_acked(self, message: m.Message, ack: m.GroupAck) -> list[m.Message]:
-        """The broker has acknowledged a step; what follows."""
+        """Records the broker's acknowledgement of a step; returns the messages that follow."""
         match message:
             case m.PauseLocal():
                 self.paused = ack
@@ -282,12 +286,12 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         return []
 
     def on_probed(self) -> None:
-        """The broker has answered with what every engine gave."""
+        """Records that the broker has answered with the probes' results."""
         self._go(_E.PROBED)
         self._has_probed = True
 
     def on_refused(self, message: m.Message, refused: Refused) -> list[m.Message]:
-        """The broker has refused a step; what follows.
+        """Handles the broker's refusal of a step; returns the messages that follow.
 
         Raises:
             Refused: nothing does; the same.
@@ -298,13 +302,13 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
                 return self._wake()
             self._go(_E.REFUSED)
         if isinstance(message, m.Resume) and refused.code is m.NackCode.WRONG_STATE:
-            # A broker that was restarted knows of no pause, and resumes engines by itself.
+            # A restarted broker knows of no pause, and resumes engines by itself.
             self._owns_pause = False
             return []
         raise refused
 
     def describe_end(self, error: BaseException) -> None:
-        """Say in an error of wavebus which version it is about, and whether engines serve that."""
+        """Adds the version and the outcome (committed or not) to an error of wavebus."""
         if not isinstance(error, WavebusError):
             return
         error.version = self.armed.version if self.armed else 0
@@ -315,10 +319,10 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         else:
             error.outcome = "not_committed"
 
-    # -- inside -------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------
 
     def _canary_mode(self) -> m.CanaryMode:
-        """What the pause leaves of requests, if there is a canary."""
+        """Returns how the pause treats requests, if there is a canary."""
         if not self.request.has_canary:
             return ""
         pause = self._window.pause or self.request.pause
@@ -346,7 +350,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
 
 
 def _shows_no_commit(error: WavebusError) -> bool:
-    """Whether an error that came after COMMIT was asked for shows that no engine has committed."""
+    """Whether an error after the request for COMMIT shows that no engine has committed."""
     return isinstance(error, Refused) and (
         error.nack.step in _BEFORE_COMMIT or error.code not in _ENDS_OTHERWISE
     )
