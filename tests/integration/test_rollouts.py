@@ -24,7 +24,6 @@ from tests.support.generating import PAUSED, generating, streamed
 from tests.support.procs import Proc, run_wavebus
 from trainer_agent import TrainerAgent
 from trainer_agent.rollouts.client import RolloutClient
-from trainer_agent.rollouts.router import EngineLoad
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -457,8 +456,9 @@ def full_engines(client: RolloutClient, *names: str) -> Iterator[None]:
             full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
             stack.enter_context(socket.create_connection(full.getsockname()))
             url = f"http://127.0.0.1:{full.getsockname()[1]}"
-            load = EngineLoad(Route(name, "", url, RequestLimits(slots=8)), 8.0)
-            client._pool.router.engines[name] = load
+            router = client._pool.router
+            routes = [load.route for load in router.engines.values()]
+            router.update([*routes, Route(name, "", url, RequestLimits(slots=8))])
         yield
 
 
