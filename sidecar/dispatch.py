@@ -1,4 +1,4 @@
-"""Makes the engine calls that a session's machine asks for."""
+"""Executes the engine calls that the session machine requests."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 async def dispatch(engine: Engine, call: Call) -> CallResult:
-    """Makes one call of an engine, and returns its result.
+    """Makes one call to an engine, and returns its result.
 
     Raises:
-        EngineError: the call failed; but an adapter may raise anything.
+        EngineError: the call failed. An adapter may raise other exceptions, too.
     """
     match call:
         case CallPause(mode, clear_cache):
@@ -87,18 +87,18 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
 
 
 async def _pause(engine: Engine, mode: PauseMode, *, clear_cache: bool) -> int:
-    """Pauses, and returns how many requests the engine then holds."""
+    """Pauses, and returns how many requests the engine then has."""
     if mode == "keep":
-        # The number does not change meanwhile.
+        # This pause ends no requests, so they can be counted at the same time.
         return await _count_during(engine, engine.pause(mode, clear_cache=clear_cache))
     await engine.pause(mode, clear_cache=clear_cache)
     return await engine.in_flight()
 
 
 async def _count_during(engine: Engine, call: Awaitable[None]) -> int:
-    """Makes a call, and returns how many requests the engine has meanwhile; 0 if unknown.
+    """Counts the engine's requests while a call runs; returns 0 if the count fails.
 
-    A server's count costs an HTTP request, which the call need not wait for.
+    Over HTTP the count is a request of its own, for which the call need not wait.
     """
     counting = asyncio.create_task(engine.in_flight())
     try:

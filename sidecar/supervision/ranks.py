@@ -41,14 +41,16 @@ _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _USAGE: Final = 2
 # Longer than a rank's sidecar gives its server, so that the server ends with its rank.
 STOP_GRACE_S: Final = 45.0
-# Failures of a DP group that lived for so long are no longer counted.
+# If a DP group ran for this long, its earlier failures are no longer counted.
 CLEAN_AFTER_S: Final = 600.0
 _BACKOFF_S: Final = (0.5, 2.0, 5.0, 15.0, 30.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RankLaunchPlan:
-    """How the ranks of one DP group are started; a DP group of one is one sidecar with its engine.
+    """Describes how to start the ranks of one DP group.
+
+    A DP group of one is one sidecar with its engine.
 
     Args:
         dp_group: the DP group's name. Rank ``r`` is the engine ``dp_group-r``; an engine alone has
@@ -60,7 +62,7 @@ class RankLaunchPlan:
         port: where rank 0 serves requests, the others on the ports after it; 0: any port.
         host: where ranks meet; this host's own address.
         gpus: GPUs of this host, by the names of ``CUDA_VISIBLE_DEVICES``, distributed evenly over
-            the ranks; none: ranks see what this process sees.
+            the ranks. Empty: every rank sees the GPUs that this process sees.
 
     Raises:
         UsageError: there are fewer GPUs than ranks.
@@ -82,7 +84,7 @@ class RankLaunchPlan:
             )
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Returns what one rank's environment has beyond this process's."""
+        """Returns the environment variables that a rank gets beside those of this process."""
         if not self.gpus:
             return {}
         share = len(self.gpus) // self.size
@@ -156,7 +158,7 @@ class RankSupervisor:
         plan: how the ranks are started.
         restarts: how many times in a row the DP group is restarted.
         output: where ranks write. Default: this process's stdout and stderr.
-        env: their environment. Default: this process's.
+        env: the ranks' environment. Default: this process's.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class RankSupervisor:
 
         Raises:
             EngineError: code ``engine_dead``: ranks died too often.
-            WavebusError: a rank refuses its options.
+            WavebusError: a rank rejects its options.
         """
         failures = 0
         while True:
@@ -253,7 +255,7 @@ class RankSupervisor:
             async with asyncio.timeout(STOP_GRACE_S):
                 await asyncio.gather(*(process.wait() for process in self._ranks))
         for process in self._ranks:
-            _signal(process, signal.SIGKILL)  # and the kernel ends what it guards
+            _signal(process, signal.SIGKILL)  # the kernel then ends the rank's server
         await asyncio.gather(*(process.wait() for process in self._ranks))
 
 
