@@ -238,7 +238,7 @@ class Sidecar:
         await self.close("closed" if exc is None else f"closing on {exc!r}"[:256])
 
     async def joined(self) -> None:
-        """Waits until the broker has let this engine join.
+        """Waits until the broker has accepted this engine.
 
         Raises:
             Refused: the broker refuses the join, for example because the name is taken.

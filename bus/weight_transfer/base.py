@@ -1,8 +1,8 @@
 """The contracts of a backend's two ends: :class:`Sender` and :class:`Receiver`.
 
 A sender lives in the trainer. A receiver lives where the tensors are needed: in the embedded
-engine, or in a vLLM worker. It fetches bytes and knows no model. docs/extending.md adds a backend
-step by step.
+engine, or in a vLLM worker. A receiver only fetches bytes, and depends on no model.
+docs/extending.md adds a backend step by step.
 """
 
 from __future__ import annotations

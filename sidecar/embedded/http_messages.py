@@ -1,7 +1,7 @@
 """The JSON of the data plane: vLLM's ``POST /inference/v1/generate``, tokens only.
 
-Field names and shapes are vLLM's, so that one client talks to both. Fields that the
-embedded engine has no use for are refused by name rather than ignored.
+Field names and shapes are vLLM's, so that one client works with both. The embedded engine
+rejects fields that it does not support, by name.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seed: None draws one.
         n: choices that share the prompt.
         max_tokens: None allows as many as the model's length leaves.
-        min_tokens: no end of the sequence is sampled before so many tokens.
+        min_tokens: no end of the sequence is sampled before that many output tokens.
         logprobs: None gives none, 0 or 1 the sampled token's. They are vLLM's default, *raw*
             log-probabilities, of the model's own distribution. At temperature 1, without ``top_k``
             and ``top_p``, that is the distribution that tokens are sampled from.

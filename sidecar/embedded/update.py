@@ -13,7 +13,7 @@
     FINISHED   commit                IDLE       the engine serves the new version
 
     of a staged update, without a pause
-    LOADING    load                  LOADING    they are copied beside the parameters
+    LOADING    load                  LOADING    they are copied into the staged parameters
     any        restore               IDLE       the staged tensors are discarded
     FINISHED   swap                  IDLE       between two steps all of them are copied into the
                                                 parameters; the engine serves the new version
@@ -205,7 +205,7 @@ class Updater:
             raise
 
     def is_short(self, tensors: int, verify: Verify = "off") -> bool:
-        """Returns whether receiving or verifying so many tensors is faster than waking a thread."""
+        """Returns whether handling ``tensors`` tensors here is faster than waking a thread."""
         waits = self._receiver is None or self._receiver.is_blocking
         return not waits and verify != "full" and tensors <= SHORT_TENSORS
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bus.weight_transfer.checksum import SelectedWords
 
 
-# Words that are kept before they are compared: 32 MiB.
+# How many words are kept before they are compared: 32 MiB of them.
 _MOST_WORDS: Final = 1 << 22
 
 

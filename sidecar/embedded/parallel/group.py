@@ -149,7 +149,7 @@ class RankGroup:
 
 
 class GroupExchange:
-    """Spreads experts over the ranks in blocks of equal size, by rank.
+    """Spreads experts over the ranks, in order and in blocks of nearly equal size.
 
     Implements :class:`sidecar.embedded.qwen3.Exchange` by three all-to-all exchanges: the counts of
     rows, the rows, and the results.

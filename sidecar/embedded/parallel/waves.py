@@ -20,7 +20,7 @@ end a wave together, and number waves alike.
 A pause of a running group ends its wave. A pause of an idle group starts a wave to end, so that an
 idle rank learns in the same way that all have paused.
 
-A locally paused rank obeys START_DP_WAVE, because the others may be blocked in a step until it
+A locally paused rank acts on START_DP_WAVE, because the others may be blocked in a step until it
 joins. After all ranks have agreed, the rank records START_DP_WAVE until the resume: it can only
 have been sent for a request that still waits somewhere. START_DP_WAVE for an earlier wave changes
 nothing in any state.
