@@ -179,7 +179,7 @@ class Engine(Protocol):
         """Returns the weight version that the engine serves; 0 before the first commit."""
 
     async def join_run(self, run: str) -> None:
-        """Salts the caches with a run's id, so that entries of other runs are never found.
+        """Salts the caches with a run's id, so that other runs' entries are never found.
 
         Called when a session has joined a group, before any other call, and again when the group's
         run changes.

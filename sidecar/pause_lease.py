@@ -1,4 +1,4 @@
-"""Writes an engine's lease page, and takes over a pause that an earlier sidecar left behind.
+"""Writes an engine's lease page, and takes over the pause of an earlier sidecar.
 
 The page is written before each call that may have to be undone. So if the sidecar dies, the page
 names everything that must be undone.

@@ -333,7 +333,7 @@ class Sidecar:
             self._perform(self.session.on_lease_vote(vote, self._client.now_ms()))
 
     def _restart(self, epoch: int, reason: str) -> None:
-        """Ends the sidecar of an engine that the broker found stuck, so that both are restarted."""
+        """Ends the sidecar of an engine that is stuck, so that both are restarted."""
         if epoch < self.session.epoch or not self.supervised or self.death:
             return
         self.death = f"stuck, to be started anew: {reason}"
@@ -386,7 +386,7 @@ class Sidecar:
     # -- engine calls -----------------------------------------------------------
 
     async def _make_calls(self) -> None:
-        """Joins the group's run, and makes the engine calls of the session, one at a time."""
+        """Joins the group's run, and makes the session's engine calls, one at a time."""
         while True:
             if await self._cache_run.join(self._client.link.run, self._failure):
                 continue
@@ -459,7 +459,7 @@ class Sidecar:
             await anyio.sleep(CANCEL_SWAP_RETRY_S)
 
     def _on_task_failed(self, error: BaseException) -> None:
-        """Ends the sidecar when one of its tasks has failed; the lease then resumes the engine."""
+        """Ends the sidecar when a task has failed; the lease then resumes the engine."""
         self._client.log.error("sidecar_task_broke", exc_info=error)
         self.death = self.death or f"the sidecar broke: {type(error).__name__}: {error}"
         self._ended.set()

@@ -53,7 +53,10 @@ class HttpGroup:
         self.cpu_s = 0.0
 
     async def round_ms(self) -> float:
-        """Makes one round, returns its time, and adds this process's CPU time to :attr:`cpu_s`."""
+        """Makes one round, and returns its time.
+
+        Adds this process's CPU time to :attr:`cpu_s`.
+        """
         since_cpu_s, since_s = time.process_time(), time.perf_counter()
         # What PAUSE_LOCAL carries, too.
         await self._post_all("/pause", {"mode": "keep", "clear_cache": "true"})
@@ -221,6 +224,6 @@ async def _http(bench: Bench, engines: int, *, access_log: bool) -> HttpGroup:
 
 
 async def round_ms(trainer: Worker) -> float:
-    """Returns the time of one pause and resume over the bus, as the trainer measures it."""
+    """Returns the trainer's time for one pause and resume over the bus, in ms."""
     took_ms: float = (await trainer.ask("round"))["round_ms"]
     return took_ms

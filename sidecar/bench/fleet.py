@@ -58,7 +58,7 @@ class BroadcastEnds:
     workers: tuple[Worker, ...]
 
     async def raw_ms(self) -> float:
-        """Returns the time of one broadcast, or of one copy if there is a single end."""
+        """Returns the time of one broadcast, or, with a single end, of a copy."""
         if len(self.workers) == 1:
             return await self.copy_ms()
         return float(max(await asyncio.gather(*(end.ask("broadcast_ms") for end in self.workers))))
@@ -148,7 +148,7 @@ async def _served(url: str) -> ServedAnswer:
 async def start_embedded(
     bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]
 ) -> UpdatedEngines:
-    """Starts a broker, a trainer and two groups, each engine in a process of its own.
+    """Starts a broker, a trainer and two groups, with a process for each engine.
 
     One group is on the bus, and the trainer calls the other's engines directly. Both ways lend
     memory if the backend can.

@@ -96,7 +96,7 @@ class Worker:
 
 
 class Bench(contextlib.AsyncExitStack):
-    """The processes of one run, or of a part of it: they end with the block.
+    """The processes of a run, or of a part, which end with the block.
 
     Args:
         loop: the event loop of all processes.
@@ -172,7 +172,9 @@ async def in_turn(
     swing: bool = False,
     on_round: Callable[[int, str, T], None] = lambda *_: None,
 ) -> dict[str, list[T]]:
-    """Runs rounds of all ways in turn, so that other load of the host affects all alike.
+    """Runs rounds of all ways in turn.
+
+    So other load of the host affects all ways alike.
 
     Args:
         ways: runs one round of each way.

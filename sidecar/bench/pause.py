@@ -51,7 +51,10 @@ _SERVER: Final = ("--enforce-eager", "--max-num-seqs=8", "--max-model-len=256")
 
 
 class RestingDpGroup:
-    """One of the DP groups: its engines' URLs, and a trainer that reports when they are idle."""
+    """One of the DP groups, with its engines' URLs and its trainer.
+
+    The trainer reports when the engines are idle.
+    """
 
     def __init__(
         self, session: aiohttp.ClientSession, trainer: Worker, endpoints: Sequence[str]

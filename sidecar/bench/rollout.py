@@ -154,7 +154,10 @@ class RolloutBench:
         }
 
     async def kill(self, engines: list[tuple[str, Worker, str]], kills: int) -> dict[str, Any]:
-        """Measures the time from an engine's SIGKILL to the next token of each of its answers."""
+        """Kills engines, and measures how long each of their answers stands still.
+
+        The time is from the engine's SIGKILL to the answer's next token.
+        """
         took_ms: list[float] = []
         for number in range(kills):
             name, victim, _ = engines.pop(0)

@@ -1,4 +1,4 @@
-"""Runs a DP coordinator: sockets to the DP group, a peer on the bus, and a timer.
+"""Runs a DP coordinator: sockets to the DP group, a peer, and a timer.
 
 The broker decides while it is reachable, and nothing ever waits for it. See
 :mod:`bus.protocol.dp.coordinator`.

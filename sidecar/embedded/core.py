@@ -168,7 +168,7 @@ class EngineCore:
         return future
 
     def admit(self, *, open: bool) -> Future[None]:  # noqa: A002 - as in the protocol
-        """Opens admission, or closes it, so that every new request ends at once without a token."""
+        """Opens admission, or closes it: every new request then ends without a token."""
 
         def run() -> None:
             self._admits = open

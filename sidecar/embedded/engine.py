@@ -277,7 +277,7 @@ class EmbeddedEngine:
         await self._call(self._update().wake)
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """Opens admission, or closes it, so that every new request ends at once without a token."""
+        """Opens admission, or closes it: every new request then ends without a token."""
         await _answer(self._started().admit(open=open))
 
     async def abort_requests(self) -> int:

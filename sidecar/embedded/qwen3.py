@@ -1,4 +1,4 @@
-"""The Qwen3 network in torch modules: the embedded engine serves it, and the demo trains it.
+"""The Qwen3 network in torch modules, for the embedded engine and the demo's trainer.
 
 Parameter names and arithmetic are those of Hugging Face's ``Qwen3ForCausalLM`` and
 ``Qwen3MoeForCausalLM``, so one state dict serves this module, transformers and vLLM. The caller
@@ -150,7 +150,7 @@ class Exchange(Protocol):
         """
 
     def combine(self, results: Tensor) -> Tensor:
-        """Sends a result for each row that this rank computed; returns those of its own rows."""
+        """Returns the results of this rank's rows, and sends those of other ranks' rows."""
 
 
 class Alone:

@@ -1,4 +1,4 @@
-"""Requests of the embedded engine, as the core runs them and as their callers read them."""
+"""Requests of the embedded engine, for the core and for callers."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class Generation:
         return self._ready.popleft()
 
     async def ready(self) -> list[Delta]:
-        """Waits for a delta, and returns all that are there; none when all have been read.
+        """Waits for a delta, and returns all that have come; none at the end.
 
         Raises:
             EngineDead: the engine crashed.

@@ -1,4 +1,4 @@
-"""A weight update of the embedded engine, step by step, and the memory that it is staged in.
+"""Carries out weight updates of the embedded engine, and stages them in spare memory.
 
 ::
 

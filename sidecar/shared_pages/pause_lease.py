@@ -149,7 +149,7 @@ class PauseLeasePage:
         self._lease.write(msgspec.msgpack.encode(lease))
 
     def outcome(self) -> LeaseOutcome | None:
-        """Returns what the core did when a lease was last over; None if that never happened."""
+        """Returns what the core did when a lease was last over; else None."""
         found: LeaseOutcome | None = _decode(self._outcome, LeaseOutcome | None)
         return found
 

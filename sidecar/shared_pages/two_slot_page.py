@@ -32,7 +32,7 @@ RECORDS_AT: Final = _PAGE_HEAD.size
 
 
 class NoPage(WavebusError):
-    """There is no page, or it is not readable, or it is of another kind or layout."""
+    """A page is missing, not readable, or of another kind or layout."""
 
 
 def make_page(path: Path | None, kind: bytes, layout: int, size_bytes: int) -> mmap.mmap:

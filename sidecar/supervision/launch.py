@@ -23,7 +23,7 @@ _TRIES: Final = 100
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a port of ``host`` (an address or name of this host) that is free now.
+    """Returns a port that is free now on an address or name of this host.
 
     The port is a random one below the ephemeral range. So no outgoing connection gets it, and two
     processes that search at the same time rarely get the same one.

@@ -1,4 +1,4 @@
-"""Starts and restarts all ranks of one DP group on this host, or one engine with its sidecar.
+"""Starts and restarts all ranks of one DP group, or one engine, on this host.
 
 Each rank is a `wavebus sidecar` of its own, with its engine. A rank that dies leaves its peer ranks
 in collectives that never end, and a rank cannot rejoin. So when one rank ends, all are ended, and
@@ -109,7 +109,7 @@ class RankLaunchPlan:
 
 
 def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str]:
-    """Returns the options of a vLLM server that is one rank and takes requests by itself."""
+    """Returns the options that make a vLLM server one rank with its own requests."""
     return [
         *("--data-parallel-size", str(size), "--data-parallel-rank", str(rank)),
         *("--data-parallel-address", host, "--data-parallel-rpc-port", str(meeting_port)),
@@ -152,7 +152,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 class RankSupervisor:
-    """Runs the ranks of a plan until it is stopped, or until they die too often.
+    """Runs the ranks of a plan until it is stopped or they die too often.
 
     Args:
         plan: how the ranks are started.

@@ -1,4 +1,4 @@
-"""Runs a server for a sidecar, and removes all its processes when one of them ends.
+"""Runs a server for a sidecar, and leaves none of its processes behind.
 
 This is a program, not a module to import::
 

@@ -1,4 +1,4 @@
-"""Runs the trainer of embedded engines, which sends a model over the bus, or without one.
+"""Runs the trainer of embedded engines, which sends a model with or without a bus.
 
 Without a bus it calls the engines' library over a connection to each, one call after the other:
 arm, pause, then put, receive and load of each chunk, finish, resume.

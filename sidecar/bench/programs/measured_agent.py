@@ -1,4 +1,4 @@
-"""Runs a trainer's agent that records when it put chunks, and when the last was acked."""
+"""A trainer's agent that records its puts and transfers, and the last ack."""
 
 from __future__ import annotations
 

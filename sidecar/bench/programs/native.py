@@ -46,7 +46,9 @@ class NativeWeights(EitherForm):
 
 
 class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """A client of vLLM that can pause, for one server or all ranks of a DP group.
+    """A client of vLLM with pause and resume, for one or several servers.
+
+    Several servers are the ranks of one DP group, which are called at once.
 
     Attributes:
         calls: name, begin and end of each call, in seconds on ``time.monotonic()``'s clock.

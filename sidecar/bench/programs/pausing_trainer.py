@@ -26,7 +26,11 @@ class PausingTrainer:
         self._group = group
 
     async def round(self) -> dict[str, float]:
-        """Pauses and resumes; returns the time of both, of the pause, and of the slowest engine."""
+        """Pauses and resumes.
+
+        Returns:
+            The times of both together, of the pause, and of the slowest engine's pause, in ms.
+        """
         since_s = time.perf_counter()
         async with self._agent.paused(mode="keep") as ack:
             paused_s = time.perf_counter()

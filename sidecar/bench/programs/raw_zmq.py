@@ -25,7 +25,7 @@ _HELLO: Final = b"hello"
 
 
 def _frame(message: Message, *, sender: str, reply_to: int) -> bytes:
-    """Encodes a message with the numbers that it has in the middle of a long run."""
+    """Encodes a message with the numbers of a run that has lasted long."""
     return codec.encode_frame(
         message, sender, _BOOT, 1000, reply_to=reply_to, group="bench", epoch=1
     )

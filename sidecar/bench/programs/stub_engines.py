@@ -1,4 +1,4 @@
-"""Runs the engines' side of the bus: N real sidecars in one process, with stub engines."""
+"""Runs N real sidecars in one process, with stubs in place of their engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core of a rank: it steps when its peer ranks do, and pauses when they do.
+"""The core of a rank, which steps and pauses together with its peer ranks.
 
 A pause has two phases. A rank that gets a pause schedules nothing new but continues to step with
 the others (locally paused). At an agreement, the ranks may find that all of them have a pause and

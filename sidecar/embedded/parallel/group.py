@@ -122,7 +122,9 @@ class RankGroup:
         return summed
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Sends rows to all ranks, and returns the received rows, both in the order of ranks.
+        """Exchanges rows with all ranks, and returns the received rows.
+
+        Rows are in the order of ranks, on both sides.
 
         Args:
             rows: the rows for all ranks.
@@ -191,6 +193,6 @@ class GroupExchange:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the error's first line, without the stack traces and advice of gloo and the store."""
+    """Returns an error's first line, without gloo's stack traces and advice."""
     text = str(error).strip()
     return text.splitlines()[0].split(". This is typically")[0] if text else type(error).__name__

@@ -97,7 +97,10 @@ class RankWaves:
         return True
 
     def join_in(self) -> CoreReport | None:
-        """Starts a wave unless one runs, so that the ranks agree; returns a report, if any."""
+        """Starts a wave unless one runs; returns a report, if any.
+
+        In a wave the ranks agree.
+        """
         if self.running or self.paused:
             return None
         self.running = True
