@@ -53,7 +53,7 @@ class DpCoordinatorProcess:
         broker: the broker's address; empty: the DP coordinator uses no broker.
         group: the group on the bus.
         env: the process's environment.
-        on_death: called in a thread with the exit code, if the process ends before :meth:`stop`.
+        on_death: called in a thread with the exit code, if the process ends unexpectedly.
 
     Raises:
         DpCoordinatorFailed: the process ended, or printed no addresses within a minute.

@@ -51,7 +51,7 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True, rename=_HF_NAMES):
         experts: the number of experts in a mixture; 0 makes every layer dense.
         experts_per_token: how many experts compute a token.
         expert_size: inner width of an expert.
-        norm_shares: whether the weights of a token's experts are scaled to add up to one.
+        norm_shares: whether the router's weights for a token's experts are scaled to sum to one.
         mixture_every: distance between layers with a mixture.
         dense_layers: layers, from 0, that have no mixture in any case.
         dtype: torch's name of the parameters' dtype.

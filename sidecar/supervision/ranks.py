@@ -9,11 +9,11 @@ all ranks have joined.
 
     state     event              next      what is done
     STARTING  (made)             RUNNING   start every rank
-    RUNNING   a rank ends        ENDING    end the others; code 2: give up at once
-    RUNNING   asked to stop      STOPPING  end all, in order
-    ENDING    all have ended     WAITING   the longer, the more often it happened
-    WAITING   time is over       STARTING  with a new rendezvous
-    WAITING   too often in a row (exit)    with the rank's exit code
+    RUNNING   a rank ends        ENDING    end the others; after exit code 2: no restart
+    RUNNING   stop is set        STOPPING  end all, in order
+    ENDING    all have ended     WAITING   wait longer after each failure in a row
+    WAITING   the wait is over   STARTING  with a new rendezvous
+    WAITING   too many failures  (exit)    with the rank's exit code
     STOPPING  all have ended     (exit)    0
 """
 
