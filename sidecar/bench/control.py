@@ -1,4 +1,4 @@
-"""``bench control``: a group's pause and resume over the bus, over HTTP and over bare ZeroMQ.
+"""``bench control``: a group's pause and resume over the bus, HTTP and bare ZeroMQ.
 
 ``docs/bench.md`` describes each way. All processes with an event loop have the same kind of loop.
 CPU time is measured afterwards, over blocks of rounds of one way. STATUS reports the broker's, and

@@ -1,4 +1,4 @@
-"""``bench pause``: what the bus adds to a DP group's first request, and to its pause.
+"""``bench pause``: what the bus adds to a DP group's first request and pause.
 
 Two DP groups of the same model run side by side and are measured in turn, so that other load of the
 host affects both alike:

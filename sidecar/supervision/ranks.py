@@ -232,7 +232,7 @@ class RankSupervisor:
         )
 
     async def _first_to_end(self, stop: asyncio.Event) -> tuple[int | None, int]:
-        """Returns the first rank that ends, with its exit code; no rank once ``stop`` is set."""
+        """Returns the first rank that ends, with its exit code; None after ``stop``."""
         waits = {
             asyncio.create_task(process.wait()): rank for rank, process in enumerate(self._ranks)
         }

@@ -252,7 +252,7 @@ class SupervisedServer:
     # -- inside ------------------------------------------------------------------------
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
-        """Reads the server's output in a thread, so that a busy event loop never blocks it."""
+        """Reads the server's output in a thread, so a busy event loop never blocks it."""
         assert process.stdout is not None
         with process.stdout as output:
             for raw in output:

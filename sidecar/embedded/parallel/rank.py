@@ -240,7 +240,7 @@ class DpRank:
 
 
 async def _blocking(action: Callable[[], T]) -> T:
-    """Runs ``action``, which may wait for other ranks, in a thread that does not delay exit."""
+    """Runs ``action``, which may block, in a thread that does not delay exit."""
     loop = asyncio.get_running_loop()
     answer: Future[T] = Future()
 
