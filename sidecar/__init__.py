@@ -11,7 +11,11 @@ __all__ = ["Sidecar"]
 
 
 def __getattr__(name: str) -> Any:
-    """Late: vLLM imports the plugin in each of its processes, and none of them is a sidecar."""
+    """Imports ``Sidecar`` on first use.
+
+    vLLM imports the plugin, and so this package, in each of its processes. None of them needs a
+    sidecar.
+    """
     if name == "Sidecar":
         from sidecar.sidecar import Sidecar  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Shows on the bus that an engine is booting, before it can join as an engine."""
+"""Announces on the bus that an engine is booting, before its sidecar can join."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def shown_as_booting(broker: str, group: str, name: str) -> Iterator[None]:
-    """Joins the bus as the booting engine ``name``, for the length of a block."""
+    """Keeps a booting engine visible on the bus while the block runs.
+
+    Args:
+        broker: the broker's address.
+        group: the engine's group.
+        name: the engine's name; on the bus it gets a suffix.
+    """
     peer = PeerClient(
         name=name[: 128 - len(BOOT_SUFFIX)] + BOOT_SUFFIX,
         group=group,

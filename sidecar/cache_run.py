@@ -11,21 +11,24 @@ if TYPE_CHECKING:
 
 
 class CacheRun:
-    """Tracks which run one engine has joined."""
+    """Tracks which run an engine has joined."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._run = ""
 
     async def join(self, run: str, on_failure: Callable[[str, Exception], object]) -> bool:
-        """Has the engine join a run, unless it has; returns whether it did so now.
+        """Makes the engine join a run, unless it has joined that run already.
 
-        A failed call is reported and repeated later. The engine serves meanwhile: its caches have
-        another run's salt, and so no entries of this run.
+        A failed call is reported; the next call of this method tries again. The engine serves
+        meanwhile. Its caches still have the salt of the earlier run, so no entries of this one.
 
         Args:
             run: the group's run; empty before the sidecar has joined a group.
             on_failure: receives the name and the exception of a call that failed.
+
+        Returns:
+            Whether the engine has joined the run in this call.
         """
         if run in ("", self._run):
             return False

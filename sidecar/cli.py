@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bus.cli.options import Keys
     from sidecar.engine import Engine
 
-# How often in a row engines that are started here are started anew, unless it is said.
+# How many times in a row engines that are started here are restarted by default.
 RESTARTS: Final = 5
 
 
@@ -81,7 +81,7 @@ def sidecar(ctx: click.Context, plan: SidecarPlan, keys: Keys, command: tuple[st
         made = make_vllm(plan, command)
     elif not restarts:
         made = make_embedded(plan)
-    advertised(getattr(made, "endpoint", ""), plan.advertise or "")  # refused before it boots
+    advertised(getattr(made, "endpoint", ""), plan.advertise or "")  # raises before it boots
     if made is None or restarts:
         _supervise(ctx, plan, command, restarts)
         return

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from sidecar.engine import Engine
     from sidecar.vllm.plugin.environment import DpCoordinator
 
-# For tests alone: ranks of the embedded engine pause as they must not. No option of the
-# command, since nobody should choose it.
+# For tests alone: ranks of the embedded engine pause in one phase, which is wrong. No option of the
+# command, so that nobody chooses it.
 ONE_PHASE_PAUSE: Final = "WAVEBUS_TEST_ONE_PHASE_PAUSE"
 
 

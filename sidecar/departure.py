@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 class Departure:
-    """Announces that an engine stops. Once it has ``begun``, heartbeats report closed admission."""
+    """Announces that an engine is about to stop.
+
+    Attributes:
+        begun: whether the announcement has begun. Heartbeats then report closed admission.
+    """
 
     def __init__(self) -> None:
         self.begun = False
@@ -40,7 +44,7 @@ class Departure:
         Args:
             peer: the sidecar's peer.
             beat: makes the heartbeat.
-            death: how the engine died; empty if it lives.
+            death: why the engine died; empty if it is alive.
         """
         if death or peer.link.state is not LinkState.JOINED:
             return

@@ -1,4 +1,4 @@
-"""Makes the engine calls that a session's machine asks for."""
+"""Executes the engine calls that the session machine requests."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 async def dispatch(engine: Engine, call: Call) -> CallResult:
-    """Makes one call of an engine, and returns its result.
+    """Makes one call to an engine, and returns its result.
 
     Raises:
-        EngineError: the call failed; but an adapter may raise anything.
+        EngineError: the call failed. An adapter may raise other exceptions, too.
     """
     match call:
         case CallPause(mode, clear_cache):
@@ -87,9 +87,9 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
 
 
 async def _pause(engine: Engine, mode: PauseMode, *, clear_cache: bool) -> int:
-    """Pauses, and returns how many requests the engine then holds."""
+    """Pauses, and returns how many requests the engine then has."""
     if mode == "keep":
-        # The number does not change meanwhile.
+        # This pause ends no requests, so they can be counted at the same time.
         return await _count_during(engine, engine.pause(mode, clear_cache=clear_cache))
     await engine.pause(mode, clear_cache=clear_cache)
     return await engine.in_flight()

@@ -39,7 +39,7 @@ _GENERATE: Final = "/inference/v1/generate"
 
 
 def checks(options: Options) -> list[Check]:
-    """Torch, shared memory, vLLM, the plugin; a server, if one was named."""
+    """Returns the checks of torch, shared memory, vLLM, the plugin and, if named, a server."""
     found = [_torch(), _shared_memory(), _leftovers(), *_vllm()]
     if options.attach:
         found += _server(options.attach.rstrip("/"))
@@ -209,7 +209,7 @@ def _ask_workers(url: str, method: str) -> Any:
 
 
 def _plugin_of(url: str) -> list[Check]:
-    """Checks for the plugin in the server's workers, and their KV connectors."""
+    """Checks that a server's workers have the plugin, and which KV connectors they use."""
     try:
         answer = _ask_workers(url, worker_rpc.ASK_PRESENCE)
         if isinstance(answer, list) and answer and worker_rpc.is_ours(answer[0]):

@@ -1,8 +1,8 @@
 """The interface between a sidecar and its engine.
 
-An adapter is simple on purpose: no timeouts, no retries, and no memory of epochs. The session
-machine (:mod:`bus.protocol.engine.session`) decides which call may be made when. It makes one call
-of an engine at a time, apart from :meth:`Engine.in_flight`, :meth:`Engine.died` and
+An adapter has no timeouts, no retries, and no memory of epochs. The session machine
+(:mod:`bus.protocol.engine.session`) decides which call may be made when. It makes one call to an
+engine at a time, apart from :meth:`Engine.in_flight`, :meth:`Engine.died` and
 :meth:`Engine.call_off`.
 """
 
@@ -59,7 +59,7 @@ __all__ = [
     "require_model",
 ]
 
-# How long an engine that has booted may take to answer what a starting sidecar asks.
+# How long a booted engine may take to answer the calls of a starting sidecar.
 START_ANSWER_S: Final = 120.0
 
 
@@ -69,7 +69,7 @@ def answers_within(limit_s: float, who: str) -> Iterator[None]:
 
     Args:
         limit_s: the limit, in seconds.
-        who: what is waited for, for the error.
+        who: the name of what must answer, for the error's text.
 
     Raises:
         EngineError: code ``timeout``: the engine has not answered.
@@ -85,7 +85,7 @@ def answers_within(limit_s: float, who: str) -> Iterator[None]:
         ) from error
 
 
-# The hint of a NACK that refuses experts by names that the model doesn't have.
+# The hint of a NACK that rejects experts under names that the model doesn't have.
 FUSED_HINT = (
     "the checkpoint has one tensor per expert (experts.0.up_proj.weight), transformers fuses them: "
     "send the model itself, its state dict with config=, or the checkpoint's names"
@@ -94,12 +94,14 @@ FUSED_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is. Fields not named here are as in :class:`bus.messages.EngineFacts`.
+    """Describes an engine, as its adapter reports it on start.
+
+    Fields not named here are as in :class:`bus.messages.EngineFacts`.
 
     Attributes:
-        closed: whether its admission was found closed, as a quarantine leaves it.
-        booted_closed: whether its admission has been closed since the engine booted.
-        ends_with_sidecar: whether its adapter stops the engine when the adapter is closed.
+        closed: whether admission was already closed on start, as a quarantine leaves it.
+        booted_closed: whether admission has been closed since the engine booted.
+        ends_with_sidecar: whether closing the adapter stops the engine.
     """
 
     kind: str
@@ -123,7 +125,7 @@ class EngineInfo:
     kv_connectors: Mapping[str, str] = field(default_factory=dict)
 
     def facts(self, **placed: Any) -> EngineFacts:
-        """Returns the facts of a JOIN; ``placed`` are those that only the sidecar knows."""
+        """Returns the facts for a JOIN; ``placed`` are those that only the sidecar has."""
         names = {each.name for each in fields(EngineFacts)} - placed.keys()
         found: dict[str, Any] = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name in names
@@ -133,58 +135,58 @@ class EngineInfo:
 
 @runtime_checkable
 class Engine(Protocol):
-    """One inference engine client: an ``AsyncLLM``, an API server, or an embedded engine.
+    """The adapter of one inference engine: an ``AsyncLLM``, an API server, or an embedded engine.
 
     Every method but ``died`` and ``in_flight`` raises :class:`bus.errors.EngineError` if the engine
-    refuses or fails, and :class:`bus.errors.EngineDead` if the engine is gone.
+    rejects the call or fails, and :class:`bus.errors.EngineDead` if the engine is gone.
     """
 
     async def start(self) -> EngineInfo:
-        """Starts or reaches the engine; returns when it takes requests."""
+        """Starts or reaches the engine; returns when the engine takes requests."""
 
     async def close(self) -> None:
-        """Stops the engine if the adapter has started it; else releases it."""
+        """Stops the engine if this adapter has started it; otherwise releases it."""
 
     async def died(self) -> str:
-        """Returns only when the engine is dead or unreachable for good, with the reason."""
+        """Waits until the engine is dead or unreachable for good, and returns the reason."""
 
     async def in_flight(self) -> int:
-        """Returns how many requests the engine holds: running, waiting, or frozen by a pause."""
+        """Returns how many requests the engine has: running, waiting, or frozen by a pause."""
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Returns the ids of those requests, as their clients know them; empty if unknown."""
+        """Returns the clients' ids of all requests in the engine; empty if unknown."""
 
     def core_view(self) -> CoreStatusView | None:
-        """Returns the status page of the engine's core, or None. Never blocks."""
+        """Returns the contents of the core's status page; None without a page. Never blocks."""
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
         """Writes the lease page (:mod:`sidecar.shared_pages.pause_lease`). Never blocks.
 
-        The engine ends its pause by itself when the lease is over and nobody has renewed it.
+        If the lease is not renewed in time, the engine ends its pause by itself.
 
         Args:
-            lease: the lease of the engine's pause; None if there is no pause any more.
+            lease: the lease of the engine's pause; None without a pause.
 
         Returns:
-            What the engine has already done about this lease, which is then not renewed. None if
-            the lease holds, and always if the engine ends with its sidecar.
+            What the engine did when this lease was over; such a lease is not renewed. None if the
+            lease is in force, and always if the engine ends with its sidecar.
         """
 
     def abandoned_pause(self) -> AbandonedPause | None:
-        """Returns the pause that an earlier sidecar has left, as found on start; else None."""
+        """Returns the pause that an earlier sidecar left behind, as found on start; else None."""
 
     async def version(self) -> int:
         """Returns the weight version that the engine serves; 0 before the first commit."""
 
     async def join_run(self, run: str) -> None:
-        """Salts the caches with a run's id, so that entries of other runs are never found.
+        """Salts the caches with a run's id, so that other runs' entries are never found.
 
-        Called before any other call of a session that has joined a group, and again when the
-        group's run changes.
+        Called when a session has joined a group, before any other call, and again when the group's
+        run changes.
         """
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stops generation; returns when the engine is idle on its device.
+        """Stops generation; returns when the engine's device is idle.
 
         Args:
             mode: ``keep`` freezes requests. ``wait`` lets running ones end, and queues or rejects
@@ -194,13 +196,13 @@ class Engine(Protocol):
         """
 
     async def resume(self) -> None:
-        """Schedules again. Called only after a pause has returned, with all memory in place."""
+        """Resumes scheduling. Called only after a pause has returned, with all memory allocated."""
 
     async def sleep(self, level: SleepLevel) -> None:
         """Frees the memory of the KV cache and the weights.
 
-        Called only in a pause that has dropped the KV cache. Nothing in it may wait for other ranks
-        of the DP group, because they may refuse.
+        Called only in a pause that has dropped the KV cache. The call must not wait for other ranks
+        of the DP group, because they may reject it.
 
         Args:
             level: 1 keeps the weights in the host's memory, 2 discards them.
@@ -210,35 +212,36 @@ class Engine(Protocol):
         """Allocates the weights' memory again. After level 2 its content is undefined."""
 
     async def wake(self) -> None:
-        """Allocates all memory that still sleeps, and schedules again, as :meth:`resume` does."""
+        """Allocates all memory that is still freed, and schedules again as :meth:`resume` does."""
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - what admission is
-        """Opens or closes admission, which stays so even if the sidecar ends.
+        """Opens or closes admission, also for the time after the sidecar has ended.
 
-        While admission is closed, the engine ends every new request at once, without tokens, from
-        every client, paused or not: with finish reason ``abort``, over HTTP with status 503 and the
-        reason.
+        While admission is closed, the engine ends every new request of every client at once and
+        without tokens, paused or not. The finish reason is ``abort``. HTTP clients get status 503
+        with the reason.
 
         Args:
-            open: whether to open it.
+            open: True opens admission, False closes it.
         """
 
     async def abort_requests(self) -> int:
-        """Ends every request with the tokens it has, paused or not; returns how many."""
+        """Ends every request with the tokens it has, paused or not; returns their number."""
 
     async def clear_cache(self) -> None:
-        """Drops keys, values and prefix cache, as a pause with ``clear_cache`` does.
+        """Drops the KV and prefix cache, as a pause with ``clear_cache`` does.
 
         Called only in a pause that has returned.
         """
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Opens the out-of-band transport; a second call replaces it.
+        """Opens the out-of-band transport; a second call replaces the transport.
 
         Args:
             backend: the backend's name.
             params: the sender's parameters.
-            place: where the engine's first worker is in the communicator; its other workers follow.
+            place: the rank of the engine's first worker in the communicator. The other workers have
+                the ranks after it.
 
         Returns:
             How many chunks may be received before the first of them is loaded; at least one.
@@ -278,21 +281,22 @@ class Engine(Protocol):
         Args:
             recover: whether an earlier update, of any target, ended after it had loaded a chunk.
             target: what the update is for.
-            staged: whether :meth:`load` puts chunks beside the weights while the engine serves. If
-                so, :meth:`finish_update` and :meth:`swap` follow, or :meth:`restore`.
+            staged: whether :meth:`load` puts chunks into spare memory while the engine serves. If
+                so, either :meth:`finish_update` and :meth:`swap` follow, or :meth:`restore`.
         """
 
     async def receive(self, chunk: Chunk) -> None:
-        """Receives a chunk's tensors into staging; the model is untouched.
+        """Receives a chunk's tensors without changing the model.
 
-        With room for several chunks it may return earlier; :meth:`load` then waits for the tensors.
+        If several chunks may be in flight, the method may return before the tensors are there.
+        :meth:`load` then waits for them.
 
         Args:
             chunk: the chunk.
         """
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Loads a received chunk into the model, and frees its staging memory.
+        """Loads a received chunk into the model, and frees the chunk's memory.
 
         Args:
             seq: number of the chunk.
@@ -308,14 +312,14 @@ class Engine(Protocol):
     async def restore(self, target: Target = "model") -> None:
         """Restores the target's old weights after ``start_update`` and before any load.
 
-        Of a staged update, frees what is staged.
+        For a staged update, frees the staged weights.
 
         Args:
             target: the target of the update.
         """
 
     async def finish_update(self) -> None:
-        """Post-processes the weights, after the last chunk."""
+        """Post-processes the weights after the last chunk."""
 
     async def probe(
         self,
@@ -328,8 +332,9 @@ class Engine(Protocol):
     ) -> tuple[ProbeResult, ...]:
         """Runs greedy probes on weights that are finished and not committed.
 
-        The engine is paused before and after, and serves nobody else meanwhile. Probes go on past
-        any end of sequence. All ranks of a DP group are called, and return, together.
+        The engine is paused before and after, and serves no other requests meanwhile. Probes
+        continue past any end of sequence. All ranks of a DP group are called together, and return
+        together.
 
         Args:
             prompts: token ids.
@@ -347,16 +352,16 @@ class Engine(Protocol):
         """Serves the loaded weights as ``version`` from now on.
 
         Args:
-            version: a later version; or, of an engine that catches up, its own again.
+            version: the new version, or the engine's own when it catches up to that.
         """
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
         """Replaces the served weights with the staged ones between two steps.
 
-        All workers, and all ranks of the DP group, swap between the same two steps. Ranks that wait
-        for each other serve the old version meanwhile; a rank that is not asked keeps all of them
-        there. Requests that come later find no cache entry of older weights. Returns when the swap
-        is done.
+        All workers, and all ranks of the DP group, swap between the same two steps. Until all ranks
+        are ready, they serve the old version; one rank that gets no swap keeps all at the old
+        version. Requests that come later find no cache entry of older weights. Returns when the
+        swap is done.
 
         Args:
             version: as in :meth:`commit`.
@@ -368,11 +373,11 @@ class Engine(Protocol):
         """
 
     async def call_off(self) -> None:
-        """Cancels a :meth:`swap` under way, unless all ranks have already agreed to it."""
+        """Cancels a :meth:`swap` under way, unless all ranks have already agreed to swap."""
 
 
 def require_model(target: Target) -> None:
-    """Refuses an update of a draft, for engines without speculative decoding.
+    """Rejects an update of a draft, for engines without speculative decoding.
 
     Args:
         target: the target of the update.

@@ -1,7 +1,7 @@
-"""Writes an engine's lease page, and takes over a pause that an earlier sidecar has left.
+"""Writes an engine's lease page, and takes over the pause of an earlier sidecar.
 
-The page is written before each call that would have to be undone, so it never says less than what
-has happened to the engine.
+The page is written before each call that may have to be undone. So if the sidecar dies, the page
+names everything that must be undone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit
 
 
 class PauseLeaseWriter:
-    """Writes the lease page of one engine, for one life of its sidecar."""
+    """Writes the lease page of one engine while one sidecar process lives."""
 
     def __init__(self, engine: Engine, session: EngineSession, dp_group: str) -> None:
         self._engine = engine
@@ -58,12 +58,12 @@ class PauseLeaseWriter:
     def write(self, left_ms: float, now_ms: float, call: Call | None = None) -> list[Note]:
         """Writes the lease of the engine's pause.
 
-        If the engine has ended the pause meanwhile, the session learns it as soon as no call is
-        under way.
+        If the engine has ended the pause by itself, the session's state is corrected as soon as no
+        call is under way.
 
         Args:
             left_ms: for how long the engine stays paused if this sidecar dies now, in ms.
-            now_ms: the session's time.
+            now_ms: the session's time, in ms.
             call: the engine call that is about to be made.
 
         Returns:
@@ -90,9 +90,9 @@ class PauseLeaseWriter:
         return self._on_outcome(end, now_ms) if self._session.at_rest else []
 
     async def release(self, *, runs_on: bool = True) -> None:
-        """Ends the engine's pause, and opens its admission if it ``runs_on`` without a sidecar.
+        """Ends the engine's pause, and opens admission if the engine ``runs_on`` without a sidecar.
 
-        The pause of a rank, or of an engine asleep, is left to the lease: a DP group resumes as
+        The pause of a rank, or of a sleeping engine, ends with its lease: a DP group resumes as
         one, and the trainer may use the memory of a sleeping engine.
         """
         session, engine = self._session, self._engine
@@ -107,13 +107,13 @@ class PauseLeaseWriter:
 
         Args:
             left: the pause that was found.
-            now_ms: the session's time.
+            now_ms: the session's time, in ms.
 
         Returns:
             A note for the log.
 
         Raises:
-            EngineError: code ``name_taken``: another sidecar that lives holds the engine.
+            EngineError: code ``name_taken``: another live sidecar has paused the engine.
         """
         lease, partial, engine = left.lease, left.partial, self._engine
         is_held = lease.writer_pid != os.getpid() and is_alive(lease.writer_pid)
@@ -152,7 +152,7 @@ class PauseLeaseWriter:
             over_ms = session.lease.over_ms
             if over_ms is None or over_ms <= now_ms:
                 return []
-            # The broker is heard again: the pause is the group's once more.
+            # The broker is reachable again, and controls the pause as before.
         elif end.state == "resumed":
             session.found_running()
         else:

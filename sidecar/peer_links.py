@@ -1,8 +1,8 @@
 """Direct links between the sidecars of one DP group, for the time without a broker.
 
-Each sidecar has a ROUTER of its own, and a DEALER to each peer rank, whose addresses come from the
-broker (PEER_RANKS). Only LEASE_VOTE is sent here. A vote counts only for its sender's own rank,
-which is checked by its name, and by its key if the broker uses keys.
+Each sidecar has a ROUTER of its own, and a DEALER to each peer rank. The broker sends the peer
+ranks' addresses (PEER_RANKS). The links carry only LEASE_VOTE. A sidecar accepts a vote only for
+the rank of its sender, which it identifies by name and, if the broker uses keys, by key.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 
 class PeerLinks:
-    """One rank's end.
+    """Connects one rank's sidecar to the sidecars of its peer ranks.
 
     Args:
-        name, boot, group, dp_group, dp_rank: this rank's, as on the bus.
+        name, boot, group, dp_group, dp_rank: this rank's identity, as on the bus.
         broker: the broker's address; peer ranks are reached over the same interface.
-        on_vote: what a peer rank has said, decoded and checked.
+        security: this rank's key, or none.
+        on_vote: receives each vote of a peer rank, decoded and checked.
 
     Attributes:
         address: where peer ranks reach this rank.
@@ -69,7 +70,11 @@ class PeerLinks:
         self._server.listen(self._on_frame)
 
     def connect_peers(self, message: PeerRanks) -> None:
-        """Who the peer ranks are now; links to those that are new, or have moved, are made."""
+        """Connects to peer ranks that are new or have moved, and closes outdated links.
+
+        Args:
+            message: all ranks of the DP group, as the broker lists them.
+        """
         peers = {each.dp_rank: each for each in message.peers if each.dp_rank != self._dp_rank}
         for rank in [r for r, (known, _) in self._peers.items() if peers.get(r) != known]:
             self._peers.pop(rank)[1].close()
@@ -87,11 +92,16 @@ class PeerLinks:
         except UsageError as error:
             self._log.warning("peer_rank_unreachable", peer_rank=peer.name, detail=str(error))
             return
-        client.listen(lambda _frame: None)  # answers come to the own ROUTER
+        client.listen(lambda _frame: None)  # peer ranks answer to this rank's ROUTER
         self._peers[rank] = (peer, client)
 
     def send(self, vote: LeaseVote, ranks: tuple[int, ...]) -> None:
-        """Tell these peers; who can't be reached now is asked again by whoever wants to know."""
+        """Sends a vote to the given ranks, and skips ranks without a link.
+
+        Args:
+            vote: this rank's vote.
+            ranks: the peer ranks.
+        """
         for rank in ranks:
             if rank in self._peers:
                 self._seq += 1
@@ -100,7 +110,7 @@ class PeerLinks:
                 )
 
     def close(self) -> None:
-        """End; nothing more is heard."""
+        """Closes all links, so that no more votes arrive."""
         self._server.close()
         for _, client in self._peers.values():
             client.close()
@@ -137,6 +147,6 @@ def _own_address(broker: str) -> str:
         with socket.socket(family, kind, proto) as probe:
             probe.connect(where)  # sends nothing
             host = str(probe.getsockname()[0])
-    except OSError:  # no broker can be reached by this address, and so no peer rank is known
+    except OSError:  # the broker is unreachable, so no peer rank is known
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -1,7 +1,7 @@
 """The sidecar: connects one engine to the bus.
 
 The session machine (:mod:`bus.protocol.engine.session`) decides what each frame means. This module
-runs the engine calls that it asks for, and gives it their results.
+executes the engine calls that the machine requests, and passes their results to the machine.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ class Sidecar:
         self._caller: asyncio.Task[None] | None = None  # makes the engine calls, one at a time
         self._next_call: Call | None = None
         self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
-        self._swap_cancelled: CallSwap | None = None  # which is, until it returns
+        self._swap_cancelled: CallSwap | None = None  # set until that swap returns
         self._cache_run = CacheRun(engine)
-        self._closing = self._is_frozen = False  # the core is
+        self._closing = self._is_frozen = False  # frozen: the core
         self._departure = Departure()
         self._ended, self._changed = asyncio.Event(), asyncio.Event()
 
@@ -177,7 +177,7 @@ class Sidecar:
             if left is not None:
                 with answers_within(START_ANSWER_S, "the engine, which was found paused,"):
                     found = await self._lease_writer.take_over(left, scheduler.now_ms())
-            self.session.admission.closed |= self.info.booted_closed  # opened when it has joined
+            self.session.admission.closed |= self.info.booted_closed  # opened after the join
             boot = new_boot()
             if self.info.dp_size > 1:
                 self._peer_links = PeerLinks(
@@ -238,7 +238,7 @@ class Sidecar:
         await self.close("closed" if exc is None else f"closing on {exc!r}"[:256])
 
     async def joined(self) -> None:
-        """Waits until the broker has let this engine join.
+        """Waits until the broker has accepted this engine.
 
         Raises:
             Refused: the broker refuses the join, for example because the name is taken.
@@ -286,7 +286,7 @@ class Sidecar:
                 self._peer_links.close()
             await self.engine.close()
 
-    # -- what the link asks for -------------------------------------------------
+    # -- messages that the link sends ------------------------------------------
 
     def _join(self) -> Join:
         assert self.info is not None
@@ -317,7 +317,7 @@ class Sidecar:
         if link.state is not LinkState.JOINED or not envelope.group:
             return
         if type(message) in COMMANDS:
-            now_ms = link.last_heard_ms  # when this came
+            now_ms = link.last_heard_ms  # when the command came
             self._perform(self.session.command(envelope.id, envelope.epoch, message, now_ms))
         elif isinstance(message, HeartbeatAck):
             self._departure.on_ack(message)
@@ -333,7 +333,7 @@ class Sidecar:
             self._perform(self.session.on_lease_vote(vote, self._client.now_ms()))
 
     def _restart(self, epoch: int, reason: str) -> None:
-        """Ends the sidecar, whose engine the broker has found stuck, so that both are restarted."""
+        """Ends the sidecar of an engine that is stuck, so that both are restarted."""
         if epoch < self.session.epoch or not self.supervised or self.death:
             return
         self.death = f"stuck, to be started anew: {reason}"
@@ -344,7 +344,7 @@ class Sidecar:
         self._changed.set()
         peer = self._peer
         if state is LinkState.JOINED and peer is not None:
-            self._wake_caller()  # its run may be another one
+            self._wake_caller()  # the group may have a new run
             self._perform(self.session.on_group_version(peer.link.version, peer.now_ms()))
         if state is LinkState.REFUSED:
             self._ended.set()
@@ -367,14 +367,14 @@ class Sidecar:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
                 self._wake_caller()
-        if self._next_call is None:  # else it is written with that call
+        if self._next_call is None:  # else that call's task writes it
             self._write_lease()
         due_ms = self.session.next_deadline_ms()
         if due_ms is not None:
             peer.arm_by(due_ms)
 
     def _write_lease(self, call: Call | None = None) -> None:
-        """Writes the engine's lease page; ``call`` is about to be made.
+        """Writes the engine's lease page, before ``call`` if there is one.
 
         Raises:
             EngineError: see :meth:`PauseLeaseWriter.write`.
@@ -409,7 +409,7 @@ class Sidecar:
             self._wake.set_result(None)
 
     async def _last_call(self) -> None:
-        """Waits until the call under way, and the calls that follow from it, are over."""
+        """Waits until the call under way, and the calls that follow from it, have ended."""
         self._closing = True
         self._wake_caller()
         if self._caller is not None:
@@ -419,14 +419,14 @@ class Sidecar:
         try:
             self._write_lease(call)
             result = await dispatch(self.engine, call)
-        except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
+        except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
             failure = self._failure(type(call).__name__, error)
             self._perform(self.session.on_call_failed(call, failure, self._client.now_ms()))
         else:
             self._perform(self.session.on_call_done(call, self._client.now_ms(), result=result))
 
     def _failure(self, name: str, error: Exception) -> Failure:
-        """Logs a failed call, and returns what the machine needs of it."""
+        """Logs a failed engine call, and returns its failure for the session."""
         if not isinstance(error, EngineError):
             self._client.log.error("engine_call_broke", call=name, exc_info=error)
             return Failure(NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
@@ -435,21 +435,21 @@ class Sidecar:
         return Failure(error.code, error.detail, tensor=error.tensor)
 
     async def _escalate(self, call: CallEscalate) -> None:
-        """Pauses a second time, beside the `wait` that still drains."""
+        """Strengthens a pause whose first call, with mode ``wait``, still drains requests."""
         failure = in_flight = None
         try:
             self.session.escalating(await self.engine.request_ids())
             await self.engine.pause(call.mode, clear_cache=call.clear_cache)
             in_flight = await self.engine.in_flight()
-        except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged and told
+        except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
             failure = self._failure(type(call).__name__, error)
         now_ms = self._client.now_ms()
         self._perform(self.session.on_escalation_done(failure, now_ms, in_flight=in_flight))
 
     async def _cancel_swap(self, call: CallCancelSwap) -> None:
-        """Cancels a swap that waits for other ranks, again and again until it returns.
+        """Cancels a swap that waits for other ranks, and repeats that until the swap returns.
 
-        A cancellation may reach the engine before the swap does, or not at all.
+        A cancellation may reach the engine before the swap does, or get lost.
         """
         swap = self.session.update.swap
         if swap is self._swap_cancelled:
@@ -463,7 +463,7 @@ class Sidecar:
             await anyio.sleep(CANCEL_SWAP_RETRY_S)
 
     def _on_task_failed(self, error: BaseException) -> None:
-        """Ends the sidecar, which needs all of its tasks; the lease then frees its engine."""
+        """Ends the sidecar when a task has failed; the lease then resumes the engine."""
         self._client.log.error("sidecar_task_broke", exc_info=error)
         self.death = self.death or f"the sidecar broke: {type(error).__name__}: {error}"
         self._ended.set()
@@ -474,7 +474,7 @@ class Sidecar:
         self._ended.set()
 
     async def _watch_load(self) -> None:
-        """Updates the lease page, and the number of requests that heartbeats report."""
+        """Keeps the lease page, and the number of requests for heartbeats, up to date."""
         while True:
             self._write_lease()
             with contextlib.suppress(Exception):  # an adapter may raise anything
@@ -482,7 +482,7 @@ class Sidecar:
             await anyio.sleep(self._client.link.heartbeat_ms / 1000)
 
     async def _watch_core(self) -> None:
-        """Reports the core's status page to the broker, also while the core answers nobody."""
+        """Reports the core's status page to the broker, also while the core does not respond."""
         while True:
             view = self.engine.core_view()
             if view is not None and view.is_frozen is not self._is_frozen:

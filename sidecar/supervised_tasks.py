@@ -1,4 +1,4 @@
-"""Background tasks of a sidecar. Every failure of one is reported."""
+"""Runs a sidecar's background tasks, and reports every task that fails."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class SupervisedTasks:
-    """Runs coroutines as tasks.
+    """Runs coroutines as tasks, and reports those that raise.
 
     Args:
-        on_failure: called with the exception of a task that raised one.
+        on_failure: called with the exception that a task has raised.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
@@ -21,7 +21,7 @@ class SupervisedTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a coroutine as a task of its own."""
+        """Starts a coroutine as a new task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)

@@ -1,6 +1,7 @@
-"""Values that a transfer gets: ranks in a communicator, and memory for staging.
+"""Describes ranks in a communicator, and memory for staging.
 
-The state machines and the engines pass these values on. The module knows no backend and no torch.
+State machines and engines pass these values on. The module depends on no backend and loads no
+torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class World:
     Attributes:
         number: the communicator's number; 0 for a backend without collectives.
         size: how many ranks there are, with the sender; 1 without collectives.
-        address: this host's address, as hosts on the way to the broker see it.
+        address: this host's address on the network towards the broker.
         senders: how many ranks of the trainer take part. They are the first ranks.
     """
 
@@ -64,11 +65,12 @@ NO_RANK: Final = RankAssignment(0, 1, 0)
 
 @dataclass(frozen=True, slots=True)
 class StagingCapacity:
-    """Whether an armed update can be staged.
+    """Whether an armed update can be staged, and how much memory that takes.
 
     Attributes:
-        needed_bytes: what staging takes in the worker that needs most, in bytes; 0 if unknown.
-        why_not: why the update can't be staged; empty: it can.
+        needed_bytes: the memory that staging takes in the worker that needs most, in bytes; 0 if
+            unknown.
+        why_not: why the update can't be staged; empty if it can.
     """
 
     needed_bytes: int = 0

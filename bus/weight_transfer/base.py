@@ -1,8 +1,8 @@
 """The contracts of a backend's two ends: :class:`Sender` and :class:`Receiver`.
 
 A sender lives in the trainer. A receiver lives where the tensors are needed: in the embedded
-engine, or in a vLLM worker. It fetches bytes and knows no model. docs/extending.md adds a backend
-step by step.
+engine, or in a vLLM worker. A receiver only fetches bytes, and depends on no model.
+docs/extending.md adds a backend step by step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sender(ABC):
             calls :meth:`open`. Set before :meth:`open`.
         can_send_unpacked: whether ``packed=False`` is supported.
         can_queue: whether :meth:`queue` is supported.
-        is_collective: whether sender and engines receive a chunk together, in a communicator. It
+        is_collective: whether sender and engines transfer a chunk together, in a communicator. It
             must be made again whenever an engine comes or goes.
         is_bit_exact: whether engines receive exactly the bits that were put. Otherwise checksums
             are not compared.

@@ -64,7 +64,7 @@ def inspect(
 
 
 def _runs(tensors: Sequence[Any], looked: SelectedWords) -> Iterator[Any]:
-    """Yields the selected floating-point numbers, those of neighbours of one dtype together.
+    """Yields the selected floating-point numbers; neighbours of one dtype come together.
 
     A call for each tensor would cost more than its words.
     """
@@ -108,9 +108,9 @@ def checksums(
         tensors: the chunk's tensors, of any shape, dtype, strides and device. A GPU is waited for
             twice per chunk, not once per tensor.
         verify: what the checksums cover.
-        memo: of tensors that will come again in the same places with other values: keeps what
-            depends on the places.
-        looked: what :func:`select_words` has returned for them, if it was called.
+        memo: a cache, for tensors that will come again at the same addresses with other values.
+            It keeps values that depend only on the addresses.
+        looked: the result of :func:`select_words` for these tensors, if it was called.
 
     Returns:
         Numbers from 0 to 2**64 - 1.
@@ -134,8 +134,8 @@ class SelectedWords:
     """The words of a chunk that its checksums cover.
 
     Args:
-        small: which words they are.
-        words: their values when they were selected; None: they are read when they are summed up.
+        small: the tensors that have the words.
+        words: the words' values; None: they are read later, by :func:`sum_words`.
 
     Attributes:
         count: how many words there are.
@@ -188,7 +188,7 @@ def sum_words(
     Args:
         torch: the module.
         looks: the selected words of each chunk.
-        memo: of chunks that will come again in the same places: keeps what depends on the places.
+        memo: a cache, as in :func:`checksums`.
 
     Returns:
         For each chunk one checksum per tensor; 0 for a tensor without selected words.

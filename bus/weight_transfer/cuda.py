@@ -1,4 +1,4 @@
-"""Wraps what both ends need of CUDA: availability, GPU identity, and memory that processes share.
+"""Wraps CUDA for both ends: availability, GPU identity, memory shared between processes.
 
 Memory is shared by CUDA's driver (``libcuda.so.1``, a stable C interface). torch's own way counts
 references in files, and never frees memory that was lent to a process that died.
@@ -36,7 +36,7 @@ def resolve_gpu(device: str) -> torch.device:
         device: such as ``cuda:0`` or ``cuda``; empty or without number: this thread's GPU.
 
     Raises:
-        UsageError: it is no GPU.
+        UsageError: the device is no GPU.
     """
     named = torch.device(device or "cuda")
     if named.type != "cuda":
@@ -134,7 +134,7 @@ def driver() -> Driver:
     """Returns this process's driver.
 
     Raises:
-        CudaError: it can't be loaded.
+        CudaError: the driver can't be loaded.
     """
     try:
         library = ctypes.CDLL(_LIBRARY)
@@ -159,7 +159,7 @@ class Driver:
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """Frees memory of :meth:`allocate`."""
+        """Frees memory from :meth:`allocate`."""
         self._call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
     def extent(self, pointer: int) -> tuple[int, int]:
@@ -191,7 +191,7 @@ class Driver:
         return pointer.value
 
     def close(self, pointer: int) -> None:
-        """Unmaps an allocation of :meth:`open`."""
+        """Unmaps an allocation from :meth:`open`."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
     def _call(self, name: str, *arguments: Any) -> None:

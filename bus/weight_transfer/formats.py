@@ -75,7 +75,7 @@ class GlooChunk:
 
 @dataclass(frozen=True, slots=True)
 class ShmInit:
-    """The trainer's ring of shared memory segments; empty if it sends unpacked.
+    """The trainer's ring of shared memory segments; empty if the trainer sends unpacked.
 
     Attributes:
         segments: names of the segments, files in :data:`SHM_FOLDER`.
@@ -171,8 +171,8 @@ class IpcMemory:
     """An allocation on the trainer's GPU.
 
     Attributes:
-        handle: CUDA's handle of it (``cudaIpcMemHandle_t``).
-        size_bytes: its size in bytes.
+        handle: CUDA's handle of the allocation (``cudaIpcMemHandle_t``).
+        size_bytes: the allocation's size in bytes.
     """
 
     handle: MemoryHandle

@@ -1,4 +1,4 @@
-"""Lends engines on the trainer's GPU the trainer's memory there: both ends.
+"""Lends the trainer's GPU memory to engines on the same GPU: both ends.
 
 Packed, chunks are copied into buffers that engines map as long as the transport is open. Unpacked,
 nothing is copied: each chunk says where its tensors lie, and engines map that memory for that
@@ -99,7 +99,7 @@ class IpcSender(Sender):
         self._lent.pop(seq, None)
 
     def close(self) -> None:
-        """Frees the memory at once, even if engines are still there."""
+        """Frees the memory at once, even if engines have it mapped."""
         self._retired = _free_buffers([*self._retired, *self._buffers], self._gpu)
         self._buffers = []
         self._lent = {}

@@ -261,7 +261,7 @@ class NcclReceiver(Receiver):
         self._views.clear()
 
     def _check(self, init: NcclInit) -> None:
-        """Refuses what would leave the other ends waiting, or fail half-way."""
+        """Rejects params that would leave the other ends waiting, or fail half-way."""
         if self.device.type != "cuda":
             raise transfer_failed(
                 f"nccl needs an engine on a GPU, and this one's weights are on {self.device}: "

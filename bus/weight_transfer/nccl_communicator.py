@@ -1,11 +1,11 @@
 """One end of an NCCL communicator, the same on both sides.
 
-It uses torch's ``ProcessGroupNCCL``, beside any other groups of the process, but not torch's ways
-of failing: a watchdog that ends the process, or a wait without end. Here an end waits with a
-deadline, checks that the trainer is still there, can be closed meanwhile, and raises.
+It uses torch's ``ProcessGroupNCCL``, beside any other groups of the process. torch handles failures
+by a watchdog that ends the process, or by a wait without end. Here an end waits with a deadline,
+checks that the trainer is still there, can be closed meanwhile, and raises.
 
 A wait happens in CUDA, without Python's lock, which the engine's steps need. A thread of the
-communicator looks on, twice a second. If there is nothing left to wait for, the thread closes the
+communicator checks twice a second whether the wait can still succeed. If not, the thread closes the
 communicator, which ends the wait and the kernel.
 
 NCCL does not notice a dead peer where GPUs read each other's memory (NVLink): its kernel keeps
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from bus.weight_transfer.allocation import RankAssignment
     from bus.weight_transfer.formats import NcclInit
 
-# torch reads this variable when a group is made. If set, the group has no watchdog thread, which
-# would end the process when an operation fails or takes longer than the group's timeout.
+# torch reads this variable when a group is made. If set, the group has no watchdog thread. That
+# thread would end the process if an operation failed or took longer than the group's timeout.
 _NO_WATCHDOG: Final = "TORCH_NCCL_BLOCKING_WAIT"
 # If set, NCCL takes it for the host's name.
 _HOST: Final = "NCCL_HOSTID"
@@ -122,10 +122,10 @@ class NcclCommunicator:
                 _call_within(_ABORT_S, self._group.abort)
 
     def check_open(self) -> None:
-        """Raises if this end was closed.
+        """Raises an error if this end was closed.
 
         Raises:
-            RuntimeError: says why it was closed.
+            RuntimeError: this end was closed; the text says why.
         """
         if self._closed.is_set():
             raise RuntimeError(self._why)
@@ -208,7 +208,7 @@ class Broadcast:
         return self._end
 
     def failure_reason(self, first_since_s: float) -> str:
-        """Returns why there is nothing left to wait for; empty if there is.
+        """Returns why the broadcast can't end any more; empty if it still can.
 
         Args:
             first_since_s: when it became the next to end, as ``time.monotonic()`` has it.
@@ -227,7 +227,9 @@ class Broadcast:
 def meet(
     torch: Any, dist: Any, init: NcclInit, place: RankAssignment, device: Any
 ) -> NcclCommunicator:
-    """Makes this end, when all ends are there and have exchanged a first byte.
+    """Connects this end when all ends are there, and returns its communicator.
+
+    On return all ends have exchanged a first byte.
 
     Args:
         torch: the module.
@@ -340,7 +342,7 @@ def _call_within(timeout_s: float, call: Callable[[], object]) -> None:
     def run() -> None:
         try:
             call()
-        except BaseException as error:  # noqa: BLE001 - it is raised by who waits
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             failed.append(error)
 
     thread = threading.Thread(target=run, name="wavebus-nccl", daemon=True)

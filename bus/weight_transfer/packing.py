@@ -27,14 +27,14 @@ _MOST_VIEWS: Final = 4096
 class ReceivedChunk(list["tuple[str, torch.Tensor]"]):
     """The ``(name, tensor)`` pairs of a received chunk, with fixed places in a buffer.
 
-    The same chunk of the next update lies in the same places. So what is derived of the places can
+    The same chunk of the next update lies in the same places. So values derived from the places can
     be kept in :attr:`memo`.
 
     Attributes:
         metas: names, dtypes and shapes of the tensors, as in the manifest.
         memory: the buffer, as a uint8 tensor of one dimension.
         offsets_bytes: where each tensor begins in the buffer, in bytes.
-        memo: values derived of these places, by name.
+        memo: values derived from these places, by name.
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -69,8 +69,9 @@ class ReceivedChunk(list["tuple[str, torch.Tensor]"]):
 class ViewCache:
     """Keeps the views of packed chunks, one set per chunk and buffer.
 
-    A worker that makes steps has no time for a call into torch per tensor. A chunk that begins with
-    the same tensor replaces the one before, so that endless updates keep the views of one update.
+    Making a view calls torch once per tensor, which would delay a worker's steps. A chunk that
+    begins with the same tensor replaces the one before. So the cache holds the views of one update
+    only.
     """
 
     def __init__(self) -> None:

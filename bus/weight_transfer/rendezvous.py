@@ -1,7 +1,7 @@
 """Connects the ends of a communicator through a store that the trainer runs.
 
-:mod:`bus.weight_transfer.gloo` and :mod:`bus.weight_transfer.nccl_communicator` make communicators
-of their own kind there. The module loads no torch: callers pass ``torch.distributed`` in.
+:mod:`bus.weight_transfer.gloo` and :mod:`bus.weight_transfer.nccl_communicator` use the store to
+make their communicators. The module loads no torch: callers pass ``torch.distributed`` in.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def gather_messages(store: Any, place: RankAssignment, message: str, timeout_s: 
 def is_store_alive(store: Any) -> bool:
     """Returns whether the trainer's store still answers.
 
-    It does while the trainer's process lives and its end is open.
+    The store answers while the trainer's process lives and the trainer's end is open.
 
     Args:
         store: the communicator's part of the store.

@@ -204,7 +204,7 @@ def _in_shared_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _Segment:
-    """A shared memory segment: created exclusively, locked by its owner, mapped whole."""
+    """A shared memory segment: created exclusively, locked by its owner, mapped as a whole."""
 
     def __init__(self, size_bytes: int) -> None:
         while True:

@@ -1,1 +1,1 @@
-"""Measurements that a user can repeat: ``wavebus bench``."""
+"""The measurements of ``wavebus bench``, which a user can repeat."""

@@ -97,10 +97,10 @@ def gap(*, plan: GapPlan, as_json: bool) -> None:
 
 
 def require_modules(*modules: str) -> None:
-    """Check that modules are installed.
+    """Checks that modules are installed.
 
     Raises:
-        UsageError: names those that are missing, and how to install them.
+        UsageError: a module is missing. The text says how to install it.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -110,10 +110,10 @@ def require_modules(*modules: str) -> None:
 
 
 def require_engines(plan: EnginesPlan) -> None:
-    """Check that the engines of ``plan`` can be measured here.
+    """Checks that the engines of ``plan`` can be measured here.
 
     Raises:
-        UsageError: says what is missing.
+        UsageError: something is missing. The text names it.
     """
     require_modules("torch", "aiohttp")
     if plan.engine == "vllm":
@@ -135,7 +135,9 @@ def require_engines(plan: EnginesPlan) -> None:
 
 
 def show(name: str, plan: Any, *, as_json: bool, loop: LoopChoice = "auto") -> None:
-    """Run the bench of that name, and print its figures. SIGTERM cleans up as Ctrl-C does.
+    """Runs the bench of that name, and prints its figures.
+
+    SIGTERM ends the bench's processes, as Ctrl-C does.
 
     Raises:
         WavebusError: the weights that were sent did not arrive.

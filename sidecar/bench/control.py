@@ -1,8 +1,8 @@
-"""``bench control``: a group's pause and resume over the bus, over HTTP and over bare ZeroMQ.
+"""``bench control``: a group's pause and resume over the bus, HTTP and bare ZeroMQ.
 
 ``docs/bench.md`` describes each way. All processes with an event loop have the same kind of loop.
-CPU time is measured afterwards, over blocks of rounds of one way: the broker's by STATUS, HTTP's
-in this process. Heartbeats in a block count against the bus.
+CPU time is measured afterwards, over blocks of rounds of one way. STATUS reports the broker's, and
+HTTP's is that of this process. Heartbeats within a block count as CPU time of the bus.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class HttpGroup:
         self.cpu_s = 0.0
 
     async def round_ms(self) -> float:
-        """Make one round; add this process's CPU time to :attr:`cpu_s`."""
+        """Makes one round, and returns its time.
+
+        Adds this process's CPU time to :attr:`cpu_s`.
+        """
         since_cpu_s, since_s = time.process_time(), time.perf_counter()
         # What PAUSE_LOCAL carries, too.
         await self._post_all("/pause", {"mode": "keep", "clear_cache": "true"})
@@ -76,7 +79,7 @@ class HttpGroup:
 
 
 async def measure(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
-    """Return the JSON's fields: medians, and the bus's ratio to each.
+    """Returns the JSON's fields: medians, and the bus's ratio to each other way.
 
     Raises:
         UsageError: the system allows too few open files.
@@ -91,7 +94,7 @@ async def measure(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
 
 
 async def compare(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
-    """Alternate rounds of all ways, and measure CPU times afterwards."""
+    """Alternates rounds of all ways, and measures CPU times afterwards."""
     raise_file_limit((2 + plan.plain) * plan.engines)
     say(f"{plan.engines} engines: starting")
     async with await bench.part() as part:
@@ -165,7 +168,7 @@ def figures_of(
 
 
 async def grown(bench: Bench, engines: int, rounds: int) -> float:
-    """Return the bus's median round with so many engines, in ms."""
+    """Returns the median round of the bus with ``engines`` engines, in ms."""
     raise_file_limit(engines)
     say(f"scale: {engines} engines")
     async with await bench.part() as part:
@@ -175,7 +178,10 @@ async def grown(bench: Bench, engines: int, rounds: int) -> float:
 
 
 async def idle(bench: Bench) -> dict[str, float]:
-    """Return the broker's memory and CPU share with heartbeats alone, one per second and engine."""
+    """Returns the broker's memory and CPU share when it gets only heartbeats.
+
+    Each engine sends one per second.
+    """
     raise_file_limit(IDLE_ENGINES)
     say(f"idle: {IDLE_ENGINES} engines")
     async with await bench.part() as part:
@@ -192,7 +198,7 @@ async def idle(bench: Bench) -> dict[str, float]:
 
 
 async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
-    """Start a broker, sidecars that join, and their trainer, which is returned.
+    """Starts a broker, sidecars that join, and their trainer; returns the trainer.
 
     With ``plain`` they have no keys, and the broker has no journal.
     """
@@ -210,7 +216,7 @@ async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
 
 
 def curve_keys(folder: Path) -> dict[str, dict[str, str]]:
-    """Make keys; return the environment variables of broker, engines and trainer."""
+    """Makes keys; returns the environment variables of broker, engines and trainer."""
     authorized = folder / AUTHORIZED
     authorized.mkdir()
     _, broker_key = write_pair(folder, Key("broker", "broker", *new_pair()))
@@ -230,6 +236,6 @@ async def _http(bench: Bench, engines: int, *, access_log: bool) -> HttpGroup:
 
 
 async def round_ms(trainer: Worker) -> float:
-    """Return the time of one pause and resume over the bus, as the trainer measures it."""
+    """Returns the trainer's time for one pause and resume over the bus, in ms."""
     took_ms: float = (await trainer.ask("round"))["round_ms"]
     return took_ms

@@ -1,10 +1,13 @@
-"""A trainer and several vLLM servers of one model, with the raw broadcast beside them.
+"""Starts a trainer, several engines of one model, and the raw broadcast beside them.
 
-The trainer is on one GPU, the servers side by side on another, each with weights of its own; one at
-a time has requests. If all ways to send are those of one GPU, all are on it. ``native`` is vLLM
-alone; the others have a sidecar, and each is alone in a group of its name. Instead of a server
-there may be the ranks of a DP group, in lockstep over a mixture of experts: then rank ``r`` of each
-is on GPU ``r``, and the trainer on the first. On a CPU all are small, and share it.
+Of vLLM servers, the trainer is on one GPU, and all servers are on another, each with weights of its
+own. Only one server at a time has requests. If every way to send works within one GPU only, all are
+on that GPU. ``native`` is vLLM alone. The other servers have a sidecar, and each is alone in a
+group of its name.
+
+A DP group may take the place of each server: its ranks run in lockstep over a mixture of experts.
+Then rank ``r`` of each is on GPU ``r``, and the trainer on the first. On a CPU all models are
+small, and share that CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 NATIVE: Final = "native"
 BUS: Final = "bus"
-# A parameter of experts, by vLLM's name for it; and what is said where those are left out.
+# Part of the name of experts' parameters in vLLM; and the note if experts are left out.
 _EXPERTS: Final = ".routed_experts."
 _LEFT_OUT: Final = "native's tokens and experts, which its own update leaves unpacked on a CPU"
 _HOST: Final = "127.0.0.1"
@@ -47,7 +50,7 @@ _KV_CACHE_SPARE: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class BroadcastEnds:
-    """The ends of the raw broadcast, connected, each on the GPU of its number.
+    """The connected ends of the raw broadcast, each on the GPU of its number.
 
     If trainer and engine share a GPU, there is one process, which copies within that GPU.
     """
@@ -55,27 +58,27 @@ class BroadcastEnds:
     workers: tuple[Worker, ...]
 
     async def raw_ms(self) -> float:
-        """Return the time of one broadcast; of an end alone, of a copy."""
+        """Returns the time of one broadcast, or, with a single end, of a copy."""
         if len(self.workers) == 1:
             return await self.copy_ms()
         return float(max(await asyncio.gather(*(end.ask("broadcast_ms") for end in self.workers))))
 
     async def copy_ms(self) -> float:
-        """Return the time of one copy within the last end's memory."""
+        """Returns the time of one copy within the last end's memory."""
         return float(await self.workers[-1].ask("copy_ms"))
 
 
 async def raw_ends(
     bench: Bench, device: Device, size_bytes: int, *, alone: bool = False, **how: Any
 ) -> BroadcastEnds:
-    """Start them.
+    """Starts the ends of the raw broadcast.
 
     Args:
         bench: ends the processes.
-        device: where their memory is.
-        size_bytes: size of a broadcast.
+        device: where the ends' memory is.
+        size_bytes: size of a broadcast, in bytes.
         alone: whether there is one end, because all memory is on one GPU.
-        how: more for :meth:`sidecar.bench.harness.Bench.launch`.
+        how: further arguments of :meth:`sidecar.bench.harness.Bench.launch`.
     """
     count = 1 if alone else 2
     same: dict[str, Any] = {
@@ -98,8 +101,8 @@ class UpdatedEngines:
 
     Attributes:
         update: makes one update of a way, and returns its times.
-        urls: each way's engines' URLs, rank by rank.
-        engines: each way's processes, which report their calls.
+        urls: the URLs of each way's engines, rank by rank.
+        engines: the processes of each way's engines, which report their calls.
         raw_ms: makes one transfer of ``size_bytes`` with nothing around it.
         copy_ms: makes one copy of ``size_bytes`` within an engine's memory.
         serves: returns what a way's engines serve now; equal for equal weights.
@@ -126,7 +129,7 @@ class ServedAnswer:
 
 
 def without_experts(served: ServedAnswer, expected: tuple[int, ...] = ()) -> ServedAnswer:
-    """Leave experts' checksums out, and replace the tokens if others are expected."""
+    """Removes experts' checksums, and replaces the tokens if others are expected."""
     sums = {name: sum_ for name, sum_ in served.checksums.items() if _EXPERTS not in name}
     return ServedAnswer(expected or served.tokens, sums)
 
@@ -145,10 +148,10 @@ async def _served(url: str) -> ServedAnswer:
 async def start_embedded(
     bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]
 ) -> UpdatedEngines:
-    """Start a broker, a trainer and two groups, each engine in a process of its own.
+    """Starts a broker, a trainer and two groups, with a process for each engine.
 
-    One group is on the bus, and the other's engines are called directly. Memory is lent in all ways
-    if the backend can.
+    One group is on the bus, and the trainer calls the other's engines directly. Both ways lend
+    memory if the backend can.
     """
     checkpoint = bench.folder() / "checkpoint"
     address = await bench.broker()
@@ -218,14 +221,14 @@ async def start_embedded(
 
 
 async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -> UpdatedEngines:
-    """Start a trainer and servers: vLLM alone, and others with a sidecar; or DP groups.
+    """Starts a trainer and servers (or DP groups): vLLM alone, and others with a sidecar.
 
-    In the end all serve the same, by their tokens and their weights' checksums, with one exception.
-    vLLM packs a mixture's experts for its CPU kernels when they are first loaded, and at no update
-    after that (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So on a CPU the experts that vLLM
-    updates by itself are unpacked in memory that is read as packed, and its answers are wrong.
-    There its experts and answers are not compared, and the others' answers are compared with those
-    of the trainer's own model.
+    After the updates all must serve the same, by their tokens and their weights' checksums, with
+    one exception. vLLM packs a mixture's experts for its CPU kernels when they are first loaded,
+    and at no update after that (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So on a CPU the
+    experts that vLLM updates by itself are unpacked in memory that is read as packed, and its
+    answers are wrong. There its experts and answers are not compared, and the others' answers are
+    compared with those of the trainer's own model.
 
     Args:
         bench: ends all processes.
@@ -256,7 +259,7 @@ async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -
             )
             for rank, each in enumerate(settings)
         ]
-    # All boot at once, and whichever breaks first tells why.
+    # All boot at once; the first that fails raises its error.
     booted = await asyncio.gather(*(_urls(ranks) for ranks in servers.values()))
     urls = dict(zip(servers, booted, strict=True))
     alone = plan.device == "cuda" and plan.one_gpu
@@ -272,7 +275,7 @@ async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -
         return dict(await trainer.ask("update", way=way))
 
     async def serves(way: str) -> object:
-        # One rank after the other, so that each steps with the same.
+        # One rank after the other, so that each steps with the same batch.
         served = [await _served(url) for url in urls[ways[way]]]
         if not unpacked:
             return served
@@ -291,19 +294,19 @@ async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -
 
 
 async def _urls(ranks: Iterable[Worker]) -> list[str]:
-    """Return the URLs, when all ranks take requests."""
+    """Waits until all ranks take requests, and returns their URLs."""
     return [said["url"] for said in await asyncio.gather(*(rank.hello() for rank in ranks))]
 
 
 def group_of(server: str) -> str:
-    """Return the group that a server is alone in."""
+    """Returns the group in which a server is alone."""
     return server.replace("_", "-")
 
 
 def trainer_settings(
     plan: EnginesPlan, address: str, servers: Iterable[str], model: Path
 ) -> dict[str, Any]:
-    """Return the settings of :mod:`sidecar.bench.programs.vllm_trainer`."""
+    """Returns the settings of :mod:`sidecar.bench.programs.vllm_trainer`."""
     cuda = plan.device == "cuda"
     return {
         "broker": address,
@@ -311,7 +314,7 @@ def trainer_settings(
         "folder": str(model),
         "model": plan.model,
         "device": "cuda:0" if cuda else "cpu",
-        # Of its kind both ends are on one GPU: there the trainer has its weights, too.
+        # Over ipc both ends are on one GPU, so the trainer has a copy of its weights there.
         "bus_device": f"cuda:{plan.gpus[0]}" if cuda and plan.over == "ipc" else "",
         "ranks": plan.dp_size,
         "gpus": [f"cuda:{gpu}" for gpu in plan.gpus] if cuda else [],
@@ -327,7 +330,7 @@ def trainer_settings(
 def server_settings(
     plan: EnginesPlan, engine: str, name: str, address: str, model: Path
 ) -> list[dict[str, Any]]:
-    """Return the settings of a server, or of all its ranks."""
+    """Returns the settings of a server, or of all its ranks."""
     cpu, lockstep, port = plan.device == "cpu", plan.dp_size > 1, free_port(_HOST)
     argv = (
         *("--model", str(model), "--served-model-name=bench", "--load-format=dummy"),
@@ -336,13 +339,13 @@ def server_settings(
         *("--no-enable-prefix-caching", "--weight-transfer-config"),
         json.dumps({"backend": engine}),
         f"--dtype={'float32' if cpu else 'bfloat16'}",
-        # Several boot at once: none may measure what is free.
+        # Several servers boot at once, so none may measure the free memory.
         *(() if cpu else ("--gpu-memory-utilization=0.05",)),
         *(() if cpu else (f"--kv-cache-memory-bytes={_kv_cache_bytes(plan)}",)),
-        # vLLM's CPU kernels can't: there each rank has a share of every expert.
+        # vLLM's CPU kernels can't spread experts: each rank has a share of every expert there.
         *(("--enable-expert-parallel",) if lockstep and not cpu else ()),
     )
-    # vLLM alone gets its IPC engine's handles pickled over HTTP.
+    # Without a bus, vLLM's IPC engine gets pickled handles over HTTP.
     insecure = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if engine == "ipc" and not address else {}
     on_bus: dict[str, Any] = {"broker": address, "group": group_of(name)} if address else {}
     return [
@@ -362,18 +365,18 @@ def server_settings(
 
 
 def server_argv(*options: str) -> list[str]:
-    """Return the command of a vLLM server that needs no tokenizer."""
+    """Returns the command of a vLLM server that needs no tokenizer."""
     module = "vllm.entrypoints.openai.api_server"
     return [sys.executable, "-m", module, "--skip-tokenizer-init", *options]
 
 
 def on_cpu() -> dict[str, str]:
-    """Return a server's environment on a CPU; the user's own variables win."""
+    """Returns a server's environment on a CPU; the user's own variables win."""
     return {name: os.environ.get(name, value) for name, value in VLLM_ON_CPU.items()}
 
 
 def step_graphs(requests: int) -> tuple[str, ...]:
-    """Return options of vLLM with which a step of so many requests is one CUDA graph.
+    """Returns vLLM options that make a step of ``requests`` requests one CUDA graph.
 
     vLLM's compiler is off: it takes longer than all that is measured.
     """
@@ -386,12 +389,15 @@ def step_graphs(requests: int) -> tuple[str, ...]:
 
 
 def _kv_cache_bytes(plan: EnginesPlan) -> int:
-    """Return enough for all requests at once: a delayed one would make a gap of its own."""
+    """Returns the KV cache's size that fits all requests at once, in bytes.
+
+    A request that has to wait for memory would add a gap of its own.
+    """
     tokens = plan.requests * (PROMPT_TOKENS + plan.tokens) + _MAX_MODEL_LEN
     return int(tokens * _KV_CACHE_TOKEN_BYTES * _KV_CACHE_SPARE)
 
 
 def _visible(gpu: int) -> str:
-    """Return a GPU as ``CUDA_VISIBLE_DEVICES`` names it."""
+    """Returns a GPU as ``CUDA_VISIBLE_DEVICES`` names it."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return seen.split(",")[gpu] if seen else str(gpu)

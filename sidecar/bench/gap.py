@@ -28,7 +28,7 @@ WAYS: Final = {"native": NATIVE, "paused": BUS, "staged": BUS}
 
 
 async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
-    """Return the JSON's fields, and draw the picture.
+    """Returns the JSON's fields, and draws the picture.
 
     Raises:
         BenchFailed: a process died, or a request ended without all its tokens, or before the
@@ -59,12 +59,12 @@ async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
 
 
 async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> UpdateRound:
-    """Update a way's engines once while requests decode.
+    """Updates a way's engines once while requests decode.
 
-    Adds ``receive_ms``, from the first chunk's sending to the last one's arrival, and
-    ``before_tokens_per_s`` of all requests together; with a bus ``commit_ms``, from COMMIT to its
-    last ack. A staged update has ``receiving_tokens_per_s``, from its begin to COMMIT, and
-    ``swap_ms``, how long the slowest engine could not step.
+    The round's figures include ``receive_ms``, from the first chunk's sending to the last one's
+    arrival, and ``before_tokens_per_s`` of all requests together. With a bus they include
+    ``commit_ms``, from COMMIT to its last ack. A staged update has ``receiving_tokens_per_s``, from
+    the update's start to COMMIT, and ``swap_ms``, how long the slowest engine could not step.
     """
     seen = await under_load(engines, way, plan)
     done, answer = seen.round(plan.tokens), seen.answer
@@ -83,7 +83,7 @@ async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> Upd
 
 
 def figures_of(measured: Measured, *, requests: int, size_bytes: int) -> dict[str, Any]:
-    """Return each way's medians and rounds, and their ratios."""
+    """Returns each way's medians and rounds, and their ratios."""
     ways: dict[str, dict[str, Any]] = {
         way: _of_way(done, size_bytes) for way, done in measured.rounds.items()
     }
@@ -113,11 +113,11 @@ def _of_way(rounds: Sequence[UpdateRound], size_bytes: int) -> dict[str, Any]:
     for done in rounds:
         for name, value in done.figures.items():
             each[name].append(round(value, 3))
-    found.pop("ratio_throughput_receiving", None)  # it stands beside the other ratios
+    found.pop("ratio_throughput_receiving", None)  # it is shown beside the other ratios
     return {**found, "rounds": dict(each)}
 
 
 def typical(rounds: Sequence[UpdateRound]) -> UpdateRound:
-    """Return the round whose gap is the median, or nearest to it."""
+    """Returns the round whose gap is nearest to the median."""
     middle_ms = statistics.median(done.figures["gap_ms"] for done in rounds)
     return min(rounds, key=lambda done: abs(done.figures["gap_ms"] - middle_ms))

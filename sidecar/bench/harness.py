@@ -1,4 +1,4 @@
-"""Processes, alternating rounds and figures, for all benches."""
+"""Starts processes, alternates rounds, and computes figures, for all benches."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ class Worker:
     grace_s: float
 
     async def ask(self, method: str, **arguments: Any) -> Any:
-        """Call a method of the program's object; return its result."""
+        """Calls a method of the program's object, and returns its result."""
         assert self.process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # the answer's absence tells more
+        with contextlib.suppress(ConnectionError):  # the missing answer gives a better error
             self.process.stdin.write(json.dumps([method, arguments]).encode() + b"\n")
             await self.process.stdin.drain()
         return (await self.hello())["answer"]
 
     async def hello(self) -> dict[str, Any]:
-        """Return the next answer; the first one describes what was started.
+        """Returns the next answer of the process; the first one describes what was started.
 
         Raises:
-            BenchFailed: none came in time; the text has the end of the process's log.
+            BenchFailed: no answer came in time. The text has the end of the process's log.
         """
         assert self.process.stdout is not None
         line = b""
@@ -78,13 +78,13 @@ class Worker:
         return answer
 
     async def kill(self) -> None:
-        """Send SIGKILL."""
+        """Sends SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         await self.process.wait()
 
     async def end(self) -> None:
-        """Close its stdin, which ends it, and kill it if it lives on."""
+        """Ends the process by closing its stdin, and kills it if it lives on."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -96,7 +96,7 @@ class Worker:
 
 
 class Bench(contextlib.AsyncExitStack):
-    """The processes of one run, or of a part of it: they end with the block.
+    """The processes of a run, or of a part, which end with the block.
 
     Args:
         loop: the event loop of all processes.
@@ -109,11 +109,11 @@ class Bench(contextlib.AsyncExitStack):
         self.logs = logs
 
     async def part(self) -> Bench:
-        """Begin a part of this run, which may end before the rest."""
+        """Begins a part of this run, which may end before the rest."""
         return await self.enter_async_context(Bench(self.loop, self.logs))
 
     def folder(self) -> Path:
-        """Make a temporary folder."""
+        """Makes a temporary folder."""
         name = self.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-"))
         return Path(name)
 
@@ -127,14 +127,14 @@ class Bench(contextlib.AsyncExitStack):
         grace_s: float = 5.0,
         **settings: Any,
     ) -> Worker:
-        """Start a process; its first answer is still to come.
+        """Starts a process without waiting for its first answer.
 
         Args:
             program: a module of :mod:`sidecar.bench.programs`, whose function of that name is run.
-            name: of the log; by default the program's.
+            name: the log's name; by default the program's.
             env: environment variables beside those of this process.
-            answer_s: how long each answer may take.
-            grace_s: how long the process may take to end before it is killed.
+            answer_s: how long each answer may take, in seconds.
+            grace_s: how long the process may take to end before it is killed, in seconds.
             settings: the program's arguments.
         """
         name = name or program
@@ -155,12 +155,12 @@ class Bench(contextlib.AsyncExitStack):
         return started
 
     async def start(self, program: str, **how: Any) -> tuple[Worker, dict[str, Any]]:
-        """Start a process; return it and its first answer."""
+        """Starts a process, and returns it with its first answer."""
         started = await self.launch(program, **how)
         return started, await started.hello()
 
     async def broker(self, **how: Any) -> str:
-        """Start a broker; return its address."""
+        """Starts a broker, and returns its address."""
         return str((await self.start("broker", **how))[1]["address"])
 
 
@@ -172,7 +172,9 @@ async def in_turn(
     swing: bool = False,
     on_round: Callable[[int, str, T], None] = lambda *_: None,
 ) -> dict[str, list[T]]:
-    """Run rounds of all ways in turn, so that other load of the host affects all alike.
+    """Runs rounds of all ways in turn.
+
+    So other load of the host affects all ways alike.
 
     Args:
         ways: runs one round of each way.
@@ -195,27 +197,27 @@ async def in_turn(
 
 
 def title(number: int) -> str:
-    """Return a round's name."""
+    """Returns a round's name for progress lines."""
     return "warming up" if number < 0 else f"round {number + 1}"
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the median, to three digits."""
+    """Returns the median, rounded to three digits."""
     return round(statistics.median(values), 3)
 
 
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each figure of all rounds."""
+    """Returns the median of each figure of all rounds."""
     return {name: median(each[name] for each in rounds) for name in rounds[0]}
 
 
 def gb_per_s(size_bytes: int, took_ms: float) -> float:
-    """Return a speed in GB/s, to three digits."""
+    """Returns a speed in GB/s, rounded to three digits."""
     return round(size_bytes / took_ms / 1e6, 3)
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """Return figures as a table: a line for each field, and a column for each object.
+    """Formats figures as a table: a line for each field, a column for each object.
 
     Columns leave lists out.
     """
@@ -242,12 +244,12 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-    """Print progress on stderr; stdout is for figures."""
+    """Prints progress on stderr; stdout is for figures."""
     click.echo(text, err=True)
 
 
 def raise_file_limit(engines: int) -> None:
-    """Raise this process's limit of open files for so many engines; children inherit it.
+    """Raises this process's limit of open files for ``engines`` engines; children inherit it.
 
     Raises:
         UsageError: the system allows too few.

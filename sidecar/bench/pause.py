@@ -1,4 +1,4 @@
-"""``bench pause``: what the bus adds to a DP group's first request, and to its pause.
+"""``bench pause``: what the bus adds to a DP group's first request and pause.
 
 Two DP groups of the same model run side by side and are measured in turn, so that other load of the
 host affects both alike:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 EXPERTS: Final = 4
 _WARM_ROUNDS: Final = 5
-# How soon the bench notices that ranks rest.
+# How often the bench checks whether ranks are idle.
 _HEARTBEAT_MS: Final = 200
 # After its last step a worker of vLLM spins for a second before it sleeps (0.32).
 _SPIN_S: Final = 1.1
@@ -51,7 +51,10 @@ _SERVER: Final = ("--enforce-eager", "--max-num-seqs=8", "--max-model-len=256")
 
 
 class RestingDpGroup:
-    """One of the groups: its engines' URLs, and a trainer that reports when they rest."""
+    """One of the DP groups, with its engines' URLs and its trainer.
+
+    The trainer reports when the engines are idle.
+    """
 
     def __init__(
         self, session: aiohttp.ClientSession, trainer: Worker, endpoints: Sequence[str]
@@ -62,7 +65,7 @@ class RestingDpGroup:
         self._next: Iterator[str] = itertools.cycle(endpoints)
 
     async def first_request(self) -> dict[str, float]:
-        """Send one request to the idle group."""
+        """Sends one request to the idle group, and returns its time."""
         await self._warm()
         since_s = time.monotonic()
         await self._post(next(self._next) + "/inference/v1/generate", json=_REQUEST)
@@ -71,7 +74,7 @@ class RestingDpGroup:
         return {"took_ms": took_ms}
 
     async def posted_pause(self) -> dict[str, float]:
-        """Pause and resume by concurrent posts."""
+        """Pauses and resumes by concurrent posts; returns the time of the pause."""
         await self._warm()
         since_s = time.monotonic()
         await self._all("/pause", {"mode": "keep", "clear_cache": "true"})
@@ -81,7 +84,7 @@ class RestingDpGroup:
         return {"took_ms": took_ms}
 
     async def bus_pause(self) -> dict[str, float]:
-        """Pause and resume over the bus."""
+        """Pauses and resumes over the bus; returns the time of the pause."""
         since_s = time.monotonic()
         answer = await self.trainer.ask("round")
         await self._idle(since_s)
@@ -89,7 +92,7 @@ class RestingDpGroup:
         return {"took_ms": took_ms, "beyond_ms": took_ms - answer["engines_ms"]}
 
     async def _idle(self, since_s: float) -> None:
-        """Return when the group rests from what began at ``since_s``.
+        """Waits until the group is idle after work that began at ``since_s``.
 
         Ranks step until their next agreement, and their workers spin even longer, which would
         disturb a measurement on two processors.
@@ -98,7 +101,10 @@ class RestingDpGroup:
         await asyncio.sleep(_SPIN_S)
 
     async def _warm(self) -> None:
-        """Open connections, as a sidecar has them: servers close quiet ones."""
+        """Opens connections before a measurement, because servers close quiet ones.
+
+        A sidecar keeps its connections open, too.
+        """
         for url in self._endpoints:
             async with self._session.get(url + "/health") as response:
                 await response.read()
@@ -114,7 +120,7 @@ class RestingDpGroup:
 
 
 async def measure(bench: Bench, plan: PausePlan) -> dict[str, Any]:
-    """Return medians in ms, and what the bus adds.
+    """Returns medians in ms, and what the bus adds.
 
     Raises:
         BenchFailed: a process died.
@@ -151,7 +157,7 @@ async def measure(bench: Bench, plan: PausePlan) -> dict[str, Any]:
         say("measuring pauses")
         group = groups["bus"]
         pauses = await rounds({"direct": group.posted_pause, "bus": group.bus_pause})
-        # Of the bus's, what no engine took.
+        # The time of the bus's pause beyond that of its slowest engine.
         beyond_ms = median(each["beyond_ms"] for each in pauses["bus"])
         figures |= {**_compared("pause", pauses), "pause_beyond_engines_ms": beyond_ms}
     return figures
@@ -179,11 +185,11 @@ def _launch_plan(plan: PausePlan, name: str, address: str, checkpoint: Path) -> 
 
 @contextlib.asynccontextmanager
 async def _running(plan: RankLaunchPlan, log: IO[bytes]) -> AsyncIterator[None]:
-    """Run the DP group during a block, which a dying rank cancels."""
+    """Runs a DP group while the block runs; a rank that dies cancels the block."""
     stop = asyncio.Event()
     this = asyncio.current_task()
     assert this is not None
-    env = {**VLLM_ON_CPU, **os.environ}  # unless the user knows better
+    env = {**VLLM_ON_CPU, **os.environ}  # the user's own variables win
     run = asyncio.create_task(RankSupervisor(plan, restarts=0, output=log, env=env).run(stop))
     run.add_done_callback(lambda _: None if stop.is_set() else this.cancel())
     try:

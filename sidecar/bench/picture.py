@@ -1,4 +1,4 @@
-"""The picture of ``bench gap``: each way's tokens over the time of an update, side by side."""
+"""Draws the picture of ``bench gap``: each way's tokens over an update, side by side."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    # An update's length in ms; and when tokens came, in ms from its begin, and how long after the
-    # one before of their request.
+    # An update's length in ms, and for each token: when it came, in ms from the update's begin, and
+    # the gap to the token before it in its request, in ms.
     Trace: TypeAlias = tuple[float, Sequence[tuple[float, float]]]
 
 _TITLES: Final = {
@@ -22,13 +22,13 @@ _TITLES: Final = {
 }
 _COLORS: Final = {"native": "#b5432a", "paused": "#a8781e", "staged": "#1a7566"}
 _INK: Final = "#333"
-# So much of the time before and after the longest update is shown, by its length, and at least.
+# The time shown before and after the longest update: as a part of its length, and at least.
 _AROUND: Final = 0.35
 _AROUND_MS: Final = 150.0
 
 
 def draw(shown: Mapping[str, Trace], figures: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG.
+    """Writes the picture as a PNG.
 
     Args:
         shown: the round to show, of each way.
@@ -82,7 +82,7 @@ def draw(shown: Mapping[str, Trace], figures: Mapping[str, Any], path: Path) -> 
 
 
 def _longest(update_ms: float, tokens: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return when the longest gap of the update ended, and its length, in ms."""
+    """Returns when the longest gap of the update ended, and its length, in ms."""
     of_update = [(at, gap) for at, gap in tokens if at > 0 and at - gap < update_ms]
     return max(of_update, key=lambda each: each[1])
 

@@ -114,30 +114,30 @@ class EnginesPlan:
 
     @property
     def over(self) -> str:
-        """The requested backend, or the one that fits the engines."""
+        """The requested backend, or the default one for the engines."""
         if self.engine == "embedded" or self.dp_size > 1:
             return self.backend or "shm"
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
 
     @property
     def model(self) -> Model:
-        """The model, if the engines are vLLM's."""
+        """The model's name, for vLLM's engines."""
         return self.model_size or ("moe" if self.dp_size > 1 else "8b")
 
     @property
     def native(self) -> str:
-        """The name in vLLM of its trainer and worker engine."""
+        """The name that vLLM has for its trainer and worker engine."""
         return self.native_engine or ("ipc" if self.dp_size > 1 else "nccl")
 
     @property
     def chunk_bytes(self) -> int:
-        """The largest size of a chunk. Over shm two chunks are in the host's memory."""
+        """The largest size of a chunk, in bytes. Over shm two chunks are in the host's memory."""
         usual = 512 if self.over == "shm" else 2048
         chosen = self.chunk_megabytes or (8 if self.engine == "embedded" else usual)
         return chosen * 1_000_000
 
     def settings(self) -> dict[str, Any]:
-        """Return the JSON's fields of these options."""
+        """Returns the JSON's fields of these options."""
         names = ["engine", "rounds", "requests", "tokens", "clear_cache", "dp_size", "chunk_bytes"]
         found = {"backend": self.over}
         if self.engine == "vllm":
@@ -163,10 +163,10 @@ class EnginesPlan:
         return [0 if self.one_gpu else 1]
 
     def check(self) -> None:
-        """Check that vLLM's servers can run so here.
+        """Checks that this host can run vLLM's servers with these options.
 
         Raises:
-            UsageError: says what is missing.
+            UsageError: something is missing. The text names it.
         """
         cuda = self.device == "cuda"
         if self.dp_size > 1:

@@ -41,7 +41,7 @@ _STEP_MS: Final = 20.0
 _STREAMS: Final = 64
 _TOKENS: Final = 100
 _WAVES: Final = 10
-_LIVE_TOKENS: Final = 400  # none may end before all have begun
+_LIVE_TOKENS: Final = 400  # long, so that no stream ends before all have begun
 _BOOT_S: Final = 400.0
 _KILL_AFTER_S: Final = 0.5
 # What is compared: its name, its unit, the client's rounds, and the other way's.
@@ -63,7 +63,7 @@ class RolloutBench:
         self.ways: dict[str, Worker] = {}
 
     async def boot(self) -> list[tuple[str, Worker, str]]:
-        """Start the broker and the engines; return each engine's name and URL."""
+        """Starts the broker and the engines; returns each engine's name and URL."""
         folder = self._bench.folder()
         save_checkpoint(Policy(PolicyConfig()), folder)
         self._checkpoint = str(folder)
@@ -71,7 +71,7 @@ class RolloutBench:
         return list(await asyncio.gather(*(self.start_engine() for _ in range(_ENGINES))))
 
     async def start_engine(self) -> tuple[str, Worker, str]:
-        """Start another engine.
+        """Starts one more engine.
 
         It has more slots than streams: the engine of a session may get 1.25 times the mean.
         """
@@ -89,7 +89,7 @@ class RolloutBench:
         return f"{_GROUP}-{number}", engine, said["url"]
 
     async def start_asking(self, group: str, urls: list[str]) -> None:
-        """Start a process for each way that is possible here."""
+        """Starts a process for each way of sending that is possible here."""
         self._urls = {"client": list[str](), "bare": urls}
         if find_spec("vllm_router") is not None:
             self._urls["router"] = [await router(self._bench, urls)]
@@ -100,13 +100,13 @@ class RolloutBench:
             )
 
     async def wave(self, way: str, streams: int, tokens: int, **more: Any) -> dict[str, Any]:
-        """Run one wave; return its times."""
+        """Runs one wave of requests, and returns its times."""
         name = f"{way}-{next(self._numbers)}"
         wave = {"name": name, "streams": streams, "tokens": tokens, "urls": self._urls[way], **more}
         return dict(await self.ways[way].ask("run", wave=wave))
 
     async def compare(self, rounds: int) -> dict[str, Any]:
-        """Measure all ways in turn, with one stream and with many."""
+        """Measures all ways in turn, with one stream and with many."""
 
         async def one(name: str, streams: int, *, timed: bool) -> dict[str, Any]:
             took = await self.wave(name.split("_", maxsplit=1)[0], streams, _TOKENS, timed=timed)
@@ -141,7 +141,7 @@ class RolloutBench:
         return figures
 
     async def live(self, streams: int) -> dict[str, Any]:
-        """Measure the client's memory with so many streams at once, ten times."""
+        """Measures the client's memory ten times, with ``streams`` streams at once."""
         say(f"{_WAVES} waves of {streams} streams")
         more = {"timed": True, "until_live": True}
         wave = partial(self.wave, "client", streams, _LIVE_TOKENS, **more)
@@ -154,7 +154,10 @@ class RolloutBench:
         }
 
     async def kill(self, engines: list[tuple[str, Worker, str]], kills: int) -> dict[str, Any]:
-        """Measure the time from an engine's SIGKILL to the next token of each of its answers."""
+        """Kills engines, and measures how long each of their answers stands still.
+
+        The time is from the engine's SIGKILL to the answer's next token.
+        """
         took_ms: list[float] = []
         for number in range(kills):
             name, victim, _ = engines.pop(0)
@@ -172,7 +175,7 @@ class RolloutBench:
         return {"kill_answers": len(took_ms), "kill_p50_ms": p50, "kill_p99_ms": p99}
 
     async def prefix_hits(self, rounds: int) -> dict[str, Any]:
-        """Count the prompt tokens that two servers find in their caches, by each way."""
+        """Counts the prompt tokens that two servers find in their caches, for each way."""
         say("starting 2 vLLM servers")
         argv = server_argv(
             *("--model", self._checkpoint, "--enforce-eager", "--dtype=float32"),
@@ -203,7 +206,7 @@ class RolloutBench:
 
 
 async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
-    """Return the JSON's fields.
+    """Returns the JSON's fields.
 
     Raises:
         BenchFailed: a process died, or a request failed.
@@ -223,7 +226,7 @@ async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
 
 
 async def router(bench: Bench, urls: list[str]) -> str:
-    """Start a vllm-router before these engines; return its URL."""
+    """Starts a vllm-router in front of these engines, and returns its URL."""
     port, metrics = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     process = await asyncio.create_subprocess_exec(
@@ -257,7 +260,7 @@ async def _serves(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def cache_hits(session: aiohttp.ClientSession, urls: list[str]) -> int:
-    """Return how many prompt tokens servers have found in their caches so far."""
+    """Returns how many prompt tokens servers have found in their caches so far."""
     total = 0.0
     for url in urls:
         async with session.get(f"{url}/metrics") as response:

@@ -1,4 +1,4 @@
-"""Requests that stream from a served engine, and when their tokens came.
+"""Streams answers from a served engine, and records when their tokens came.
 
 An update reaches users as a gap between two tokens. So each arrival is recorded as it is read from
 the server's answer; tokens of one piece have the same time.
@@ -27,12 +27,12 @@ _AGAIN_S: Final = 0.05
 
 
 class Streams:
-    """Requests under way.
+    """The requests under way.
 
     Attributes:
         came: when tokens came, by request, in seconds on ``time.monotonic()``'s clock.
-        pieces: how many came each time, by request.
-        counts: how many came so far, by request.
+        pieces: how many tokens came each time, by request.
+        counts: how many tokens came so far, by request.
     """
 
     def __init__(self, requests: int, tokens: int) -> None:
@@ -43,16 +43,16 @@ class Streams:
         self._changed = asyncio.Event()
 
     async def have(self, tokens: int) -> None:
-        """Return when every request has got so many tokens."""
+        """Waits until every request has at least ``tokens`` tokens."""
         while min(self.counts) < tokens:
             self._changed.clear()
             await self._changed.wait()
 
     async def run(self, session: aiohttp.ClientSession, url: str, index: int) -> None:
-        """Send one request and read its answer to the end.
+        """Sends one request, and reads its answer to the end.
 
         Raises:
-            BenchFailed: it ended without all its tokens.
+            BenchFailed: the request ended without all its tokens.
         """
         async for piece in _pieces(session, url, index, self._tokens):
             count = len(piece.token_ids or ())
@@ -70,7 +70,7 @@ class Streams:
 async def _pieces(
     session: aiohttp.ClientSession, url: str, index: int, tokens: int
 ) -> AsyncIterator[Piece]:
-    """Send a greedy request, again if a paused engine rejects it; yield its pieces."""
+    """Sends a greedy request, and again if a paused engine rejects it; yields its pieces."""
     sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     body = {"token_ids": prompt_of(index), "sampling_params": sampling, "stream": True}
     while True:
@@ -88,12 +88,12 @@ async def _pieces(
 
 @contextlib.asynccontextmanager
 async def streaming(urls: Sequence[str], requests: int, tokens: int) -> AsyncIterator[Streams]:
-    """Begin so many greedy requests of so many tokens each; several servers share them.
+    """Streams ``requests`` greedy requests of ``tokens`` tokens each, spread over the servers.
 
     Leaving the block waits until all have ended.
 
     Raises:
-        BenchFailed: one failed, or ended with fewer tokens.
+        BenchFailed: a request failed, or ended with fewer tokens.
     """
     streams = Streams(requests, tokens)
     connector = aiohttp.TCPConnector(limit=0)
@@ -111,10 +111,10 @@ async def streaming(urls: Sequence[str], requests: int, tokens: int) -> AsyncIte
 
 
 async def greedy(url: str, tokens: int) -> list[int]:
-    """Return a quiet engine's answer to one request.
+    """Returns the tokens that an otherwise idle engine answers to one request.
 
     Raises:
-        BenchFailed: there is none.
+        BenchFailed: the engine did not answer.
     """
     async with aiohttp.ClientSession() as session:
         answer = [piece.token_ids or () async for piece in _pieces(session, url, 0, tokens)]
@@ -122,15 +122,15 @@ async def greedy(url: str, tokens: int) -> list[int]:
 
 
 def prompt_of(index: int) -> list[int]:
-    """Return a request's own prompt, of tokens that every vocabulary has."""
+    """Returns the prompt of a request, different for each, of tokens in every vocabulary."""
     return [1 + (index * 7 + place * (index + 3)) % 13 for place in range(PROMPT_TOKENS)]
 
 
 def longest_gap_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> float:
-    """Return the longest gap between two tokens of a request that overlaps the given time.
+    """Returns the longest gap between two tokens of a request that overlaps a period.
 
     Raises:
-        BenchFailed: a request has no token before that time, or none after it.
+        BenchFailed: a request has no token before the period, or none after it.
     """
     longest_s = 0.0
     for times in came:
@@ -145,7 +145,7 @@ def longest_gap_ms(came: Iterable[Sequence[float]], since_s: float, until_s: flo
 
 
 def gaps_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> list[float]:
-    """Return all gaps between tokens within the given time."""
+    """Returns all gaps between tokens within a period."""
     return [
         (b - a) * 1000
         for times in came
@@ -157,9 +157,9 @@ def gaps_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> 
 def tokens_within(
     came: Iterable[Sequence[float]], pieces: Iterable[Sequence[int]], since_s: float, until_s: float
 ) -> float:
-    """Return how many tokens were made in the given time.
+    """Returns how many tokens were made in a period.
 
-    Tokens after a gap that is partly in that time count by that part.
+    Tokens after a gap that is partly in the period count by that part.
     """
     total = 0.0
     for times, counts in zip(came, pieces, strict=True):
@@ -171,6 +171,6 @@ def tokens_within(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the least value that so many percent do not exceed."""
+    """Returns the smallest value that at least ``percent`` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

@@ -1,20 +1,20 @@
 """``bench transfer`` of an embedded engine: an update's cost, beside plain copies of its bytes.
 
-A broker, a trainer and an embedded engine under its sidecar, each in a process of its own.
-First a model of few large tensors; rounds of three kinds alternate in one run:
+A broker, a trainer and an embedded engine with its sidecar run, each in a process of its own.
+The first model has few large tensors. Rounds of three kinds alternate in one run:
 
 - **memcpy**: the trainer's process copies as many bytes between two buffers, with one thread.
 - **two at once**: the trainer's and the engine's process each do so at the same time. That is what
   a transfer by shared memory does (one writes, the other loads), with nothing around it.
 - **update**: the trainer sends the model over the bus. Of that, *transfer* is the time from the
-  start of the first chunk's put to the last chunk's ack: written, told, read and loaded.
+  start of the first chunk's put to the last chunk's ack: written, announced, read and loaded.
 
-Over ``shm`` all that is done twice: with a model in memory of the trainer's own, which is packed
-into the ring, and with one in shared memory (``trainer_agent.share_memory``), which is lent.
+Over ``shm`` both ways to send are measured. A model in ordinary memory of the trainer is packed
+into the ring. One in shared memory (``trainer_agent.share_memory``) is lent.
 
-Then a model of many small tensors, where what counts is the control plane: names, shapes and
-checks. Its time is the update's without the moments in which the sender put, or the engine received
-or loaded: time in which both worked is taken off once.
+The second model has many small tensors. It measures the control plane: names, shapes and checks.
+That is the update's time without the moments in which the sender put, or the engine received or
+loaded. A moment in which both worked counts once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _GROUP: Final = "bench"
 _WARM_ROUNDS: Final = 2
-# Of the figures with large tensors, what differs where they are lent.
+# The figures with large tensors that differ if the tensors are lent.
 _COMPARED: Final = (
     *("memcpy_gb_per_s", "transfer_gb_per_s", "ratio_memcpy"),
     *("update_ms", "pause_ms", "paused_ms", "control_share"),
@@ -51,16 +51,16 @@ class TransferRun:
     tensors: int
 
     async def memcpy(self) -> dict[str, float]:
-        """Make one copy in the trainer."""
+        """Measures one copy in the trainer."""
         return {"took_ms": await self.trainer.ask("memcpy_ms")}
 
     async def two_memcpy(self) -> dict[str, float]:
-        """Make a copy in both at once."""
+        """Measures a copy in both processes at the same time."""
         engine = self.engine.ask("memcpy_ms", size_bytes=self.size_bytes)
         return {"took_ms": max(await asyncio.gather(self.trainer.ask("memcpy_ms"), engine))}
 
     async def update(self) -> dict[str, float]:
-        """Make an update; ``control_ms`` is the time without a put, receive or load."""
+        """Measures an update; ``control_ms`` is its time without a put, receive or load."""
         answer = await self.trainer.ask("update", how="paused")
         calls = [*answer["calls"], *await self.engine.ask("taken_calls")]
         update_ms = (answer["until_s"] - answer["since_s"]) * 1000
@@ -77,7 +77,7 @@ class TransferRun:
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the time that at least one of ``spans`` covers."""
+    """Returns the time that at least one of ``spans`` covers."""
     total_s = end_s = 0.0
     for since_s, until_s in sorted(spans):
         total_s += max(0.0, until_s - max(since_s, end_s))
@@ -86,7 +86,7 @@ def covered_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
-    """Return the JSON's fields: medians, and ratios of these.
+    """Returns the JSON's fields: medians and their ratios.
 
     Raises:
         BenchFailed: a process died.
@@ -116,7 +116,7 @@ async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
 async def _large(
     bench: Bench, backend: str, plan: TransferBenchPlan, *, lent: bool
 ) -> dict[str, float]:
-    """Run rounds of all three kinds with few large tensors."""
+    """Runs rounds of all three kinds with few large tensors."""
     async with await bench.part() as part:
         run = await started(part, backend, "large", plan.megabytes, lent=lent)
         ways = {"memcpy": run.memcpy, "two_memcpy": run.two_memcpy, "update": run.update}
@@ -139,7 +139,7 @@ async def _large(
 async def started(
     bench: Bench, backend: str, shape: str, amount: int, *, lent: bool = False
 ) -> TransferRun:
-    """Start broker, trainer and engine."""
+    """Starts broker, trainer and engine."""
     checkpoint = bench.folder() / "checkpoint"
     group = {"broker": await bench.broker(), "group": _GROUP, "folder": str(checkpoint)}
     trainer, made = await bench.start(

@@ -1,4 +1,4 @@
-"""Updates of engines while requests decode, in several ways that alternate in one run.
+"""Updates engines while requests decode, in several ways that alternate in one run.
 
 A round begins requests. When all of them decode, the gaps of the next tokens are the ordinary ones.
 Then comes one update. Each request must end with all its tokens. In the end all engines must serve
@@ -68,19 +68,19 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class LoadedUpdate:
-    """One update: when tokens came, and what the trainer reports."""
+    """One update under load: when tokens came, and what the trainer reports."""
 
     streams: Streams
     decoding_s: float
     answer: dict[str, Any]
 
     def tokens_per_s(self, since_s: float, until_s: float) -> float:
-        """Return the speed of all requests together."""
+        """Returns the tokens per second of all requests together, in a period."""
         made = tokens_within(self.streams.came, self.streams.pieces, since_s, until_s)
         return made / (until_s - since_s)
 
     def round(self, tokens: int) -> UpdateRound:
-        """Return the figures of all benches, for requests of so many tokens."""
+        """Returns the figures that all benches have, for requests of ``tokens`` tokens."""
         came, since_s, until_s = self.streams.came, self.answer["since_s"], self.answer["until_s"]
         steps = gaps_ms(came, self.decoding_s, since_s)
         found = {
@@ -99,7 +99,7 @@ class LoadedUpdate:
 
 
 async def under_load(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> LoadedUpdate:
-    """Begin requests, let all decode for a while, and then update."""
+    """Begins requests, lets all decode for a while, and then updates."""
     async with streaming(engines.urls[way], plan.requests, plan.tokens) as streams:
         await streams.have(_BEGUN_TOKENS)
         decoding_s = time.monotonic()
@@ -115,7 +115,7 @@ async def rounds_of(
     *,
     copy: bool = True,
 ) -> Measured:
-    """Run rounds of all ways in turn; the first of each does not count.
+    """Runs rounds of all ways in turn; the first of each does not count.
 
     Args:
         engines: the trainer and the engines.
@@ -149,7 +149,7 @@ async def rounds_of(
 
 
 def of_way(rounds: Sequence[UpdateRound], size_bytes: int, moved: str) -> dict[str, Any]:
-    """Return medians of one way; ``<moved>_ms`` is the figure of its transfer."""
+    """Returns the medians of one way; ``<moved>_ms`` is the figure of its transfer."""
     found = medians([done.figures for done in rounds])
     steps = [step for done in rounds for step in done.steps_ms]
     return {

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 Call: TypeAlias = "tuple[str, float, float]"
 
 WAYS: Final = {"native": NATIVE, "bus_native": "bus_native", "bus": BUS}
-# By their names in `programs.vllm_server`; `put` and `send` are the trainer's.
+# Calls by their names in `programs.vllm_server`; `put` and `send` are the trainer's.
 _MOVES: Final = frozenset({"put", "send", "receive", "verify", "load", "update"})
 
 
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
-    """Return the JSON's fields: medians, and ratios of these.
+    """Returns the JSON's fields: medians and their ratios.
 
     Raises:
         BenchFailed: a process died, or a request ended without all its tokens.
@@ -66,10 +66,10 @@ async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
 
 
 async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> UpdateRound:
-    """Update a server once while its requests decode."""
+    """Updates a server once while its requests decode."""
     [server] = engines.engines[way]
     if way != NATIVE:
-        await server.ask("taken_calls")  # what was called before is none of its
+        await server.ask("taken_calls")  # drops calls from before this round
     seen = await under_load(engines, way, plan)
     done, answer = seen.round(plan.tokens), seen.answer
     calls = [*answer["calls"], *(await server.ask("taken_calls") if way != NATIVE else ())]
@@ -90,12 +90,12 @@ async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> Upd
 def window(
     calls: Sequence[Call], since_s: float, until_s: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the control times of an update, and the length of calls by name.
+    """Returns the control times of an update, and the length of calls by name.
 
     Args:
-        calls: the calls of all that took part, also before and after the update.
-        since_s: when the update began.
-        until_s: when it ended.
+        calls: the calls of all processes that took part, also before and after the update.
+        since_s: when the update began, in seconds of ``time.monotonic()``.
+        until_s: when the update ended, on the same clock.
     """
     inside = [
         (name, max(begun_s, since_s), min(ended_s, until_s))
@@ -114,7 +114,7 @@ def window(
 def figures_of(
     rounds: Mapping[str, Sequence[UpdateRound]], raw_ms: Sequence[float], size_bytes: int
 ) -> dict[str, Any]:
-    """Return medians of each way, and their ratios."""
+    """Returns medians of each way, and their ratios."""
     ways = {way: _of_way(done, size_bytes) for way, done in rounds.items()}
     raw = gb_per_s(size_bytes, median(raw_ms))
     gaps_ms = {way: each["gap_ms"] for way, each in ways.items()}

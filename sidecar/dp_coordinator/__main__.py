@@ -69,10 +69,10 @@ async def _serve(place: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _end_of_parent(parent: int, end: asyncio.Event) -> Iterator[None]:
-    """Set ``end`` when stdin ends or the parent is gone.
+    """Sets ``end`` when stdin ends or the parent is gone.
 
-    Both, since processes that the parent forks inherit the other end of our stdin, and may
-    outlive it; and a parent may close stdin and live on.
+    Both are watched. Processes that the parent forks inherit the other end of stdin, and may
+    outlive the parent. A parent may also close stdin and live on.
     """
     loop = asyncio.get_running_loop()
     stdin = sys.stdin.fileno()
@@ -82,11 +82,11 @@ def _end_of_parent(parent: int, end: asyncio.Event) -> Iterator[None]:
             loop.remove_reader(stdin)
             end.set()
 
-    with contextlib.suppress(PermissionError):  # a file or /dev/null: it tells nothing
+    with contextlib.suppress(PermissionError):  # a file or /dev/null can't be watched
         loop.add_reader(stdin, read)
     try:
         watch = os.pidfd_open(parent)
-    except (AttributeError, OSError):  # no Linux; or it is gone already
+    except (AttributeError, OSError):  # no Linux, or the parent is gone already
         watch = -1
     if watch >= 0:
         loop.add_reader(watch, end.set)

@@ -10,15 +10,15 @@ core → coordinator      ``[rank, [], …]``            a report: element 6 is 
                                                      is complete, 7 one that has started
 front end → coordinator ``01``, ``00``               subscribes, unsubscribes
 front end → coordinator ``[rank, wave]``             FIRST_REQ
-coordinator → front end ``[counts, wave, running]``  where things stand
+coordinator → front end ``[counts, wave, running]``  the wave, and whether it runs
 ======================= ============================ ==================================
 
 Numbers and arrays are MessagePack. A front end names the rank by its ZeroMQ identity,
-two bytes, little endian; a plain number is taken as well. Reports are vLLM's
-``EngineCoreOutputs``: longer in later versions, shorter in earlier ones, so what stands
-elsewhere in them is not looked at.
+two bytes, little endian; a plain number is accepted as well. Reports are vLLM's
+``EngineCoreOutputs``. They are longer in later versions and shorter in earlier ones, so
+their other elements are ignored.
 
-Decoding is strict and bounded; what it refuses is to be dropped.
+Decoding is strict and bounded. Callers drop frames that can't be decoded.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _status_decoder = msgspec.msgpack.Decoder(tuple[Any, _Number, bool])
 
 
 class BadFrame(WavebusError):
-    """A frame that nobody here speaks; says what is wrong with it."""
+    """A frame can't be decoded; the text says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRequest:
-    """A front end sends a request to ``rank`` while no wave runs; it expects ``wave`` next."""
+    """A front end sends ``rank`` a request while no wave runs, and expects ``wave`` next."""
 
     rank: int
     wave: int
@@ -70,7 +70,13 @@ class FirstRequest:
 
 @dataclass(frozen=True, slots=True)
 class CoreReport:
-    """What a core says of its waves; with neither, the report was about something else."""
+    """A core's report of its waves.
+
+    Attributes:
+        rank: the core's rank.
+        complete: the wave that is complete; None if the report is about something else.
+        started: the wave that has started; None likewise.
+    """
 
     rank: int
     complete: int | None = None
@@ -79,7 +85,7 @@ class CoreReport:
 
 @dataclass(frozen=True, slots=True)
 class WaveStatus:
-    """What front ends are told."""
+    """The coordinator's message to front ends: the wave, and whether it runs."""
 
     wave: int
     running: bool
@@ -87,7 +93,7 @@ class WaveStatus:
 
 @dataclass(frozen=True, slots=True)
 class StartWave:
-    """What cores are told."""
+    """START_DP_WAVE: all cores but rank ``excluded`` start ``wave``."""
 
     wave: int
     excluded: int | None = None
@@ -100,10 +106,10 @@ def decode_front_frame(parts: Sequence[bytes], size: int) -> FirstRequest | bool
     """Decodes a frame of a front end of a group of ``size`` ranks.
 
     Returns:
-        A request; or whether the front end subscribes (else it unsubscribes).
+        A request, or whether the front end subscribes (True) or unsubscribes (False).
 
     Raises:
-        BadFrame: it is none of a front end's frames.
+        BadFrame: the frame is none of a front end's.
     """
     frame = _only(parts)
     if frame in (SUBSCRIBE, UNSUBSCRIBE):
@@ -139,10 +145,10 @@ def decode_core_frame(parts: Sequence[bytes], size: int) -> CoreReport:
 
 
 def is_core_subscription(parts: Sequence[bytes]) -> bool:
-    """Whether a core subscribes (or else unsubscribes).
+    """Returns whether a core subscribes (True) or unsubscribes (False).
 
     Raises:
-        BadFrame: cores say nothing else there.
+        BadFrame: the frame is neither of these.
     """
     frame = _only(parts)
     if frame not in (SUBSCRIBE, UNSUBSCRIBE):
@@ -151,25 +157,25 @@ def is_core_subscription(parts: Sequence[bytes]) -> bool:
 
 
 def encode_start_wave(message: StartWave) -> tuple[bytes, bytes]:
-    """START_DP_WAVE, for all cores."""
+    """Encodes START_DP_WAVE for all cores."""
     return _START, _encode((message.wave, message.excluded))
 
 
 def encode_wave_status(message: WaveStatus) -> bytes:
-    """Where things stand, for all front ends. Counts of requests are not told."""
+    """Encodes the status of the wave for all front ends, without counts of requests."""
     return _encode((None, message.wave, message.running))
 
 
-# -- the other side: an engine that is not vLLM ----------------------------------------
+# -- the other side: cores and front ends of the embedded engine -----------------------
 
 
 def encode_first_request(message: FirstRequest) -> bytes:
-    """FIRST_REQ, as a front end says it."""
+    """Encodes FIRST_REQ, as a front end sends it."""
     return _encode((message.rank.to_bytes(2, "little"), message.wave))
 
 
 def encode_core_report(message: CoreReport) -> bytes:
-    """A core's report."""
+    """Encodes a core's report."""
     items: list[object] = [None] * _REPORT_LENGTH
     items[:4] = [message.rank, [], None, 0.0]
     items[_COMPLETE_AT], items[_STARTED_AT] = message.complete, message.started
@@ -177,10 +183,10 @@ def encode_core_report(message: CoreReport) -> bytes:
 
 
 def decode_frame_to_core(parts: Sequence[bytes]) -> StartWave | None:
-    """What a core is told; None is READY.
+    """Decodes a frame from the coordinator to cores; None is READY.
 
     Raises:
-        BadFrame: it is none of the coordinator's frames.
+        BadFrame: the frame is none of the coordinator's.
     """
     if list(parts) == [READY]:
         return None
@@ -193,10 +199,10 @@ def decode_frame_to_core(parts: Sequence[bytes]) -> StartWave | None:
 
 
 def decode_frame_to_front(parts: Sequence[bytes]) -> WaveStatus:
-    """What a front end is told.
+    """Decodes a frame from the coordinator to front ends.
 
     Raises:
-        BadFrame: it is not what a coordinator publishes.
+        BadFrame: the frame is none of the coordinator's.
     """
     try:
         _, wave, running = _status_decoder.decode(_only(parts))

@@ -1,7 +1,8 @@
-"""Starts a DP coordinator as a child process, and watches it. Uses the standard library alone.
+"""Starts a DP coordinator as a child process, and watches it.
 
-For vLLM's plugin and the embedded engine. The DP coordinator ends with this process, however that
-ends; it shares neither its terminal nor its process group.
+vLLM's plugin and the embedded engine use this module, which imports the standard library alone. The
+DP coordinator ends with this process, however that ends. It shares neither the terminal nor the
+process group of this process.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 class DpCoordinatorFailed(WavebusError):
-    """The DP coordinator process did not come up; says how it ended."""
+    """The DP coordinator process did not start; the text says how it ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class DpCoordinatorAddresses:
-    """Where its sockets are bound: see :mod:`bus.runtime.zmq_dp`."""
+    """The addresses of a DP coordinator's three sockets (:mod:`bus.runtime.zmq_dp`)."""
 
     front: str
     core_in: str
@@ -47,14 +48,15 @@ class DpCoordinatorProcess:
 
     Args:
         dp_group: the DP group's name on the bus.
-        size: its ranks.
-        host: where to bind.
-        broker: whom to ask; empty: nobody.
+        size: how many ranks the DP group has.
+        host: the address on which the DP coordinator listens.
+        broker: the broker's address; empty: the DP coordinator uses no broker.
         group: the group on the bus.
-        on_death: called in a thread, with its exit code, when it ends unasked.
+        env: the process's environment.
+        on_death: called in a thread with the exit code, if the process ends unexpectedly.
 
     Raises:
-        DpCoordinatorFailed: it ended, or said nothing for a minute.
+        DpCoordinatorFailed: the process ended, or printed no addresses within a minute.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class DpCoordinatorProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """The exit code: None while the process runs, negative if a signal ended it."""
         return self._process.poll()
 
     def is_alive(self) -> bool:
@@ -105,24 +107,27 @@ class DpCoordinatorProcess:
         return self._process.poll() is None
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Sends SIGTERM to the process."""
         self._stopping = True
         self._process.terminate()
 
     def kill(self) -> None:
-        """Kills the process."""
+        """Sends SIGKILL to the process."""
         self._stopping = True
         self._process.kill()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, at most so many seconds."""
+        """Waits until the process has ended, for at most ``timeout`` seconds."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             return
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """End it in order, or else by force. Again, or in a forked process: does nothing."""
+        """Ends the process by closing its stdin, and kills it after ``timeout_s`` seconds.
+
+        A second call, or one in a forked process, does nothing.
+        """
         if self._owner != os.getpid() or self._process.stdin is None:
             return
         self._stopping = True

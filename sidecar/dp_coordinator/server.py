@@ -1,6 +1,6 @@
-"""Runs a DP coordinator: three sockets to the DP group, a peer on the bus, and one timer.
+"""Runs a DP coordinator: sockets to the DP group, a peer, and a timer.
 
-The broker decides if there is one, and nothing ever waits for it: see
+The broker decides while it is reachable, and nothing ever waits for it. See
 :mod:`bus.protocol.dp.coordinator`.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bus.protocol.dp.coordinator import CoordinatorEffect
     from bus.runtime.interfaces import Handle
 
-# A broker that refused is asked again: the next one there may be another.
+# After a refusal the join is repeated: another broker may be at that address by then.
 REFUSED_RETRY_MS: Final = 5_000.0
 
 
@@ -36,10 +36,10 @@ class DpCoordinatorServer:
     """The coordinator of one DP group, from construction to :meth:`close`.
 
     Args:
-        dp_group: its name on the bus.
-        size: its ranks.
-        host: where to bind, such as ``127.0.0.1``.
-        broker: a broker's address; empty: decide everything here. Keys for it are those of the
+        dp_group: the DP group's name on the bus.
+        size: how many ranks the DP group has.
+        host: the address to listen on, such as ``127.0.0.1``.
+        broker: a broker's address; empty: every decision is made here. Keys come from the
             environment (:func:`bus.keys.security`).
         group: the group on the bus that the DP group belongs to.
 
@@ -69,7 +69,7 @@ class DpCoordinatorServer:
             raise
 
     def start(self) -> None:
-        """Begin to serve, and to join."""
+        """Begins to serve the DP group, and to join the bus."""
         self.sockets.listen(
             on_front=self._on_front,
             on_core_subscription=self._on_core_subscription,
@@ -86,7 +86,7 @@ class DpCoordinatorServer:
         self._perform([])
 
     def close(self) -> None:
-        """Leave the bus, and end."""
+        """Leaves the bus, and closes the sockets."""
         self._closed = True
         self._alarm.cancel()
         if self._rejoin is not None:
@@ -176,7 +176,7 @@ class DpCoordinatorServer:
             if self._peer is not None:
                 self._peer.start()
 
-    # -- what is to be done ----------------------------------------------------------
+    # -- effects of the machine ------------------------------------------------------
 
     def _perform(self, effects: Iterable[CoordinatorEffect]) -> None:
         for effect in effects:
@@ -197,7 +197,7 @@ class DpCoordinatorServer:
                 case Note():
                     bus.log.write(self._log, effect)
                 case _:
-                    pass  # for a broker that isn't there
+                    pass  # a message to the broker, which is not connected
         self._set_alarm()
 
     def _set_alarm(self) -> None:

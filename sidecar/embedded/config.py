@@ -28,14 +28,14 @@ _OTHER_NAMES: Final = {"num_local_experts": "num_experts", "torch_dtype": "dtype
 
 
 def read_config(folder: Path, dtype: str = "auto") -> Qwen3Config:
-    """Read ``folder/config.json``.
+    """Reads ``folder/config.json``.
 
     Args:
         folder: the checkpoint's folder.
-        dtype: the parameters' type; ``auto`` takes the file's.
+        dtype: the parameters' dtype; ``auto`` takes the file's.
 
     Raises:
-        UsageError: names the file and the field that is missing or not supported.
+        UsageError: a field is missing or not supported. The text names the file and the field.
     """
     path = folder / "config.json"
     if dtype not in ("auto", *_DTYPES):
@@ -73,7 +73,7 @@ def read_config(folder: Path, dtype: str = "auto") -> Qwen3Config:
 
 
 def _normalized(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the file's fields under one name each, without those that are null or do not apply."""
+    """Returns the file's fields under one name each, without null and inapplicable ones."""
     given = {name: value for name, value in raw.items() if value is not None}
     for other, name in _OTHER_NAMES.items():
         if other in given:

@@ -1,8 +1,8 @@
 """The engine core: a thread that steps the model, and executes calls between steps.
 
 Everything that touches requests, cache or parameters runs in the core's thread. Other threads put
-an action into its inbox and wait for a future. The thread empties the inbox between two steps, so
-no step runs during a call, and the device is idle when a pause has returned.
+an action into the core's inbox and wait for a future. The thread empties the inbox between two
+steps. So no step runs during a call, and the device is idle when a pause has returned.
 
 Pausing, as in vLLM:
 
@@ -15,9 +15,9 @@ abort   end with what they have     at once
 ======  ==========================  ===========================
 
 While the core is paused, new requests wait, and so do those that had not begun. With
-``clear_cache`` keys and values are discarded: requests that ``keep`` has kept are computed anew
-after the resume, over prompt and output so far. Otherwise they continue with the keys and values
-that they had, whatever was loaded meanwhile.
+``clear_cache`` keys and values are discarded: requests that ``keep`` has kept are recomputed after
+the resume, over prompt and output so far. Otherwise they continue with the keys and values that
+they had, even if new weights were loaded meanwhile.
 
 A second pause replaces one that has not returned yet, and both return together.
 
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class EngineCore:
-    """Step loop and control calls of one model.
+    """Runs the step loop of one model, and the control calls between its steps.
 
     Args:
         model: the model; only the core's thread uses it from now on.
@@ -79,7 +79,7 @@ class EngineCore:
     ) -> None:
         self.model = model
         self.version = 0
-        self.step_s = 0.0  # the least that a step takes
+        self.step_s = 0.0  # the least time of a step
         self.memory = ModelMemory(model)
         self.page = page or CoreStatusPage(None)
         self._slots = slots
@@ -101,20 +101,20 @@ class EngineCore:
     # Called from other threads
 
     def start(self) -> None:
-        """Start the thread."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End every request, then the thread; block until it has ended."""
+        """Ends every request, then the thread; blocks until the thread has ended."""
         self._ask_to_stop()
         self._thread.join()
 
     def submit(self, request: GenerationRequest, wave: int = 0) -> None:
-        """Queue a request; its deltas go to ``publish``.
+        """Queues a request; its deltas go to ``publish``.
 
         Args:
             request: the request.
-            wave: the number of the wave for which the front end has sent it, if there are waves.
+            wave: the wave for which the front end has sent the request; 0 without waves.
 
         Raises:
             EngineDead: the core has ended.
@@ -131,7 +131,7 @@ class EngineCore:
         self._put(run)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Run ``action`` between two steps.
+        """Runs ``action`` between two steps.
 
         The future raises an :class:`EngineError` of ``action``. Any other error is a defect and
         ends the core, as does an :class:`EngineDead`.
@@ -152,7 +152,7 @@ class EngineCore:
         return future
 
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
-        """Stop generation; the future is done when no step runs and none will start."""
+        """Stops generation; the future is done when no step runs and none will start."""
         future: Future[None] = Future()
 
         def run() -> None:
@@ -168,7 +168,7 @@ class EngineCore:
         return future
 
     def admit(self, *, open: bool) -> Future[None]:  # noqa: A002 - as in the protocol
-        """Accept new requests, or end each at once without a token."""
+        """Opens admission, or closes it: every new request then ends without a token."""
 
         def run() -> None:
             self._admits = open
@@ -176,11 +176,11 @@ class EngineCore:
         return self.call(run)
 
     def abort_all(self) -> Future[int]:
-        """End every request with the tokens it has; the future gives their number."""
+        """Ends every request with the tokens it has; the future gives their number."""
         return self.call(lambda: self._abort(lambda _: True))
 
     def clear_cache(self) -> Future[None]:
-        """Discard keys and values, in a pause."""
+        """Discards keys and values, in a pause."""
 
         def run() -> None:
             self.require_paused("clear_cache")
@@ -191,14 +191,14 @@ class EngineCore:
     def swap(
         self, check: Callable[[], None], take: Callable[[], None], *, clear_cache: bool
     ) -> Future[None]:
-        """Have ``take`` change the weights between two steps.
+        """Calls ``take`` between two steps, to change the weights.
 
         The future raises :class:`EngineError` of code ``called_off`` if nothing has changed.
 
         Args:
             check: raises, before anything happens, if the swap is not possible.
             take: changes the weights.
-            clear_cache: whether requests compute their keys and values anew.
+            clear_cache: whether requests recompute their keys and values.
         """
 
         def run() -> None:
@@ -208,11 +208,11 @@ class EngineCore:
         return self.call(run)
 
     def call_off(self) -> Future[None]:
-        """Cancel a swap that has not been made."""
+        """Cancels a swap that has not been made."""
         return self.call(lambda: None)
 
     def probe(self, requests: Sequence[GenerationRequest]) -> Future[tuple[ProbeResult, ...]]:
-        """Run the canary's probes in the pause; other requests stay as they are."""
+        """Runs the canary's probes in the pause; other requests stay as they are."""
 
         def run() -> tuple[ProbeResult, ...]:
             self.require_paused("a probe")
@@ -229,7 +229,7 @@ class EngineCore:
         return self.call(run)
 
     def abort(self, request_id: str) -> None:
-        """End one request, unless it has ended."""
+        """Ends one request, unless it has ended."""
 
         def run() -> None:
             self._abort(lambda request: request.id == request_id)
@@ -237,7 +237,7 @@ class EngineCore:
         self._put(run)
 
     def fail(self, reason: str) -> None:
-        """End as after a crash, for a reason outside this core."""
+        """Ends the core as a crash does, for a reason outside this core."""
 
         def run() -> None:
             raise EngineDead(reason)
@@ -249,7 +249,7 @@ class EngineCore:
     # Called in the core's thread, from control calls
 
     def require_paused(self, what: str) -> None:
-        """Refuse ``what`` unless a pause has returned and no resume came since.
+        """Rejects ``what`` unless a pause has returned and no resume followed.
 
         Raises:
             EngineError: code ``wrong_state``.
@@ -260,7 +260,7 @@ class EngineCore:
             )
 
     def sleep(self, level: SleepLevel) -> None:
-        """Give the model's memory back to the system.
+        """Gives the model's memory back to the system.
 
         Raises:
             EngineError: code ``wrong_state``, unless paused with the cache discarded.
@@ -273,7 +273,7 @@ class EngineCore:
         self.memory.sleep(level)
 
     def resume(self) -> None:
-        """Schedule again, from the next step on.
+        """Resumes scheduling with the next step.
 
         Raises:
             EngineError: code ``wrong_state``, without a pause that has returned;
@@ -297,28 +297,28 @@ class EngineCore:
     # Overridden by a core in lockstep
 
     def _on_request(self, wave: int) -> None:
-        """A request has been queued."""
+        """Is called when a request has been queued."""
 
     def _on_rejected(self, wave: int) -> None:
-        """A request has been rejected."""
+        """Is called when a request has been rejected."""
 
     def _on_pause_requested(self) -> None:
-        """A pause has been requested."""
+        """Is called when a pause has been requested."""
 
     def _has_step(self) -> bool:
-        """Whether there is a step to make."""
+        """Returns whether there is a step to make."""
         return self._may_step()
 
     def _is_quiet(self) -> bool:
-        """Whether the next step needs another call."""
+        """Returns whether no step starts before another call."""
         return not self._may_step()
 
     def _turn(self) -> None:
-        """Make a step."""
+        """Makes one step."""
         self._step()
 
     def _wave(self) -> tuple[int, bool]:
-        """Return the wave and whether it runs, for the status page."""
+        """Returns the wave and whether it runs, for the status page."""
         return 0, self._may_step()
 
     # The thread
@@ -352,21 +352,21 @@ class EngineCore:
         except EngineDead as error:
             self._leave(str(error))
             self._died(self._gone)
-        except Exception as error:  # noqa: BLE001 - the thread ends, and everyone is told why
+        except Exception as error:  # noqa: BLE001 - the thread ends, and all futures get the reason
             self._leave(f"the engine core crashed: {type(error).__name__}: {error}")
             self._died(self._gone)
         else:
             self._leave("the engine is closed")
 
     def _leave(self, reason: str) -> None:
-        """Accept no more actions, and fail the futures that are not done."""
+        """Accepts no more actions, and fails the futures that are not done."""
         with self._actions_lock:
             self._gone = reason
         for future in list(self._unanswered):
             future.set_exception(EngineDead(reason))
 
     def _run_actions(self) -> None:
-        """Execute the actions there are; wait for one if there is no step to make."""
+        """Executes the queued actions; waits for one if there is no step to make."""
         while not self._stopping and (not self._actions.empty() or not self._has_step()):
             if self._actions.empty():
                 self._show("idle")
@@ -375,7 +375,7 @@ class EngineCore:
             action()
 
     def _may_step(self) -> bool:
-        """Whether a sequence may get a token."""
+        """Returns whether a sequence may get a token."""
         if self._mode == "keep":
             return False
         admits = self._mode is None
@@ -391,7 +391,7 @@ class EngineCore:
             time.sleep(left_s)
 
     def _settle_pause(self) -> None:
-        """Answer pauses when nothing runs and nothing will."""
+        """Completes pauses when nothing runs and nothing will start."""
         if not self._pausing or not self._is_quiet():
             return
         if self._clear_cache:
@@ -407,7 +407,7 @@ class EngineCore:
         return count
 
     def _show(self, phase: CorePhase) -> None:
-        """Write the status page, at the begin of a phase."""
+        """Writes the status page at the start of a phase."""
         wave, stepping = self._wave()
         flags = STEPPING if stepping else 0
         if self._mode is not None:

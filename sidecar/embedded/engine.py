@@ -56,7 +56,7 @@ _EXACT: Final = True  # draws are keyed by position
 
 
 class EmbeddedEngine:
-    """Implements :class:`sidecar.engine.Engine`, and serves requests itself, in one event loop.
+    """Implements :class:`sidecar.engine.Engine` in one event loop, and serves requests itself.
 
     Cancelling a call does not undo the request: as with vLLM, the engine still executes it.
 
@@ -65,15 +65,15 @@ class EmbeddedEngine:
         host, port, api_key: of the HTTP data plane (:class:`sidecar.embedded.server.DataPlane`);
             without a host there is none.
         max_num_seqs: sequences that may run at once; others wait.
-        max_model_len: tokens of one sequence, prompt and output. The model's own
-            limit by default, and at most 2048 unless asked for.
+        max_model_len: tokens of one sequence, prompt and output. Default: the model's limit, but
+            at most 2048.
         dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's.
-        served_model_name: what ``/v1/models`` says; the folder's path by default.
+        served_model_name: the name in ``/v1/models``. Default: the folder's path.
         dp: the engine's rank in a data parallel group, whose model needs experts. :meth:`start`
             returns when all ranks are up. If one rank closes or dies, the others end, too. A call
             that pauses or resumes returns when all ranks have been called.
         core_page: a file for the core's status page, for other processes.
-        step_ms: the least time that a step takes, in ms; a larger model's steps take longer.
+        step_ms: the least time that a step takes, in ms, to imitate a larger model.
         boot_closed: whether admission is closed until a sidecar has joined and opens it.
 
     Raises:
@@ -132,7 +132,7 @@ class EmbeddedEngine:
     # Life
 
     async def start(self) -> EngineInfo:
-        """Load the model and serve; return what the engine is."""
+        """Loads the model and begins to serve; returns the description of the engine."""
         self._loop = asyncio.get_running_loop()
         self._death = self._loop.create_future()
         try:
@@ -162,7 +162,7 @@ class EmbeddedEngine:
         )
 
     async def close(self) -> None:
-        """End every request with the tokens it has, and release everything."""
+        """Ends every request with the tokens it has, and releases everything."""
         if self._closed:
             return
         self._closed = True
@@ -182,38 +182,38 @@ class EmbeddedEngine:
             await self._rank.close()
 
     async def died(self) -> str:
-        """Wait until the engine dies; return the reason."""
+        """Waits until the engine dies; returns the reason."""
         if self._death is None:
             raise EngineError("the engine is not started")
         return await asyncio.shield(self._death)
 
     @property
     def is_alive(self) -> bool:
-        """Started, not closed, not crashed."""
+        """Whether the engine has started, and neither closed nor crashed."""
         return self._death is not None and not self._closed and not self._death.done()
 
     async def in_flight(self) -> int:
-        """Return how many requests have not ended."""
+        """Returns how many requests have not ended."""
         return len(self._generations)
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Return the ids of the requests that have not ended."""
+        """Returns the ids of the requests that have not ended."""
         return tuple(self._generations)
 
     def core_view(self) -> CoreStatusView | None:
-        """Return what the core's status page shows; None after the end."""
+        """Returns the contents of the core's status page; None after the core's end."""
         return None if self._closed else self._page.view()
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:  # noqa: ARG002
-        """Return None: an engine that ends with its sidecar needs no lease."""
+        """Returns None: an engine that ends with its sidecar needs no lease."""
         return None
 
     def abandoned_pause(self) -> AbandonedPause | None:
-        """Return None: no pause outlives the sidecar, which is in this process."""
+        """Returns None: no pause outlives the sidecar, which is in this process."""
         return None
 
     async def version(self) -> int:
-        """Return the version of the weights that are served."""
+        """Returns the version of the weights that are served."""
         return self._started().version
 
     # Requests
@@ -221,7 +221,7 @@ class EmbeddedEngine:
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, stream: bool = True
     ) -> Generation:
-        """Begin a request; iterate over the result for its deltas.
+        """Begins a request. The caller iterates over the result for its deltas.
 
         Nothing is checked here: :func:`sidecar.embedded.http_messages.check_request` checks a
         request.
@@ -254,49 +254,49 @@ class EmbeddedEngine:
     # Control
 
     async def join_run(self, run: str) -> None:
-        """Do nothing: the caches are in this process, and begin empty."""
+        """Does nothing: the caches are in this process, so they hold no other run's entries."""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop generation; return when no step runs and none will start."""
+        """Stops generation; returns when no step runs and none will start."""
         await _answer(self._started().pause(mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
-        """Generate again."""
+        """Resumes generation."""
         await self._call(self._update().resume)
 
     async def sleep(self, level: SleepLevel) -> None:
-        """Give memory back: level 1 keeps a copy of the weights, level 2 discards them."""
+        """Gives memory back: level 1 keeps a copy of the weights, level 2 discards them."""
         await self._call(partial(self._update().sleep, level))
 
     async def wake_weights(self) -> None:
-        """Allocate the weights' memory again."""
+        """Allocates the weights' memory again."""
         await self._call(self._started().memory.wake_weights)
 
     async def wake(self) -> None:
-        """Allocate all memory again, and resume."""
+        """Allocates all memory again, and resumes."""
         await self._call(self._update().wake)
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """Accept new requests, or end each at once without a token."""
+        """Opens admission, or closes it: every new request then ends without a token."""
         await _answer(self._started().admit(open=open))
 
     async def abort_requests(self) -> int:
-        """End every request with the tokens it has; return how many there were."""
+        """Ends every request with the tokens it has; returns how many there were."""
         return await _answer(self._started().abort_all())
 
     async def clear_cache(self) -> None:
-        """Discard keys and values, in a pause."""
+        """Discards keys and values, in a pause."""
         await _answer(self._started().clear_cache())
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Open the receiving end of a transport; return how many workers receive."""
+        """Opens the receiving end of a transport; returns 1, the number of chunks in flight."""
         await self._transport(lambda: self._update().open_transfer(backend, params, place))
         return 1
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
-        """Check an update's manifest; return whether and how the update can be staged."""
+        """Checks an update's manifest; returns whether and how the update can be staged."""
         self._started()
         require_model(target)
         return self._update().arm(manifest, staging)
@@ -304,12 +304,12 @@ class EmbeddedEngine:
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False
     ) -> None:
-        """Open the armed update; ``recover`` replaces an update that has failed."""
+        """Opens the armed update; ``recover`` replaces an update that has failed."""
         require_model(target)
         await self._call(partial(self._update().start, recover=recover, staged=staged))
 
     async def receive(self, chunk: Chunk) -> None:
-        """Receive a chunk from the transport."""
+        """Receives a chunk from the transport."""
         updater = self._update()
         await self._transport(
             partial(updater.receive, chunk), short=updater.is_short(len(chunk.tensors))
@@ -332,7 +332,7 @@ class EmbeddedEngine:
         await self._call(self._update().restore)
 
     async def finish_update(self) -> None:
-        """End the loading, if all chunks are loaded."""
+        """Ends the loading, if all chunks are loaded."""
         await self._call(self._update().finish)
 
     async def probe(
@@ -344,7 +344,7 @@ class EmbeddedEngine:
         mode: PauseMode,  # noqa: ARG002 - frozen requests stay so
         clear_cache: bool,  # noqa: ARG002 - the cache is given back
     ) -> tuple[ProbeResult, ...]:
-        """Run the canary's prompts in the pause, without touching the requests there are."""
+        """Runs the canary's prompts in the pause, without touching the requests there are."""
         core, updater = self._started(), self._update()
         updater.require_finished("a probe")
         requests = probe_requests(
@@ -353,23 +353,23 @@ class EmbeddedEngine:
         return await _answer(core.probe(requests))
 
     async def commit(self, version: int) -> None:
-        """Serve the loaded weights as ``version``."""
+        """Serves the loaded weights as ``version``."""
         await self._call(partial(self._update().commit, version))
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
-        """Replace the served weights with the staged ones between two steps."""
+        """Replaces the served weights with the staged ones between two steps."""
         updater = self._update()
         check, take = partial(updater.require_staged, version), partial(updater.swap, version)
         await _answer(self._started().swap(check, take, clear_cache=clear_cache))
 
     async def call_off(self) -> None:
-        """Cancel a swap that waits for peer ranks."""
+        """Cancels a swap that waits for peer ranks."""
         await _answer(self._started().call_off())
 
     # Inside
 
     async def _boot(self) -> None:
-        """Make the core and start it; with ``dp``, when all ranks are ready."""
+        """Makes and starts the core; with ``dp``, once all ranks are ready."""
         exchange: Exchange | None = None
         if self._dp is not None:
             self._rank = DpRank(self._dp, self._on_lost)
@@ -405,11 +405,11 @@ class EmbeddedEngine:
         return self._updater
 
     async def _call(self, action: Callable[[], None]) -> None:
-        """Run ``action`` in the core's thread, between two steps."""
+        """Runs ``action`` in the core's thread, between two steps."""
         await _answer(self._started().call(action))
 
     async def _transport(self, action: Callable[[], None], *, short: bool = False) -> None:
-        """Run ``action`` in the receiver's thread, where it may block; a short one runs here."""
+        """Runs ``action`` in the receiver's thread, where it may block; a short one runs here."""
         self._started()
         if short:
             action()
@@ -418,7 +418,7 @@ class EmbeddedEngine:
         await asyncio.shield(loop.run_in_executor(self._transport_thread, action))
 
     def _in_loop(self, action: Callable[[], None]) -> None:
-        """Run ``action`` in the event loop, unless the loop is closed; for other threads."""
+        """Runs ``action`` in the event loop, unless the loop is closed; for other threads."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(action)
 
@@ -431,7 +431,7 @@ class EmbeddedEngine:
                     del self._generations[delta.request_id]
 
     def _on_lost(self, reason: str) -> None:
-        """Another rank or the DP coordinator has gone, and the engine can't continue."""
+        """Ends the engine, because another rank or the DP coordinator has gone."""
         self._fail_requests(reason)
         if self._core is not None:
             self._core.fail(reason)
@@ -465,5 +465,5 @@ def _load(
 
 
 async def _answer(future: Future[T]) -> T:
-    """Wait for the core. Cancelling the wait does not cancel the call."""
+    """Waits for the core. Cancelling the wait does not cancel the call."""
     return await asyncio.shield(asyncio.wrap_future(future))

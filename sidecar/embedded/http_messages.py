@@ -1,7 +1,7 @@
 """The JSON of the data plane: vLLM's ``POST /inference/v1/generate``, tokens only.
 
-Field names and shapes are vLLM's, so that one client talks to both. Fields that the
-embedded engine has no use for are refused by name rather than ignored.
+Field names and shapes are vLLM's, so that one client works with both. The embedded engine
+rejects fields that it does not support, by name.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _DECODER: Final = msgspec.json.Decoder(GenerateBody)
 
 
 def decode_request(raw: bytes) -> GenerateBody:
-    """Decode the body of a generate request.
+    """Decodes the body of a generate request.
 
     Raises:
-        BadRequest: names the field at fault.
+        BadRequest: the text names the wrong field.
     """
     try:
         return _DECODER.decode(raw)
@@ -63,10 +63,10 @@ def decode_request(raw: bytes) -> GenerateBody:
 def check_request(
     body: GenerateBody, *, vocab_size: int, max_model_len: int, max_num_seqs: int, model: str
 ) -> None:
-    """Check ``body`` against the model's limits, all but ``max_num_seqs`` in tokens.
+    """Checks ``body`` against the model's limits, all but ``max_num_seqs`` in tokens.
 
     Raises:
-        BadRequest: names the field at fault.
+        BadRequest: the text names the wrong field.
     """
     sampling = body.sampling_params
     if body.model not in (None, model):
@@ -93,7 +93,7 @@ def check_request(
 def encode_response(
     outputs: Sequence[Delta], *, request_id: str, model: str, prompt_len: int
 ) -> bytes:
-    """Encode the answer to a request that doesn't stream."""
+    """Encodes the answer to a request that doesn't stream."""
     produced = sum(len(output.token_ids) for output in outputs)
     answer = {
         "request_id": request_id,
@@ -110,7 +110,7 @@ def encode_response(
 
 
 def encode_chunk(delta: Delta, *, request_id: str) -> bytes:
-    """Encode one delta as a server-sent event."""
+    """Encodes one delta as a server-sent event."""
     chunk = {"request_id": request_id, "choices": [_choice(delta)], **_MODE}
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
@@ -140,7 +140,7 @@ def _finite(logprob: float) -> float:
 
 
 def _refuse(text: str) -> NoReturn:
-    """Turn msgspec's text, ``<detail> - at `$.a.b` ``, into a field and a detail."""
+    """Turns msgspec's text, ``<detail> - at `$.a.b` ``, into a field and a detail."""
     detail, _, path = text.partition(" - at ")
     field = path.strip("`").removeprefix("$").removeprefix(".")
     for marker in ("missing required field ", "contains unknown field "):

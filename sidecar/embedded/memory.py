@@ -1,4 +1,4 @@
-"""The memory of a model that sleeps: given back to the system, and allocated again.
+"""The memory of a sleeping model: given back to the system, and allocated again.
 
 ::
 
@@ -12,8 +12,8 @@
                    wake_weights      (same)         nothing
     AWAKE          wake              AWAKE          nothing
 
-Tensors keep their identity: only their storage is released and allocated. A GPU engine's copy is
-in other memory than its weights. Here it is in the same, so level 1 saves the KV cache alone.
+Tensors keep their identity: only their storage is released and allocated. A GPU engine copies its
+weights to CPU memory. Here both are in CPU memory, so level 1 frees only the KV cache.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ModelMemory:
         self._kept: list[torch.Tensor] = []
 
     def sleep(self, level: SleepLevel) -> None:
-        """Give weights and KV cache back.
+        """Gives weights and KV cache back.
 
         Raises:
             EngineError: code ``wrong_state``, if the engine sleeps.
@@ -71,7 +71,7 @@ class ModelMemory:
         self.state = _S.ASLEEP
 
     def wake_weights(self) -> None:
-        """Allocate the weights' memory again."""
+        """Allocates the weights' memory again."""
         if self.state is not _S.ASLEEP:
             return
         for index, storage in enumerate(self._weights):
@@ -84,7 +84,7 @@ class ModelMemory:
         self.state = _S.WEIGHTS_AWAKE
 
     def wake(self) -> None:
-        """Allocate all memory again."""
+        """Allocates all memory again."""
         self.wake_weights()
         if self.state is _S.WEIGHTS_AWAKE:
             for storage in self._cache:
@@ -93,7 +93,7 @@ class ModelMemory:
             self.state = _S.AWAKE
 
     def require_weights(self, what: str) -> None:
-        """Refuse ``what`` while the weights sleep.
+        """Rejects ``what`` while the weights sleep.
 
         Raises:
             EngineError: code ``engine_asleep``.
@@ -107,6 +107,6 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return the tensors' storages, each once."""
+    """Returns the tensors' storages, each once."""
     unique = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
     return list(unique.values())

@@ -1,8 +1,7 @@
 """Runs a Qwen3 network step by step, with a cache of keys and values.
 
-One row of a decode batch is one slot of the cache, so that a batch of ``n`` sequences is the first
-``n`` slots and nothing is gathered: the owner of the batch keeps it dense with
-:meth:`KvCache.move`.
+Row ``i`` of a decode batch is slot ``i`` of the cache. So a batch of ``n`` sequences is the first
+``n`` slots, and nothing is gathered. The owner of the batch closes gaps with :meth:`KvCache.move`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 class KvCache:
     """Keys and values of every slot: [layers, slots, kv_heads, max_len, head_dim].
 
-    Positions behind a sequence's length take part in arithmetic with a weight of zero, so they must
-    be finite: the cache begins with zeros.
+    Positions behind a sequence's length enter the arithmetic with a weight of zero. They must be
+    finite, so the cache begins with zeros.
     """
 
     def __init__(self, config: Qwen3Config, slots: int, max_len: int) -> None:
@@ -55,13 +54,13 @@ class KvCache:
         return (self._slot_rows[: len(positions)] + positions[:, None]).view(-1)
 
     def put(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write one position per slot; ``key`` and ``value`` are [n, kv_heads, head_dim]."""
+        """Writes one position per slot; ``key`` and ``value`` are [n, kv_heads, head_dim]."""
         dim = key.shape[-1]
         self._flat_keys[layer].index_copy_(0, rows, key.reshape(-1, dim))
         self._flat_values[layer].index_copy_(0, rows, value.reshape(-1, dim))
 
     def fill(self, layer: int, first: int, key: Tensor, value: Tensor) -> None:
-        """Write slots from ``first`` on, and positions from 0 on.
+        """Writes slots from ``first`` on, and positions from 0 on.
 
         ``key`` and ``value`` are [b, kv_heads, time, head_dim].
         """
@@ -71,18 +70,18 @@ class KvCache:
         self.values[layer, first : first + count, :, :time] = value
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` positions of a slot over another slot."""
+        """Copies the first ``length`` positions of a slot over another slot."""
         for cache in (self.keys, self.values):
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
     def clear(self) -> None:
-        """Discard everything."""
+        """Discards all keys and values."""
         self.keys[:, :, :, : self._touched] = 0
         self.values[:, :, :, : self._touched] = 0
         self._touched = 0
 
     def restore(self, keys: Tensor, values: Tensor) -> None:
-        """Put copies of keys and values back."""
+        """Puts copies of keys and values back."""
         self.keys.copy_(keys)
         self.values.copy_(values)
         self._touched = self.max_len
@@ -92,10 +91,10 @@ class ModelRunner:
     """A network and its cache. ``parameters`` are loaded in place, and only between steps.
 
     Args:
-        config: the sizes.
+        config: the network's sizes.
         slots: sequences that may run at once.
         max_len: tokens that one sequence may have, prompt and output.
-        exchange: the way to experts on other ranks. A step then blocks until each of them makes
+        exchange: sends rows to experts on other ranks. A step then blocks until every rank makes
             one, if only with :meth:`dummy`.
     """
 
@@ -121,7 +120,7 @@ class ModelRunner:
         positions: Sequence[int] = (),
         prompts: Sequence[Sequence[int]] = (),
     ) -> Tensor:
-        """Make one pass over the layers, for sequences that decode and for new ones.
+        """Makes one pass over the layers, for sequences that decode and for new ones.
 
         Args:
             tokens: the last token of each of the first ``n`` slots.
@@ -154,7 +153,7 @@ class ModelRunner:
         return logits.float()
 
     def dummy(self) -> None:
-        """Make a step without a token, so that the other ranks can make theirs."""
+        """Makes a step without a token, so that the other ranks can make theirs."""
         nothing = torch.empty(0, self.config.hidden_size, dtype=self.config.torch_dtype)
         for module in self._network.modules():
             if isinstance(module, Mixture):
@@ -177,7 +176,7 @@ class _Decoding:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         count, kv_heads, dim = key.shape
         self._kv.put(layer, self._rows, key, value)
-        # Queries that share a KV head stand where a longer query has its positions.
+        # Queries that share a KV head take the axis of a query's positions.
         attended = F.scaled_dot_product_attention(
             query.view(count, kv_heads, -1, dim),
             self._kv.keys[layer, :count, :, : self._deepest],
@@ -191,11 +190,11 @@ class _Decoding:
 
 
 class _Prefilling:
-    """The part of a step that takes in prompts: its attention is among its own tokens."""
+    """The part of a step that computes prompts: each prompt's attention reads its own tokens."""
 
     def __init__(self, model: ModelRunner, first: int, prompts: Sequence[Sequence[int]]) -> None:
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        # Padded on the right, where no real token looks.
+        # Padded on the right, where the causal mask hides the padding from real tokens.
         tokens = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         self._kv = model.kv
         self._shape = (*tokens.shape, -1, model.config.head_dim)

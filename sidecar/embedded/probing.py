@@ -1,9 +1,9 @@
-"""The canary's probes on a paused engine, whose requests stay as they are.
+"""Runs the canary's probes on a paused engine, and leaves its requests as they are.
 
 Probes run in one turn of the core's thread, on slots of the cache whose content is restored
 afterwards. So no request gets a token meanwhile, and one that the pause keeps can continue with its
-keys and values. Ranks in lockstep make equally many steps, since they run the same probes: that
-needs no wave.
+keys and values. Ranks in lockstep make equally many steps without a wave, because they run the same
+probes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def probe_requests(
     prompts: Sequence[tuple[int, ...]], max_tokens: int, *, max_len: int, vocab_size: int
 ) -> list[GenerationRequest]:
-    """Return greedy requests, which ignore the end of sequence.
+    """Returns greedy requests, which ignore the end of sequence.
 
     Raises:
         EngineError: the model has no such token, or too few positions.
@@ -56,7 +56,7 @@ def run_probes(
     in_use: bool,
     stepping: Callable[[], None],
 ) -> tuple[ProbeResult, ...]:
-    """Run probes to their end, in the thread of a paused core.
+    """Runs probes to their end, in the thread of a paused core.
 
     Args:
         model: the model.

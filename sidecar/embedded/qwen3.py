@@ -1,4 +1,4 @@
-"""The Qwen3 network in torch modules: the embedded engine serves it, and the demo trains it.
+"""The Qwen3 network in torch modules, for the embedded engine and the demo's trainer.
 
 Parameter names and arithmetic are those of Hugging Face's ``Qwen3ForCausalLM`` and
 ``Qwen3MoeForCausalLM``, so one state dict serves this module, transformers and vLLM. The caller
@@ -46,15 +46,15 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True, rename=_HF_NAMES):
     """The sizes of a network: lengths in tokens, widths in elements.
 
     Attributes:
-        tied: whether the embedding is the output layer, too.
-        eos_id: the token, or tokens, with which a sequence ends.
-        experts: feed-forward networks in a mixture; 0 makes every layer dense.
+        tied: whether the embedding is also the output layer.
+        eos_id: the token, or tokens, that end a sequence.
+        experts: the number of experts in a mixture; 0 makes every layer dense.
         experts_per_token: how many experts compute a token.
         expert_size: inner width of an expert.
-        norm_shares: whether the shares of a token's experts are scaled to add up to one.
+        norm_shares: whether the router's weights for a token's experts are scaled to sum to one.
         mixture_every: distance between layers with a mixture.
-        dense_layers: layers, from 0, that have no mixture all the same.
-        dtype: torch's name of the parameters' type.
+        dense_layers: layers, from 0, that have no mixture in any case.
+        dtype: torch's name of the parameters' dtype.
     """
 
     vocab_size: Size
@@ -79,23 +79,23 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True, rename=_HF_NAMES):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The parameters' type."""
+        """The parameters' dtype."""
         return cast("torch.dtype", getattr(torch, self.dtype))
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """All tokens with which a sequence ends."""
+        """All tokens that end a sequence."""
         if isinstance(self.eos_id, tuple):
             return self.eos_id
         return () if self.eos_id is None else (self.eos_id,)
 
     def has_mixture(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, is a mixture of experts."""
+        """Returns whether a layer, counted from 0, is a mixture of experts."""
         chosen = (layer + 1) % self.mixture_every == 0 and layer not in self.dense_layers
         return self.experts > 0 and chosen
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the ``config.json`` content with which other libraries build this network."""
+        """Returns the ``config.json`` content with which other libraries build this network."""
         changed = {
             each.encode_name: value
             for each in msgspec.structs.fields(Qwen3Config)
@@ -121,7 +121,7 @@ class Attend(Protocol):
     """Attention over the keys and values that the caller keeps."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return what each query attends to, in the shape of ``query``.
+        """Returns what each query attends to, in the shape of ``query``.
 
         Args:
             layer: the layer's number, from 0.
@@ -132,40 +132,40 @@ class Attend(Protocol):
 
 
 class Exchange(Protocol):
-    """Brings rows to the ranks of their experts, and the results back."""
+    """Sends rows to the ranks of their experts, and returns the results."""
 
     def own(self, experts: int) -> range:
-        """Return which experts this rank computes."""
+        """Returns which experts this rank computes."""
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
-        """Send rows to the ranks of their experts.
+        """Sends rows to the ranks of their experts.
 
         Args:
             rows: [n, hidden], sorted by expert.
-            counts: of each expert, how many rows are its.
+            counts: how many of the rows each expert gets.
 
         Returns:
-            The rows for this rank's experts, source by source, and each source's sorted by expert;
-            and how many rows those are, by source and own expert.
+            The rows for this rank's experts, by source rank and then by expert; and the number of
+            these rows for each source rank and each expert of this rank.
         """
 
     def combine(self, results: Tensor) -> Tensor:
-        """Send a result for each row that this rank computed; return those of its own rows."""
+        """Returns the results of this rank's rows, and sends those of other ranks' rows."""
 
 
 class Alone:
     """The exchange of a rank that computes all experts."""
 
     def own(self, experts: int) -> range:
-        """Return all experts."""
+        """Returns all experts."""
         return range(experts)
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
-        """Return the rows as they are."""
+        """Returns the rows as they are."""
         return rows, [list(counts)]
 
     def combine(self, results: Tensor) -> Tensor:
-        """Return the results as they are."""
+        """Returns the results as they are."""
         return results
 
 
@@ -176,7 +176,7 @@ class Linear(nn.Linear):
         super().__init__(inner, outer, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw nothing."""
+        """Does nothing, because the owner initialises the matrix."""
 
 
 class Attention(nn.Module):
@@ -195,7 +195,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.dim, config.rms_eps)
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """Map [..., hidden] to the same shape."""
+        """Maps [..., hidden] to the same shape."""
         heads = (*x.shape[:-1], -1, self.dim)
         query = _rotate(self.q_norm(self.q_proj(x).view(heads)), rope)
         key = _rotate(self.k_norm(self.k_proj(x).view(heads)), rope)
@@ -213,7 +213,7 @@ class Mlp(nn.Module):
         self.down_proj = Linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., hidden] to the same shape."""
+        """Maps [..., hidden] to the same shape."""
         return cast("Tensor", self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
@@ -224,8 +224,8 @@ class Mixture(nn.Module):
     the number of ranks.
 
     Args:
-        config: the sizes.
-        exchange: the way to other ranks' experts. A call then blocks until all ranks have called.
+        config: the network's sizes.
+        exchange: sends rows to other ranks' experts. A call then blocks until all ranks call.
     """
 
     def __init__(self, config: Qwen3Config, exchange: Exchange) -> None:
@@ -239,7 +239,7 @@ class Mixture(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., hidden] to the same shape; without tokens it serves other ranks alone."""
+        """Maps [..., hidden] to the same shape; without tokens it only serves other ranks."""
         config, tokens = self._config, x.flatten(0, -2)
         preference = torch.softmax(self.gate(tokens), dim=-1, dtype=torch.float32)
         share, chosen = torch.topk(preference, config.experts_per_token, dim=-1)
@@ -255,7 +255,7 @@ class Mixture(nn.Module):
         return torch.zeros_like(tokens).index_add(0, owner, weighted).view_as(x)
 
     def _compute(self, rows: Tensor, of_source: list[list[int]]) -> Tensor:
-        """Compute each row by its expert; rows of several sources at once."""
+        """Computes each row by its expert, with rows of several source ranks at once."""
         segments = list(torch.split(rows, [count for counts in of_source for count in counts]))
         for index, expert in enumerate(self.experts.values()):
             places = range(index, len(segments), len(self.experts))
@@ -281,7 +281,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """Map [..., hidden] to the same shape."""
+        """Maps [..., hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), rope, attend)
         return cast("Tensor", x + self.mlp(self.post_attention_layernorm(x)))
 
@@ -298,7 +298,7 @@ class Trunk(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_eps)
 
     def forward(self, ids: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """Return hidden states [..., hidden] for token ids [...]."""
+        """Returns hidden states [..., hidden] for token ids [...]."""
         x: Tensor = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, rope, attend)
@@ -309,8 +309,8 @@ class Qwen3(nn.Module):
     """Causal language model whose ``state_dict`` is a valid Qwen3 checkpoint.
 
     Args:
-        config: the sizes.
-        exchange: the way to experts on other ranks; all experts are here by default.
+        config: the network's sizes.
+        exchange: sends rows to experts on other ranks. Default: all experts are here.
     """
 
     def __init__(self, config: Qwen3Config, exchange: Exchange | None = None) -> None:
@@ -323,7 +323,7 @@ class Qwen3(nn.Module):
 
 
 def rope_of(places: Tensor, config: Qwen3Config) -> Rope:
-    """Return rotary cosines and sines [..., 1, head_dim] in float32 for positions [...] in tokens.
+    """Returns rotary cosines and sines [..., 1, head_dim] in float32 for positions [...] in tokens.
 
     The first half of the sines carries the minus sign of the rotation.
     """
@@ -334,12 +334,12 @@ def rope_of(places: Tensor, config: Qwen3Config) -> Rope:
 
 
 def attend_whole(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend to a batch of whole sequences, causally: an :class:`Attend` of four axes."""
+    """Computes causal attention of a batch of whole sequences: an :class:`Attend` of four axes."""
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return attended.transpose(1, 2)
 
 
 def _rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Turn the two halves of the last axis against each other by the rotary angles."""
+    """Rotates the two halves of the last axis by the rotary angles."""
     return torch.addcmul(x * rope[0], torch.roll(x, x.shape[-1] // 2, -1), rope[1])

@@ -1,4 +1,4 @@
-"""Requests of the embedded engine, as the core runs them and as their callers read them."""
+"""Requests of the embedded engine, for the core and for callers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GenerationRequest:
 
     Attributes:
         seed: the caller's seed, or a random one.
-        max_tokens: at most what the model's length leaves.
+        max_tokens: the limit of output tokens, at most what the model's length leaves.
         stream: whether each token makes a delta; otherwise each choice makes one at its end.
     """
 
@@ -84,23 +84,23 @@ class Sequence:
 
     @property
     def output_len(self) -> int:
-        """Tokens so far, without the prompt."""
+        """The number of output tokens so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The model's own ends of sequence, unless the request ignores them."""
+        """The tokens that end the sequence for this model; none if the request ignores them."""
         return () if self.request.params.ignore_eos else self.request.eos_token_ids
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Tokens that may not be sampled yet: ends, before ``min_tokens``."""
+        """Tokens that may not be sampled yet: the ends of sequence, before ``min_tokens``."""
         if self.output_len >= self.request.params.min_tokens:
             return ()
         return (*self.request.params.stops, *self.ends)
 
     def append(self, token: int, logprob: float | None, version: int) -> None:
-        """Append a sampled token, and end the sequence if it is the last."""
+        """Appends a sampled token, and ends the sequence if it is the last."""
         starts = self.version_starts
         if not starts or starts[-1][0] != version:
             starts.append((version, self.output_len))
@@ -116,7 +116,7 @@ class Sequence:
             self.finish_reason = "length"
 
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Return contiguous spans over the whole output."""
+        """Returns contiguous spans over the whole output."""
         ends = [start for _, start in self.version_starts[1:]] + [self.output_len]
         return tuple(
             VersionSpan(version, start, end)
@@ -124,7 +124,7 @@ class Sequence:
         )
 
     def delta(self, fresh: int) -> Delta:
-        """Return the last ``fresh`` tokens, or all if the request doesn't stream."""
+        """Returns the last ``fresh`` tokens, or all if the request doesn't stream."""
         count = fresh if self.request.stream else self.output_len
         wanted = self.request.params.logprobs is not None
         return Delta(
@@ -139,7 +139,7 @@ class Sequence:
 
 
 def sequences_of(request: GenerationRequest) -> list[Sequence]:
-    """Return one sequence for each choice of a request."""
+    """Returns one sequence for each choice of a request."""
     return [
         Sequence(request, index, choice_seed(request.seed, index), list(request.prompt))
         for index in range(request.params.n)
@@ -173,7 +173,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Delta:
-        """Return the next delta.
+        """Returns the next delta.
 
         Raises:
             EngineDead: the engine crashed.
@@ -185,7 +185,7 @@ class Generation:
         return self._ready.popleft()
 
     async def ready(self) -> list[Delta]:
-        """Return all deltas there are, at least one; none when all have been read.
+        """Waits for a delta, and returns all that have come; none at the end.
 
         Raises:
             EngineDead: the engine crashed.
@@ -197,7 +197,7 @@ class Generation:
         return deltas
 
     async def outputs(self) -> list[Delta]:
-        """Read to the end; return one whole delta for each choice, in order.
+        """Reads to the end, and returns one whole delta for each choice, in order.
 
         Raises:
             EngineDead: the engine crashed.
@@ -209,12 +209,12 @@ class Generation:
         return [merged[index] for index in sorted(merged)]
 
     def abort(self) -> None:
-        """End the request, unless it has ended."""
+        """Ends the request, unless it has ended."""
         if not self.done.is_set():
             self._abort(self.request_id)
 
     def push(self, delta: Delta) -> None:
-        """Add a delta; the engine calls this in the loop."""
+        """Adds a delta; the engine calls this in the loop."""
         self._ready.append(delta)
         if delta.finish_reason:
             self._open -= 1
@@ -223,13 +223,13 @@ class Generation:
         self._news.set()
 
     def fail(self, error: EngineError) -> None:
-        """End with an error; the engine calls this in the loop."""
+        """Ends the iteration with an error; the engine calls this in the loop."""
         self._error = error
         self.done.set()
         self._news.set()
 
     async def _wait(self) -> None:
-        """Wait for a delta or the end."""
+        """Waits for a delta or the end."""
         while not self._ready:
             if self._error is not None:
                 raise self._error

@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
 Randomness is keyed by position: a token depends on the seed of its choice, on its position in
 prompt and output together, and on its logits. So a request with a seed gives the same tokens beside
@@ -41,7 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seed: None draws one.
         n: choices that share the prompt.
         max_tokens: None allows as many as the model's length leaves.
-        min_tokens: no end of the sequence is sampled before so many tokens.
+        min_tokens: no end of the sequence is sampled before that many output tokens.
         logprobs: None gives none, 0 or 1 the sampled token's. They are vLLM's default, *raw*
             log-probabilities, of the model's own distribution. At temperature 1, without ``top_k``
             and ``top_p``, that is the distribution that tokens are sampled from.
@@ -60,7 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """``stop_token_ids``, none by default."""
+        """The request's ``stop_token_ids``, none by default."""
         return self.stop_token_ids or ()
 
     @property
@@ -70,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the 64-bit seed of choice ``index`` of a request.
+    """Returns the 64-bit seed of choice ``index`` of a request.
 
     As in vLLM, it is that of a request for one choice with the seed ``seed + index``.
     """
@@ -79,7 +79,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 class SamplingBatch:
-    """The parameters of one batch as tensors, made anew when its rows change.
+    """The parameters of one batch as tensors, rebuilt when its rows change.
 
     Args:
         params: each row's parameters.
@@ -106,7 +106,7 @@ class SamplingBatch:
         self.wants_logprobs = any(p.logprobs is not None for p in params)
 
     def sample(self, logits: Tensor, counts: Sequence[int]) -> list[int]:
-        """Return one token per row.
+        """Returns one token per row.
 
         Args:
             logits: [n, vocab], float32.
@@ -127,7 +127,7 @@ class SamplingBatch:
 
 
 def raw_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Return each row's log-probability of its token in the model's own distribution."""
+    """Returns each row's log-probability of its token in the model's own distribution."""
     index = torch.tensor(tokens)[:, None]
     picked = logits.gather(1, index).squeeze(1) - logits.logsumexp(-1)
     values: list[float] = picked.tolist()
@@ -137,7 +137,7 @@ def raw_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
 def uniforms(
     seeds: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) for every (seed, count)."""
+    """Returns a number in [0, 1) for every (seed, count)."""
     bits = _outputs(seeds, counts) >> np.uint64(64 - _UNIFORM_BITS)
     return bits.astype(np.float64) * 2.0**-_UNIFORM_BITS
 
@@ -145,7 +145,7 @@ def uniforms(
 def _outputs(
     seeds: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """SplitMix64's ``count``-th output for each seed."""
+    """Returns SplitMix64's ``count``-th output for each seed."""
     state = seeds + (counts + np.uint64(1)) * np.uint64(_STEP)
     for shift, factor in _MIX:
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
@@ -158,7 +158,7 @@ def _cuts(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def _cut(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Zero what top-k leaves out, then what top-p leaves out of the rest; not renormalised."""
+    """Sets tokens that top-k, then top-p, leave out to zero, without renormalising."""
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     ranked = ranked.masked_fill(torch.arange(probs.shape[-1]) >= top_k, 0.0)
     ranked /= ranked.sum(-1, keepdim=True)
@@ -168,7 +168,7 @@ def _cut(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token at which the running sum of ``probs`` passes ``uniform`` of the whole.
+    """Returns the token at which the running sum of ``probs`` passes ``uniform`` of the whole.
 
     Double precision keeps the width of a token of probability zero at zero. Logits that are not
     numbers give the last token, without a crash.

@@ -23,7 +23,7 @@ _WHY_CLOSED: Final = "it has not joined its group yet, or its weights are not th
 
 
 class BatchScheduler:
-    """The sequences of one model, running and waiting.
+    """Schedules the sequences of one model, running and waiting.
 
     Args:
         model: the model.
@@ -42,26 +42,30 @@ class BatchScheduler:
 
     @property
     def running(self) -> int:
-        """How many sequences have begun, except those whose cache was discarded."""
+        """The number of sequences that have begun, except those whose cache was discarded."""
         return len(self._rows)
 
     @property
     def waiting(self) -> int:
-        """How many sequences have not begun, or begin anew."""
+        """The number of sequences that have not begun, or must be recomputed."""
         return len(self._waiting)
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request."""
+        """Queues a request."""
         self._waiting.extend(sequences_of(request))
 
     def reject(self, request: GenerationRequest) -> None:
-        """End a request at once, because admission is closed."""
+        """Ends a request at once, because admission is closed."""
         self._end(sequences_of(request), closed=True)
 
     def step(self, *, admit: bool, version: int) -> None:
-        """Give every running sequence a token and, with ``admit``, those that begin now.
+        """Makes one step: every running sequence gets a token.
 
-        There must be a sequence to run. Tokens are marked with ``version``.
+        There must be a sequence to run.
+
+        Args:
+            admit: whether waiting sequences may begin in this step.
+            version: the version of the weights, recorded with each token.
         """
         tokens = [sequence.tokens[-1] for sequence in self._rows]
         positions = [len(sequence.tokens) - 1 for sequence in self._rows]
@@ -71,18 +75,18 @@ class BatchScheduler:
         self._take(self.model.step(tokens, positions, prompts), version)
 
     def discard_cache(self) -> None:
-        """Discard keys and values; running sequences are computed anew, before others."""
+        """Discards keys and values; running sequences are recomputed, before others."""
         self._waiting.extendleft(reversed(self._rows))
         self._rows.clear()
         self._batch = None
         self.model.kv.clear()
 
     def abort(self, chosen: Callable[[GenerationRequest], bool], *, closed: bool = False) -> int:
-        """End the chosen requests.
+        """Ends the chosen requests.
 
         Args:
-            chosen: whether a request is to end.
-            closed: whether admission is closed; requests without a token say so.
+            chosen: returns whether a request is to end.
+            closed: whether the reason is closed admission. Requests without a token report that.
 
         Returns:
             How many requests have ended.
@@ -104,7 +108,7 @@ class BatchScheduler:
         self._publish([sequence.delta(fresh=0) for sequence in sequences])
 
     def _begin(self) -> list[list[int]]:
-        """Move waiting sequences into free slots, and return their tokens."""
+        """Moves waiting sequences into free slots, and returns their tokens."""
         first = len(self._rows)
         longest = 0
         while self._waiting and len(self._rows) < self._slots:
@@ -117,7 +121,7 @@ class BatchScheduler:
         return [sequence.tokens for sequence in self._rows[first:]]
 
     def _take(self, logits: torch.Tensor, version: int) -> None:
-        """Sample from ``logits`` [rows, vocab], and free the slots of ended sequences."""
+        """Samples from ``logits`` [rows, vocab], and frees the slots of ended sequences."""
         rows = self._rows
         if self._batch is None:
             self._batch = SamplingBatch(
@@ -145,7 +149,7 @@ class BatchScheduler:
             self._publish(deltas)
 
     def _free(self, ended: list[int]) -> None:
-        """Remove rows, and move the last one into each gap."""
+        """Removes rows, and moves the last one into each gap."""
         for row in reversed(ended):
             last = self._rows.pop()
             if row < len(self._rows):
@@ -155,7 +159,7 @@ class BatchScheduler:
 
 
 def _without_banned(logits: torch.Tensor, rows: list[Sequence]) -> torch.Tensor:
-    """Return ``logits`` with tokens that may not be sampled yet at minus infinity."""
+    """Returns ``logits`` with tokens that may not be sampled yet at minus infinity."""
     banned = [(row, token) for row, s in enumerate(rows) for token in s.banned]
     if not banned:
         return logits

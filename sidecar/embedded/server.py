@@ -1,10 +1,10 @@
-"""The HTTP data plane of an embedded engine; the same routes as a served vLLM.
+"""The HTTP data plane of an embedded engine, with the routes of a vLLM server.
 
 ==================================  ==========================================
 ``POST /inference/v1/generate``     tokens in, tokens out; see ``http_messages.py``
 ``GET /health``                     200 while the engine lives, else 503
-``GET /v1/models``                  what it serves
-``GET /load``                       requests it holds, as ``server_load``
+``GET /v1/models``                  the served model
+``GET /load``                       number of requests, as ``server_load``
 ==================================  ==========================================
 """
 
@@ -43,7 +43,7 @@ SHUTDOWN_S: Final = 1.0
 
 
 class ServedEngine(Protocol):
-    """The engine, as the data plane uses it."""
+    """The part of the engine that the data plane uses."""
 
     vocab_size: int
     max_model_len: int
@@ -52,15 +52,15 @@ class ServedEngine(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it serves."""
+        """Whether the engine serves."""
 
     async def in_flight(self) -> int:
-        """Return how many requests have not ended."""
+        """Returns how many requests have not ended."""
 
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, stream: bool
     ) -> Generation:
-        """Begin a request."""
+        """Begins a request."""
 
 
 class DataPlane:
@@ -70,7 +70,7 @@ class DataPlane:
         engine: the engine that serves the requests.
         host: address to listen on.
         port: port to listen on; 0 takes any free one.
-        api_key: what clients must send; empty if anyone may send requests.
+        api_key: the key that clients must send; empty if anyone may send requests.
     """
 
     def __init__(self, engine: ServedEngine, host: str, port: int, api_key: str = "") -> None:
@@ -81,7 +81,7 @@ class DataPlane:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
-        """Listen; return the base URL."""
+        """Begins to listen, and returns the base URL."""
         app = web.Application(
             client_max_size=MAX_BODY_BYTES, middlewares=[self._check_key, _errors_as_json]
         )
@@ -94,13 +94,13 @@ class DataPlane:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
         )
         await self._runner.setup()
-        # Connections that come at once are many, as in vLLM's server.
+        # Many clients may connect at once, as with vLLM's server.
         await web.TCPSite(self._runner, self._host, self._port, backlog=2048).start()
         host, port = self._runner.addresses[0][:2]
         return http_url(host, port)
 
     async def close(self) -> None:
-        """Stop listening, and end the responses under way."""
+        """Stops listening, and ends the responses under way."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -156,7 +156,7 @@ class DataPlane:
 
 
 async def _stream(http: web.Request, generation: Generation, request_id: str) -> web.StreamResponse:
-    """Server-sent events: one per delta, those that are ready together in one write."""
+    """Sends server-sent events: one per delta, all that are ready in one write."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
@@ -167,7 +167,7 @@ async def _stream(http: web.Request, generation: Generation, request_id: str) ->
                 b"".join(encode_chunk(delta, request_id=request_id) for delta in deltas)
             )
     except EngineError as error:
-        # The status line is long gone: the error is an event of its own, as in vLLM.
+        # The status line was sent long ago: the error is an event of its own, as in vLLM.
         await response.write(b"data: " + _error_body(500, str(error)) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
@@ -175,7 +175,7 @@ async def _stream(http: web.Request, generation: Generation, request_id: str) ->
 
 
 def _admitted(deltas: list[Delta]) -> list[Delta]:
-    """Return the deltas, unless the request was rejected.
+    """Returns the deltas, unless the request was rejected.
 
     Raises:
         EngineError: admission is closed.
@@ -204,7 +204,7 @@ def _error(status: int, message: str, param: str = "") -> web.Response:
 
 
 def _error_body(status: int, message: str, param: str = "") -> bytes:
-    """Return an error as vLLM encodes it."""
+    """Returns an error as vLLM encodes it."""
     kind = "BadRequestError" if 400 <= status < 500 else "InternalServerError"  # noqa: PLR2004
     if is_closed_message(message):
         kind, status = "ServiceUnavailableError", 503

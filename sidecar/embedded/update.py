@@ -1,4 +1,4 @@
-"""A weight update of the embedded engine, step by step, and the memory that it is staged in.
+"""Carries out weight updates of the embedded engine, and stages them in spare memory.
 
 ::
 
@@ -13,7 +13,7 @@
     FINISHED   commit                IDLE       the engine serves the new version
 
     of a staged update, without a pause
-    LOADING    load                  LOADING    they are copied beside the parameters
+    LOADING    load                  LOADING    they are copied into the staged parameters
     any        restore               IDLE       the staged tensors are discarded
     FINISHED   swap                  IDLE       between two steps all of them are copied into the
                                                 parameters; the engine serves the new version
@@ -67,24 +67,24 @@ class StagedParameters:
 
     @property
     def held_bytes(self) -> int:
-        """How much is allocated now."""
+        """The size of the allocated copy, in bytes; 0 without one."""
         return _size_bytes(self._staged)
 
     def allocate(self) -> None:
-        """Allocate the copy, unless it is there."""
+        """Allocates the copy, unless it is there."""
         if not self._staged:
             self._staged = {n: torch.empty_like(p) for n, p in self._parameters.items()}
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Frees the copy's memory."""
         self._staged = {}
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors into the staged parameters of their names."""
+        """Copies tensors into the staged parameters of their names."""
         load_tensors(self._staged, tensors)
 
     def swap(self) -> None:
-        """Copy all of it into the parameters."""
+        """Copies all staged parameters into the served ones."""
         load_tensors(self._parameters, self._staged.items())
 
 
@@ -117,40 +117,40 @@ class Updater:
         self._manifest: Manifest | None = None
         self._loaded: set[int] = set()
         self._foreign = False
-        self._staging: Staging | None = None  # how the armed update may be staged
+        self._staging: Staging | None = None  # the armed update's staging options
         self._memory = StagedParameters(core.model)
-        self.staged = False  # whether the open update is
+        self.staged = False  # whether the open update is staged
         self._backend = ""
         self._receiver: Receiver | None = None
         self._received_seq: int | None = None
         self._received: list[tuple[str, torch.Tensor]] = []
 
     def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> None:
-        """Open the receiving end of a transport in place of the last one."""
+        """Opens the receiving end of a transport in place of the last one."""
         receiver = make_receiver(backend)
         receiver.open(params, place)
         self.close()
         self._backend, self._receiver = backend, receiver
 
     def close(self) -> None:
-        """Close the transport, and release what it has received."""
+        """Closes the transport, and releases what it has received."""
         self._release()
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
 
     def arm(self, manifest: Manifest, staging: Staging | None) -> StagingCapacity:
-        """Check a manifest, and whether there is memory for it.
+        """Checks a manifest, and whether there is memory to stage the update.
 
         Args:
-            manifest: the whole update's.
-            staging: how the update may be staged; None asks for none.
+            manifest: the manifest of the whole update.
+            staging: how the update may be staged; None if it is loaded in a pause.
 
         Returns:
             Whether the update can be staged, and how much memory that takes, in bytes.
 
         Raises:
-            EngineError: code ``manifest_refused``, with the tensor at fault.
+            EngineError: code ``manifest_refused``, with the wrong tensor.
         """
         self._armed = None
         self._expected.check(manifest)
@@ -165,7 +165,7 @@ class Updater:
         return room
 
     def start(self, *, recover: bool, staged: bool) -> None:
-        """Open the armed update; ``recover`` replaces an update that has failed."""
+        """Opens the armed update; ``recover`` replaces an update that has failed."""
         if not staged:
             self._core.require_paused("an update")
         elif self._foreign or self._staging is None:
@@ -185,7 +185,7 @@ class Updater:
         self._state = UpdaterState.LOADING
 
     def receive(self, chunk: Chunk) -> None:
-        """Receive a chunk of the open update."""
+        """Receives a chunk of the open update."""
         manifest = self._loading("receive")
         if chunk.seq >= manifest.chunks or chunk.tensors != manifest.chunk(chunk.seq):
             raise _wrong_state(f"chunk {chunk.seq} is not the armed manifest's")
@@ -205,22 +205,22 @@ class Updater:
             raise
 
     def is_short(self, tensors: int, verify: Verify = "off") -> bool:
-        """Whether a receive or a verify of so many tensors takes less than waking a thread."""
+        """Returns whether handling ``tensors`` tensors here is faster than waking a thread."""
         waits = self._receiver is None or self._receiver.is_blocking
         return not waits and verify != "full" and tensors <= SHORT_TENSORS
 
     @property
     def received_tensors(self) -> int:
-        """How many tensors of the received chunk are not loaded yet."""
+        """The number of tensors in the received chunk that are not loaded yet."""
         return len(self._received)
 
     def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        """Compare the checksums of the received chunk."""
+        """Compares the checksums of the received chunk."""
         self._require_received("verify", seq)
         check_sums(seq, self._received, verify, sums)
 
     def load(self, seq: int) -> None:
-        """Copy the received chunk into the parameters."""
+        """Copies the received chunk into the parameters."""
         self._require_received("load", seq)
         self._core.require_paused("load")
         self._foreign = True
@@ -229,14 +229,14 @@ class Updater:
         self._release()
 
     def stage(self, seq: int) -> None:
-        """Copy the received chunk beside the parameters."""
+        """Copies the received chunk into the staged parameters."""
         self._require_received("load", seq)
         self._memory.load(self._received)
         self._loaded.add(seq)
         self._release()
 
     def restore(self) -> None:
-        """End an update that has changed no weights."""
+        """Ends an update that has not changed the served weights."""
         if self.staged:
             self._end_staging()
             return
@@ -247,7 +247,7 @@ class Updater:
         self._state = UpdaterState.IDLE
 
     def finish(self) -> None:
-        """End the loading, if all chunks are loaded."""
+        """Completes the loading, if all chunks are loaded."""
         manifest = self._loading("finish")
         if not self.staged:
             self._core.require_paused("finish")
@@ -257,7 +257,7 @@ class Updater:
         self._state = UpdaterState.FINISHED
 
     def require_finished(self, what: str) -> None:
-        """Refuse ``what`` unless a whole update is loaded and not committed.
+        """Rejects ``what`` unless a whole update is loaded and not committed.
 
         Raises:
             EngineError: code ``wrong_state``.
@@ -266,7 +266,7 @@ class Updater:
             raise _wrong_state(f"{what} while the update is {self._state.value}")
 
     def commit(self, version: int) -> None:
-        """Serve the loaded weights as ``version``."""
+        """Serves the loaded weights as ``version``."""
         self.require_finished("commit")
         self._require_next(version)
         self._core.version = version
@@ -274,7 +274,7 @@ class Updater:
         self._state = UpdaterState.IDLE
 
     def require_staged(self, version: int) -> None:
-        """Refuse a swap unless a staged update is whole.
+        """Rejects a swap unless a staged update is whole.
 
         Raises:
             EngineError: code ``called_off``.
@@ -289,26 +289,26 @@ class Updater:
             raise EngineError(error.detail, code=NackCode.CALLED_OFF) from error
 
     def swap(self, version: int) -> None:
-        """Serve the staged weights; no step runs on any rank."""
+        """Serves the staged weights from now on, while no step runs on any rank."""
         self._memory.swap()
         self._core.version = version
         self._end_staging()
 
     def sleep(self, level: SleepLevel) -> None:
-        """Give the model's memory back; without the weights only a whole update brings others."""
+        """Frees the model's memory. After level 2, only a whole update brings weights again."""
         self._core.sleep(level)
         self._memory.release()
         self._foreign = self._foreign or level == 2  # noqa: PLR2004 - the level that discards
 
     def wake(self) -> None:
-        """Allocate all memory again, and resume."""
+        """Allocates all memory again, and resumes."""
         self._core.require_paused("wake")
         self._require_whole()
         self._core.memory.wake()
         self._core.resume()
 
     def resume(self) -> None:
-        """Resume the core.
+        """Resumes the core.
 
         Raises:
             EngineError: code ``wrong_state``, while an update is open, or if the weights are not
@@ -345,7 +345,7 @@ class Updater:
             raise _wrong_state(f"chunk {seq} is not received")
 
     def _release(self) -> None:
-        """Return the received tensors to the receiver."""
+        """Returns the received tensors to the receiver."""
         self._received = []
         if self._received_seq is not None and self._receiver is not None:
             self._receiver.release()

@@ -33,10 +33,10 @@ class ExpectedWeights:
     """The tensors of a whole update, by Hugging Face's names.
 
     Attributes:
-        dtype: torch's name of every tensor's type.
-        shapes: of each tensor that an update must hold.
-        optional: shapes of those that it may hold, and that are not loaded: with tied embeddings
-            the output layer is the embedding.
+        dtype: torch's name of every tensor's dtype.
+        shapes: the shape of each tensor that an update must have.
+        optional: the shapes of tensors that an update may have, and that are not loaded. With tied
+            embeddings the output layer is one, because it is the embedding.
     """
 
     dtype: str
@@ -45,16 +45,16 @@ class ExpectedWeights:
 
     @classmethod
     def of(cls, whole: Qwen3) -> Self:
-        """Return those of a network with all experts, whichever of them this rank has."""
+        """Returns the tensors of a network with all experts, including those of other ranks."""
         shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
         head = {_HEAD: tuple(whole.lm_head.weight.shape)}
         return cls(whole.config.dtype, shapes, head if whole.config.tied else {})
 
     def check(self, manifest: Manifest) -> None:
-        """Check that ``manifest`` is one whole update of the model; load nothing.
+        """Checks that ``manifest`` is one whole update of the model; loads nothing.
 
         Raises:
-            EngineError: code ``manifest_refused``, with the tensor at fault.
+            EngineError: code ``manifest_refused``, with the wrong tensor.
         """
         tensors = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
         for name, dtype, shape in tensors:
@@ -66,7 +66,7 @@ class ExpectedWeights:
             raise _refused(missing, f"{missing} is missing: an update covers every parameter")
 
     def _check_tensor(self, meta: TensorMeta) -> None:
-        """Refuse a tensor that is neither expected nor ignored."""
+        """Rejects a tensor that is neither expected nor ignored."""
         name, shape = meta.name, self.shapes.get(meta.name) or self.optional.get(meta.name)
         if name.endswith(_DERIVED_SUFFIX):
             return
@@ -86,7 +86,7 @@ class ExpectedWeights:
 def load_tensors(
     parameters: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Copy tensors into the parameters of their names, and leave out those that are not there."""
+    """Copies tensors into the parameters of their names, and skips tensors without one."""
     with torch.inference_mode():
         for name, tensor in tensors:
             if name in parameters:
@@ -96,10 +96,10 @@ def load_tensors(
 def load_folder(
     expected: ExpectedWeights, parameters: Mapping[str, torch.Tensor], folder: Path
 ) -> None:
-    """Fill ``parameters`` from the ``*.safetensors`` files of ``folder``, whatever their dtype.
+    """Fills ``parameters`` from the ``*.safetensors`` files of ``folder``, whatever their dtype.
 
     Raises:
-        UsageError: the folder has no such file, or they don't hold this model.
+        UsageError: the folder has no such file, or the files don't hold this model.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:

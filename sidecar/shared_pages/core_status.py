@@ -1,12 +1,12 @@
 """The status page of an engine core, which the core writes at every step.
 
-A core that blocks in a collective answers nobody, so its state must be readable from outside: the
-core writes into a small shared page (:mod:`sidecar.shared_pages.two_slot_page`), and its sidecar
-reads that.
+A core that blocks in a collective answers no calls, so its state must be readable from outside. The
+core writes its state into a small shared page (:mod:`sidecar.shared_pages.two_slot_page`), and its
+sidecar reads that page.
 
 The page's record: pid, step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes
-of a host), waiting, running, untagged, rank, phase, flags. After the record, a thread of the
-process writes the time, whatever the core does (0: it writes none).
+of a host), waiting, running, untagged, rank, phase, flags. After the record is the time of the last
+beat. A separate thread of the process writes it, whatever the core does; 0: there is no beat.
 """
 
 from __future__ import annotations
@@ -37,21 +37,27 @@ _BODY: Final = struct.Struct("<IQQQIIIHBB")
 _BEAT: Final = struct.Struct("<Q")
 _BEAT_AT: Final = RECORDS_AT + TwoSlotRecord.size_of(_BODY.size)
 PAGE_BYTES: Final = _BEAT_AT + _BEAT.size
-# A process that has not run for so long is frozen; so is a core that stands in a step for so long.
+# A process without a beat for _FROZEN_S is frozen; so is a core that is in a step for _STUCK_MS.
 _FROZEN_S: Final = 10.0
 _STUCK_MS: Final = 60_000.0
 _PHASES: Final[tuple[CorePhase, ...]] = get_args(CorePhase)
 _NUMBER: Final = {phase: number for number, phase in enumerate(_PHASES)}
 
 # Flags.
-LOCALLY_PAUSED: Final = 1  # a pause was asked: nothing new is scheduled
-GLOBALLY_PAUSED: Final = 2  # all ranks have agreed: no START_DP_WAVE is obeyed
-STEPPING: Final = 4  # a wave runs, by this rank's own view
+LOCALLY_PAUSED: Final = 1  # a pause was requested: nothing new is scheduled
+GLOBALLY_PAUSED: Final = 2  # all ranks have agreed: START_DP_WAVE starts no wave
+STEPPING: Final = 4  # a wave runs, as far as this rank has seen
 
 
 @dataclass(frozen=True, slots=True)
 class CoreStatusView:
-    """What a page says. ``since_s`` is on ``time.monotonic()``'s clock."""
+    """The contents of a status page.
+
+    Attributes:
+        since_s: when the core's phase began, in seconds of ``time.monotonic()``.
+        beat_s: when the process was last seen running, on the same clock; 0: unknown.
+        untagged: as in :class:`bus.messages.CoreStatus`.
+    """
 
     pid: int
     rank: int
@@ -67,12 +73,12 @@ class CoreStatusView:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether requests that reach the core get no further."""
+        """Whether requests can't proceed: the process does not run, or the core is stuck."""
         stands = self.phase not in ("idle", "work") and self.age_ms() > _STUCK_MS
         return stands or 0 < self.beat_s < time.monotonic() - _FROZEN_S
 
     def message(self) -> CoreStatus:
-        """What the broker is told."""
+        """Returns the message that reports this view to the broker."""
         requests = self.waiting + self.running
         age_ms = round(self.age_ms(), 1)
         return CoreStatus(
@@ -80,7 +86,7 @@ class CoreStatusView:
         )
 
     def age_ms(self) -> float:
-        """For how long the core has been in its phase."""
+        """Returns for how long the core has been in its phase, in ms."""
         return max(0.0, (time.monotonic() - self.since_s) * 1000)
 
 
@@ -119,12 +125,12 @@ class CoreStatusPage:
         running: int = 0,
         untagged: int = 0,
     ) -> None:
-        """New numbers; ``untagged``: see :class:`bus.messages.CoreStatus`."""
+        """Sets the page's numbers; ``untagged`` is as in :class:`bus.messages.CoreStatus`."""
         self._step, self._wave, self._flags = step, wave, flags
         self._requests = (waiting, running, untagged)
 
     def enter(self, phase: CorePhase) -> None:
-        """The core begins to do this, now."""
+        """Writes that the core begins this phase now."""
         body = _BODY.pack(
             os.getpid(),
             self._step,
@@ -138,32 +144,32 @@ class CoreStatusPage:
         self._record.write(body)
 
     def beat(self) -> None:
-        """The process runs; said by a thread of its own."""
+        """Writes that the process runs. A separate thread calls this method."""
         if not self._memory.closed:
             _BEAT.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
 
     def view(self) -> CoreStatusView:
-        """What the page says."""
+        """Returns the page's contents."""
         return _read(self._memory)
 
     def close(self) -> None:
-        """Let go, and take the file away."""
+        """Closes the page, and deletes its file."""
         self._memory.close()
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
 
 class CoreStatusReader:
-    """The other end, of a page that may come, go, and come again with a new core."""
+    """Reads a status page, whose file may be missing or replaced by a new core's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> CoreStatusView:
-        """What the page says now.
+        """Returns the page's current contents.
 
         Raises:
-            NoPage: there is none (yet, or any more), or it has another layout.
+            NoPage: there is no page (yet, or any more), or it has another layout.
         """
         with open_page(self.path, _KIND, _LAYOUT, PAGE_BYTES) as memory:
             return _read(memory)

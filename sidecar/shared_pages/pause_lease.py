@@ -1,9 +1,9 @@
 """The lease page of an engine core: who paused the engine, and until when.
 
-It is beside the core's status page (:mod:`sidecar.shared_pages.core_status`). The sidecar writes
-the lease of the pause before each call that would have to be undone. If the sidecar dies, the core
-reads the page and ends the pause itself (:mod:`sidecar.vllm.plugin.core.lease_guard`); it writes
-what it did, for a sidecar that comes later.
+Its file is beside the core's status page (:mod:`sidecar.shared_pages.core_status`). The sidecar
+writes the lease of the pause before each call that would have to be undone. If the sidecar dies,
+the core reads the page and ends the pause itself (:mod:`sidecar.vllm.plugin.core.lease_guard`). The
+core then writes what it did, for a later sidecar.
 
 The page has two records (:mod:`sidecar.shared_pages.two_slot_page`), each a MessagePack map: the
 sidecar's and the core's.
@@ -33,9 +33,9 @@ _RECORD_BYTES: Final = TwoSlotRecord.size_of(_BODY_BYTES)
 PAGE_BYTES: Final = RECORDS_AT + 2 * _RECORD_BYTES
 _REASON_CHARS: Final = 256
 
-# waiting: its lease is over, and it is paused until its DP group can agree.
+# waiting: the lease is over, and the engine stays paused until its DP group can agree.
 OutcomeState: TypeAlias = Literal["waiting", "resumed", "quarantined"]
-# What an update has begun to bring: nothing, one of the models, or a LoRA adapter.
+# The target of an update that has begun: none, one of the models, or a LoRA adapter.
 Begun: TypeAlias = Literal["", "model", "draft", "adapter"]
 Parts: TypeAlias = Annotated[tuple[ShortText, ...], Meta(max_length=16)]
 MAX_CORES: Final = 256
@@ -43,22 +43,24 @@ Cores: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_CORES)]
 
 
 class PauseLease(msgspec.Struct, frozen=True):
-    """What a sidecar holds an engine by. No dataclass: one is made around every engine call.
+    """The lease of an engine's pause, as the sidecar writes it.
+
+    The class is no dataclass, because a lease is made around every engine call.
 
     Attributes:
-        serial: names one pause under one life of a sidecar.
-        pause_id: the pause's, on the bus.
-        until_ns: when its lease ends, on this host's CLOCK_MONOTONIC.
-        writer_pid: of the sidecar.
-        dp_group: on the bus; for those who read.
+        serial: identifies one pause by one sidecar process.
+        pause_id: the pause's id on the bus.
+        until_ns: when the lease is over, in ns of this host's CLOCK_MONOTONIC.
+        writer_pid: the sidecar's pid.
+        dp_group: the DP group's name on the bus, for people who read the page.
         version: the weight version that the engine serves.
-        begun: an update was started that a restore undoes.
-        partial: parts of which not all weights are there (:mod:`bus.protocol.engine.update`):
-            something of an update was loaded, or a sleep has discarded them.
-        asleep: memory was given back.
-        resuming: the sidecar is ending the pause; all ranks of its DP group are.
-        cores: the processes of all cores behind the engine's one client, which decide as one;
-            empty if it has one core.
+        begun: the target of an update that has begun and that a restore undoes; empty: none.
+        partial: parts of the weights that are incomplete (:mod:`bus.protocol.engine.update`):
+            some of an update was loaded, or a sleep has discarded them.
+        asleep: whether the engine has given memory back.
+        resuming: whether the sidecar is ending the pause, with all ranks of the DP group.
+        cores: pids of all cores behind the engine's one client, which decide together; empty if
+            there is one core.
     """
 
     serial: Count
@@ -85,25 +87,30 @@ class LeaseOutcome:
 
 @dataclass(frozen=True, slots=True)
 class AbandonedPause:
-    """A pause that an earlier sidecar has left; ``end`` is what the core has made of it."""
+    """A pause that an earlier sidecar left behind.
+
+    Attributes:
+        lease: the lease that the sidecar wrote last.
+        outcome: what the core did when that lease was over; None if it did nothing.
+    """
 
     lease: PauseLease
     outcome: LeaseOutcome | None
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """The parts of which not all weights are there."""
+        """The parts of the weights that are incomplete."""
         quarantined = self.outcome is not None and self.outcome.state == "quarantined"
         return self.lease.partial or (("model",) if quarantined else ())
 
 
 def lease_path(status_page: Path) -> Path:
-    """The lease page beside a core's status page."""
+    """Returns the path of the lease page beside a core's status page."""
     return status_page.with_suffix(".hold")
 
 
 class PauseLeasePage:
-    """One page: :meth:`make` for the core whose it is, :meth:`open` for all others."""
+    """A lease page: its core calls :meth:`make`, and all other processes :meth:`open`."""
 
     def __init__(self, memory: mmap.mmap, path: Path) -> None:
         self.path = path
@@ -114,15 +121,15 @@ class PauseLeasePage:
 
     @classmethod
     def make(cls, path: Path) -> PauseLeasePage:
-        """A new one, readable for its owner alone."""
+        """Creates a page that only its owner can read."""
         return cls(make_page(path, _KIND, _LAYOUT, PAGE_BYTES), path)
 
     @classmethod
     def open(cls, path: Path) -> PauseLeasePage:
-        """One that is there.
+        """Opens an existing page.
 
         Raises:
-            NoPage: there is none, or it has another layout.
+            NoPage: there is no page, or it has another layout.
         """
         return cls(open_page(path, _KIND, _LAYOUT, PAGE_BYTES), path)
 
@@ -158,7 +165,7 @@ class PauseLeasePage:
         self._outcome.write(msgspec.msgpack.encode(outcome))
 
     def abandoned_pause(self, *, paused: bool) -> AbandonedPause | None:
-        """The pause that was left, if the core is ``paused``."""
+        """Returns the pause that was left behind, if the core is ``paused``; else None."""
         lease, end = self.lease(), self.outcome()
         if lease is None or not paused:
             return None
@@ -167,7 +174,7 @@ class PauseLeasePage:
         )
 
     def close(self, *, remove: bool = False) -> None:
-        """Let go, and with ``remove`` take the file away."""
+        """Closes the page; ``remove`` also deletes its file."""
         self._memory.close()
         if remove:
             self.path.unlink(missing_ok=True)
@@ -179,7 +186,7 @@ def _decode(record: TwoSlotRecord, kind: Any) -> Any:
 
 
 def deadline_ns(left_ms: float) -> int:
-    """That far from now, as :attr:`PauseLease.until_ns`."""
+    """Returns the time ``left_ms`` from now, as :attr:`PauseLease.until_ns`."""
     return max(0, time.monotonic_ns() + int(left_ms * 1e6))
 
 
@@ -193,6 +200,6 @@ def stat_of(pid: int) -> list[str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this host runs: one that has ended and was not awaited does not."""
+    """Returns whether a process of this host runs. A zombie does not."""
     stat = stat_of(pid)
     return bool(stat) and stat[0] not in "ZX"

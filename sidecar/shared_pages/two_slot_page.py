@@ -1,10 +1,10 @@
 """Shared-memory pages whose records are always whole for readers.
 
-A page is a small file, on tmpfs if there is one, that one process makes and others map. Each record
-has two slots, written in turn: checksum (CRC-32 of what follows it), length, number of the write,
-body. Readers take the newest whole slot. So a writer that dies in the middle of a write never
-blocks a reader, in whatever order its stores become visible. A write takes a few microseconds and
-no system call.
+A page is a small file, on tmpfs if there is one. One process creates it, and others map it. Each
+record has two slots, written in turn: checksum (CRC-32 of what follows), length, number of the
+write, body. Readers take the newest whole slot. So a writer that dies in the middle of a write
+never blocks a reader, in whatever order its stores become visible. A write takes a few microseconds
+and no system call.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ RECORDS_AT: Final = _PAGE_HEAD.size
 
 
 class NoPage(WavebusError):
-    """There is no page, it is not readable, or it is of another kind or layout."""
+    """A page is missing, not readable, or of another kind or layout."""
 
 
 def make_page(path: Path | None, kind: bytes, layout: int, size_bytes: int) -> mmap.mmap:
-    """Make a page, readable for its owner alone.
+    """Creates a page that only its owner can read.
 
     Args:
-        path: of its file; None keeps the page in this process's memory.
+        path: the page's file; None keeps the page in this process's memory.
         kind: four bytes that name the kind of page.
-        layout: the version of what is in it.
-        size_bytes: of the page.
+        layout: the version of the page's layout.
+        size_bytes: the page's size in bytes.
     """
     if path is None:
         memory = mmap.mmap(-1, size_bytes)
@@ -60,15 +60,15 @@ def make_page(path: Path | None, kind: bytes, layout: int, size_bytes: int) -> m
 
 
 def open_page(path: Path, kind: bytes, layout: int, size_bytes: int) -> mmap.mmap:
-    """Map a page that another process has made.
+    """Maps a page that another process has made.
 
     Raises:
-        NoPage: there is none, it belongs to another user, or it has another layout.
+        NoPage: there is no page, it belongs to another user, or it has another layout.
     """
     try:
         with path.open("r+b") as file:
             found = os.fstat(file.fileno())
-            # Whoever can write where pages lie could report anything. Root reads everybody's.
+            # Any user who can write to the folder could forge a page. Root reads all users' pages.
             if os.geteuid() not in (0, found.st_uid):
                 raise PermissionError(errno.EPERM, "the page belongs to somebody else")
             if found.st_size < size_bytes:
@@ -88,7 +88,7 @@ class TwoSlotRecord:
     Args:
         memory: the page.
         at: where the record begins, in bytes.
-        body_bytes: the longest body.
+        body_bytes: the length of the longest body, in bytes.
     """
 
     def __init__(self, memory: mmap.mmap, at: int, body_bytes: int) -> None:
@@ -99,7 +99,11 @@ class TwoSlotRecord:
 
     @staticmethod
     def size_of(body_bytes: int) -> int:
-        """How many bytes a record with bodies of that length takes in a page."""
+        """Returns how many bytes of a page a record takes.
+
+        Args:
+            body_bytes: the length of the longest body, in bytes.
+        """
         return 2 * (_SLOT_HEAD.size + body_bytes)
 
     def write(self, body: bytes) -> None:
@@ -112,7 +116,7 @@ class TwoSlotRecord:
         self._memory[at : at + _SUM.size + len(tail)] = _SUM.pack(zlib.crc32(tail)) + tail
 
     def read(self) -> bytes | None:
-        """Return the newest body that is whole; None before the first write.
+        """Returns the newest body that is whole; None before the first write.
 
         Raises:
             NoPage: no slot is whole. Either the first write is under way, or the record is written

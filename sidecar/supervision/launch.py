@@ -1,4 +1,4 @@
-"""Helpers to start a process beside the sidecar: a free port, and a guard."""
+"""Helps to start a process beside the sidecar: finds a port, and wraps the command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bus.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Set for a sidecar by whoever starts it, and its engine, anew when it ends.
+# A supervisor that restarts a sidecar and its engine sets this variable for the sidecar.
 SUPERVISED: Final = "WAVEBUS_SUPERVISED"
 _REAPER: Final = Path(__file__).with_name("reaper.py")
 _FIRST_PORT: Final = 21_000
@@ -23,13 +23,13 @@ _TRIES: Final = 100
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a port of ``host`` (an address or name of this host) that is free now.
+    """Returns a port that is free now on an address or name of this host.
 
-    Any below the ephemeral range, so that no outgoing connection gets it, and not the
-    first one, so that two who look at once differ.
+    The port is a random one below the ephemeral range. So no outgoing connection gets it, and two
+    processes that search at the same time rarely get the same one.
 
     Raises:
-        EngineError: ``host`` is not this host, or has no such port.
+        EngineError: ``host`` is not this host, or has no free port in that range.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for _ in range(_TRIES):
@@ -46,6 +46,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 def with_reaper(argv: Sequence[str], grace_s: float) -> list[str]:
     """Returns the command that runs ``argv`` under :mod:`sidecar.supervision.reaper`.
 
-    It ends when this process does, even by SIGKILL: in order, or killed after ``grace_s``.
+    The command ends when this process does, even by SIGKILL: it gets SIGTERM, and SIGKILL after
+    ``grace_s`` seconds.
     """
     return [sys.executable, str(_REAPER), str(os.getpid()), str(grace_s), *argv]

@@ -1,4 +1,4 @@
-"""Starts and restarts all ranks of one DP group on this host, or one engine with its sidecar.
+"""Starts and restarts all ranks of one DP group, or one engine, on this host.
 
 Each rank is a `wavebus sidecar` of its own, with its engine. A rank that dies leaves its peer ranks
 in collectives that never end, and a rank cannot rejoin. So when one rank ends, all are ended, and
@@ -9,11 +9,11 @@ all ranks have joined.
 
     state     event              next      what is done
     STARTING  (made)             RUNNING   start every rank
-    RUNNING   a rank ends        ENDING    end the others; code 2: give up at once
-    RUNNING   asked to stop      STOPPING  end all, in order
-    ENDING    all have ended     WAITING   the longer, the more often it happened
-    WAITING   time is over       STARTING  with a new rendezvous
-    WAITING   too often in a row (exit)    with the rank's exit code
+    RUNNING   a rank ends        ENDING    end the others; after exit code 2: no restart
+    RUNNING   stop is set        STOPPING  end all, in order
+    ENDING    all have ended     WAITING   wait longer after each failure in a row
+    WAITING   the wait is over   STARTING  with a new rendezvous
+    WAITING   too many failures  (exit)    with the rank's exit code
     STOPPING  all have ended     (exit)    0
 """
 
@@ -41,14 +41,16 @@ _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _USAGE: Final = 2
 # Longer than a rank's sidecar gives its server, so that the server ends with its rank.
 STOP_GRACE_S: Final = 45.0
-# Failures of a DP group that lived for so long are no longer counted.
+# If a DP group ran for this long, its earlier failures are no longer counted.
 CLEAN_AFTER_S: Final = 600.0
 _BACKOFF_S: Final = (0.5, 2.0, 5.0, 15.0, 30.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RankLaunchPlan:
-    """How the ranks of one DP group are started; a DP group of one is one sidecar with its engine.
+    """Describes how to start the ranks of one DP group.
+
+    A DP group of one is one sidecar with its engine.
 
     Args:
         dp_group: the DP group's name. Rank ``r`` is the engine ``dp_group-r``; an engine alone has
@@ -60,7 +62,7 @@ class RankLaunchPlan:
         port: where rank 0 serves requests, the others on the ports after it; 0: any port.
         host: where ranks meet; this host's own address.
         gpus: GPUs of this host, by the names of ``CUDA_VISIBLE_DEVICES``, distributed evenly over
-            the ranks; none: ranks see what this process sees.
+            the ranks. Empty: every rank sees the GPUs that this process sees.
 
     Raises:
         UsageError: there are fewer GPUs than ranks.
@@ -82,7 +84,7 @@ class RankLaunchPlan:
             )
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Returns what one rank's environment has beyond this process's."""
+        """Returns the environment variables that a rank gets beside those of this process."""
         if not self.gpus:
             return {}
         share = len(self.gpus) // self.size
@@ -107,7 +109,7 @@ class RankLaunchPlan:
 
 
 def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str]:
-    """Returns the options of a vLLM server that is one rank and takes requests by itself."""
+    """Returns the options that make a vLLM server one rank with its own requests."""
     return [
         *("--data-parallel-size", str(size), "--data-parallel-rank", str(rank)),
         *("--data-parallel-address", host, "--data-parallel-rpc-port", str(meeting_port)),
@@ -150,13 +152,13 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 class RankSupervisor:
-    """Runs the ranks of a plan until it is stopped, or until they die too often.
+    """Runs the ranks of a plan until it is stopped or they die too often.
 
     Args:
         plan: how the ranks are started.
         restarts: how many times in a row the DP group is restarted.
         output: where ranks write. Default: this process's stdout and stderr.
-        env: their environment. Default: this process's.
+        env: the ranks' environment. Default: this process's.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class RankSupervisor:
 
         Raises:
             EngineError: code ``engine_dead``: ranks died too often.
-            WavebusError: a rank refuses its options.
+            WavebusError: a rank rejects its options.
         """
         failures = 0
         while True:
@@ -230,7 +232,7 @@ class RankSupervisor:
         )
 
     async def _first_to_end(self, stop: asyncio.Event) -> tuple[int | None, int]:
-        """Returns the first rank that ends, with its exit code; no rank once ``stop`` is set."""
+        """Returns the first rank that ends, with its exit code; None after ``stop``."""
         waits = {
             asyncio.create_task(process.wait()): rank for rank, process in enumerate(self._ranks)
         }
@@ -253,7 +255,7 @@ class RankSupervisor:
             async with asyncio.timeout(STOP_GRACE_S):
                 await asyncio.gather(*(process.wait() for process in self._ranks))
         for process in self._ranks:
-            _signal(process, signal.SIGKILL)  # and the kernel ends what it guards
+            _signal(process, signal.SIGKILL)  # the kernel then ends the rank's server
         await asyncio.gather(*(process.wait() for process in self._ranks))
 
 

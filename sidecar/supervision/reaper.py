@@ -1,23 +1,24 @@
-"""Stands between a sidecar and the server it started. A program, not a module to import.
+"""Runs a server for a sidecar, and leaves none of its processes behind.
 
-    python guard.py PARENT_PID GRACE_S COMMAND...
+This is a program, not a module to import::
 
-It runs the command in a process group of its own and leaves nothing of that group
-behind, whoever dies first:
+    python reaper.py PARENT_PID GRACE_S COMMAND...
 
-* The sidecar dies, even by SIGKILL: the kernel tells the guard (PR_SET_PDEATHSIG),
-  which ends the group.
-* The guard gets SIGTERM or SIGINT: it passes it to the group, wakes who is stopped there,
-  and sends SIGKILL after the grace.
-* The command ends by itself: stragglers of its group are killed.
-* The guard is killed: the kernel kills the command (PR_SET_PDEATHSIG again).
+The reaper runs the command in a process group of its own, and nothing of that group outlives it:
 
-Who gets SIGKILL unlinks nothing. So the group's resource trackers live until they have tidied up,
-and the guard takes the other names from shared memory that the group had, and nobody else has: or
-each restart of a server would leave some behind.
+* The sidecar dies, even by SIGKILL: the kernel signals the reaper (PR_SET_PDEATHSIG), which ends
+  the group.
+* The reaper gets SIGTERM, SIGINT or SIGHUP: it sends the signal to the group, continues processes
+  that are stopped, and sends SIGKILL after the grace period.
+* The command ends by itself: the reaper kills what is left of its group.
+* The reaper is killed: the kernel kills the command (PR_SET_PDEATHSIG again).
 
-It exits as the command did; with 128 + n where a signal n ended that.
-It uses the standard library alone and runs by its path, under any Python.
+A killed process unlinks no shared memory. So the reaper lets the group's resource trackers finish
+their cleanup. It then unlinks other shared memory that the group had mapped and no other process
+has. Without that, each restart of a server would leave some behind.
+
+The exit code is the command's, or 128 + n if signal n ended the command. The program uses only the
+standard library and runs by its path, under any Python.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 SHARED = "/dev/shm/"  # noqa: S108 - where Linux has the names
-# Of multiprocessing, vLLM and torch, which make them under names that are nobody else's. What
-# belongs to wavebus has its own end.
+# Prefixes of the names that multiprocessing, vLLM and torch create. Shared memory of wavebus
+# is removed elsewhere.
 THEIRS = ("psm_", "sem.mp-", "vllm_dist_", "torch_")
-GONE_S = 5.0  # in which they go
+GONE_S = 5.0  # how long killed processes may take to end
 ARGUMENTS = 3
 
 
@@ -48,7 +49,7 @@ def die_with_parent(signum: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a command under guard, and returns its exit code."""
+    """Runs a command as the module describes, and returns the exit code."""
     parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
     stop = threading.Event()
     received: list[int] = []
@@ -61,7 +62,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(signum, note)
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
-        return 128 + signal.SIGTERM  # it died before the kernel was told to watch it
+        return 128 + signal.SIGTERM  # the parent died before the prctl call
     try:
         child = subprocess.Popen(  # noqa: S603 - the user's own command
             command,
@@ -80,7 +81,7 @@ def main(arguments: list[str]) -> int:
     stop.wait()
     if child.poll() is None:
         _kill_group(child.pid, received[0] if received else signal.SIGTERM)
-        _kill_group(child.pid, signal.SIGCONT)  # who is stopped could not obey
+        _kill_group(child.pid, signal.SIGCONT)  # a stopped process can't handle the signal
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(grace_s)
     _clean_up(child.pid)
@@ -107,7 +108,7 @@ def _clean_up(group: int) -> None:
 def _is_resource_tracker(pid: int) -> bool:
     """Returns whether a process is multiprocessing's resource tracker.
 
-    It removes the names of its processes when they have ended, and then ends itself.
+    A tracker unlinks the names of its processes when they have ended, and then ends itself.
     """
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -141,7 +142,7 @@ def _names(processes: set[int]) -> set[str]:
 
 
 def _kill_group(group: int, signum: int) -> None:
-    # Gone already, or only processes of it that are being reaped.
+    # The group is gone, or has only zombies left.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signum)
 

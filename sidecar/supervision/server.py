@@ -1,4 +1,4 @@
-"""Starts a vLLM API server beside the sidecar, which the server never outlives.
+"""Starts a vLLM API server that never outlives its sidecar.
 
 Options that the RL routes need are added to the user's command if they are missing. The server runs
 under :mod:`sidecar.supervision.reaper`, in a process group of its own.
@@ -56,11 +56,11 @@ class ServerCommand:
     """The complete command of a server.
 
     Attributes:
-        argv: the command.
-        env: its environment.
-        base_url: where this host reaches the server.
-        endpoint: where it listens.
-        api_key: the key that its data routes require; empty: none.
+        argv: the command line.
+        env: the server's environment.
+        base_url: the URL by which this host reaches the server.
+        endpoint: the URL on which the server listens.
+        api_key: the key that the server's data routes require; empty: none.
     """
 
     argv: tuple[str, ...]
@@ -73,15 +73,17 @@ class ServerCommand:
 def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerCommand:
     """Completes the command of a vLLM API server.
 
-    Adds ``--host 127.0.0.1``, a free ``--port``, the weight transfer backend and
-    ``--enable-scale-out`` (the token-in, token-out route) where they are missing, and
-    ``VLLM_SERVER_DEV_MODE=1`` to the environment; for another host than loopback the middleware
-    that keeps the RL routes to this host; with ``--enable-lora`` also
-    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``, unless it is set. Options in a ``--config`` file are
-    not seen; those given here come later and win.
+    These options are added where they are missing: ``--host 127.0.0.1``, a free ``--port``, the
+    weight transfer backend, and ``--enable-scale-out`` (the token-in, token-out route). A host
+    other than loopback also gets the middleware that keeps the RL routes to this host.
+
+    The environment gets ``VLLM_SERVER_DEV_MODE=1`` and, with ``--enable-lora``,
+    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` unless that variable is set.
+
+    Options in a ``--config`` file are not read. vLLM prefers the added ones, which come later.
 
     Raises:
-        UsageError: an option contradicts what the bus needs; names it.
+        UsageError: an option contradicts what the bus needs. The text names the option.
     """
     if not argv:
         raise UsageError(
@@ -120,10 +122,10 @@ def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerComma
 
 
 def _for_other_hosts(host: str, api_key: str, env: Mapping[str, str]) -> list[str]:
-    """The options of a server that clients on other hosts reach.
+    """Returns further options for a server that clients on other hosts can reach.
 
     Raises:
-        UsageError: its routes would not be protected.
+        UsageError: the server's routes would not be protected.
     """
     if env.get(RUST_FRONT_END, "0") != "0":
         raise UsageError(f"--host {host}: with {RUST_FRONT_END} its RL routes can't be kept here")
@@ -139,19 +141,20 @@ def _for_other_hosts(host: str, api_key: str, env: Mapping[str, str]) -> list[st
 class SupervisedServer:
     """Runs one server process, from start to stop.
 
+    The server's output goes to this process's stderr. Lines about the sidecar's health checks are
+    left out, unless the log's level is debug.
+
     Args:
         argv: the command, such as ``python -m vllm.entrypoints.openai.api_server
-            --model …``; see :func:`prepare` for what is added.
-        env: its environment; this process's if not given.
-        ready_timeout_s: how long :meth:`start` waits for it to be healthy.
-        grace_s: how long it may take to end after SIGTERM before it is killed.
-        coordinate: where its DP group's DP coordinator belongs, if the bus is to coordinate it;
-            given to every rank, used by rank 0.
-        prefix: stands before each line of its output, which goes to our stderr. The sidecar's
-            own questions for its health are left out, unless the log's level is debug.
+            --model …``, which :func:`complete_command` completes.
+        env: the server's environment. Default: this process's.
+        ready_timeout_s: how long :meth:`start` waits until the server is healthy, in seconds.
+        grace_s: how long the server may take to end after SIGTERM before it is killed, in seconds.
+        coordinate: the DP group's place on the bus, if the bus coordinates its waves. Every rank
+            gets it, and rank 0 uses it.
 
     Raises:
-        UsageError: see :func:`prepare`.
+        UsageError: as :func:`complete_command`.
     """
 
     def __init__(
@@ -173,19 +176,19 @@ class SupervisedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._last: deque[str] = deque(maxlen=LAST_LINES)
-        self._pages: LockedFolder | None = None  # of its cores' status pages
+        self._pages: LockedFolder | None = None  # has the status pages of the server's cores
 
     @property
     def pid(self) -> int:
-        """The pid of the guard, whose child the server is; 0 before the start."""
+        """The pid of the reaper, which is the server's parent; 0 before the start."""
         return self._process.pid if self._process is not None else 0
 
     async def start(self) -> str:
-        """Starts the server, once, and returns its URL when it is healthy.
+        """Starts the server, and returns its URL when it is healthy. Called once.
 
         Raises:
-            EngineDead: it ended before that; with its exit code and last lines.
-            EngineError: it wasn't healthy in time, and was stopped.
+            EngineDead: the server ended before that. The text has its exit code and last lines.
+            EngineError: the server was not healthy in time, and was stopped.
         """
         if self._process is not None:
             raise EngineError("this server was started before")
@@ -210,7 +213,7 @@ class SupervisedServer:
         return self.base_url
 
     async def wait_for_exit(self) -> str:
-        """Waits until the server has ended; returns how."""
+        """Waits until the server has ended, and returns how it ended."""
         process = self._process
         if process is None:
             raise EngineError("start() comes first")
@@ -218,12 +221,12 @@ class SupervisedServer:
         return self._reason(process)
 
     def send_signal(self, signum: int) -> None:
-        """Passes SIGINT or SIGTERM on; the server ends, or is killed after the grace."""
+        """Sends SIGINT or SIGTERM to the server, which is killed after the grace period."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signum)
 
     async def stop(self) -> None:
-        """Ends the server and its process group: SIGTERM, and SIGKILL after the grace."""
+        """Ends the server and its process group: SIGTERM, then SIGKILL after the grace period."""
         process = self._process
         if process is None:
             return
@@ -249,7 +252,7 @@ class SupervisedServer:
     # -- inside ------------------------------------------------------------------------
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
-        """Reads the server's output in a thread, so that a busy event loop never blocks it."""
+        """Reads the server's output in a thread, so a busy event loop never blocks it."""
         assert process.stdout is not None
         with process.stdout as output:
             for raw in output:

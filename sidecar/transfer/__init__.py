@@ -1,6 +1,6 @@
-"""The engine's side of weight transfer: verification, and memory for staging.
+"""The engine's side of weight transfer: receives and verifies chunks, and budgets staging memory.
 
-The receivers themselves are in :mod:`bus.weight_transfer`.
+The receivers of each backend are in :mod:`bus.weight_transfer`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Receives chunks for a model, from their announcement until they are loaded.
 
-There are three ways, by what the receiver can do:
+The receiver's abilities decide between three ways:
 
 - A receiver that launches (:attr:`Receiver.can_launch`) needs no thread. The device receives, and
   the next chunk is launched before this one is there.
 - A receiver with several buffers (:attr:`Receiver.prefetch_depth`), or of a collective, receives in
   a thread, one chunk after the other; on a GPU in a stream of its own.
-- Any other receives when :meth:`ChunkReceiver.begin` is called.
+- Any other receiver receives when :meth:`ChunkReceiver.begin` is called.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class ChunkReceiver:
             self.receiver = None
 
     def stop(self) -> None:
-        """Drops all chunks at once, also those that have not come yet.
+        """Drops all chunks at once, also those that have not arrived yet.
 
-        The transport is closed if a chunk was still coming, and must be opened again. A thread
-        that waits in it is left behind until its deadline.
+        The transport is closed if a chunk had not arrived yet, and must then be opened again. A
+        thread that waits in the transport is abandoned; it ends at its deadline.
         """
         self._cancel()
         self.clear()
@@ -87,13 +87,13 @@ class ChunkReceiver:
     def interrupt(self) -> None:
         """Ends a :meth:`take` of another thread, which then raises.
 
-        Only a collective's wait is ended: chunks of other transports are there soon.
+        Only the wait of a collective is ended. Other transports deliver their chunks soon anyway.
         """
         if self.receiver is not None and self.receiver.is_collective:
             self._cancel()
 
     def _cancel(self) -> None:
-        """Cancels the chunks that have not come yet."""
+        """Cancels the chunks that have not arrived yet."""
         cancelled = [coming for coming in self._chunks.copy().values() if coming.cancel()]
         if cancelled and self.receiver is not None:
             self._abandoned = True
@@ -209,7 +209,7 @@ class ChunkReceiver:
         self._release(seq)
 
     def clear(self) -> None:
-        """Drops all chunks, and waits for those that are still coming."""
+        """Drops all chunks, after waiting for those that are still arriving."""
         for seq in list(self._chunks):
             self._release(seq)
 
@@ -289,7 +289,7 @@ class ChunkReceiver:
 def _fetch(
     receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes, into: ReceivedChunk | None
 ) -> Tensors:
-    """Receives into the given memory if the receiver can; elsewhere otherwise."""
+    """Receives into the given memory if the receiver can; otherwise into its own."""
     if into is not None and receiver.receive_into(metas, handle, into):
         return into
     return receiver.receive(metas, handle)

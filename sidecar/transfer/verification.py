@@ -1,4 +1,4 @@
-"""Verifies that what arrived is what was announced and what was sent."""
+"""Verifies that the received tensors are the announced ones, and equal the sent ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bus.weight_transfer.checksum import SelectedWords
 
 
-# Words that are kept before they are compared: 32 MiB.
+# How many words are kept before they are compared: 32 MiB of them.
 _MOST_WORDS: Final = 1 << 22
 
 
@@ -65,7 +65,7 @@ def check_delivered(
         EngineError: code ``transfer_failed``, with the first tensor that differs.
     """
     if isinstance(received, ReceivedChunk) and received.metas is tensors:
-        return  # views that were made of these very metas
+        return  # these views were made from these same metas
     if len(received) > len(tensors):
         raise transfer_failed(
             f"transport {backend!r} delivered {len(received)} tensors for {len(tensors)}"
@@ -85,10 +85,10 @@ def check_delivered(
 
 
 class DeferredSums:
-    """Compares the checksums of staged chunks together, when the last one has come.
+    """Compares the checksums of staged chunks together, when the last chunk has arrived.
 
     Nothing of a staged update is served before that. So a chunk costs one operation on arrival, if
-    it came in the same places before.
+    its tensors lie where they lay in the update before.
     """
 
     def __init__(self) -> None:

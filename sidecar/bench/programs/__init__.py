@@ -1,1 +1,4 @@
-"""What the benches' processes run, each started by :meth:`sidecar.bench.harness.Bench.launch`."""
+"""The programs of the benches' processes.
+
+:meth:`sidecar.bench.harness.Bench.launch` starts each.
+"""

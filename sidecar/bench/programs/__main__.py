@@ -1,7 +1,7 @@
-"""A process of a bench: ``python -m sidecar.bench.programs PROGRAM SETTINGS LOOP``.
+"""Runs a program of a bench: ``python -m sidecar.bench.programs PROGRAM SETTINGS LOOP``.
 
 PROGRAM is a module, beside this one unless it has a dot, whose function of that name is run.
-SETTINGS are the function's arguments in JSON. An asynchronous function takes an exit stack, too,
+SETTINGS are the function's arguments in JSON. An asynchronous function also gets an exit stack,
 and returns an object whose methods the bench calls until stdin ends
 (:class:`sidecar.bench.harness.Worker`). The object's ``hello``, a dictionary, is the first answer.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 async def serve(program: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """Answer each line on stdin, a method's name and its arguments."""
+    """Executes the call in each line of stdin: a method's name and its arguments."""
     async with contextlib.AsyncExitStack() as stack:
         target = await program(stack, **settings)
         write_answer(**getattr(target, "hello", {}))

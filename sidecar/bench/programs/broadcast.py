@@ -21,11 +21,11 @@ class MemoryCopy:
 
     @classmethod
     def of_bytes(cls, size_bytes: int) -> Self:
-        """Make one in the host's memory."""
+        """Makes an instance that copies ``size_bytes`` bytes in the host's memory."""
         return cls(torch.ones(size_bytes, dtype=torch.uint8))
 
     def took_ms(self) -> float:
-        """Return the time of one copy within the device."""
+        """Returns the time of one copy within the device."""
         _synchronize(self._source)
         since_s = time.monotonic()
         self._target.copy_(self._source)
@@ -34,7 +34,7 @@ class MemoryCopy:
 
 
 class BroadcastEnd:
-    """One end: rank 0 sends, and the others receive."""
+    """One end of a broadcast: rank 0 sends, and the others receive."""
 
     def __init__(self, size_bytes: int, device: str) -> None:
         self._memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
@@ -42,7 +42,7 @@ class BroadcastEnd:
         self.broadcast_ms()
 
     def broadcast_ms(self) -> float:
-        """Return the time of one broadcast, from when all ends are ready."""
+        """Returns the time of one broadcast, from when all ends are ready."""
         dist.all_reduce(torch.zeros(1, device=self._memory.device))
         _synchronize(self._memory)
         since_s = time.monotonic()
@@ -51,7 +51,7 @@ class BroadcastEnd:
         return (time.monotonic() - since_s) * 1000
 
     def copy_ms(self) -> float:
-        """Return the time of one copy within this end's memory; the first allocates a buffer."""
+        """Returns the time of one copy within this end's memory; the first allocates a buffer."""
         if self._copy is None:
             self._copy = MemoryCopy(self._memory)
         return self._copy.took_ms()
@@ -65,15 +65,15 @@ def _synchronize(memory: torch.Tensor) -> None:
 async def broadcast(
     stack: AsyncExitStack, rank: int, count: int, port: int, device: str, size_bytes: int
 ) -> BroadcastEnd:
-    """Meet the other ends, by torch's collectives alone.
+    """Meets the other ends, by torch's collectives alone.
 
     Args:
         stack: ends the process group.
         rank: this end's rank.
         count: how many ends there are.
-        port: port at which they meet.
+        port: port at which the ends meet.
         device: ``cuda`` (NCCL; each on the GPU of its rank) or ``cpu`` (gloo).
-        size_bytes: size of a broadcast.
+        size_bytes: size of a broadcast, in bytes.
     """
     torch.set_num_threads(1)
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""The broker of the benches, on a free port."""
+"""Runs the broker of a bench on a free port."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 async def broker(
     stack: AsyncExitStack, heartbeat_ms: int = BrokerConfig().heartbeat_ms, journal: str = ""
 ) -> SimpleNamespace:
-    """Serve, with keys if ``WAVEBUS_CURVE_KEYS`` names a folder of them.
+    """Runs a broker, with keys if ``WAVEBUS_CURVE_KEYS`` names a folder of them.
 
     Args:
         stack: ends the broker.
         heartbeat_ms: the interval of peers' heartbeats.
         journal: folder of the journal; empty: none.
     """
-    from bus.runtime.broker_server import BrokerServer  # noqa: PLC0415 - who measures needs none
+    from bus.runtime.broker_server import BrokerServer  # noqa: PLC0415 - only this process needs it
 
     config, scheduler, boot = (
         BrokerConfig(heartbeat_ms=heartbeat_ms),
@@ -57,5 +57,5 @@ async def broker(
 
 
 def _fail(error: OSError) -> None:
-    """End the process: without its journal the broker is not the one to measure."""
+    """Ends the process, because a broker without its journal would give other figures."""
     raise SystemExit(f"the journal can't be written: {error}")

@@ -1,4 +1,4 @@
-"""An embedded engine that records its calls, with a sidecar or without.
+"""Runs an embedded engine that records its calls, with a sidecar or without.
 
 Without a broker there is no sidecar: the trainer calls the engine's library over a Unix socket.
 """
@@ -50,39 +50,39 @@ class TimedEngine(EmbeddedEngine):
         self._copy: MemoryCopy | None = None
 
     async def receive(self, chunk: Chunk) -> None:
-        """Receive, and record the call."""
+        """Receives, and records the call."""
         with self._noted("receive"):
             await super().receive(chunk)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Load, and record the call."""
+        """Loads, and records the call."""
         with self._noted("load"):
             await super().load(seq, verify, sums)
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
-        """Swap, and record the call."""
+        """Swaps, and records the call."""
         with self._noted("swap"):
             await super().swap(version, clear_cache=clear_cache)
 
     async def finish(self, version: int) -> None:
-        """Make both calls that end an update."""
+        """Finishes and commits an update."""
         await self.finish_update()
         await self.commit(version)
 
     def taken_calls(self) -> list[tuple[str, float, float]]:
-        """Return the calls since the last question."""
+        """Returns the calls since this method was last called."""
         taken, self.calls = self.calls, []
         return taken
 
     def swap_ms(self) -> float:
-        """Return the length of the last swap, which includes the wait for peer ranks."""
+        """Returns the length of the last swap, which includes the wait for peer ranks."""
         times = [
             until_s - since_s for name, since_s, until_s in self.taken_calls() if name == "swap"
         ]
         return times[-1] * 1000
 
     async def sums(self) -> tuple[int, ...]:
-        """Return checksums of all parameters, computed between two steps."""
+        """Returns checksums of all parameters, computed between two steps."""
 
         def look() -> tuple[int, ...]:
             return checksums(torch, list(core.model.parameters.values()), "full")
@@ -91,7 +91,7 @@ class TimedEngine(EmbeddedEngine):
         return await asyncio.wrap_future(core.call(look))
 
     def memcpy_ms(self, size_bytes: int) -> float:
-        """Return the time of a copy of so many bytes."""
+        """Returns the time of a copy of ``size_bytes`` bytes, in ms."""
         self._copy = self._copy or MemoryCopy.of_bytes(size_bytes)
         return self._copy.took_ms()
 
@@ -105,7 +105,7 @@ class TimedEngine(EmbeddedEngine):
 async def serve_calls(
     engine: TimedEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Execute calls of a trainer in another process, which uses no bus.
+    """Executes calls of a trainer in another process, which uses no bus.
 
     Each line is a call: its name and arguments, pickled, in hexadecimal digits. Each answer is a
     line: empty, or the error's text.
@@ -133,7 +133,7 @@ async def embedded_engine(
     master: str = "",
     **options: Any,
 ) -> TimedEngine:
-    """Serve an engine; the first answer has its ``url``.
+    """Serves an engine; the first answer has its ``url``.
 
     Args:
         stack: ends the engine.
@@ -143,7 +143,7 @@ async def embedded_engine(
         socket: path of the socket for library calls, without a broker.
         rank: the rank in a DP group; of an engine alone, a part of its name.
         ranks: how many ranks there are.
-        master: where they meet.
+        master: ``host:port`` at which the ranks meet.
         options: more arguments of :class:`sidecar.embedded.EmbeddedEngine`.
     """
     bus.log.configure(level="warning", json=True)

@@ -1,4 +1,4 @@
-"""The trainer of embedded engines, which sends a model over the bus, or without one.
+"""Runs the trainer of embedded engines, which sends a model with or without a bus.
 
 Without a bus it calls the engines' library over a connection to each, one call after the other:
 arm, pause, then put, receive and load of each chunk, finish, resume.
@@ -40,7 +40,7 @@ _FLOAT_BYTES: Final = 4
 
 
 def few_large(megabytes: int) -> PolicyConfig:
-    """Return a dense model of about so many megabytes, nearly all in two layers."""
+    """Returns a dense model of about ``megabytes`` MB, nearly all in two layers."""
     layers, head_dim = 2, 64
     floats = megabytes * 1_000_000 / _FLOAT_BYTES / layers
     # Four matrices of attention and three of twice that size: ten squares of the width.
@@ -57,7 +57,7 @@ def few_large(megabytes: int) -> PolicyConfig:
 
 
 def many_small(tensors: int) -> PolicyConfig:
-    """Return a mixture of experts with about so many tensors of some hundred bytes."""
+    """Returns a mixture of experts with about ``tensors`` tensors of some hundred bytes."""
     layers = max(1, tensors // 1000)
     # Three are in no layer, nine in each, and three in each expert.
     experts = ((tensors - 3) / layers - 9) / 3
@@ -72,9 +72,9 @@ def many_small(tensors: int) -> PolicyConfig:
 
 
 def mixture(megabytes: int) -> PolicyConfig:
-    """Return a mixture of 16 experts of about so many megabytes, in float32.
+    """Returns a mixture of 16 experts of about ``megabytes`` MB, in float32.
 
-    A token needs two of the experts, so the model is quick for its size.
+    A token needs two of the experts, so the model is fast for its size.
     """
     layers, experts, hidden = 4, 16, 256
     floats = megabytes * 1_000_000 / _FLOAT_BYTES
@@ -105,7 +105,7 @@ class DirectTrainer:
         self._version = 0
 
     async def open(self, plan: UpdatePlan) -> None:
-        """Open both ends of the transport."""
+        """Opens both ends of the transport."""
         sender, count = self._timed, len(self._ends)
         world, places = ALONE, [NO_RANK] * count
         if sender.is_collective:
@@ -122,7 +122,7 @@ class DirectTrainer:
     async def update(
         self, plan: UpdatePlan, tensors: Sequence[torch.Tensor], *, clear_cache: bool
     ) -> dict[str, Any]:
-        """Make one update; return its times."""
+        """Makes one update, and returns its times."""
         self._version += 1
         timed = self._timed
         timed.begin()
@@ -148,13 +148,13 @@ class DirectTrainer:
         }
 
     def close(self) -> None:
-        """Close the connections and the sender."""
+        """Closes the connections and the sender."""
         for _, writer in self._ends:
             writer.close()
         self._timed.close()
 
     async def _all(self, call: str, *arguments: object, **options: object) -> None:
-        """Make a call of all engines at once."""
+        """Makes one call to all engines at once."""
         await asyncio.gather(*(self._ask(end, call, *arguments, **options) for end in self._ends))
 
     async def _ask(self, end: End, call: str, *arguments: object, **options: object) -> None:
@@ -166,7 +166,7 @@ class DirectTrainer:
 
 
 class EmbeddedTrainer:
-    """The trainer; its first answer has the model's size."""
+    """Sends a model that it does not train; its first answer has the model's size."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class EmbeddedTrainer:
         self.hello = {"size_bytes": self._plan.size_bytes, "tensors": len(metas)}
 
     async def open(self, engines: int, sockets: Sequence[str] = ()) -> None:
-        """Wait for so many engines on the bus, and connect to ``sockets`` of the others."""
+        """Waits for ``engines`` engines on the bus, and connects to ``sockets`` of the others."""
         await self._agent.wait_for_engines(engines, timeout_s=BOOT_S)
         if sockets:
             ends = [await asyncio.open_unix_connection(path) for path in sockets]
@@ -199,15 +199,15 @@ class EmbeddedTrainer:
             await self._direct.open(self._plan)
 
     def memcpy_ms(self) -> float:
-        """Return the time of a copy of as many bytes."""
+        """Returns the time of a copy of as many bytes as the model has."""
         return self._copy.took_ms()
 
     async def update(self, how: How, *, clear_cache: bool = True) -> dict[str, Any]:
-        """Make one update over the bus."""
+        """Makes one update over the bus."""
         return await self._agent.measured_update(self._model, how=how, clear_cache=clear_cache)
 
     async def native(self, *, clear_cache: bool) -> dict[str, Any]:
-        """Make one update without it."""
+        """Makes one update without the bus."""
         assert self._direct is not None, "open comes first"
         tensors = [tensor.detach() for _, tensor in self._source]
         return await self._direct.update(self._plan, tensors, clear_cache=clear_cache)
@@ -225,7 +225,7 @@ async def embedded_trainer(
     lent: bool,
     **options: Any,
 ) -> EmbeddedTrainer:
-    """Make the model, and own the group.
+    """Makes the model, and becomes the group's owner.
 
     Args:
         stack: ends the agent.

@@ -1,4 +1,4 @@
-"""The engines' side over HTTP: N FastAPI apps on N ports in one process.
+"""Runs the engines' side over HTTP: N FastAPI apps on N ports in one process.
 
 Each is a ``uvicorn.Server`` as in a vLLM server, with httptools and, unless turned off, a log line
 per request. The middleware of vLLM and uvicorn is left out.
@@ -26,7 +26,7 @@ _KEEP_ALIVE_S = 3600
 
 
 def endpoint() -> FastAPI:
-    """Return an app with vLLM's two routes, as vLLM declares them, without an engine."""
+    """Returns an app with vLLM's two routes, as vLLM declares them, without an engine."""
     app = FastAPI(openapi_url=None)
 
     @app.post("/pause")
@@ -46,7 +46,7 @@ def endpoint() -> FastAPI:
 async def http_endpoints(
     stack: contextlib.AsyncExitStack, engines: int, *, access_log: bool
 ) -> SimpleNamespace:
-    """Serve all apps, each on a free port; the first answer has the ports."""
+    """Serves all apps, each on a free port; the first answer has the ports."""
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(engines)]
     servers = [Quiet(_config(access_log=access_log)) for _ in listening]
     running = [
@@ -68,12 +68,12 @@ class Quiet(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle no signals."""
+        """Handles no signals."""
         yield
 
 
 def _config(*, access_log: bool) -> uvicorn.Config:
-    """Return the default configuration, with logs on stderr: stdout is for answers."""
+    """Returns the default configuration, with logs on stderr: stdout is for answers."""
     log_config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     for handler in log_config["handlers"].values():
         handler["stream"] = "ext://sys.stderr"

@@ -1,4 +1,4 @@
-"""vLLM's IPC trainer engine, for one process that has the weights on several GPUs.
+"""Replaces vLLM's IPC trainer for a process that has the weights on several GPUs.
 
 A worker opens memory of its own GPU alone. vLLM's trainer has a rank on each GPU: the ranks gather
 each other's handles, and the first one sends all of them to the workers, by GPU. Here one process
@@ -21,7 +21,7 @@ Handles: TypeAlias = "dict[str, tuple[Any, ...]]"  # by the GPU's UUID
 
 
 class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
-    """Replaces a trainer with a rank on each GPU."""
+    """An IPC trainer engine that does the work of a rank on each GPU."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -29,7 +29,7 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
         self._others: list[tuple[torch.device, Iterator[Handles]]] = []
 
     def copy_to(self, gpus: Sequence[str]) -> None:
-        """Copy the weights to each of these GPUs that does not have them."""
+        """Copies the weights to each of these GPUs that does not have them."""
         for device in map(torch.device, gpus):
             if device.index == self.device_index:
                 continue
@@ -38,9 +38,10 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
             self._copies.append((device, uuid, weights))
 
     def prepare(self) -> None:
-        """Do what other ranks would do meanwhile, so that it is not part of the update's time.
+        """Makes the handles of the copies, which in vLLM other ranks make meanwhile.
 
-        Packed, one buffer takes one chunk after the other, and nothing can be done before.
+        So that work is no part of the update's time. Packed, one buffer takes one chunk after the
+        other, and nothing can be done in advance.
         """
         self._others = []
         for device, uuid, weights in self._copies:
@@ -55,7 +56,7 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
             yield chunk.ipc_handle
 
     def _all_gather_and_merge_handles(self, handles: list[Handles]) -> list[Handles]:
-        """Return the handles of each tensor or chunk, with those of its copies."""
+        """Returns the handles of each tensor or chunk, with those of its copies."""
         merged = [dict(each) for each in handles]
         for device, others in self._others:
             with torch.cuda.device(device):
@@ -65,11 +66,11 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
 
 
 def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on another GPU."""
+    """Returns a copy on another GPU."""
     return tensor.to(device)
 
 
 def _lent(uuid: str, weights: Mapping[str, torch.Tensor]) -> list[Handles]:
-    """Return each tensor's handle."""
+    """Returns each tensor's handle."""
     reduce: Any = reduce_tensor  # torch doesn't say what it takes
     return [{uuid: reduce(tensor)[1]} for tensor in weights.values()]

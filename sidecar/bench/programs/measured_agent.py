@@ -1,4 +1,4 @@
-"""A trainer's agent that records when it put chunks, and when the last one was acked."""
+"""A trainer's agent that records its puts and transfers, and the last ack."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class TimedSender:
         self._queued_s: dict[int, float] = {}
 
     def begin(self) -> None:
-        """Begin another update."""
+        """Begins another update."""
         self.puts.clear()
         self.transfers.clear()
 
     def transfer_ms(self) -> float:
-        """Return the time from the first chunk's sending to the last one's ack, and of puts before.
+        """Returns :meth:`receive_ms` and the time of earlier puts, in ms.
 
         Those puts are made while the engine still serves.
         """
@@ -44,32 +44,32 @@ class TimedSender:
         return self.receive_ms() + before_s * 1000
 
     def receive_ms(self) -> float:
-        """Return the time from the first chunk's sending to the last one's ack."""
+        """Returns the time from the first chunk's sending to the last one's ack, in ms."""
         return (self.acked_s - self.transfers[0][0]) * 1000
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Put, and record when."""
+        """Puts, and records when."""
         since_s = time.monotonic()
         handle = self.inner.put(seq, tensors)
         self.puts.append((since_s, time.monotonic()))
         return handle
 
     def queue(self, seq: int) -> None:
-        """Queue, and record when."""
+        """Queues, and records when."""
         self._queued_s[seq] = time.monotonic()
         self.inner.queue(seq)
 
     def transfer(self, seq: int) -> None:
-        """Transfer, and record when, from the queueing on."""
+        """Transfers, and records the time since the chunk was queued."""
         since_s = self._queued_s.pop(seq, None) or time.monotonic()
         self.inner.transfer(seq)
         self.transfers.append((since_s, time.monotonic()))
 
     def on_taken(self, seq: int) -> None:
-        """Record the ack."""
+        """Records the ack."""
         self.acked_s = time.monotonic()
         self.inner.on_taken(seq)
 
@@ -85,9 +85,9 @@ class MeasuredAgent(TrainerAgent):
     async def measured_update(
         self, weights: Weights, *, how: How, clear_cache: bool = True
     ) -> dict[str, Any]:
-        """Make an update; return its times, in seconds on ``time.monotonic()``'s clock.
+        """Makes an update; returns its times, in seconds on ``time.monotonic()``'s clock.
 
-        ``receive_ms`` is the time from the first chunk's sending to the last one's ack.
+        ``receive_ms`` is the time from the first chunk's sending to the last one's ack, in ms.
         """
         timed = self.timed
         timed.begin()
@@ -107,7 +107,7 @@ class MeasuredAgent(TrainerAgent):
 
 
 def reported(agent: TrainerAgent) -> dict[str, Any]:
-    """Return an agent's report of its last update."""
+    """Returns an agent's report of its last update."""
     report = agent.last_update
     assert report is not None, "an update has just been made"
     return {

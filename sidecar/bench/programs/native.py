@@ -1,4 +1,4 @@
-"""vLLM's own update without a bus: its trainer engine, its client, and a pause around them.
+"""Updates vLLM without a bus: its trainer engine, its client, and a pause around them.
 
 Servers that are ranks of one DP group are called at once, as a driver without a bus must do it:
 each of them waits for the others in its pause.
@@ -37,16 +37,18 @@ class NativeWeights(EitherForm):
         self._tensors = tensors
 
     def describe(self) -> list[Any]:
-        """Return names, dtypes and shapes."""
+        """Returns names, dtypes and shapes."""
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return names and tensors."""
+        """Returns names and tensors."""
         return iter(self._tensors.items())
 
 
 class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """The client of vLLM, for one server or all ranks of a DP group at once; it can pause.
+    """A client of vLLM with pause and resume, for one or several servers.
+
+    Several servers are the ranks of one DP group, which are called at once.
 
     Attributes:
         calls: name, begin and end of each call, in seconds on ``time.monotonic()``'s clock.
@@ -60,20 +62,20 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         self._version = 0
 
     def pause(self, *, clear_cache: bool) -> None:
-        """Pause, and keep requests."""
+        """Pauses, and keeps requests."""
         self._post(f"pause?mode=keep&clear_cache={clear_cache}".lower())
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finish with a version, as over the bus; vLLM sets it within the same call."""
+        """Finishes and sets a version in one call, as an update over the bus does."""
         self._version += 1
         super().finish_weight_update(weight_version or str(self._version))
 
     def resume(self) -> None:
-        """Resume."""
+        """Resumes."""
         self._post("resume")
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-        """Post to all, and wait for all answers."""
+        """Posts to all servers, and waits for all answers."""
         since_s = time.monotonic()
         posts = [
             self._threads.submit(client._post, path, json)  # noqa: SLF001 - as its own routes do
@@ -91,10 +93,10 @@ class NativeUpdate:
     Args:
         urls: the server's URL, or those of all ranks of a DP group, each with one worker.
         engine: vLLM's name of its trainer engine.
-        weights: what is sent.
-        gpus: the servers' GPUs, for a trainer engine that hands out its own memory.
-        packed: whether that goes through buffers. None: vLLM's default.
-        clear_cache: whether requests compute their keys and values anew.
+        weights: the weights to send.
+        gpus: the servers' GPUs, for a trainer engine that lends its own memory.
+        packed: whether weights are sent through buffers. None: vLLM's default.
+        clear_cache: whether requests recompute their keys and values.
 
     Raises:
         UsageError: vLLM has no such trainer engine, or that option does not apply.
@@ -126,7 +128,7 @@ class NativeUpdate:
             self._copies.copy_to(gpus)
 
     def update(self) -> dict[str, Any]:
-        """Make one update; return its times and calls."""
+        """Makes one update, and returns its times and calls."""
         client = self._client
         client.calls.clear()
         if self._copies:

@@ -1,4 +1,4 @@
-"""A trainer that pauses and resumes its group, and sends no weights."""
+"""Runs a trainer that pauses and resumes its group, and sends no weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IDLE_LOOK_S: Final = 0.05
 
 
 class PausingTrainer:
-    """The trainer; its first answer has the engines' URLs."""
+    """A trainer without weights; its first answer has the engines' URLs."""
 
     def __init__(self, agent: TrainerAgent, group: str, endpoints: list[str]) -> None:
         self.hello = {"endpoints": endpoints}
@@ -26,7 +26,11 @@ class PausingTrainer:
         self._group = group
 
     async def round(self) -> dict[str, float]:
-        """Pause and resume; return the time of both, of the pause, and of the slowest engine."""
+        """Pauses and resumes.
+
+        Returns:
+            The times of both together, of the pause, and of the slowest engine's pause, in ms.
+        """
         since_s = time.perf_counter()
         async with self._agent.paused(mode="keep") as ack:
             paused_s = time.perf_counter()
@@ -35,12 +39,12 @@ class PausingTrainer:
         return {"round_ms": took_s * 1000, "pause_ms": pause_ms, "engines_ms": ack.slowest_ms}
 
     async def status(self) -> dict[str, float]:
-        """Return the broker's own figures."""
+        """Returns the broker's own figures."""
         status = await self._agent.status()
         return {"cpu_s": status.cpu_s, "rss_bytes": status.rss_bytes}
 
     async def idle(self, since_s: float) -> None:
-        """Return when all cores are idle, and have become so after ``since_s``.
+        """Waits until all cores are idle, and have become idle after ``since_s``.
 
         The time is in seconds on ``time.monotonic()``'s clock: an older status does not count.
         """
@@ -55,7 +59,7 @@ class PausingTrainer:
 async def pausing_trainer(
     stack: AsyncExitStack, broker: str, group: str, engines: int
 ) -> PausingTrainer:
-    """Own the group when so many engines have joined."""
+    """Waits until ``engines`` engines have joined, and becomes the group's owner."""
     agent = await stack.enter_async_context(TrainerAgent(broker, group=group))
     views = await agent.wait_for_engines(engines, timeout_s=BOOT_S)
     return PausingTrainer(agent, group, [view.endpoint for view in views])

@@ -1,4 +1,4 @@
-"""The limit: a round of bare ZeroMQ, with nothing around it.
+"""Measures the lower limit: a round of bare ZeroMQ, with nothing around it.
 
 A ROUTER is here, and N DEALERs on N connections are in another process and answer every command at
 once. There are as many messages as the bus sends, and they are frames of the bus.
@@ -25,14 +25,14 @@ _HELLO: Final = b"hello"
 
 
 def _frame(message: Message, *, sender: str, reply_to: int) -> bytes:
-    """Encode a message as in the middle of a long run."""
+    """Encodes a message with the numbers of a run that has lasted long."""
     return codec.encode_frame(
         message, sender, _BOOT, 1000, reply_to=reply_to, group="bench", epoch=1
     )
 
 
 def phases() -> list[tuple[bytes, bytes]]:
-    """Return a round's frames: each phase's command and its ack."""
+    """Returns a round's frames: the command of each phase, and its ack."""
     commands: list[tuple[Message, Step]] = [
         (PauseLocal(_UPDATE_ID, "keep", True, 30_000, 300_000, 0, "keep"), Step.PAUSE_LOCAL),
         (PauseGlobal(_UPDATE_ID), Step.PAUSE_GLOBAL),
@@ -48,7 +48,7 @@ def phases() -> list[tuple[bytes, bytes]]:
 
 
 class RawRouter:
-    """The ROUTER's side."""
+    """The ROUTER's side of the round."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -71,13 +71,13 @@ class RawRouter:
         self._context.term()
 
     def welcome(self, engines: int) -> None:
-        """Wait for the first message of so many DEALERs."""
+        """Waits for the first message of ``engines`` DEALERs."""
         while len(self._routes) < engines:
             self._routes.append(self._socket.recv())
             self._socket.recv()
 
     async def round_ms(self) -> float:
-        """Make a round of three phases, each sent to all and acked by all. Blocks the loop."""
+        """Makes a round of three phases, each sent to all and acked by all. Blocks the loop."""
         send, recv, routes = self._socket.send, self._socket.recv, self._routes
         since_s = time.perf_counter()
         for command in self._commands:
@@ -91,7 +91,7 @@ class RawRouter:
 
 
 def raw_zmq(address: str, engines: int) -> None:
-    """Run the DEALERs' side, a plain loop, until stdin ends."""
+    """Runs the DEALERs' side, a plain loop, until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as bus.runtime.json_lines does, and why
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_PEERS)
@@ -116,7 +116,7 @@ def raw_zmq(address: str, engines: int) -> None:
 
 
 def _answer_all(socket: zmq.Socket[bytes], acks: dict[bytes, bytes]) -> None:
-    """Answer until nothing is left: the descriptor reports new events only after that."""
+    """Answers all waiting messages: the descriptor reports new events only after that."""
     while True:
         try:
             command = socket.recv(zmq.NOBLOCK)

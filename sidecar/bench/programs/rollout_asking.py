@@ -30,12 +30,12 @@ class Wave(msgspec.Struct):
     """Streams that begin together.
 
     Attributes:
-        name: the wave's name, which makes its prompts and sessions its own.
+        name: the wave's name, which makes its prompts and sessions unique.
         tokens: length of each answer.
-        turns: requests of each stream; a prompt is the one before, its answer, and new tokens.
+        turns: requests of each stream. Each prompt is the one before, its answer, and new tokens.
         urls: engines that aiohttp alone uses, in turn.
         timed: whether to record when tokens come.
-        until_live: whether to hang up when every stream has a token.
+        until_live: whether to disconnect when every stream has a token.
         first_s: when the first token of each stream came.
         seams: the engine whose answer broke off, and when another's next token came.
     """
@@ -52,7 +52,7 @@ class Wave(msgspec.Struct):
     engines: dict[int, str] = {}
 
     def note(self, stream: int, engine: str) -> None:
-        """Record a token."""
+        """Records a token of a stream, and the engine that sent it."""
         before = self.engines.get(stream)
         if before is None:
             self.first_s.append(time.monotonic())
@@ -64,7 +64,7 @@ class Wave(msgspec.Struct):
 async def ask(
     asks: RolloutClient | aiohttp.ClientSession, wave: Wave, stream: int, prompt: list[int]
 ) -> list[int]:
-    """Send a request; return its tokens. aiohttp alone parses the same, without checks."""
+    """Sends a request, and returns its tokens. aiohttp alone parses the same, without checks."""
     sampling: dict[str, Any] = {"max_tokens": wave.tokens, "ignore_eos": True, "logprobs": 0}
     session = f"{wave.name}-{stream}"
     if isinstance(asks, RolloutClient):
@@ -93,7 +93,7 @@ async def ask(
 
 
 async def run(asks: RolloutClient | aiohttp.ClientSession, wave: Wave) -> dict[str, object]:
-    """Run one wave; return its times."""
+    """Runs one wave, and returns its times."""
 
     async def one(stream: int) -> int:
         drawn = random.Random(f"{wave.name} {stream}")  # noqa: S311 - no secret
@@ -134,7 +134,7 @@ def _rss_mb() -> float:
 
 
 class RolloutAsking:
-    """Asks wave by wave."""
+    """Sends requests, one wave after the other."""
 
     def __init__(self, asks: RolloutClient | aiohttp.ClientSession) -> None:
         self._asks = asks
@@ -145,7 +145,7 @@ class RolloutAsking:
 
 
 async def rollout_asking(stack: AsyncExitStack, broker: str, group: str) -> RolloutAsking:
-    """Connect; without a broker, aiohttp alone asks."""
+    """Makes the client; without a broker, aiohttp alone sends the requests."""
     bus.log.configure(level="warning", json=True)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     timeout = aiohttp.ClientTimeout(total=None)

@@ -1,4 +1,4 @@
-"""The engines' side of the bus: N real sidecars in one process, their engines stubbed out."""
+"""Runs N real sidecars in one process, with stubs in place of their engines."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ class StubEngine:
     core_view = write_pause_lease = abandoned_pause = _none
 
     async def start(self) -> EngineInfo:
-        """Return what the engine is."""
+        """Returns the description of a stub engine."""
         return EngineInfo("stub", "wavebus bench", "none", 0, 1, 1, ("shm",), "")
 
     async def died(self) -> str:
-        """Wait for ever."""
+        """Waits for ever."""
         await asyncio.Event().wait()
         return ""
 
     async def in_flight(self) -> int:
-        """Return 0."""
+        """Returns 0."""
         return 0
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Return none."""
+        """Returns no ids."""
         return ()
 
     async def version(self) -> int:
-        """Return 0."""
+        """Returns 0."""
         return 0
 
     async def abort_requests(self) -> int:
-        """Return 0."""
+        """Returns 0."""
         return 0
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:  # noqa: ARG002
-        """Return one worker."""
+        """Returns 1, the number of chunks in flight."""
         return 1
 
     async def arm(
@@ -66,7 +66,7 @@ class StubEngine:
         target: Target = "model",  # noqa: ARG002
         staging: Staging | None = None,  # noqa: ARG002
     ) -> StagingCapacity:
-        """Refuse to stage."""
+        """Returns that the update can't be staged."""
         return StagingCapacity(why_not="a stub has no weights")
 
     async def probe(
@@ -78,12 +78,12 @@ class StubEngine:
         mode: PauseMode,  # noqa: ARG002
         clear_cache: bool,  # noqa: ARG002
     ) -> tuple[ProbeResult, ...]:
-        """Return no results."""
+        """Returns no results."""
         return ()
 
 
 async def stub_engines(stack: AsyncExitStack, broker: str, group: str, engines: int) -> None:
-    """Join so many engines."""
+    """Makes ``engines`` stub engines join the bus."""
     bus.log.configure(level="warning", json=True)
     sidecars = [
         Sidecar(StubEngine(), broker=broker, group=group, name=f"engine-{index}")

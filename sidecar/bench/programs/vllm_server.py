@@ -1,4 +1,4 @@
-"""A vLLM server that is started and stopped; with a sidecar, if there is a broker."""
+"""Runs a vLLM server, with a sidecar if there is a broker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TimedConnection(HttpConnection):
     async def post(
         self, path: str, body: Any = None, *, query: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """Post, and record the call."""
+        """Posts, and records the call."""
         since_s = time.monotonic()
         try:
             return await super().post(path, body, query=query)
@@ -47,7 +47,7 @@ class TimedConnection(HttpConnection):
 
 
 class TimedVllmEngine:
-    """What the bench asks of an engine whose calls are timed."""
+    """Reports the recorded calls of an engine to the bench."""
 
     def __init__(self, server: SupervisedServer) -> None:
         self.hello: dict[str, Any] = {}
@@ -55,18 +55,18 @@ class TimedVllmEngine:
         self.adapter = VllmAdapter(self._timed)
 
     def taken_calls(self) -> list[tuple[str, float, float]]:
-        """Return the calls since the last question."""
+        """Returns the calls since this method was last called."""
         taken, self._timed.calls = self._timed.calls, []
         return taken
 
     async def swap_ms(self) -> float:
-        """Return how long the slowest worker could not step in the last swap."""
+        """Returns how long the slowest worker could not step in the last swap."""
         facts = await self._timed.ask(worker_rpc.ASK_LOADING)
         return max(float(each["swap_ms"]) for each in facts)
 
 
 def called(path: str, body: Any) -> str:
-    """Return a post's name: its operation or its route."""
+    """Returns a post's name: its operation or its route."""
     if path == "/update_weight_version":
         return "commit"
     if path == "/collective_rpc" and body["method"] == worker_rpc.SWAP:
@@ -90,16 +90,16 @@ async def vllm_server(
     dp_rank: int | None = None,
     server: str = "",
 ) -> object:
-    """Start a server; the first answer has its ``url``, when it takes requests.
+    """Starts a server; the first answer has its ``url``, when it takes requests.
 
     Args:
         stack: ends the server.
         argv: the server's command.
         variables: environment variables beside those of this process.
         broker: the broker's address; empty: vLLM alone, as if there were no wavebus.
-        group: the server's group, which it shares with the other ranks of its DP group alone.
-        dp_rank: its rank in the DP group.
-        server: its name; by default from the group.
+        group: the server's group, which only the other ranks of its DP group share.
+        dp_rank: the server's rank in the DP group.
+        server: the server's name; by default from the group.
     """
     bus.log.configure(level="warning", json=True)
     own = {} if broker else {_PLUGINS: ",".join(foreign_plugins())}
@@ -127,7 +127,7 @@ async def vllm_server(
 
 
 def foreign_plugins() -> list[str]:
-    """Return the names of vLLM's plugins here that are not wavebus's."""
+    """Returns the names of vLLM's plugins here that are not wavebus's."""
     found = entry_points()
     groups = [group for group in found.groups if group.startswith("vllm.")]
     plugins = [point for group in groups for point in found.select(group=group)]

@@ -1,4 +1,4 @@
-"""The trainer of vLLM servers, which sends a model in several ways."""
+"""Runs the trainer of vLLM servers, which sends a model in several ways."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MODELS: Final = {
 
 
 def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return random weights of a model, made on ``device``; activations keep their size."""
+    """Returns random weights of a model, made on ``device``; activations keep their size."""
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Policy(config).named_parameters()}
     generator = torch.Generator(device).manual_seed(7)
@@ -80,7 +80,7 @@ def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dic
 
 
 def write_config(config: PolicyConfig, folder: Path) -> None:
-    """Write the only file for a server that draws its own weights."""
+    """Writes only ``config.json``, for a server that draws its own weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
 
@@ -95,14 +95,14 @@ class BusNative:
         )
 
     def update(self) -> dict[str, Any]:
-        """Make one update; return its times."""
+        """Makes one update, and returns its times."""
         since_s = time.monotonic()
         self._trainer.send_weights()
         return {"since_s": since_s, "until_s": time.monotonic(), **reported(self._agent)}
 
 
 class VllmTrainer:
-    """The trainer; its first answer has the model's size."""
+    """Sends a model to vLLM servers; its first answer has the model's size."""
 
     def __init__(self, stack: AsyncExitStack, settings: dict[str, Any]) -> None:
         self._stack = stack
@@ -117,10 +117,10 @@ class VllmTrainer:
         self.hello = {"size_bytes": size_bytes, "tensors": len(self._weights)}
 
     async def open(self, urls: Sequence[str]) -> None:
-        """Open all transports.
+        """Opens all transports, and waits for the engines on the bus.
 
         Args:
-            urls: the servers without a bus. The engines on the bus are waited for.
+            urls: the servers without a bus.
         """
         load_general_plugins()  # trainer engines of others come with them
         given = self._settings
@@ -158,7 +158,7 @@ class VllmTrainer:
             self._others["bus_native"] = await in_thread(BusNative, theirs, info, self._weights)
 
     async def update(self, way: str) -> dict[str, Any]:
-        """Make one update; return its times, in seconds on ``time.monotonic()``'s clock.
+        """Makes one update; returns its times, in seconds on ``time.monotonic()``'s clock.
 
         Args:
             way: ``native``: vLLM's own, over HTTP; ``bus_native``: the bus, with the same trainer
@@ -171,7 +171,7 @@ class VllmTrainer:
         return await self._ours.measured_update(self._sent, how=how, clear_cache=clear_cache)
 
     async def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        """Return the model's next tokens, each computed without a cache, on a CPU."""
+        """Returns the model's next tokens, each computed without a cache, on a CPU."""
         return await anyio.to_thread.run_sync(self._greedy, prompt, tokens)
 
     def _greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
@@ -186,7 +186,7 @@ class VllmTrainer:
 
 
 async def vllm_trainer(stack: AsyncExitStack, **settings: Any) -> VllmTrainer:
-    """Make the model, and write its ``config.json``.
+    """Makes the model, and writes its ``config.json``.
 
     Args:
         stack: ends the agents.

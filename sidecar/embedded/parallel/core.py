@@ -1,24 +1,23 @@
-"""The core of a rank: it steps when its peer ranks do, and pauses when they do.
+"""The core of a rank, which steps and pauses together with its peer ranks.
 
-A pause has two phases. A rank that is asked to pause schedules nothing new but continues to step
-with the others (locally paused). When the ranks find, at an agreement, that all of them are asked
-and drained, they stop together (globally paused), and only then the pauses return. A resume is a
-barrier of all ranks, which also finds the requests that came meanwhile.
+A pause has two phases. A rank that gets a pause schedules nothing new but continues to step with
+the others (locally paused). At an agreement, the ranks may find that all of them have a pause and
+are drained. Then they stop together (globally paused), and only then the pauses return. A resume is
+a barrier of all ranks, which also finds the requests that came meanwhile.
 
 So no order of calls can leave one rank in a step that the others will not join, if every rank is
-asked in the end. In particular:
+called in the end. In particular:
 
 - A second pause of a rank that is pausing or paused starts no second agreement. Ranks may be
   paused once or several times, in any order.
 - A resume of a rank that is not paused does nothing. It is no barrier, since the others would not
   join.
 
-All ranks make a **swap** before the same step, or none does. A rank that is asked to swap is
-*ready*, and says so at the agreements. When all are ready, all swap at once. So no step number is
-fixed in advance, which a rank might have passed. A rank that was not asked, can't swap, or was told
-not to is not ready, and all ranks continue with the old weights. An idle group starts a wave for a
-swap. A pause has no step at which to agree: a swap that waits when all ranks have paused is
-cancelled.
+All ranks make a **swap** before the same step, or none does. A rank with a pending swap is *ready*,
+and reports that at the agreements. When all are ready, all swap at once. So no step number is fixed
+in advance, which a rank might have passed. If one rank is not ready (it got no swap, can't swap, or
+had it cancelled), all ranks continue with the old weights. An idle group starts a wave for a swap.
+A pause has no step at which to agree: a swap that waits when all ranks have paused is cancelled.
 
 :class:`OnePhaseCore` pauses in one phase, which is wrong: tests show the deadlock that follows. Its
 pause is acknowledged at once, whatever the core is doing. The rank makes no more steps, and ignores
@@ -63,7 +62,7 @@ class PendingSwap:
 
 
 def swap_cancelled(why: str) -> EngineError:
-    """Return the error of a swap that no rank has made."""
+    """Returns the error of a swap that no rank has made."""
     return EngineError(f"the swap was called off: {why}", code=NackCode.CALLED_OFF)
 
 
@@ -103,7 +102,7 @@ class LockstepCore(EngineCore):
     def swap(
         self, check: Callable[[], None], take: Callable[[], None], *, clear_cache: bool
     ) -> Future[None]:
-        """Swap when all ranks are ready; see :meth:`EngineCore.swap`."""
+        """Swaps when all ranks are ready; see :meth:`EngineCore.swap`."""
         made: Future[None] = Future()
 
         def run() -> None:
@@ -122,11 +121,11 @@ class LockstepCore(EngineCore):
         return made
 
     def call_off(self) -> Future[None]:
-        """Cancel a swap that has not been made."""
+        """Cancels a swap that has not been made."""
         return self.call(lambda: self._cancel_swap("it was called off"))
 
     def start_wave(self, wave: int, excluded: int | None) -> None:
-        """Execute START_DP_WAVE."""
+        """Executes START_DP_WAVE."""
 
         def run() -> None:
             obeyed = self._waves.on_start_wave(wave, excluded)
@@ -136,7 +135,7 @@ class LockstepCore(EngineCore):
             self._put(run)
 
     def stop(self) -> None:
-        """End every request, then the thread.
+        """Ends every request, then the thread.
 
         A thread that waits for other ranks in a step or a resume ends with the process.
         """
@@ -146,7 +145,7 @@ class LockstepCore(EngineCore):
             self._leave("the engine is closed")
 
     def resume(self) -> None:
-        """Resume with all ranks; a rank that is not paused does nothing."""
+        """Resumes with all ranks; a rank that is not paused does nothing."""
         if not self._waves.paused:
             return
         self.require_paused("resume")
@@ -161,7 +160,7 @@ class LockstepCore(EngineCore):
         self._tell(self._waves.on_request(wave))
 
     def _on_rejected(self, wave: int) -> None:
-        """Join the wave, which the other ranks start and can't run without this one."""
+        """Joins the wave, which the other ranks start and can't run without this one."""
         self._waves.on_start_wave(wave, None)
 
     def _on_pause_requested(self) -> None:
@@ -243,14 +242,14 @@ class OnePhaseCore(LockstepCore):
     """Pauses in one phase, as engines did before pauses had two."""
 
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
-        """Pause, and acknowledge at once."""
+        """Pauses, and acknowledges at once."""
         super().pause(mode, clear_cache=clear_cache)
         at_once: Future[None] = Future()
         at_once.set_result(None)
         return at_once
 
     def resume(self) -> None:
-        """Resume without the others."""
+        """Resumes without the other ranks."""
         self.require_paused("resume")
         self._mode = None
         self._waves.on_resumed(unfinished=False)

@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 # torch's type stubs have half of it.
 dist: Final[Any] = torch.distributed
-# Longer than anything waits: the watchdog finds a rank that hangs, and a dead rank breaks the
+# Longer than any wait: the watchdog detects a rank that hangs, and a dead rank breaks the
 # connection.
 _COLLECTIVE_TIMEOUT: Final = timedelta(hours=24)
 
 
 class Rendezvous:
-    """The meeting of the ranks. Every method blocks; use it from a thread.
+    """The meeting of the ranks at start. Every method blocks; use it from a thread.
 
     Raises:
         EngineError: from every method: the other ranks did not come in time, or differ.
@@ -52,7 +52,7 @@ class Rendezvous:
         )
 
     def check(self, facts: dict[str, object]) -> None:
-        """Raise unless rank 0 has the same facts."""
+        """Raises an error unless rank 0 has the same facts."""
         options = self._options
         if options.rank == 0:
             self.tell("facts", facts)
@@ -65,17 +65,17 @@ class Rendezvous:
                 )
 
     def tell(self, key: str, value: dict[str, Any]) -> None:
-        """Publish a value for all ranks, once."""
+        """Publishes a value for all ranks, once."""
         self._bounded(lambda: self._store.set(f"{self._options.group}/{key}", json.dumps(value)))
 
     def ask(self, key: str) -> dict[str, Any]:
-        """Wait for a value and return it."""
+        """Waits for a value and returns it."""
         text = self._bounded(lambda: self._store.get(f"{self._options.group}/{key}"))
         value: dict[str, Any] = json.loads(text)
         return value
 
     def join(self) -> RankGroup:
-        """Wait for all ranks, and return their collectives."""
+        """Waits for all ranks, and returns their collectives."""
         options = self._options
         host, _ = options.address
         store = dist.PrefixStore(f"{options.group}/gloo", self._store)
@@ -101,7 +101,7 @@ class Rendezvous:
 
 
 class RankGroup:
-    """One rank's end of the collectives. Each blocks until all ranks have called it.
+    """One rank's end of the collectives. Each call blocks until all ranks have made it.
 
     Raises:
         EngineDead: from every method: a rank has gone, and with it the group.
@@ -115,19 +115,21 @@ class RankGroup:
         gloo.set_timeout(_COLLECTIVE_TIMEOUT)
 
     def sums(self, *numbers: int) -> list[int]:
-        """Return each number's sum over the ranks."""
+        """Returns each number's sum over the ranks."""
         total = torch.tensor(numbers)
         self._wait(lambda: self._gloo.allreduce([total], dist.AllreduceOptions()))
         summed: list[int] = total.tolist()
         return summed
 
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send rows to all ranks, and return the rows received, both in the order of ranks.
+        """Exchanges rows with all ranks, and returns the received rows.
+
+        Rows are in the order of ranks, on both sides.
 
         Args:
             rows: the rows for all ranks.
             sent: how many rows go to each rank.
-            received: how many come from each rank.
+            received: how many rows come from each rank.
         """
         given = rows.contiguous()
         taken = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype)
@@ -149,7 +151,7 @@ class RankGroup:
 
 
 class GroupExchange:
-    """Experts in blocks over the ranks: rank ``r`` of ``n`` has an ``n``-th of them.
+    """Spreads experts over the ranks, in order and in blocks of nearly equal size.
 
     Implements :class:`sidecar.embedded.qwen3.Exchange` by three all-to-all exchanges: the counts of
     rows, the rows, and the results.
@@ -161,11 +163,11 @@ class GroupExchange:
         self._received: list[int] = []
 
     def own(self, experts: int) -> range:
-        """Return this rank's block."""
+        """Returns this rank's block of experts."""
         return self._block(self._group.rank, experts)
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
-        """Exchange the counts and the rows."""
+        """Exchanges the counts and the rows."""
         group, experts = self._group, len(counts)
         blocks = [self._block(rank, experts) for rank in range(group.size)]
         own = len(blocks[group.rank])
@@ -178,7 +180,7 @@ class GroupExchange:
         return self._swap(rows, self._sent, self._received), of_source
 
     def combine(self, results: Tensor) -> Tensor:
-        """Exchange the results."""
+        """Exchanges the results."""
         return self._swap(results, self._received, self._sent)
 
     def _swap(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -191,6 +193,6 @@ class GroupExchange:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the error's first line, without the stack traces and advice of gloo and the store."""
+    """Returns an error's first line, without gloo's stack traces and advice."""
     text = str(error).strip()
     return text.splitlines()[0].split(". This is typically")[0] if text else type(error).__name__

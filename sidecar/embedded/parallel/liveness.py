@@ -1,7 +1,7 @@
-"""Connections by which ranks notice that one of them has gone, also while all are idle.
+"""Connects ranks so that all notice when one of them has gone, also while idle.
 
 Rank 0 listens and the others connect. Each connection ends with its process, however that ends, and
-rank 0 tells the others which rank it lost. A rank that closes in order says so first. Then the
+rank 0 reports a lost rank to the others. A rank that closes in order announces that first. Then the
 others, which are probably closing too, wait a moment before they report a death.
 """
 
@@ -53,13 +53,13 @@ class RankLiveness:
         self._all_here = asyncio.Event()
 
     async def listen(self, host: str) -> tuple[str, int]:
-        """Listen, as rank 0; return the address for the others."""
+        """Begins to listen, as rank 0; returns the address for the others."""
         self._server = await asyncio.start_server(self._welcome, host, 0, limit=_MAX_LINE_BYTES)
         address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return address
 
     async def connect(self, host: str, port: int) -> None:
-        """Connect to rank 0, as one of the others.
+        """Connects to rank 0, as any other rank.
 
         Raises:
             EngineError: rank 0 does not listen.
@@ -73,11 +73,11 @@ class RankLiveness:
         self._watch(0, reader)
 
     async def wait_for_all(self) -> None:
-        """Return when all others have connected, as rank 0."""
+        """Waits, as rank 0, until all other ranks have connected."""
         await self._all_here.wait()
 
     def leave(self) -> None:
-        """Announce that this rank closes, and stop watching the others."""
+        """Announces that this rank closes, and stops watching the others."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
@@ -85,12 +85,12 @@ class RankLiveness:
             self._say(writer, self._rank, _LEAVING)
 
     def announce_crash(self) -> None:
-        """Announce that this rank's core has crashed, though its process lives."""
+        """Announces that this rank's core has crashed, though its process lives."""
         for writer in self._writers.values():
             self._say(writer, self._rank, _GONE)
 
     async def close(self) -> None:
-        """Leave, and close all connections."""
+        """Leaves, and closes all connections."""
         self.leave()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for writer in self._writers.values():
@@ -110,14 +110,14 @@ class RankLiveness:
                 if len(self._writers) == self._size - 1:
                     self._all_here.set()
                 return
-        writer.close()  # a stranger
+        writer.close()  # not one of the ranks
 
     def _watch(self, rank: int, reader: asyncio.StreamReader) -> None:
         task = asyncio.create_task(self._read(rank, reader))
         self._tasks.add(task)
 
     async def _read(self, peer: int, reader: asyncio.StreamReader) -> None:
-        """Read what ``peer`` announces, until the connection ends."""
+        """Reads what ``peer`` announces, until the connection ends."""
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
                 rank, what = _parsed(line)
@@ -149,6 +149,6 @@ class RankLiveness:
 
 
 def _parsed(line: bytes) -> tuple[int, str]:
-    """Return a line's rank and announcement; raise ValueError for any other line."""
+    """Returns a line's rank and announcement; raises ValueError for any other line."""
     rank, _, what = line.decode("ascii").strip().partition(" ")
     return int(rank), what

@@ -24,17 +24,17 @@ class DataParallel:
         rank: this rank, from 0.
         master: ``host:port`` at which the ranks meet. Rank 0 listens there.
         group: the DP group's name on the bus.
-        coordinator: addresses of the DP coordinator, which rank 0 tells the others. None: rank 0
+        coordinator: addresses of the DP coordinator, which rank 0 sends to the others. None: rank 0
             starts one.
         broker: the broker's address, for a DP coordinator that rank 0 starts; empty: none.
         bus_group: the group on the bus that the DP group belongs to.
-        sync_interval: steps between two agreements; alike on all ranks.
-        join_timeout_s: how long the ranks wait for each other at the start.
+        sync_interval: steps between two agreements; equal on all ranks.
+        join_timeout_s: how long the ranks wait for each other at the start, in seconds.
         one_phase_pause: for tests alone: pause in one phase, which is wrong
             (:mod:`sidecar.embedded.parallel.core`).
 
     Raises:
-        UsageError: names the field that is wrong.
+        UsageError: a field is wrong. The text names the field.
     """
 
     size: int
@@ -60,7 +60,7 @@ class DataParallel:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of ``master``."""
+        """The host and port in ``master``."""
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
             raise UsageError(f"dp_master={self.master!r}: must be host:port")

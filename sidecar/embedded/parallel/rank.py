@@ -1,7 +1,7 @@
-"""A rank's front end: it meets the other ranks, and talks to the DP coordinator.
+"""A rank's front end: meets the other ranks, and talks to the DP coordinator.
 
-The front end knows of waves what the coordinator publishes. When a request comes while no wave
-runs, it sends FIRST_REQ, so that the other ranks join.
+The coordinator publishes the current wave to the front end. When a request comes while no wave
+runs, the front end sends FIRST_REQ, so that the other ranks join.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class DpRank:
         self._running = False
 
     async def join(self, facts: dict[str, object]) -> GroupExchange:
-        """Meet the other ranks.
+        """Meets the other ranks.
 
         Args:
-            facts: what must be alike on all ranks.
+            facts: what must be equal on all ranks.
 
         Returns:
             The exchange with the experts on other ranks.
@@ -98,7 +98,7 @@ class DpRank:
         died: Callable[[str], None],
         page: CoreStatusPage,
     ) -> LockstepCore:
-        """Make the core of this rank; see :class:`LockstepCore`."""
+        """Makes the core of this rank; see :class:`LockstepCore`."""
         options = self.options
         kind = OnePhaseCore if options.one_phase_pause else LockstepCore
         self._core = kind(
@@ -114,10 +114,10 @@ class DpRank:
         return self._core
 
     async def ready(self) -> None:
-        """Subscribe to the coordinator; return when the cores of all ranks have.
+        """Subscribes to the coordinator, and waits until the cores of all ranks have.
 
         Raises:
-            EngineError: some have not in time.
+            EngineError: some cores have not subscribed in time.
         """
         assert self._sockets is not None
         self._sockets.listen(on_front=self._on_front, on_core=self._on_core)
@@ -126,7 +126,7 @@ class DpRank:
         await self._bounded(self._ready.wait(), "its coordinator is not ready")
 
     def on_request(self) -> int:
-        """Tell the coordinator of a request; return the wave for which it is."""
+        """Reports a request to the coordinator, and returns the request's wave."""
         wave = self._wave
         if not self._running and self._sockets is not None:
             self._running = True
@@ -135,7 +135,7 @@ class DpRank:
         return wave
 
     async def explain(self, reason: str) -> str | None:
-        """Return why the core died; None if another rank has gone, which ``lost`` reports."""
+        """Returns why the core died; None if another rank has gone, which ``lost`` reports."""
         try:
             await asyncio.wait_for(self._liveness.noticed.wait(), _NOTICE_S)
         except TimeoutError:
@@ -144,11 +144,11 @@ class DpRank:
         return None
 
     def leave(self) -> None:
-        """Announce to the other ranks that this one closes."""
+        """Announces to the other ranks that this one closes."""
         self._liveness.leave()
 
     async def close(self) -> None:
-        """Leave the group; the other ranks can't continue without this one."""
+        """Leaves the group; the other ranks can't continue without this one."""
         await self._liveness.close()
         if self._sockets is not None:
             self._sockets.close()
@@ -159,7 +159,7 @@ class DpRank:
     # Inside
 
     async def _meet(self, meeting: Rendezvous) -> DpCoordinatorAddresses:
-        """Exchange addresses over the store, and connect the links that show which ranks live."""
+        """Exchanges addresses over the store, and connects :class:`RankLiveness`."""
         options = self.options
         if options.rank == 0:
             addresses = options.coordinator or await self._start_coordinator()
@@ -199,7 +199,7 @@ class DpRank:
         return self._coordinator.addresses
 
     def _on_coordinator_died(self, code: int) -> None:
-        """Report the coordinator's end: without it idle ranks would not wake. Any thread."""
+        """Reports the coordinator's end, after which idle ranks would not wake. Any thread."""
         reason = (
             f"the DP coordinator of DP group {self.options.group} has ended with exit code {code}"
         )
@@ -226,7 +226,7 @@ class DpRank:
             self._log.warning("bad_frame", detail=str(error))
 
     def _report(self, report: frames.CoreReport) -> None:
-        """Send a report of the core; called in the core's thread."""
+        """Sends a report of the core; called in the core's thread."""
 
         def send() -> None:
             if self._sockets is not None:
@@ -240,7 +240,7 @@ class DpRank:
 
 
 async def _blocking(action: Callable[[], T]) -> T:
-    """Run ``action``, which may wait for other ranks, in a thread that does not delay exit."""
+    """Runs ``action``, which may block, in a thread that does not delay exit."""
     loop = asyncio.get_running_loop()
     answer: Future[T] = Future()
 

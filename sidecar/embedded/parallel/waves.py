@@ -20,7 +20,7 @@ end a wave together, and number waves alike.
 A pause of a running group ends its wave. A pause of an idle group starts a wave to end, so that an
 idle rank learns in the same way that all have paused.
 
-A locally paused rank obeys START_DP_WAVE, because the others may be blocked in a step until it
+A locally paused rank acts on START_DP_WAVE, because the others may be blocked in a step until it
 joins. After all ranks have agreed, the rank records START_DP_WAVE until the resume: it can only
 have been sent for a request that still waits somewhere. START_DP_WAVE for an earlier wave changes
 nothing in any state.
@@ -36,14 +36,14 @@ DEFAULT_INTERVAL: Final = 16
 
 
 class RankWaves:
-    """The state of one rank.
+    """Tracks one rank's view of the waves.
 
     Attributes:
         number: number of the wave that runs, or else of the next one.
         step: how many steps of this wave have been made.
         running: whether a wave runs, so that this rank steps.
-        paused: whether this rank has been asked to pause, and not to resume since.
-        agreed: whether all ranks have been asked, and know it.
+        paused: whether this rank has a pause and no resume since.
+        agreed: whether all ranks have a pause, by an agreement.
     """
 
     def __init__(self, rank: int, size: int, interval: int = DEFAULT_INTERVAL) -> None:
@@ -55,7 +55,7 @@ class RankWaves:
         self.paused = False
         self.agreed = False
         self._interval = interval
-        self._is_announced = False  # whether this wave is
+        self._is_announced = False  # whether this wave was reported
         self._start: int | None = None  # the wave of a START_DP_WAVE while globally paused
 
     @property
@@ -65,16 +65,16 @@ class RankWaves:
 
     @property
     def owes_wave(self) -> bool:
-        """Whether a START_DP_WAVE is to be obeyed after the resume.
+        """Whether this rank must act on a START_DP_WAVE after the resume.
 
         Its sender may have no work any more, and would not step in that wave by itself.
         """
         return self._start is not None and self._start >= self.number
 
     def on_request(self, wave: int) -> CoreReport | None:
-        """Take a request that its front end has sent for ``wave``; return a report, if any.
+        """Handles a request that the front end sent for ``wave``; returns a report, if any.
 
-        A front end that does not know yet that the wave is over sends no FIRST_REQ, so the core
+        A front end that has not yet received the end of the wave sends no FIRST_REQ, so the core
         reports the request.
         """
         if wave < self.number and not self.running and not self.paused:
@@ -83,7 +83,7 @@ class RankWaves:
         return None
 
     def on_start_wave(self, wave: int, excluded: int | None) -> bool:
-        """Take START_DP_WAVE; return whether it is obeyed now.
+        """Handles START_DP_WAVE; returns whether the rank starts the wave now.
 
         A greater number is adopted, but not in the middle of a wave, where all ranks count alike.
         """
@@ -97,23 +97,26 @@ class RankWaves:
         return True
 
     def join_in(self) -> CoreReport | None:
-        """Start a wave unless one runs, so that the ranks agree; return a report, if any."""
+        """Starts a wave unless one runs; returns a report, if any.
+
+        In a wave the ranks agree.
+        """
         if self.running or self.paused:
             return None
         self.running = True
         return CoreReport(self.rank, started=self.number)
 
     def on_step_begin(self) -> None:
-        """Note that this rank steps."""
+        """Records that this rank steps."""
         self.running = True
 
     def on_step_end(self) -> bool:
-        """Count a step; return whether the ranks agree now."""
+        """Counts a step; returns whether the ranks agree now."""
         self.step += 1
         return self.step == 1 or self.step % self._interval == 0
 
     def on_agreement(self, unfinished: int, paused: int) -> CoreReport | None:
-        """Take the sums of an agreement.
+        """Handles the sums of an agreement.
 
         Args:
             unfinished: how many ranks have work that they may do.
