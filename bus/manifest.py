@@ -80,7 +80,7 @@ class Manifest:
     counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself.
+        """Refuses what contradicts itself.
 
         Raises:
             ValueError: names the field and the tensor at fault.

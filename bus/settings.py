@@ -26,7 +26,7 @@ DEFAULT_FILE: Final = Path("wavebus.toml")
 
 
 def load(path: Path | None, command: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the file into the defaults of one command.
+    """Reads the file into the defaults of one command.
 
     Args:
         path: the file that was asked for, or None for the default one if it is there.

@@ -26,7 +26,7 @@ _MAX_IMPORTS: Final = 4  # of a name through packages, until it is defined
 
 
 def _parse(text: str) -> ast.Module:
-    """Parse a file. Raises SyntaxError."""
+    """Parses a file. Raises SyntaxError."""
     try:
         return ast.parse(text)
     except SystemError:
@@ -65,7 +65,7 @@ class SourceTree:
 
     @classmethod
     def at(cls, path: Path) -> SourceTree:
-        """Open an unpacked wheel (or any folder with the package in it), or a wheel file.
+        """Opens an unpacked wheel (or any folder with the package in it), or a wheel file.
 
         Raises:
             UsageError: no package ``vllm`` is there.
@@ -159,7 +159,7 @@ class SourceTree:
         return self._modules[module]
 
     def absent(self, target: str, kind: str = "") -> str:
-        """Say that a target is not there, or that its file can't be read."""
+        """Says that a target is not there, or that its file can't be read."""
         module = target.partition(":")[0]
         why = " (this Python can't parse its file)" if module in self._unreadable else ""
         return f"there is no {kind}{short_name(target)}{why}"

@@ -18,7 +18,7 @@ TESTED: Final = ("0.32", "0.33")
 
 
 def untested_reason(version: str) -> str:
-    """Say that wavebus was not run on this vLLM; empty if it was.
+    """Says that wavebus was not run on this vLLM; empty if it was.
 
     Args:
         version: ``vllm.__version__``, such as ``0.32.0`` or ``0.33.1rc2.dev4+g0a1b2c3``.
@@ -31,7 +31,7 @@ def untested_reason(version: str) -> str:
 
 
 def unsupported_reason(version: str) -> str:
-    """Say why this vLLM can't be used, and what to do; empty if it can."""
+    """Says why this vLLM can't be used, and what to do; empty if it can."""
     number = _number(version)
     if number is not None and number >= OLDEST_SUPPORTED:
         return ""
@@ -43,7 +43,7 @@ def unsupported_reason(version: str) -> str:
 
 
 def require_supported(version: str) -> None:
-    """Refuse a vLLM that is too old.
+    """Refuses a vLLM that is too old.
 
     Raises:
         EngineError: names the version found and the one to install.

@@ -1,4 +1,4 @@
-"""Runs async clients of the bus for callers without an event loop, such as most trainers."""
+"""Runs async clients of the bus in a thread, for callers without an event loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BusThread(Generic[Client]):
     Any thread may call it.
 
     Args:
-        make: makes the client; called in that thread.
+        make: returns the client; called in that thread.
     """
 
     def __init__(self, make: Callable[[], Client]) -> None:
@@ -44,7 +44,7 @@ class BusThread(Generic[Client]):
         self._client: Client | None = None
 
     def connect(self) -> Self:
-        """Starts the thread and joins the bus. Errors are those of the client's ``connect``."""
+        """Starts the thread and joins the bus; raises the errors of the client's ``connect``."""
         with contextlib.ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal("asyncio"))
             self._client = self._portal.call(self._make)
@@ -69,7 +69,7 @@ class BusThread(Generic[Client]):
         self.close()
 
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Runs work in the thread. If the caller is interrupted, waits until it is undone."""
+        """Runs ``work`` in the thread. If the caller is interrupted, waits until that is undone."""
         ended = threading.Event()
         scopes: list[anyio.CancelScope] = []  # the work's, once it has begun
 
@@ -111,7 +111,7 @@ class BusThread(Generic[Client]):
 
     @contextlib.contextmanager
     def _block(self, context: contextlib.AbstractAsyncContextManager[T]) -> Iterator[T]:
-        """Enters an async context of the client, also if an interrupt comes meanwhile."""
+        """Enters an async context of the client, and leaves it even after an interrupt."""
         block = _Block(context)
         try:
             yield self._call(block.enter)

@@ -1,4 +1,4 @@
-"""Connects a trainer rank or an observer to the broker, and repeats requests until answered."""
+"""The broker connection of a trainer rank or an observer; repeats requests until answered."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ _SLOW_S: Final = 10.0  # then the log says who is waited for
 
 
 class Connection:
-    """Connects one life of a peer. Arguments are as in :class:`trainer_agent.TrainerAgent`.
+    """The connection of one peer to the broker.
+
+    Arguments are as in :class:`trainer_agent.TrainerAgent`.
 
     Attributes:
-        delivery: repeats messages that nobody waits for.
+        delivery: repeats undo commands in the background.
         kept_version: returns the version whose weights this peer keeps; heartbeats report it.
-        on_stale: receives the engines that lack that version.
+        on_stale: receives the stale engines, which lack that version.
         on_routes: receives the routes of each group, if this peer is an observer.
         tensors_taken: tensors read from the source of the update under way; heartbeats report it.
         lost_rank: the broker's NACK if another rank of the trainer is gone; else None.
@@ -146,7 +148,7 @@ class Connection:
 
     @property
     def boot(self) -> int:
-        """The number of this life of the peer."""
+        """The random number of this life of the peer."""
         return self._require_peer().boot
 
     async def ask(
@@ -157,21 +159,23 @@ class Connection:
         timeout_s: float | None = None,
         even_if_silent: bool = False,
     ) -> M:
-        """Sends a request until it is answered. The broker knows its id, and does nothing twice.
+        """Sends a request, and repeats it until it is answered.
+
+        The broker recognizes repeated requests by their id, and carries each out once.
 
         Args:
             message: the request.
             expect: the type of the answer.
             timeout_s: how long to wait. A step of all engines may be sent long before its turn, so
                 its time counts from the end of the last step. Default: as the constructor's.
-            even_if_silent: whether to send also to a broker that is silent: it may receive.
+            even_if_silent: whether to send even if nothing was received from the broker lately.
 
         Returns:
             The answer.
 
         Raises:
             Refused: the answer is a NACK.
-            BusTimeout: there is no answer; the text says which peer is waited for.
+            BusTimeout: there is no answer in time; the text names the peer that is late.
             BusClosed: the connection was closed.
         """
         wait_s = self.timeout_s if timeout_s is None else timeout_s
@@ -212,7 +216,7 @@ class Connection:
         return answer
 
     async def status(self) -> Status:
-        """Returns what the broker knows of all groups and engines."""
+        """Returns the broker's view of all groups and engines."""
         return await self.ask(StatusRequest(), Status, timeout_s=min(self.timeout_s, _STATUS_S))
 
     async def engines(self) -> tuple[EngineView, ...]:
@@ -221,7 +225,7 @@ class Connection:
         return next((group.engines for group in status.groups if group.name == self._group), ())
 
     async def engine_dtype(self) -> str:
-        """Returns the dtype of the group's models, by torch's name; empty without engines.
+        """Returns torch's name of the dtype of the group's models; empty without engines.
 
         Raises:
             UsageError: the dtypes differ, or an engine does not report its own.
@@ -236,16 +240,16 @@ class Connection:
         return found[0] if found else ""
 
     async def wait_until_delivered(self, message: Message, timeout_s: float) -> None:
-        """Waits until all messages of :attr:`delivery` are delivered, before ``message`` is sent.
+        """Waits until all undo commands are answered, so that ``message`` can't overtake them.
 
         Raises:
-            BusTimeout: one of them is still undelivered.
+            BusTimeout: one of them is still unanswered.
         """
         if not await self.delivery.drain(timeout_s):
             raise await self._explain_timeout(message, timeout_s)
 
     async def _explain_timeout(self, message: Message, wait_s: float) -> BusTimeout:
-        """Returns the error of a request without an answer; it names who has not answered."""
+        """Returns the error for an unanswered request, with the peer that has not answered."""
         peer = self._require_peer()
         beats_ms = _BEATS_MISSED * peer.link.heartbeat_ms
         heard_ms = peer.now_ms() - peer.link.last_heard_ms
@@ -277,7 +281,7 @@ class Connection:
         future.set_result(message)
 
     def _refused_unread(self, message: Message) -> int:
-        """Returns the id of the request that was too large for the broker: the largest one."""
+        """Returns the id of the request that the broker refused unread: the largest one."""
         if not isinstance(message, Nack) or message.code is not NackCode.OVERSIZED:
             return 0
         sizes = {each: len(bytes(encode_body(step))) for each, step in self._steps.items()}

@@ -1,4 +1,4 @@
-"""Options of a pause and of an update."""
+"""The options of pauses and updates, and their checks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PauseOptions:
     """The checked arguments of :meth:`TrainerAgent.paused`.
 
     Raises:
-        UsageError: ``wait_s`` is not a time that can be waited for.
+        UsageError: ``wait_s`` is not positive, or too large for the wire.
     """
 
     mode: PauseMode = "keep"
@@ -70,7 +70,9 @@ class PauseOptions:
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """The arguments of :meth:`TrainerAgent.update_weights`; ``pause`` is used if it needs one.
+    """The checked arguments of :meth:`TrainerAgent.update_weights`.
+
+    ``pause`` is used only if the update needs a pause.
 
     Raises:
         UsageError: an argument is wrong, or the update must be ``staged`` and needs a pause.
@@ -96,12 +98,12 @@ class UpdateOptions:
 
     @property
     def quorum_on_the_wire(self) -> int:
-        """See :class:`bus.messages.Arm`."""
+        """The quorum as :class:`bus.messages.Arm` has it; 0 means all."""
         return 0 if self.quorum == "all" else self.quorum or 1
 
     @property
     def needs_pause(self) -> str:
-        """Why the update can't be staged, apart from the engines' reasons; empty if it can."""
+        """Why these options rule out staging; empty if they don't. Engines may still refuse it."""
         if self.how == "paused":
             return "it was asked for"
         if self.canary is not None:
@@ -112,7 +114,7 @@ class UpdateOptions:
 
     @property
     def staging(self) -> Staging | None:
-        """See :class:`bus.messages.Arm`."""
+        """The staging request of :class:`bus.messages.Arm`; None if the update needs a pause."""
         if self.needs_pause:
             return None
         return Staging(

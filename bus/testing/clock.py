@@ -41,7 +41,7 @@ class SimScheduler:
         return timer
 
     def step(self) -> bool:
-        """Run the next timer; False if there is none."""
+        """Runs the next timer; False if there is none."""
         while self._timers:
             timer = heapq.heappop(self._timers)
             if timer.cancelled:
@@ -52,14 +52,14 @@ class SimScheduler:
         return False
 
     def run_for(self, duration_ms: float) -> None:
-        """Let so much time pass, running what falls due."""
+        """Lets so much time pass, running what falls due."""
         until_ms = self._now_ms + duration_ms
         while self._due_by(until_ms):
             self.step()
         self._now_ms = until_ms
 
     def run_until(self, condition: Callable[[], bool], *, within_ms: float) -> bool:
-        """Run until the condition holds; False if it does not within the time."""
+        """Runs until the condition holds; False if it does not within the time."""
         until_ms = self._now_ms + within_ms
         while not condition():
             if not self._due_by(until_ms):

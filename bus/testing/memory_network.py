@@ -100,7 +100,7 @@ class MemoryNetwork:
         self.carry_between(source, target, lambda: self._deliver(source, target, frame))
 
     def carry_between(self, source: bytes, target: bytes, deliver: Callable[[], None]) -> None:
-        """Carry one frame, on a link that may be of two peers, as bad as the broker's."""
+        """Carries one frame, on a link that may be of two peers, as bad as the broker's."""
         faults = self.faults
 
         def arrive() -> None:

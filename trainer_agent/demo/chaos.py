@@ -143,7 +143,7 @@ class Chaos:
         self._aborted: list[tuple[str, float, float]] = []
 
     def run(self) -> ChaosResult:
-        """Run until each process was killed often enough and all engines serve again.
+        """Runs until each process was killed often enough and all engines serve again.
 
         Raises:
             WavebusError: the bus did not start, or rollouts ended.
@@ -226,7 +226,7 @@ class Chaos:
         self.result.versions = sorted(counts.tokens_by_version)
 
     def _publish(self) -> None:
-        """Send the new weights, and kill a process meanwhile if it is time for that.
+        """Sends the new weights, and kill a process meanwhile if it is time for that.
 
         Engines may serve nobody after a failed update, so it is sent again.
         """
@@ -249,7 +249,7 @@ class Chaos:
             self._sender.tell(request)
 
     def _ended(self, answer: dict[str, Any] | None) -> bool:
-        """Count how an update has ended; return whether it was committed."""
+        """Counts how an update has ended; return whether it was committed."""
         if answer is None:
             self.result.failed += 1
             self.result.errors["killed"] += 1
@@ -269,7 +269,7 @@ class Chaos:
     # -- the oracle -------------------------------------------------------------
 
     def _judge(self) -> None:
-        """Check all tokens; the journal tells which weights each version has."""
+        """Checks all tokens; the journal tells which weights each version has."""
         numbers = {0: 0}
         for item in read(self._options.journal):
             if not isinstance(item, Entry) or not isinstance(item.record, FrameSent):
@@ -284,7 +284,7 @@ class Chaos:
         self.result.verdict = judge(PolicyConfig(), weights, self._rollouts)
 
     def _judge_aborted(self) -> None:
-        """Count requests as lost that engines ended while they were in service."""
+        """Counts requests as lost that engines ended while they were in service."""
         spans = out_of_service(read(self._options.journal))
         for engine, began_s, ended_s in self._aborted:
             known_s = ended_s + HEARTBEAT_MS / 1000  # the broker may hear of it a little later
@@ -295,7 +295,7 @@ class Chaos:
 
 
 def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float]]]:
-    """Return when each engine was on the bus and not routable, as a stale or quarantined one is.
+    """Returns when each engine was on the bus and not routable, as a stale or quarantined one is.
 
     Args:
         journal: the broker's journal.
@@ -334,5 +334,5 @@ def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float
 
 
 def run_chaos(options: ChaosOptions, *, say: Callable[[str], None]) -> ChaosResult:
-    """Run the demo with faults; see :meth:`Chaos.run`."""
+    """Runs the demo with faults; see :meth:`Chaos.run`."""
     return Chaos(options, say).run()

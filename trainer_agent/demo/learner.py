@@ -94,14 +94,14 @@ class Batch:
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """Return one group's rewards, centred and divided by their deviation."""
+    """Returns one group's rewards, centred and divided by their deviation."""
     mean = sum(rewards) / len(rewards)
     spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
     return [(r - mean) / (spread + 1e-3) for r in rewards]
 
 
 def collate(groups: Sequence[Sequence[Rollout]]) -> Batch:
-    """Return the groups' rollouts as one batch, shifted so that inputs predict targets."""
+    """Returns the groups' rollouts as one batch, shifted so that inputs predict targets."""
     flat = [rollout for group in groups for rollout in group]
     time = max(len(r.prompt_ids) + len(r.response_ids) for r in flat)
 
@@ -133,7 +133,7 @@ class GrpoLearner:
         groups: Sequence[Sequence[Rollout]],
         updated: Callable[[], None] = lambda: None,
     ) -> StepStats:
-        """Improve the policy by one AdamW update. A loss that is not finite changes no weights.
+        """Improves the policy by one AdamW update. A loss that is not finite changes no weights.
 
         Args:
             groups: rollouts; those of one group share a prompt.
@@ -156,7 +156,7 @@ class GrpoLearner:
         return StepStats(sum(each.reward for each in flat) / len(flat), float(norm), finite)
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate for the given zero-based step."""
+        """Returns the rate for the given zero-based step."""
         rise = min(1.0, (step + 1) / max(1, self.cfg.warmup_steps))
         fall = max(self.cfg.final_lr_share, 1.0 - step / max(1, self.cfg.decay_steps))
         return self.cfg.lr * rise * fall

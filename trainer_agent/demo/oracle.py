@@ -46,7 +46,7 @@ class Verdict:
 def judge(
     shape: PolicyConfig, weights: Mapping[int, Mapping[str, Tensor]], rollouts: Sequence[Rollout]
 ) -> Verdict:
-    """Check every token of every rollout.
+    """Checks every token of every rollout.
 
     Args:
         shape: the policy's sizes.
@@ -72,7 +72,7 @@ def judge(
 
 
 def _differences(policy: Policy, rollouts: Sequence[Rollout], version: int) -> Tensor:
-    """Return the errors of the log-probabilities reported for tokens of ``version``."""
+    """Returns the errors of the log-probabilities reported for tokens of ``version``."""
     batch = collate([rollouts])
     compared = torch.zeros_like(batch.behaviour, dtype=torch.bool)
     for row, each in enumerate(rollouts):

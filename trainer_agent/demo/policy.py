@@ -57,7 +57,7 @@ class Policy(Qwen3):
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
-        """Draw every matrix: 1/sqrt(fan-in) inside, a near-uniform output distribution."""
+        """Draws every matrix: 1/sqrt(fan-in) inside, a near-uniform output distribution."""
         for name, weight in self.named_parameters():
             if name.endswith("norm.weight"):
                 continue
@@ -70,7 +70,7 @@ class Policy(Qwen3):
                 weight.normal_(0.0, std, generator=generator)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits (batch, time, vocab) for token ids (batch, time), padded on the right.
+        """Returns logits (batch, time, vocab) for token ids (batch, time), padded on the right.
 
         Logits at padded places mean nothing.
         """
@@ -79,12 +79,12 @@ class Policy(Qwen3):
 
 
 def copy_of(policy: Policy) -> dict[str, Tensor]:
-    """Return a copy of the policy's weights."""
+    """Returns a copy of the policy's weights."""
     return {name: each.detach().clone() for name, each in policy.state_dict().items()}
 
 
 def save_checkpoint(policy: Policy, folder: Path) -> None:
-    """Write ``config.json`` and ``model.safetensors`` (float32) into ``folder``."""
+    """Writes ``config.json`` and ``model.safetensors`` (float32) into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(policy.config.to_hf(), indent=2) + "\n")
     tensors = {name: value.detach().contiguous() for name, value in policy.state_dict().items()}

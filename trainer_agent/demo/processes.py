@@ -57,7 +57,7 @@ class Processes:
         self.stop()
 
     def broker(self, *options: str, listen: str = "tcp://127.0.0.1:*") -> str:
-        """Start a broker and return its address."""
+        """Starts a broker and return its address."""
         process = self._start("broker", "broker", "--listen", listen, *options)
         assert process.stdout is not None
         address = process.stdout.readline().strip()
@@ -76,7 +76,7 @@ class Processes:
         dp_coordinator: DpCoordinator = "vllm",
         options: tuple[str, ...] = (),
     ) -> None:
-        """Start a sidecar and its engine, or those of all ranks of a DP group.
+        """Starts a sidecar and its engine, or those of all ranks of a DP group.
 
         They join when the engines have booted.
 
@@ -113,7 +113,7 @@ class Processes:
         )
 
     def kill(self, name: str) -> None:
-        """Send SIGKILL to a process, which may be started again."""
+        """Sends SIGKILL to a process, which may be started again."""
         for each in [each for each in self._running if each[0] == name]:
             self._running.remove(each)
             process = each[1]
@@ -123,7 +123,7 @@ class Processes:
                 process.stdout.close()
 
     def check(self) -> None:
-        """Check that all processes live.
+        """Checks that all processes live.
 
         Raises:
             WavebusError: one has ended; the text has the last lines of its log.
@@ -136,7 +136,7 @@ class Processes:
                 )
 
     def last_words(self, name: str, lines: int = 12) -> str:
-        """Return the end of a process's log."""
+        """Returns the end of a process's log."""
         try:
             text = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -144,7 +144,7 @@ class Processes:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> None:
-        """Send SIGTERM to all, the last one first, and SIGKILL to those that do not end."""
+        """Sends SIGTERM to all, the last one first, and SIGKILL to those that do not end."""
         for _, process in reversed(self._running):
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

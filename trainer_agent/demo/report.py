@@ -46,11 +46,11 @@ class ProgressLine:
         self._progress.stop()
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Prints a line above the bar."""
         self._progress.console.print(f"[dim]{text}[/]")
 
     def update(self, result: DemoResult, version: int) -> None:
-        """Show the run's state."""
+        """Shows the run's state."""
         self._progress.update(
             self._task,
             completed=result.steps,
@@ -62,7 +62,7 @@ class ProgressLine:
 
 
 def table(result: DemoResult) -> Table:
-    """Return a table of a run's figures."""
+    """Returns a table of a run's figures."""
     shown = Table(title="wavebus demo", title_justify="left", show_header=False, min_width=60)
     shown.add_column(style="bold")
     shown.add_column()
@@ -98,7 +98,7 @@ def table(result: DemoResult) -> Table:
 
 
 def picture(result: DemoResult, path: Path) -> None:
-    """Draw reward over optimizer steps, with every update marked."""
+    """Draws reward over optimizer steps, with every update marked."""
     figure, axes = plt.subplots(figsize=(9, 4.5), dpi=120, layout="constrained")
     steps = range(1, len(result.train_rewards) + 1)
     axes.plot(steps, result.train_rewards, color="#9ab", linewidth=1, label="rollouts (sampled)")
@@ -140,5 +140,5 @@ def picture(result: DemoResult, path: Path) -> None:
 
 
 def show(result: DemoResult, picture_path: Path) -> None:
-    """Print the table and the picture's path."""
+    """Prints the table and the picture's path."""
     Console(highlight=False).print(table(result), f"picture: {picture_path}")

@@ -104,7 +104,7 @@ class RolloutPool:
         self._thread.close()
 
     def take(self, groups: int) -> list[list[Rollout]]:
-        """Wait for so many groups of rollouts, each of one prompt.
+        """Waits for so many groups of rollouts, each of one prompt.
 
         Raises:
             WavebusError: no group has come for 120 s.
@@ -124,12 +124,12 @@ class RolloutPool:
         return taken
 
     def greedy_reward(self) -> float:
-        """Return the mean reward of the engines' greedy answers to the held-out prompts."""
+        """Returns the mean reward of the engines' greedy answers to the held-out prompts."""
         self._check()
         return self._portal.start_task_soon(self._greedy).result(_PATIENCE_S)
 
     def _check(self) -> None:
-        """Raise WavebusError if a stream has ended."""
+        """Raises WavebusError if a stream has ended."""
         if self._serving.done():
             error = self._serving.exception()
             if isinstance(error, BaseExceptionGroup):
@@ -162,7 +162,7 @@ class RolloutPool:
         return sum(group[0].reward for group in answers if group) / len(prompts)
 
     async def _ask(self, prompt: tuple[int, ...], *, n: int, seed: int | None) -> list[Rollout]:
-        """Send a request; return its sequences, or none if it was lost. No seed: greedy."""
+        """Sends a request; return its sequences, or none if it was lost. No seed: greedy."""
         sampling: dict[str, Any] = {
             "n": n,
             "temperature": 0.0 if seed is None else 1.0,
@@ -208,6 +208,6 @@ class RolloutPool:
 
 
 def versions_of(choice: Choice) -> tuple[int, ...]:
-    """Return each token's version; 0 if it is unknown."""
+    """Returns each token's version; 0 if it is unknown."""
     spans: Sequence[tuple[int, int]] = [(s.version or 0, s.end - s.start) for s in choice.spans]
     return tuple(version for version, count in spans for _ in range(count))

@@ -95,7 +95,7 @@ class DemoResult:
         return sum(report.interrupted > 0 for report in self.reports)
 
     def pause_ms(self, quantile: float) -> float:
-        """Return a quantile of the time from the first PAUSE_LOCAL to the last engine resumed."""
+        """Returns a quantile of the time from the first PAUSE_LOCAL to the last engine resumed."""
         times = sorted(report.paused_ms for report in self.reports)
         return times[math.ceil(quantile * len(times)) - 1] if times else 0.0
 
@@ -137,7 +137,7 @@ def run_demo(
     say: Callable[[str], None],
     progress: Callable[[DemoResult, int], None],
 ) -> DemoResult:
-    """Run the demo.
+    """Runs the demo.
 
     Args:
         options: what to run.
@@ -204,7 +204,7 @@ class _Enough(Exception):
 
 
 def _wait(agent: SyncTrainerAgent, processes: Processes, count: int) -> list[EngineView]:
-    """Wait for the engines, and raise if a process dies instead."""
+    """Waits for the engines, and raise if a process dies instead."""
     deadline = time.monotonic() + BOOT_S
     while True:
         processes.check()
@@ -229,7 +229,7 @@ def _train(
     version = 0
 
     def publish() -> None:
-        """Send the optimizer's new weights."""
+        """Sends the optimizer's new weights."""
         nonlocal version
         if options.withhold_weights:
             return

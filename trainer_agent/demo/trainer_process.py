@@ -43,12 +43,12 @@ class TrainerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL, in the middle of whatever the process does."""
+        """Sends SIGKILL, in the middle of whatever the process does."""
         self._process.kill()
         self._process.join()
 
     def start(self) -> None:
-        """Start the process, for the first time or after :meth:`kill`."""
+        """Starts the process, for the first time or after :meth:`kill`."""
         self._connection, theirs = _NEW.Pipe()
         arguments = (theirs, *self._arguments)
         self._process = _NEW.Process(target=_serve, args=arguments, daemon=True)
@@ -56,12 +56,12 @@ class TrainerProcess:
         theirs.close()
 
     def tell(self, order: dict[str, str]) -> None:
-        """Have it send the weights of a file: ``path``, with ``label`` and ``how``."""
+        """Has it send the weights of a file: ``path``, with ``label`` and ``how``."""
         with contextlib.suppress(OSError):  # it was killed, as answer() shows
             self._connection.send(order)
 
     def answer(self) -> dict[str, Any] | None:
-        """Return the update's report, or its ``error`` and ``text``; None if it was killed."""
+        """Returns the update's report, or its ``error`` and ``text``; None if it was killed."""
         try:
             return cast("dict[str, Any]", self._connection.recv())
         except (EOFError, OSError):
@@ -69,7 +69,7 @@ class TrainerProcess:
 
 
 def _serve(connection: Connection, broker: str, options: dict[str, Any], log: Path) -> None:
-    """Carry out orders, until the demo closes the connection."""
+    """Carries out orders, until the demo closes the connection."""
     os.setsid()  # Ctrl-C stops the demo, and the demo stops this
     with log.open("a") as file:
         os.dup2(file.fileno(), 2)

@@ -114,7 +114,7 @@ class Twin:
         self._versions: set[int | None] = set()
 
     async def run(self) -> None:
-        """Run the quiet sessions, then the others.
+        """Runs the quiet sessions, then the others.
 
         Raises:
             WavebusError: the bus did not start, or the quiet run failed.
@@ -154,7 +154,7 @@ class Twin:
     # -- sessions ---------------------------------------------------------------
 
     async def _talk(self, number: int) -> list[Choice]:
-        """Return the choices of all turns.
+        """Returns the choices of all turns.
 
         A turn's prompt is the one before, its first answer, and new tokens.
         """
@@ -176,7 +176,7 @@ class Twin:
         return choices
 
     async def _repeat(self, number: int, twin: list[Choice], until_s: float) -> None:
-        """Repeat a session, and compare each answer with its twin."""
+        """Repeats a session, and compare each answer with its twin."""
         result = self.result
         while time.monotonic() < until_s:
             try:
@@ -197,7 +197,7 @@ class Twin:
     # -- what disturbs them -----------------------------------------------------
 
     async def _update(self, agent: TrainerAgent) -> None:
-        """Send the same weights as new versions."""
+        """Sends the same weights as new versions."""
         while True:
             await asyncio.sleep(self._options.update_every_s)
             try:
@@ -212,7 +212,7 @@ class Twin:
             )
 
     async def _kill(self, agent: TrainerAgent) -> None:
-        """Kill one engine after the other, each time all of them serve."""
+        """Kills one engine after the other, each time all of them serve."""
         for name in cycle(self._names):
             await asyncio.sleep(self._options.kill_every_s)
             while len((await agent.status()).groups[0].routable) < len(self._names):
@@ -225,7 +225,7 @@ class Twin:
 
 
 def run_twin(options: TwinOptions, *, say: Callable[[str], None]) -> TwinResult:
-    """Run both; see :class:`Twin`.
+    """Runs both; see :class:`Twin`.
 
     Raises:
         WavebusError: as :meth:`Twin.run`.

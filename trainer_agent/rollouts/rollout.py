@@ -151,7 +151,7 @@ class RolloutRun:
     async def _read(
         self, choices: Sequence[ChoiceState], route: Route, body: dict[str, Any]
     ) -> None:
-        """Take what an engine answers, until it has ended.
+        """Takes what an engine answers, until it has ended.
 
         Raises:
             Cut: before that.

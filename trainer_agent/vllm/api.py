@@ -47,7 +47,7 @@ class VllmApi:
     _updates: Updates
 
     async def init_info(self, engine: str = "wavebus", **fields: Any) -> Any:
-        """Arm the rendezvous: what ``WeightTransferTrainerFactory.trainer_init`` takes.
+        """Arms the rendezvous: what ``WeightTransferTrainerFactory.trainer_init`` takes.
 
         ::
 

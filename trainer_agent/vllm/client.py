@@ -34,18 +34,18 @@ class BusWeightSyncClient:
         self._chunk_bytes = chunk_bytes
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have every engine open its end of the trainer engine's transport."""
+        """Has every engine open its end of the trainer engine's transport."""
         self._session.call(lambda: self._session.init(init_info, self._chunk_bytes))
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Stop using the transport.
+        """Stops using the transport.
 
         Engines close it when the next one is opened, or the trainer leaves.
         """
         self._session.call(self._session.shutdown)
 
     def start_weight_update(self) -> None:
-        """Begin an update; an update that was begun and not finished is undone first.
+        """Begins an update; an update that was begun and not finished is undone first.
 
         Every engine is armed with the source's metadata, or with the patches that were read.
         Engines are paused behind that; if the pause fails, the source and :meth:`update_weights`
@@ -65,11 +65,11 @@ class BusWeightSyncClient:
         self._session.call(lambda: self._session.start(plan, self._options, self._target))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Announce one chunk; return when every engine has applied it."""
+        """Announces one chunk; return when every engine has applied it."""
         self._session.call(lambda: self._session.update(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Have every engine serve what it was sent, and resume.
+        """Has every engine serve what it was sent, and resume.
 
         The bus assigns the version; ``weight_version`` becomes the update's label.
         """

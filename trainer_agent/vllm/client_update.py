@@ -79,7 +79,7 @@ class ClientUpdate:
         return as_described(metas, self._remaining)
 
     def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
-        """Return the next tensor; None at the end.
+        """Returns the next tensor; None at the end.
 
         Raises:
             what the update has failed with: then no more tensors are taken.
@@ -94,7 +94,7 @@ class ClientUpdate:
             return pair
 
     async def wait_until_paused(self) -> None:
-        """Wait until every engine is paused.
+        """Waits until every engine is paused.
 
         Raises:
             what the update has failed with, if it has.
@@ -104,7 +104,7 @@ class ClientUpdate:
             raise copy_of_error(self.failure)
 
     async def wait_until_taken(self, seq: int) -> None:
-        """Wait until every tensor of a chunk was taken, or the update has failed.
+        """Waits until every tensor of a chunk was taken, or the update has failed.
 
         Raises:
             what the update has failed with.
@@ -118,7 +118,7 @@ class ClientUpdate:
             raise copy_of_error(self.failure)
 
     def on_failed(self, error: BaseException) -> None:
-        """Wake everything that waits for the update, with the error."""
+        """Wakes everything that waits for the update, with the error."""
         self.failure = error
         self.started.set()
         self._reached.set()
@@ -133,7 +133,7 @@ class ClientUpdate:
             self._loop.call_soon_threadsafe(self._reached.set)
 
     def drain(self) -> None:
-        """Read the rest of the source, for ranks that gather it with this one."""
+        """Reads the rest of the source, for ranks that gather it with this one."""
         if self._inner is None:
             return
         with self._take_lock:
@@ -142,5 +142,5 @@ class ClientUpdate:
 
 
 def copy_of_error(error: BaseException) -> BaseException:
-    """Return a copy of an error, to be raised once more elsewhere."""
+    """Returns a copy of an error, to be raised once more elsewhere."""
     return refusal(nack_of(error))

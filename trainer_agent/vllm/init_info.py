@@ -24,7 +24,7 @@ def native_info(
     world: World,
     meeting: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return what ``WeightTransferTrainerFactory.trainer_init`` takes for a trainer engine.
+    """Returns what ``WeightTransferTrainerFactory.trainer_init`` takes for a trainer engine.
 
     Args:
         engine: the trainer engine's name in vLLM.
@@ -62,7 +62,7 @@ def native_info(
 
 
 def packed_bytes(engine: str, info: Any) -> int | None:
-    """Return how many bytes the trainer engine puts into one ``update_weights``; None: all."""
+    """Returns how many bytes the trainer engine puts into one ``update_weights``; None: all."""
     if engine == "ipc" and info.packed:
         size_bytes: int = info.packed_buffer_size_bytes
         return size_bytes

@@ -58,7 +58,7 @@ class NativeTransport:
         return vllm_payloads.is_sharding(self.backend)
 
     def check(self, plan: UpdatePlan) -> None:
-        """Check that the plan has the tensors that the transport was opened for.
+        """Checks that the plan has the tensors that the transport was opened for.
 
         Raises:
             UsageError: the plan is of other tensors than the transport was opened for.
@@ -78,7 +78,7 @@ class NativeTransport:
 
 
 def require_engines(views: Sequence[EngineView], engine: str) -> None:
-    """Check that every engine was booted with vLLM's worker engine ``engine``.
+    """Checks that every engine was booted with vLLM's worker engine ``engine``.
 
     Raises:
         UsageError: names one that was not, or says that there are none.
@@ -101,7 +101,7 @@ def require_engines(views: Sequence[EngineView], engine: str) -> None:
 
 
 def engine_of_all(views: Sequence[EngineView]) -> str:
-    """Return the worker engine of vLLM's that all engines were booted with.
+    """Returns the worker engine of vLLM's that all engines were booted with.
 
     Raises:
         UsageError: they were not all booted with one, and with the same.
@@ -123,12 +123,12 @@ def _native_of(view: EngineView) -> str:
 
 
 def sender_count(engine: str, ranks: int) -> int:
-    """Return how many of a trainer's ranks take part in the transport of vLLM's ``engine``."""
+    """Returns how many of a trainer's ranks take part in the transport of vLLM's ``engine``."""
     return ranks if engine in vllm_payloads.SHARDING else 1
 
 
 def opened_for(info: object, engine: str) -> tuple[Any, ...]:
-    """Return for which tensors an ``init_info`` opens a transport; empty: for any."""
+    """Returns for which tensors an ``init_info`` opens a transport; empty: for any."""
     if engine not in vllm_payloads.SHARDING or not isinstance(info, dict):
         return ()
     params = info.get("params")  # vLLM 0.33 has one dict for each tensor, earlier ones columns
@@ -141,12 +141,12 @@ def opened_for(info: object, engine: str) -> tuple[Any, ...]:
 
 
 def has_communicator(info: object) -> bool:
-    """Return whether engines and trainer meet in a communicator with this info."""
+    """Returns whether engines and trainer meet in a communicator with this info."""
     return isinstance(info, dict) and "rank_offset" in info
 
 
 def transfer_init(info: object, engine: str, world: World, update_id: str) -> TransferInit:
-    """Return the message to engines that an ``init_info`` stands for.
+    """Returns the message to engines that an ``init_info`` stands for.
 
     Args:
         info: the ``init_info``.
@@ -183,7 +183,7 @@ def _check_world(info: dict[str, Any], world: World) -> None:
 def chunk_messages(
     info: object, plan: UpdatePlan, seq: int, update_id: str
 ) -> tuple[WeightChunkMeta, ChunkSent]:
-    """Return the messages to engines before and after the ``seq``-th chunk.
+    """Returns the messages to engines before and after the ``seq``-th chunk.
 
     Raises:
         UsageError: ``info`` can't be sent over the bus, or is of other tensors than were armed.
@@ -242,7 +242,7 @@ def _encoded(what: str, info: dict[str, Any], columns: Sequence[str]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with what PyTorch rebuilds CUDA tensors from in a form of its own."""
+    """Returns the value with what PyTorch rebuilds CUDA tensors from in a form of its own."""
     if type(value) is tuple and len(value) == _REBUILT_FROM and value[0] in _TENSORS:
         return _ipc_tensor(value)
     if type(value) in (list, tuple):

@@ -51,11 +51,11 @@ class NextPatch:
         self._plan: UpdatePlan | None = None
 
     def put(self, plan: UpdatePlan | None) -> None:
-        """Store the patch's plan; None: it isn't known yet."""
+        """Stores the patch's plan; None: it isn't known yet."""
         self._plan = plan
 
     def take(self) -> UpdatePlan:
-        """Return the plan for the update that now begins.
+        """Returns the plan for the update that now begins.
 
         Raises:
             UsageError: no patch was read for it.
@@ -121,7 +121,7 @@ _FLAWS = (
 
 @torch.no_grad()
 def _flaws(patch: AnyPatch) -> torch.Tensor:
-    """Return which flaws a patch has, without waiting for the GPU that it lies on."""
+    """Returns which flaws a patch has, without waiting for the GPU that it lies on."""
     indices = torch.sort(patch.indices.flatten()).values
     numel = torch.Size(patch.full_shape).numel()
     return torch.stack(

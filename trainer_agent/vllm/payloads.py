@@ -41,14 +41,14 @@ class _ChunkInfo(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def init_info(transport: str, params: bytes, communicator: int) -> dict[str, Any]:
-    """Return what engines need to open their ends, for ``init_weight_transfer_engine``."""
+    """Returns what engines need to open their ends, for ``init_weight_transfer_engine``."""
     return msgspec.structs.asdict(_InitInfo(transport, params, communicator))
 
 
 def chunk_info(
     plan: UpdatePlan, seq: int, handle: bytes, verify: Verify, sums: Sequence[int]
 ) -> dict[str, Any]:
-    """Return one chunk and where it is, for ``update_weights``."""
+    """Returns one chunk and where it is, for ``update_weights``."""
     part, manifest = plan.manifest.part(seq), plan.manifest
     return msgspec.structs.asdict(
         _ChunkInfo(
@@ -64,12 +64,12 @@ def chunk_info(
 
 
 def is_ours(info: object) -> bool:
-    """Return whether an ``init_info`` is of worker engine ``wavebus``."""
+    """Returns whether an ``init_info`` is of worker engine ``wavebus``."""
     return isinstance(info, dict) and set(info) == set(_InitInfo.__struct_fields__)
 
 
 def transfer_init(info: object, update_id: str) -> TransferInit:
-    """Return the message to engines that an ``init_info`` stands for.
+    """Returns the message to engines that an ``init_info`` stands for.
 
     Raises:
         UsageError: it is another worker engine's.
@@ -84,7 +84,7 @@ def transfer_init(info: object, update_id: str) -> TransferInit:
 def chunk_messages(
     info: object, plan: UpdatePlan, update_id: str
 ) -> tuple[WeightChunkMeta, ChunkSent]:
-    """Return the messages to engines before and after a chunk.
+    """Returns the messages to engines before and after a chunk.
 
     Raises:
         UsageError: ``info`` is another worker engine's, or of other tensors than were armed.

@@ -110,7 +110,7 @@ class TrainerEngineSession:
     # -- for any thread ---------------------------------------------------------
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run ``work`` in the agent's loop, and wait for it.
+        """Runs ``work`` in the agent's loop, and wait for it.
 
         Raises:
             UsageError: this is the agent's loop.
@@ -137,11 +137,11 @@ class TrainerEngineSession:
             raise
 
     def new_world(self) -> World | None:
-        """Return who is to meet; None while those who met are still there, and no others."""
+        """Returns who is to meet; None while those who met are still there, and no others."""
         return self.call(self._plan_world)
 
     def wrap(self, source: WeightSource) -> BusWeightSource:
-        """Make ``source`` the agent's source, and return it on the bus."""
+        """Makes ``source`` the agent's source, and return it on the bus."""
         self._source = wrap_source(self, source)
         return self._source
 
@@ -155,12 +155,12 @@ class TrainerEngineSession:
         return self._native_transport is not None and self._native_transport.is_sharding
 
     def require_rank_zero(self) -> None:
-        """Check that this is rank 0; the others only read their source."""
+        """Checks that this is rank 0; the others only read their source."""
         if self._rank:
             raise UsageError(f"rank {self._rank} sends nothing: rank 0 calls the client")
 
     def source_plan(self) -> UpdatePlan:
-        """Return the plan of what the source's metadata describe."""
+        """Returns the plan of what the source's metadata describe."""
         if self._source is None:
             raise UsageError("no source yet: give the trainer engine source=agent.source(model)")
         theirs = self._native_transport
@@ -226,12 +226,12 @@ class TrainerEngineSession:
         return world
 
     async def plan_native_world(self, engine: str) -> World:
-        """Return who meets, once every engine is known to run vLLM's worker engine ``engine``."""
+        """Returns who meets, once every engine is known to run vLLM's worker engine ``engine``."""
         native_payloads.require_engines(await self._connection.engines(), engine)
         return await self._transport.plan(native_payloads.sender_count(engine, self._ranks))
 
     async def init(self, info: object, chunk_bytes: int | None) -> None:
-        """Have every engine open its end of the transport."""
+        """Has every engine open its end of the transport."""
         async with self._step_lock, self._suspend_catch_up():
             await self._undo_unfinished()
             if payloads.is_ours(info):
@@ -277,7 +277,7 @@ class TrainerEngineSession:
     async def start(
         self, plan: UpdatePlan, options: UpdateOptions, target: Target = "model"
     ) -> None:
-        """Begin an update: arm every engine, and start the pause behind that."""
+        """Begins an update: arm every engine, and start the pause behind that."""
         async with self._step_lock:
             await self._undo_unfinished()
             source = self._source
@@ -317,7 +317,7 @@ class TrainerEngineSession:
             current.started.set()
 
     async def update(self, info: object) -> None:
-        """Announce one chunk; return when every engine has applied it."""
+        """Announces one chunk; return when every engine has applied it."""
         current = self._require_current()
         async with self._undo_on_failure(current):
             if self._native_transport is None:
@@ -345,7 +345,7 @@ class TrainerEngineSession:
                 self._require_everybody(done)
 
     def _require_everybody(self, done: GroupAck) -> None:
-        """Refuse another chunk if an engine dropped out: vLLM's collectives have no deadline."""
+        """Refuses another chunk if an engine dropped out: vLLM's collectives have no deadline."""
         if done.excluded and self._transport.communicator:
             raise _failed(
                 NackCode.TRANSFER_FAILED,

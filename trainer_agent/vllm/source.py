@@ -48,7 +48,7 @@ class BusWeightSource(EitherForm):
         self._fresh: list[TensorMeta] | None = None
 
     def describe(self) -> list[Any]:
-        """Return the inner source's metadata, in vLLM's form where it has a layout of shards."""
+        """Returns the inner source's metadata, in vLLM's form where it has a layout of shards."""
         described = source_forms.own_metadata(self._inner)
         metas = tensor_metas(self._inner.metadata() if described is None else described)
         self._fresh = metas
@@ -57,30 +57,30 @@ class BusWeightSource(EitherForm):
         return [ParamMeta(meta.name, getattr(torch, meta.dtype), meta.shape) for meta in metas]
 
     def implements_iter_full(self) -> bool:
-        """Return whether :meth:`iter_full` works."""
+        """Returns whether :meth:`iter_full` works."""
         return not source_forms.yields_shards_only(self._inner)
 
     def implements_iter_local(self) -> bool:
-        """Return whether :meth:`iter_local` works."""
+        """Returns whether :meth:`iter_local` works."""
         return self._shards is not None
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors, once engines are ready."""
+        """Yields whole tensors, once engines are ready."""
         return self._session.read_source(self, shards=False)
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's shards, once engines are ready."""
+        """Yields this rank's shards, once engines are ready."""
         return self._session.read_source(self, shards=True)
 
     def tensors(self, *, shards: bool) -> WeightSource:
-        """Return what a pass reads without waiting for engines.
+        """Returns what a pass reads without waiting for engines.
 
         That is this rank's shards if there are any and ``shards`` is set, otherwise whole tensors.
         """
         return self._shards if shards and self._shards is not None else self._inner
 
     def take_metas(self) -> list[TensorMeta]:
-        """Return the metadata that was read for the update that now begins.
+        """Returns the metadata that was read for the update that now begins.
 
         It is read now if nobody has read it.
         """

@@ -78,7 +78,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     def trainer_init(
         cls, init_info: WavebusTrainerInitInfo, *, client: Any, source: Any = None
     ) -> Self:
-        """Make the trainer engine, and have every engine open its end.
+        """Makes the trainer engine, and have every engine open its end.
 
         Raises:
             UsageError: without a source, or with metadata that contradicts itself.
@@ -93,7 +93,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         return engine
 
     def send_weights(self) -> None:
-        """Send one update; call it on every rank.
+        """Sends one update; call it on every rank.
 
         Returns on rank 0 when engines serve the weights.
 
@@ -112,7 +112,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Close the sending end."""
+        """Closes the sending end."""
         self._sender.close()
 
     def _plan(self) -> UpdatePlan:
@@ -123,7 +123,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     # -- the rendezvous -----------------------------------------------------------
 
     def _open(self, plan: UpdatePlan) -> None:
-        """Open the transport, if it is not open, or has too little room, or other engines came."""
+        """Opens the transport, if it is not open, or has too little room, or other engines came."""
         world = self._info.plan()
         buffer_bytes = plan.buffer_bytes(self._sender)
         if world is None and buffer_bytes <= self._buffer_bytes:
@@ -141,7 +141,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self._buffer_bytes = buffer_bytes
 
     def _meet(self, info: dict[str, Any]) -> None:
-        """Open both ends at once: engines open theirs while this one waits for them."""
+        """Opens both ends at once: engines open theirs while this one waits for them."""
 
         def stop_waiting(opening: Future[None]) -> None:
             if opening.exception() is not None:
@@ -199,7 +199,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
 
 
 def _wait_for_both(moving: Future[None], applied: Future[None]) -> None:
-    """Wait until the chunk has left; engines that refuse it are not waited for."""
+    """Waits until the chunk has left; engines that refuse it are not waited for."""
     wait((moving, applied), return_when=FIRST_COMPLETED)
     if not moving.done():
         applied.result()
