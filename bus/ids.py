@@ -26,10 +26,10 @@ BOOT_SUFFIX: Final = ":boot"
 
 
 def check_name(value: str, option: str) -> str:
-    """Returns ``value`` if it can be a peer's or group's name.
+    """Returns ``value`` if it is a valid name of a peer or group.
 
     Raises:
-        UsageError: names the option.
+        UsageError: the name is invalid; the text names ``option``.
     """
     if not _NAME.fullmatch(value):
         raise UsageError(

@@ -1,6 +1,7 @@
-"""Finds files and folders that dead processes have left, by their missing locks.
+"""Removes files and folders that dead processes have left behind.
 
-Whoever makes one takes an advisory lock (``flock``) on it, which ends with the process.
+The process that makes one holds an advisory lock (``flock``) on it, which the kernel releases when
+the process ends. So a path without a lock is left over.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SHM_PREFIX: Final = "wavebus-"
 
 
 def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
-    """Removes paths that nobody has locked, and returns their names. Skips other users' paths."""
+    """Removes unlocked paths, and returns their names. Skips other users' paths."""
     removed: list[str] = []
     for path in paths:
         try:
@@ -39,14 +40,13 @@ def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
 
 
 class LockedFolder:
-    """Makes a new folder that this process has locked, and removes it on :meth:`close`.
+    """A new folder that this process locks, and removes on :meth:`close`.
 
-    A folder whose process was killed has no lock any more; it is removed when the next folder with
-    the same prefix is made.
+    If the process is killed, the folder remains until the next one with the same prefix is made.
 
     Args:
-        prefix: how its name begins; the process id follows.
-        parent: where it is made.
+        prefix: the beginning of its name; the process id follows.
+        parent: the folder in which it is made.
     """
 
     def __init__(self, prefix: str, parent: Path) -> None:

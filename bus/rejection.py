@@ -1,9 +1,9 @@
-"""Recognizes requests that a paused or closed engine has rejected.
+"""Recognizes answers by which a paused engine, or one that admits no requests, rejects a request.
 
-vLLM 0.33 answers requests in a ``wait`` or ``abort`` pause with HTTP 503, or in a stream with an
-event of that form. vLLM 0.32 and the embedded engine queue them. An API server whose engine has
-closed admission answers every request so, with the reason. Nothing was generated then: the client
-repeats the request, there or elsewhere. A dead engine answers otherwise.
+In a ``wait`` or ``abort`` pause, vLLM 0.33 answers with HTTP 503, or in a stream with an error
+event of the same form. vLLM 0.32 and the embedded engine queue requests instead. An engine with
+closed admission answers every request like that, with the reason. A rejected request has generated
+no tokens, so the client may repeat it on any engine. A dead engine's answers look different.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ _CLOSED: Final = "this engine is closed to requests: "
 
 
 def closed_message(reason: str) -> str:
-    """Returns the answer of an engine whose admission is closed."""
+    """Returns the text with which an engine with closed admission answers."""
     return _CLOSED + reason
 
 
 def is_closed_message(text: object) -> bool:
-    """Returns whether a text is the answer of an engine whose admission is closed."""
+    """Returns whether a text is the answer of an engine with closed admission."""
     return isinstance(text, str) and text.startswith(_CLOSED)
 
 
 def is_closed(answer: Any) -> bool:
-    """Returns whether an answer or event, as JSON, is of an engine with closed admission."""
+    """Returns whether a JSON answer or event is from an engine with closed admission."""
     return is_closed_message(_error(answer).get("message"))
 
 
 def is_rejected(answer: Any) -> bool:
-    """Returns whether an answer or event, as JSON, says that the request may be repeated."""
+    """Returns whether a JSON answer or event says that the request may be repeated."""
     return _error(answer).get("type") == _RETRYABLE or is_closed(answer)
 
 

@@ -42,7 +42,7 @@ class Adapters:
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
     ) -> int:
-        """Sends one LoRA adapter to every engine, which replaces the last one of its name.
+        """Sends a LoRA adapter to every engine, where it replaces its previous version.
 
         The model's weights stay as they are. Engines read the adapter from a folder on tmpfs, so
         they must run on this host.

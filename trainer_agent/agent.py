@@ -91,9 +91,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             memory. Engines that join late, restart, or were quarantined then load these weights
             in the background, while the others serve. Takes the size of the weights twice, from the
             second update on. If the trainer has several ranks, only rank 0 keeps weights.
-        verify: what the checksums cover that engines compare before they load a chunk: ``sample``
-            4,096 words of each tensor, ``full`` all words (about 1 s per 2 GB and core), ``off``
-            nothing.
+        verify: how many words of each tensor are verified by checksum before engines load it:
+            ``sample`` 4,096, ``full`` all (about one second per 2 GB and core), ``off`` none.
         lease_ms: how long engines stay paused if trainer and broker are both gone.
         timeout_s: how long each step (a pause, or an acknowledgement by all engines) may take, the
             source may take for one tensor, and the broker may be silent. Choose more than the

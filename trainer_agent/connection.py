@@ -48,9 +48,7 @@ _SLOW_S: Final = 10.0  # then the log says who is waited for
 
 
 class Connection:
-    """The connection of one peer to the broker.
-
-    Arguments are as in :class:`trainer_agent.TrainerAgent`.
+    """A peer's connection to the broker; arguments are as in :class:`trainer_agent.TrainerAgent`.
 
     Attributes:
         delivery: repeats undo commands in the background.
@@ -159,9 +157,7 @@ class Connection:
         timeout_s: float | None = None,
         even_if_silent: bool = False,
     ) -> M:
-        """Sends a request, and repeats it until it is answered.
-
-        The broker recognizes repeated requests by their id, and carries each out once.
+        """Repeats a request until it is answered; by its id, the broker carries it out only once.
 
         Args:
             message: the request.

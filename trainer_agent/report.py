@@ -29,7 +29,8 @@ class UpdateReport:
         slowest: the engine that acknowledged the pause last.
         size_bytes: how many bytes were sent.
         chunks: how many chunks were sent.
-        verified: the option ``verify``; ``unsupported`` if the backend can't verify.
+        verified: how much of each tensor was verified by checksum: ``sample``, ``full`` or
+            ``off``; ``unsupported`` if the backend can't verify.
         differing: engines that failed the canary, each with its probe, what was expected and what
             was found. They are excluded, with all ranks of their DP groups.
         kept_bytes: CPU memory of the snapshot (``keep_last``): the size of the weights, from the

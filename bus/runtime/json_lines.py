@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 async def read_commands() -> AsyncIterator[str]:
     """Yields the lines of stdin until its end.
 
-    A Ctrl-C on the terminal reaches the driver too, which ends stdin in order: so
-    it is ignored here.
+    Ctrl-C is ignored here, because it reaches the driver too, which then closes stdin.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reader = asyncio.StreamReader()

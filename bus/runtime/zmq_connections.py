@@ -1,17 +1,18 @@
-"""Cuts connections that fill the memory of this process with messages that they don't finish.
+"""Cuts connections that fill this process's memory with messages that never end.
 
-ZeroMQ bounds a frame, but not a message: it keeps the parts of one until the last is there. Frames
-of a handshake may be as large as others. No option bounds the sum, and no call tells it. But the
-kernel tells how much ZeroMQ has read from a connection; and ZeroMQ frees what it keeps of one that
-is shut down.
+ZeroMQ bounds the size of a frame, but not of a message: it keeps a message's frames in memory until
+the last one arrives. Frames of a handshake may be as large as others. No option of ZeroMQ bounds
+the sum, and no call returns it. But the kernel counts the bytes that ZeroMQ has read from a
+connection, and ZeroMQ frees the memory of a connection that is shut down.
 
-While the memory of the process is :data:`_GROWTH_BYTES` above normal, the guard watches the
-connections of one port. It cuts who sends more than :data:`_SMALL_BYTES` and finishes no message,
-and, after :data:`_CHECKS` checks, who had sent more before and finishes none. When all others have
-finished one, as peers do with each heartbeat, the memory is not theirs, and is normal from then on.
-A peer that is cut in the middle of a long message connects again, and asks again.
+While the process's memory is :data:`_GROWTH_BYTES` above normal, the guard watches the connections
+of one port. It cuts a connection that sends more than :data:`_SMALL_BYTES` and completes no
+message. After :data:`_CHECKS` checks, it also cuts connections that had sent more than that before,
+and have completed none since. When every remaining connection has completed a message, as peers do
+with each heartbeat, none of them holds the memory: its present size counts as normal from then on.
+A peer that is cut during a long message reconnects and repeats the message.
 
-On Linux, and for TCP; elsewhere the kernel does not count.
+Works on Linux and for TCP only; elsewhere the kernel does not count the bytes.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class ConnectionGuard:
     """Guards the connections of the server that listens at ``address``.
 
     Attributes:
-        finished: None, or a set: the server adds to it the descriptor of the connection of each
-            message.
+        finished: the descriptors of connections that have completed a message, added by the
+            server; None while the guard does not watch.
     """
 
     def __init__(self, address: str) -> None:
@@ -66,7 +67,7 @@ class ConnectionGuard:
         self._checks = self._checks_after_cut = 0
 
     def close(self) -> None:
-        """Closes the guard; no connection is cut by that."""
+        """Closes the guard, and leaves connections open."""
         self._files.close()
 
     def check(self) -> None:

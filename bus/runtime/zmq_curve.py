@@ -1,8 +1,8 @@
-"""CURVE on ZeroMQ sockets: a client without an authorised key gets no connection.
+"""CURVE on ZeroMQ sockets: only clients with an authorised key can connect.
 
 ZeroMQ asks a handler on ``inproc://zeromq.zap.01`` about every client's key (ZAP, RFC 27). The
 answer contains the client's public key, and ZeroMQ attaches it to each message of the connection.
-So the key of a frame is known without trusting the frame.
+So the sender's key is proven, whatever the message contains.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LOGGED: Final = 1000
 
 
 def new_pair() -> tuple[str, str]:
-    """Returns a new public and secret key, in Z85."""
+    """Returns a new public and secret key, in Z85 encoding."""
     _require_curve()
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 
 
 def secure_server(socket: zmq.Socket[bytes], own: Key) -> None:
-    """Admits only clients whose key the context's handler knows. Call it before bind."""
+    """Makes a socket admit only clients with authorised keys. Call it before bind."""
     _require_curve()
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
@@ -46,7 +46,7 @@ def secure_server(socket: zmq.Socket[bytes], own: Key) -> None:
 
 
 def secure_client(socket: zmq.Socket[bytes], security: Security) -> None:
-    """Sets the client's keys and the server's public key. Call it before connect."""
+    """Gives a socket the client's keys and the server's public key. Call it before connect."""
     if security.own is None:
         return
     _require_curve()
@@ -59,7 +59,7 @@ class ZapHandler:
     """Answers ZeroMQ's requests about keys in one context.
 
     Args:
-        knows: whether a public key (Z85) is authorised.
+        knows: returns whether a public key (Z85) is authorised.
     """
 
     def __init__(

@@ -1,19 +1,20 @@
-"""ZeroMQ: a ROUTER at the broker, a DEALER at each peer.
+"""The ZeroMQ transport: a ROUTER socket at the broker, a DEALER socket at each peer.
 
-Beyond loopback both ends want keys, or to be told that nobody needs any.
+Beyond loopback both ends need keys, or the option ``insecure``.
 
-What bounds a broker's peers, beside :mod:`bus.protocol.core.access`:
+Limits for the broker's peers, besides those of :mod:`bus.protocol.core.access`:
 
-- ``RCVHWM``: so many frames of one peer wait unread; then its connection is not read until some
-  are taken. ZeroMQ takes a frame of each peer in turn.
-- ``SNDHWM``: so many frames wait for a peer; what is more is not sent.
-- ``TCP_MAXRT``: a peer that takes none of them loses its connection.
-- ``MAXMSGSIZE``: a frame far too large costs its sender the connection.
-- :mod:`bus.runtime.zmq_connections`: so does a message that fills the memory and does not end.
-- ``HANDSHAKE_IVL``: who connects and says nothing is let go.
-- ``HEARTBEAT_…``: so is who says nothing any more, whatever its own settings.
-- No ``ROUTER_HANDOVER``: a second connection under a route that is in use gets nothing.
-- Connections are bounded by the process's open files alone.
+- ``RCVHWM``: how many frames of one peer may wait unread. At the limit, its connection is not read
+  until some are received. ZeroMQ receives a frame of each peer in turn.
+- ``SNDHWM``: how many frames may wait for a peer; further ones are not sent.
+- ``TCP_MAXRT``: closes the connection of a peer that receives none of them.
+- ``MAXMSGSIZE``: closes the connection of a peer that sends a far too large frame.
+- :mod:`bus.runtime.zmq_connections`: cuts a connection whose message fills the memory and does not
+  end.
+- ``HANDSHAKE_IVL``: closes a connection that sends nothing at first.
+- ``HEARTBEAT_…``: closes a connection that has become silent, whatever the peer's settings.
+- No ``ROUTER_HANDOVER``: a second connection with a route that is in use receives nothing.
+- Only the process's limit of open files bounds the number of connections.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ _contexts: dict[int, list[zmq.Context[zmq.Socket[bytes]]]] = {}
 
 
 def _context(*, has_handler: bool = False) -> zmq.Context[zmq.Socket[bytes]]:
-    """Returns the context of this process, or a new one for a handler for keys."""
+    """Returns the process's ZeroMQ context, or a new one if it has a handler for keys."""
     pid = os.getpid()
     if pid not in _contexts:
         _contexts[pid] = [_new_context()]
@@ -98,7 +99,7 @@ def _new_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _flush(pid: int) -> None:
-    """Sends what was sent last, such as LEAVE, before the process ends."""
+    """Waits until the last frames, such as LEAVE, are sent, before the process ends."""
     if pid == os.getpid():
         for context in _contexts.pop(pid):
             context.destroy(linger=_LINGER_MS)
@@ -114,7 +115,7 @@ def _harden(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> None:
-    """Binds; waits a moment if a socket that was just closed still has the port."""
+    """Binds a socket; waits a moment if a socket that was just closed still has the port."""
     deadline_s = time.monotonic() + _REBIND_S
     while True:
         try:
@@ -144,11 +145,11 @@ class ZmqServer(ZmqSocket):
         address: where to bind, such as ``tcp://127.0.0.1:7710``; port ``*`` or 0 is any free port
             (see :attr:`address`).
         keyring: the broker's key and those of authorised peers; the attribute may be replaced
-            later. None: no keys, on loopback alone.
+            later. None: no keys, and only loopback.
         insecure: whether to bind beyond loopback without keys.
 
     Raises:
-        UsageError: the address is malformed, in use, or open to others without keys.
+        UsageError: the address is malformed, in use, or beyond loopback without keys.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class ZmqServer(ZmqSocket):
         return False
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
-        """Sends a frame to each route; returns those that can't be reached now."""
+        """Sends a frame to each route; returns the routes that can't be reached now."""
         socket = self.socket
         unreachable: list[bytes] = []
         for route in routes:
@@ -255,7 +256,7 @@ class ZmqClient(ZmqSocket):
     Args:
         address: the broker's address.
         route: the peer's route; unique among all peers and all their lives.
-        security: the keys to connect with. None: no keys, on loopback alone.
+        security: the keys to connect with. None: no keys, and only loopback.
 
     Raises:
         UsageError: the address is malformed, or beyond loopback and ``security`` has no keys.
@@ -337,7 +338,8 @@ class ZmqClient(ZmqSocket):
     def _reconnect_if_idle(self) -> None:
         """Reconnects if nothing was sent for a while.
 
-        ZeroMQ gives up on a broker that once refused the handshake, and its keys may have changed.
+        ZeroMQ never retries a broker that has refused the handshake, but the broker's keys may have
+        changed.
         """
         if time.monotonic() < self._reached_s + _RECONNECT_S:
             return
@@ -345,7 +347,7 @@ class ZmqClient(ZmqSocket):
         self._reconnect()
 
     def _reconnect(self) -> None:
-        """Ends the connection; makes another one when the broker has found that it has ended."""
+        """Closes the connection, and connects again when the broker has noticed that."""
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self._address)
         self._loop.call_later(_RECONNECT_PAUSE_S, self._connect)
@@ -356,10 +358,10 @@ class ZmqClient(ZmqSocket):
 
 
 def _refuse_open(address: str, *, insecure: bool, what: str) -> None:
-    """Without keys, only loopback; or else it is said aloud.
+    """Checks that an address without keys is on loopback; with ``insecure``, logs a warning.
 
     Raises:
-        UsageError: others can reach the address, and nobody has said that they may.
+        UsageError: the address is malformed, or beyond loopback without ``insecure``.
     """
     scheme, _, rest = address.partition("://")
     if scheme not in _SCHEMES or not rest:
