@@ -1,4 +1,4 @@
-"""`wavebus broker`."""
+"""The command `wavebus broker`: runs a broker."""
 
 from __future__ import annotations
 

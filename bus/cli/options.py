@@ -1,4 +1,4 @@
-"""Options that several commands share, options made of dataclasses, and the main loop."""
+"""Options of commands: shared ones, those made of dataclasses; and the commands' main loop."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def option(default: Any, help: str, *names: str, **more: Any) -> Any:  # noqa: A
     Args:
         default: default value of the field and of the option.
         help: the option's help text.
-        names: what the option is called. Default: as the field.
-        more: ``min`` and ``max`` bound a number; other words are :func:`click.option`'s.
+        names: the option's flags. Default: the field's name.
+        more: ``min`` and ``max`` bound a number; all others are passed to :func:`click.option`.
     """
     return field(default=default, metadata={"help": help, "names": names, **more})
 

@@ -1,4 +1,4 @@
-"""`wavebus replay`: runs a recorded broker again, and compares what it does."""
+"""The command `wavebus replay`: replays a broker's journal, and reports differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wavebus routes`."""
+"""The command `wavebus routes`: shows the routable engines, and updates a router with them."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def _follow(
 
 
 def _watch_output(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    """Sets ``ended`` when the reader of the output is gone, even if nothing is written."""
+    """Sets ``ended`` when the reader of stdout is gone, even if nothing is written."""
     output = select.poll()
     output.register(_STDOUT, 0)  # errors and hang-ups are reported always
     output.poll()

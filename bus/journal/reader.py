@@ -1,8 +1,8 @@
-"""Reads a journal back, record by record, and reports what is torn or damaged.
+"""Reads a journal record by record, and reports torn and damaged records.
 
-A process that dies in the middle of a write leaves the beginning of a record, and nothing after it:
-**torn**. A record with a wrong checksum, or bytes that are no record, with other records after
-them, are **damaged**; reading continues with the next whole record.
+A record is **torn** if the file ends in the middle of it, because the process died during a write.
+A record with a wrong checksum, or bytes that are no record, with other records after them, are
+**damaged**; reading continues with the next whole record.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Entry:
     """A whole record of a journal.
 
     Attributes:
-        path: its file.
-        offset: where it begins in the file, in bytes.
-        number: its number in this life of the broker, from 1; a :class:`FileBegan` is 0.
+        path: the file of the record.
+        offset: the position in the file, in bytes.
+        number: the record's number in this life of the broker, from 1; a :class:`FileBegan` has 0.
         record: the record.
-        began: the first record of its file; None if that is damaged.
+        began: the first record of the file; None if that is damaged.
     """
 
     path: Path
@@ -127,7 +127,7 @@ def _gap(path: Path, data: bytes, offset: int) -> Gap:
 
 
 def _is_torn(data: bytes, offset: int) -> bool:
-    """Returns whether a record begins here and has no end, or only zeros follow (power loss)."""
+    """Returns whether a record begins here without an end, or only zeros follow (power loss)."""
     rest = data[offset : offset + PREFIX_BYTES]
     if len(rest) < PREFIX_BYTES:
         return MARK.startswith(rest[: len(MARK)]) or not any(rest)

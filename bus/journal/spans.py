@@ -1,7 +1,7 @@
-"""Turns a journal's frames into spans: how long each step of every engine and the trainer took.
+"""Computes from a journal how long each step of every engine and of the trainer took.
 
-An engine does its steps one after the other, and acknowledges them in that order. Commands may be
-sent earlier, so a span begins when the step was requested or when the step before was done,
+An engine carries out its steps one after the other, and acknowledges them in that order. Commands
+may arrive earlier, so a span begins when the step was requested or when the previous step was done,
 whichever is later. Spans of one peer never overlap.
 """
 
@@ -56,8 +56,9 @@ class TraceSpan:
     """One step of one peer. Times are in ms since the journal's first record.
 
     Attributes:
-        name: the step; of a chunk with its number.
-        phase: what the step is a part of: ``pause``, ``transfer``, or the step itself.
+        name: the step; for a chunk, with its number.
+        phase: the part of the update to which the step belongs: ``pause``, ``transfer``, or the
+            step itself.
         result: ``done``, a NACK's code, or ``unfinished``.
     """
 
@@ -75,7 +76,7 @@ class TraceSpan:
 
 @dataclass(slots=True)
 class _Track:
-    """One peer's requests that are not answered, with the times at which they were sent."""
+    """One peer's unanswered requests, with the times at which they were sent."""
 
     role: Literal["trainer", "engine"]
     group: str
@@ -107,7 +108,10 @@ def spans(items: Iterable[Item]) -> list[TraceSpan]:
 
 
 class _Life:
-    """Collects the spans of one life of the broker; ``shift_ms`` aligns its clock."""
+    """Collects the spans of one life of the broker.
+
+    ``shift_ms`` converts the broker's clock to the time since the journal's first record.
+    """
 
     def __init__(self, began: FileBegan, shift_ms: float) -> None:
         self.boot = began.boot
@@ -168,7 +172,7 @@ class _Life:
         return []
 
     def unfinished(self) -> list[TraceSpan]:
-        """Returns the requests without an answer at the end of the journal."""
+        """Returns spans for the requests that are unanswered at the end of the journal."""
         return [span for peer in self._tracks for span in self._end_open_span(peer)]
 
     def _on_asked(
@@ -189,7 +193,7 @@ class _Life:
         return [span]
 
     def _end_open_span(self, peer: str) -> list[TraceSpan]:
-        """Ends the first span that the peer has not answered."""
+        """Ends the span of the oldest request that the peer has not answered."""
         track = self._tracks.get(peer)
         if track is None or not track.asked:
             return []
