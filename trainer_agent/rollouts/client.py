@@ -46,7 +46,7 @@ class RolloutClient(ChatClient):
             done = await rollouts.generate([5, 9, 77], {"max_tokens": 64, "logprobs": 0})
             print(done.choices[0].token_ids, done.choices[0].spans)
 
-    An interrupted request continues where it was, on another routed engine if necessary;
+    An interrupted request continues after its last token, on another routable engine if necessary;
     :class:`~trainer_agent.rollouts.router.Router` chooses which. While all engines are paused,
     asleep or stale, requests wait. If the broker is gone, the last routes stay in use.
 
@@ -55,8 +55,8 @@ class RolloutClient(ChatClient):
         group: the group of engines.
         name: this client's name on the bus. Default: from host, pid, and a random part.
         tokenizer: decodes texts; needed for stop strings.
-        stall_s: a running engine that gives a request no token for so long, in seconds, is left.
-        unavailable_s: how long a request waits while no engine is there, in seconds.
+        stall_s: after how many seconds without a token a request leaves a running engine.
+        unavailable_s: how long a request waits while no engine is available, in seconds.
         timeout_s: how long the broker may take to accept the join, in seconds.
         api_key: the engines' API key, if they need one. Default: VLLM_API_KEY.
         key: as :class:`trainer_agent.TrainerAgent`.
@@ -153,19 +153,19 @@ class RolloutClient(ChatClient):
         Args:
             prompt_token_ids: the prompt.
             sampling_params: see :class:`~trainer_agent.rollouts.request.SamplingParameters`.
-            session_id: requests of one session go to one engine, whose cache has their prefix.
+            session_id: requests of one session go to the same engine, whose cache has their prefix.
             on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
                 ``raise``.
             on_delta: called with new tokens as they come, as :meth:`stream` yields them.
-            extra: other fields of vLLM's request: ``cache_salt``, ``priority``, ``model``.
+            extra: other fields of vLLM's request, such as ``cache_salt``, ``priority``, ``model``.
 
         Returns:
             All choices, with the engine and the weight version of each token.
 
         Raises:
             UsageError: the request can't be served; the text names the field at fault.
-            NoEngine: no engine was there in time.
+            NoEngine: no engine was available in time.
             RequestPoisoned: two engines died while they ran the request.
             RolloutFailed: five attempts in a row gave no token, or ``on_inexact="raise"``.
         """
@@ -183,10 +183,10 @@ class RolloutClient(ChatClient):
         on_inexact: OnInexact = "continue",
         **extra: Any,
     ) -> AsyncGenerator[TokenDelta]:
-        """Generates as :meth:`generate`, with its arguments, and yields new tokens as they come.
+        """Generates as :meth:`generate` does, and yields new tokens as they arrive.
 
-        Tokens that were yielded can't be taken back, so ``on_inexact="restart"`` only restarts a
-        choice without tokens, and raises otherwise.
+        Yielded tokens can't be taken back, so ``on_inexact="restart"`` only restarts a choice
+        without tokens, and raises otherwise.
         """
         deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
         rollout = self._make(
@@ -219,9 +219,9 @@ class RolloutClient(ChatClient):
             prompts: token ids of each prompt.
             sampling_params: as :meth:`generate`. With a ``seed``, each prompt has its own: ``seed``
                 plus its index times ``n``.
-            concurrency: how many prompts are under way at a time, at most.
+            concurrency: the greatest number of prompts in flight.
             as_completed: whether to yield in the order of completion, not of the prompts.
-            progress: whether tqdm shows how many prompts are done.
+            progress: whether to show a tqdm progress bar.
             on_inexact: as :meth:`generate`.
             extra: as :meth:`generate`.
 
@@ -265,7 +265,7 @@ class RolloutClient(ChatClient):
                 await asyncio.wait(under_way)
 
     def finish_session(self, session_id: str) -> None:
-        """Discards a session: its engine may take another."""
+        """Ends a session, so that its engine has room for another one."""
         self._pool.router.finish_session(session_id)
 
     def _make(
