@@ -1,4 +1,4 @@
-"""Training side of the demo policy: the Qwen3 network that the embedded engine serves.
+"""The demo's policy for training: the Qwen3 network that the embedded engine serves.
 
 ``python -m trainer_agent.demo.policy FOLDER EXPERTS`` writes a checkpoint of an untrained policy;
 with 0 experts it is dense.
@@ -19,14 +19,14 @@ from sidecar.embedded.qwen3 import Qwen3, Qwen3Config, attend_whole, rope_of
 
 
 class PolicyConfig(Qwen3Config, frozen=True, kw_only=True):
-    """Sizes of the demo's network; lengths in tokens, widths in float32 elements.
+    """The sizes of the demo's network: lengths in tokens, widths in elements.
 
     The low ``rope_theta`` gives most rotary pairs a wavelength shorter than the few dozen
-    tokens of a sequence, which makes "look this many tokens back" quick to learn.
+    tokens of a sequence, so that attention to a fixed distance is learned quickly.
 
     Attributes:
-        embed_std: standard deviation of the embedding's first weights.
-        head_std: standard deviation of the output layer's first weights.
+        embed_std: the standard deviation of the embedding's initial weights.
+        head_std: the standard deviation of the output layer's initial weights.
     """
 
     vocab_size: int = 16
@@ -48,7 +48,7 @@ class PolicyConfig(Qwen3Config, frozen=True, kw_only=True):
 
 
 class Policy(Qwen3):
-    """The network with weights drawn from ``seed``, applied to whole sequences."""
+    """The network, with initial weights drawn from ``seed``, applied to whole sequences."""
 
     config: PolicyConfig
 
@@ -57,7 +57,7 @@ class Policy(Qwen3):
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
-        """Draws every matrix: 1/sqrt(fan-in) inside, a near-uniform output distribution."""
+        """Draws all matrices, with deviation 1/sqrt(fan-in) inside, for near-uniform outputs."""
         for name, weight in self.named_parameters():
             if name.endswith("norm.weight"):
                 continue
@@ -72,7 +72,7 @@ class Policy(Qwen3):
     def forward(self, ids: Tensor) -> Tensor:
         """Returns logits (batch, time, vocab) for token ids (batch, time), padded on the right.
 
-        Logits at padded places mean nothing.
+        Logits at padded positions are meaningless.
         """
         rope = rope_of(torch.arange(ids.shape[1]), self.config)
         return cast("Tensor", self.lm_head(self.model(ids, rope, attend_whole)))

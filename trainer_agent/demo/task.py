@@ -27,16 +27,17 @@ HELD_OUT_SEED = 20_260_000
 
 
 def answer(prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """Returns the one right response, EOS included; tokens that are not letters are skipped."""
+    """Returns the correct response, including EOS; skips tokens that are not letters."""
     places = (t - FIRST_LETTER for t in prompt_ids)
     moved = (FIRST_LETTER + (p + SHIFT) % LETTERS for p in places if 0 <= p < LETTERS)
     return (*moved, EOS)
 
 
 def reward(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> float:
-    """Returns the share, in [0, 1], of places where the response equals the answer.
+    """Returns the share, in [0, 1], of positions where the response equals the answer.
 
-    The divisor is the longer of the two lengths, so both stopping early and running on cost.
+    The share is of the longer of the two lengths, so responses that are too short or too long get
+    a lower reward.
     """
     right = answer(prompt_ids)
     hits = sum(a == b for a, b in zip(response_ids, right, strict=False))
@@ -54,7 +55,7 @@ def held_out(count: int = 64) -> tuple[tuple[int, ...], ...]:
 
 
 def train_prompts(seed: int) -> Iterator[tuple[int, ...]]:
-    """Yields random prompts without end, never one of the default held-out set."""
+    """Yields random prompts for ever, except those of the default held-out set."""
     rng = random.Random(seed)  # noqa: S311 - no secret
     kept_back = set(held_out())
     while True:

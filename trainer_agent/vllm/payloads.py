@@ -1,8 +1,7 @@
-"""Translates dicts for a trainer engine's client into bus messages.
+"""Translates the dicts of wavebus's own trainer engine into bus messages, and makes these dicts.
 
-The dicts are those of ``wavebus``'s own trainer engine, to which ``agent.init_info()`` leads; for
-vLLM's own (such as ``nccl``) see :mod:`trainer_agent.vllm.native_payloads`. A dict's keys show for
-which worker engine it is.
+For vLLM's own trainer engines (such as ``nccl``) see :mod:`trainer_agent.vllm.native_payloads`. A
+dict's keys show for which worker engine it is.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ class _ChunkInfo(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def init_info(transport: str, params: bytes, communicator: int) -> dict[str, Any]:
-    """Returns what engines need to open their ends, for ``init_weight_transfer_engine``."""
+    """Returns the dict for ``init_weight_transfer_engine``, which opens the engines' ends."""
     return msgspec.structs.asdict(_InitInfo(transport, params, communicator))
 
 
 def chunk_info(
     plan: UpdatePlan, seq: int, handle: bytes, verify: Verify, sums: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns one chunk and where it is, for ``update_weights``."""
+    """Returns the dict for ``update_weights``, which announces one chunk."""
     part, manifest = plan.manifest.part(seq), plan.manifest
     return msgspec.structs.asdict(
         _ChunkInfo(
@@ -64,15 +63,15 @@ def chunk_info(
 
 
 def is_ours(info: object) -> bool:
-    """Returns whether an ``init_info`` is of worker engine ``wavebus``."""
+    """Returns whether an ``init_info`` is for the worker engine ``wavebus``."""
     return isinstance(info, dict) and set(info) == set(_InitInfo.__struct_fields__)
 
 
 def transfer_init(info: object, update_id: str) -> TransferInit:
-    """Returns the message to engines that an ``init_info`` stands for.
+    """Returns the message to engines for an ``init_info``.
 
     Raises:
-        UsageError: it is another worker engine's.
+        UsageError: the info is for another worker engine.
     """
     try:
         ours = msgspec.convert(info, _InitInfo)
@@ -87,7 +86,7 @@ def chunk_messages(
     """Returns the messages to engines before and after a chunk.
 
     Raises:
-        UsageError: ``info`` is another worker engine's, or of other tensors than were armed.
+        UsageError: ``info`` is for another worker engine, or has other tensors than were armed.
     """
     try:
         ours = msgspec.convert(info, _ChunkInfo)

@@ -1,7 +1,7 @@
-"""What the trainer's side depends on in vLLM: interfaces that its trainer engines give and take.
+"""Lists the interfaces of vLLM's trainer engines on which the trainer agent depends.
 
-Nothing of vLLM is wrapped here. :data:`REGISTRY` lets ``wavebus doctor --vllm`` say which trainer
-engines a version supports; :mod:`bus.seams` says what an entry is.
+The trainer agent wraps nothing in vLLM. With :data:`REGISTRY`, ``wavebus doctor --vllm`` shows
+which trainer engines work with a version; :mod:`bus.seams` explains the entries.
 """
 
 from __future__ import annotations
