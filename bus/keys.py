@@ -202,7 +202,7 @@ def read_keyring(folder: Path) -> Keyring:
 
 
 def silence_hint(security: Security | None) -> str:
-    """Returns what a "no broker answers" error adds about keys, since wrong keys get no answer."""
+    """Returns a hint about keys for errors of silent brokers: wrong keys get no answer."""
     if security is None or security.own is None:
         return ". A broker with keys answers nobody who has none (--key, --broker-key)"
     return (

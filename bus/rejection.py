@@ -1,4 +1,4 @@
-"""Recognizes answers by which a paused engine, or one that admits no requests, rejects a request.
+"""Recognizes the answers of engines that are paused or admit no requests.
 
 In a ``wait`` or ``abort`` pause, vLLM 0.33 answers with HTTP 503, or in a stream with an error
 event of the same form. vLLM 0.32 and the embedded engine queue requests instead. An engine with

@@ -39,7 +39,7 @@ class Folder(Protocol):
     """A folder on disk or in a wheel: the methods that pathlib and zipfile paths share."""
 
     def joinpath(self, *parts: str) -> Folder:
-        """Returns a path below this one."""
+        """Returns the path of a file or folder below this one."""
 
     def is_file(self) -> bool:
         """Returns whether the path is a file."""
@@ -65,7 +65,7 @@ class SourceTree:
 
     @classmethod
     def at(cls, path: Path) -> SourceTree:
-        """Opens an unpacked wheel (or any folder with the package in it), or a wheel file.
+        """Opens a wheel file, or a folder that has the package, such as an unpacked wheel.
 
         Raises:
             UsageError: the path has no package ``vllm``.

@@ -1,4 +1,4 @@
-"""Updates of LoRA adapters alone, as methods of the trainer agent."""
+"""The trainer agent's method that updates a LoRA adapter alone."""
 
 from __future__ import annotations
 

@@ -132,9 +132,9 @@ class BusThread(Generic[Client]):
 
 
 class _Block(Generic[T]):
-    """An async context that one call enters and another one leaves.
+    """An async context that one call enters and another call leaves.
 
-    One task does both, because the context may have cancel scopes.
+    A single task enters and leaves it, because cancel scopes require that.
     """
 
     def __init__(self, context: contextlib.AbstractAsyncContextManager[T]) -> None:
@@ -142,7 +142,7 @@ class _Block(Generic[T]):
         self._task: asyncio.Task[bool | None] | None = None
 
     async def enter(self) -> T:
-        """Returns the context's value. If cancelled, leaves the context before it raises."""
+        """Enters the context and returns its value. If cancelled, leaves the context first."""
         loop = asyncio.get_running_loop()
         entered: asyncio.Future[T] = loop.create_future()
         self._body: asyncio.Future[_ExcInfo] = loop.create_future()
@@ -160,7 +160,7 @@ class _Block(Generic[T]):
         return entered.result()
 
     async def leave(self, body: _ExcInfo) -> bool | None:
-        """Returns whether the context has handled the error of its body."""
+        """Leaves the context; returns whether that has handled the error of the body."""
         if self._task is None or self._task.done():
             return False
         self._body.set_result(body)

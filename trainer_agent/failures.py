@@ -80,7 +80,7 @@ def silent_broker(asked: Message, wait_s: float, address: str, heard_s: float) -
 def silent_engines(
     asked: Message, wait_s: float, name: str, group: GroupStatus | None
 ) -> BusTimeout:
-    """Returns the error for a request that the broker can't answer yet, as engines are late.
+    """Returns the error for a request that engines have not acknowledged in time.
 
     Args:
         asked: the request.

@@ -1,4 +1,4 @@
-"""Pauses and sleeps of a group for the length of a block, as methods of the trainer agent."""
+"""The trainer agent's methods that pause a group, or put it to sleep."""
 
 from __future__ import annotations
 

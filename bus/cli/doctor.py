@@ -127,7 +127,7 @@ def _show_features(wheels: tuple[Path, ...], *, markdown: bool, as_json: bool) -
 
 
 def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]:
-    """Returns one check for all features of a registry, and one for each feature that is off."""
+    """Returns one check for all features, and one for each feature that is off."""
     off = report.off
     works = len(registry.features) - len(off)
     return [

@@ -70,7 +70,7 @@ def has_all_features(report: Report) -> bool:
 
 
 def table(found: Sequence[Report]) -> str:
-    """Returns a text table of features by version of vLLM, with reasons for those that are off.
+    """Returns a text table of features by version of vLLM, with reasons for missing ones.
 
     With a single vLLM, the table also describes each feature.
     """

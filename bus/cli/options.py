@@ -170,7 +170,7 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def configure_log(log_level: str, log_format: str) -> None:
-    """Sets up logging as the options say."""
+    """Configures logging from the options' values."""
     bus.log.configure(level=log_level, json=None if log_format == "auto" else log_format == "json")
 
 

@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Bytes of a journal that are not a record."""
+    """A range of bytes in a journal that is no record."""
 
     path: Path
     offset: int
@@ -63,7 +63,7 @@ Item: TypeAlias = Entry | Gap
 
 
 def read(source: Path) -> Iterator[Item]:
-    """Yields the records of a file, or of all files of a folder, in the order of writing.
+    """Yields the records of a file, or of a folder's files, in the order of writing.
 
     Raises:
         JournalError: there is no journal, or it can't be read.

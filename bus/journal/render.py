@@ -98,7 +98,7 @@ def describe(record: Record) -> str:
 
 
 def summary(message: Message) -> str:
-    """Returns a message's fields as text, without empty ones, and with the sizes of long ones."""
+    """Returns a message's fields as text, without empty ones, and with long ones shortened."""
     fields = ((name, getattr(message, name)) for name in fields_of(message))
     return " ".join(
         f"{name}={_short(value)}"

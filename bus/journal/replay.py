@@ -85,7 +85,7 @@ class Replay:
 
     @property
     def unsent(self) -> int:
-        """The number of frames that the machine has sent and the journal does not have yet."""
+        """The number of frames that the machine sent and the journal lacks so far."""
         return len(self._due)
 
     def status(self) -> Status:

@@ -1,4 +1,4 @@
-"""Computes from a journal how long each step of every engine and of the trainer took.
+"""Computes from a journal how long each step of every engine and trainer took.
 
 An engine carries out its steps one after the other, and acknowledges them in that order. Commands
 may arrive earlier, so a span begins when the step was requested or when the previous step was done,

@@ -163,7 +163,7 @@ class BrokerServer:
 
 
 def _is_commit(message: Message) -> bool:
-    """Returns whether a message lets an engine serve a new version, or reports that it does."""
+    """Returns whether a message makes an engine serve a version, or reports that."""
     return type(message) is Commit or (isinstance(message, Ack) and message.step is Step.COMMIT)
 
 

@@ -1,4 +1,4 @@
-"""Timers on an asyncio event loop, and one timer for all deadlines of a state machine.
+"""Timers on an asyncio event loop, and one timer for all of a machine's deadlines.
 
 The interfaces are in :mod:`bus.runtime.interfaces`; simulated time is in :mod:`bus.testing.clock`.
 """

@@ -1,4 +1,4 @@
-"""Lets one process drive another: commands are lines on stdin, answers are JSON lines.
+"""Commands and answers between two processes: lines on stdin, and JSON lines on stdout.
 
 The driven process ends when its stdin does, so it never outlives its driver.
 """

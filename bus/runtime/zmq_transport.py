@@ -82,7 +82,7 @@ _contexts: dict[int, list[zmq.Context[zmq.Socket[bytes]]]] = {}
 
 
 def _context(*, has_handler: bool = False) -> zmq.Context[zmq.Socket[bytes]]:
-    """Returns the process's ZeroMQ context, or a new one if it has a handler for keys."""
+    """Returns the process's ZeroMQ context; a new one if it gets a handler for keys."""
     pid = os.getpid()
     if pid not in _contexts:
         _contexts[pid] = [_new_context()]

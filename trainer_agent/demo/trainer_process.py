@@ -1,4 +1,7 @@
-"""Runs the demo's trainer agent in a process that can be killed, and sends weights from files."""
+"""Runs the demo's trainer agent in a process that can be killed.
+
+The process reads the weights from files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends one streamed HTTP request to one engine, and its prompt to a prefill engine if needed.
+"""Sends one attempt to an engine over HTTP, and its prompt to a prefill engine.
 
 Answers are checked: an invalid one ends the attempt, and the tokens before it are kept.
 """
@@ -39,7 +39,7 @@ _HAND_OVER: Final = {
 
 
 class Cut(Exception):
-    """An attempt ended early; ``how`` is an ``ended_by`` of :class:`.results.Attempt`."""
+    """An attempt ended early; ``how`` as in :class:`~trainer_agent.rollouts.results.Attempt`."""
 
     def __init__(self, how: How, detail: str) -> None:
         super().__init__(f"{how}: {detail}")

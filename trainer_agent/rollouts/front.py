@@ -115,7 +115,7 @@ class _Asked:
     def choice(
         self, index: int, part: TokenDelta | Choice | None, text: str, message: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns a choice, or a part of one in a stream, in the form of all routes."""
+        """Returns a choice, or a part of one, in the form of all routes."""
         ids, logprobs = (part.token_ids, part.logprobs) if part is not None else ((), None)
         shown = {"index": index, "token_ids": ids, "text": text, "logprobs": None}
         if self.is_chat:

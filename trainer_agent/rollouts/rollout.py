@@ -172,7 +172,7 @@ class RolloutRun:
                             return
 
     async def _prefill(self, body: dict[str, Any]) -> str:
-        """Has a prefill engine compute the prompt, and adds its ``kv_transfer_params`` to ``body``.
+        """Makes a prefill engine compute the prompt; adds ``kv_transfer_params`` to ``body``.
 
         Returns the prefill engine's name; empty if the decode engine must compute the prompt.
         """

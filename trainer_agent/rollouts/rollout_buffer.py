@@ -192,7 +192,7 @@ class RolloutBuffer(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def rollout(self) -> AsyncGenerator[BufferedRollout[T]]:
-        """Waits for capacity, then counts a rollout as under way until it adds a sample or ends."""
+        """Waits for capacity, then counts a rollout as under way during the block."""
         await _until(self._has_capacity, lambda: self.capacity() > 0)
         rollout = BufferedRollout(self, self._commits[-1] if self._commits else 0)
         self._order[rollout] = None

@@ -177,7 +177,7 @@ class Router:
         return _take(self.prefills(avoid), 1, now_s)
 
     def prefills(self, avoid: Collection[str] = ()) -> list[EngineLoad]:
-        """Returns all prefill engines except these."""
+        """Returns all prefill engines except those in ``avoid``."""
         found = (load for load in self.engines.values() if load.route.pd_role == "prefill")
         return [load for load in found if load.route.engine not in avoid]
 

@@ -1,4 +1,4 @@
-"""Sends the snapshot to stale engines in the background, so that they catch up with the group.
+"""Sends the snapshot to stale engines in the background, so that they catch up.
 
 The broker reports stale engines (see :mod:`bus.protocol.group.catch_up`). A catch-up is an update
 of these engines alone, over its own transport, while the others serve and the trainer trains. The

@@ -1,4 +1,4 @@
-"""Sends a LoRA adapter alone: a folder on tmpfs, announced as an update of one chunk."""
+"""Sends a LoRA adapter as a folder on tmpfs, in an update of one chunk."""
 
 from __future__ import annotations
 

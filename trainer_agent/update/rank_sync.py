@@ -38,7 +38,7 @@ class RankZero:
         connection.lost_rank = None
 
     async def release(self, drain: Callable[[], None]) -> None:
-        """Lets all ranks gather tensors, once every engine waits for them.
+        """Permits all ranks to gather tensors, once every engine waits for these.
 
         Args:
             drain: gathers what rank 0 has not gathered yet; called in a thread if the update fails.

@@ -1,4 +1,4 @@
-"""Sends requests that every engine of the group must answer, and keeps track of the held pause.
+"""Sends requests that every engine must answer, and keeps track of the pause.
 
 Each task sends its request before it first waits, so tasks started one after the other send their
 requests in that order. The functions at the end send several requests at once.
@@ -86,7 +86,7 @@ class Steps:
         )
 
     async def pause(self, update_id: str, options: PauseOptions) -> GroupAck:
-        """Pauses the group and holds the pause. If this is cancelled, the group resumes.
+        """Pauses the group and holds the pause; if the call is cancelled, the group resumes.
 
         Raises:
             PauseFailed: not every engine could be paused; paused engines have resumed.
@@ -104,9 +104,10 @@ class Steps:
             raise
 
     async def undo(self, *messages: Abort | Resume) -> WavebusError | None:
-        """Sends messages that abort an update or end a pause, even if the group has a new owner.
+        """Sends the messages that abort an update or end a pause.
 
-        A silent broker receives the messages when it is back.
+        They are valid even if the group has a new owner. A silent broker receives them when it is
+        back.
 
         Returns:
             The first error; None if all were answered.
@@ -170,7 +171,7 @@ async def ask_in_order(*asks: Callable[[], Coroutine[object, object, object]]) -
 
 @asynccontextmanager
 async def announce_chunk(step: SendStep, meta: WeightChunkMeta) -> AsyncIterator[None]:
-    """Announces a chunk to the engines, and after the block waits until they have applied it.
+    """Announces a chunk, and after the block waits until engines have applied it.
 
     The block must send the chunk, and CHUNK_SENT.
     """

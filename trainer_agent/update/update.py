@@ -138,7 +138,7 @@ class Updates:
 
     @contextlib.contextmanager
     def as_follower(self) -> Iterator[int]:
-        """Takes part in the next update as another rank; yields the update's number."""
+        """Marks the next update as under way on a rank other than 0; yields its number."""
         number = self._claim()
         try:
             yield number
@@ -165,7 +165,7 @@ class Updates:
             raise UsageError("an update is under way; await it first")
 
     async def warn_of_fallback(self, why_paused: str) -> None:
-        """Logs a warning, once, if updates need a pause because of an engine's version of vLLM.
+        """Logs a warning, once, if an engine's version of vLLM can't stage updates.
 
         Reads the engines' features once per reason, since the first reason may be a different one.
         """
@@ -385,7 +385,7 @@ class _StartUpdate(Protocol):
 
 
 async def wait_until_sent(update: _StartUpdate, *, at_once: bool) -> asyncio.Task[int]:
-    """Starts an update, and returns its task as soon as the source's tensors may be modified.
+    """Starts an update, and returns its task as soon as the tensors may be modified.
 
     Args:
         update: runs the update, and calls ``on_sent`` at that moment.

@@ -1,4 +1,4 @@
-"""The state of an update that a trainer engine has started, and of the pass over its source."""
+"""The state of a trainer engine's update, and of the pass over its source."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ _plans: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, tuple[_Piece, ...]
 
 
 def _plan(model: torch.nn.Module, metas: tuple[TensorMeta, ...]) -> tuple[_Piece, ...]:
-    """Finds out, on the meta device, of which tensors each one of the checkpoint is made."""
+    """Finds, on the meta device, the inputs of each tensor of the checkpoint."""
     with torch.device("meta"):
         empty = {m.name: torch.empty(m.shape, dtype=getattr(torch, m.dtype)) for m in metas}
     with _Views() as views:

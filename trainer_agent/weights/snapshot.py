@@ -1,4 +1,4 @@
-"""Keeps the weights of the last committed update in CPU memory, for stale engines to catch up.
+"""Keeps the weights of the last commit in CPU memory, for stale engines.
 
 While a whole update of the model is sent, its chunks are copied into a second block of memory,
 which replaces the first at the commit. So a failed update changes nothing, and there are two copies

@@ -1,4 +1,4 @@
-"""Adapts the two forms of vLLM's weight sources, so that other modules need not distinguish them.
+"""Adapts the two forms of vLLM's weight sources; other modules need not distinguish them.
 
 ================== ================================== ======================================
                    the method form (0.28 to 0.32)     the property form (from 0.33)
@@ -87,7 +87,7 @@ class EitherForm:
         raise NotImplementedError
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields whole tensors."""
+        """Yields full tensors."""
         raise NotImplementedError
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
