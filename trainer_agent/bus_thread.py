@@ -71,7 +71,7 @@ class BusThread(Generic[Client]):
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
         """Runs ``work`` in the thread. If the caller is interrupted, waits until that is undone."""
         ended = threading.Event()
-        scopes: list[anyio.CancelScope] = []  # the work's, once it has begun
+        scopes: list[anyio.CancelScope] = []  # the scope of the work, once it has begun
 
         async def run() -> T:
             try:
@@ -94,7 +94,7 @@ class BusThread(Generic[Client]):
             except RuntimeError as error:  # closed meanwhile
                 raise BusClosed(str(error)) from None
             return future.result()
-        except KeyboardInterrupt:  # perhaps before the future was there, while the task runs
+        except KeyboardInterrupt:  # perhaps before the future exists, while the task runs
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 if portal.call(cancel):
                     ended.wait(2 * CLEANUP_S)

@@ -134,7 +134,7 @@ def _compare_with_score(
             scored[result.tokens] = _scores_of(score, prompt, result.tokens)
         steps = zip(result.tokens, scored[result.tokens], result.logprobs, strict=True)
         for place, (token, expected, found) in enumerate(steps):
-            if not abs(expected - found) <= tolerance:  # and not if one is NaN
+            if not abs(expected - found) <= tolerance:  # also false for NaN
                 what = f"log-probability {expected:.4f} of token {token} in place {place}"
                 wrong.append(Differing(engine, number, what, f"{found:.4f}"))
                 break

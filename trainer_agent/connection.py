@@ -41,10 +41,10 @@ M = TypeVar("M", bound=Message)
 _RESEND_S: Final = 1.0
 _JOIN_S: Final = 30.0
 _STATUS_S: Final = 10.0
-# A broker that is there says at once who it waits for.
+# A running broker answers a status request at once.
 _EXPLAIN_S: Final = 2.0
 _BEATS_MISSED: Final = 2
-_SLOW_S: Final = 10.0  # then the log says who is waited for
+_SLOW_S: Final = 10.0  # then the log names the late peers
 
 
 class Connection:
@@ -84,9 +84,9 @@ class Connection:
         self.on_routes: Callable[[str, Routes], None] = lambda _group, _routes: None
         self._peer: PeerClient | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
-        self._steps: dict[int, Message] = {}  # those that wait for all engines, in their order
+        self._steps: dict[int, Message] = {}  # steps of all engines, in order
         self._changed = asyncio.Event()
-        self._progress_ms = 0.0  # when a step was last done
+        self._progress_ms = 0.0  # when the last step was done
         self.delivery = GuaranteedDelivery(self)
         self.tensors_taken = 0
         self.lost_rank: Nack | None = None
@@ -271,7 +271,7 @@ class Connection:
         if future is None or future.done():
             return
         if isinstance(message, Nack) and message.code in (NackCode.STALE, NackCode.NOT_JOINED):
-            return  # asked again, under a new number or after the new join
+            return  # repeated under a new number, or after the next join
         if isinstance(message, GroupAck):
             self._progress_ms = self._require_peer().now_ms()
         future.set_result(message)

@@ -95,7 +95,7 @@ def silent_engines(
         return BusTimeout(detail, peer=BROKER_NAME, step=step, chunk=chunk)
     silent_s = {engine.name: engine.last_heard_ms / 1000 for engine in group.engines}
     waits = [wait for wait in group.waits if wait.engine]
-    # Several chunks may be under way: engines that hold up this one come first.
+    # Several chunks may be in flight: engines that delay this one come first.
     waits.sort(key=lambda wait: (wait.step, wait.chunk) != (step, chunk or 0))
     described = [_describe_wait(wait, silent_s.get(wait.engine)) for wait in waits[:_MAX_NAMED]]
     return BusTimeout(

@@ -78,7 +78,7 @@ class GuaranteedDelivery:
         return all(each.done() for each in self._open_tasks)
 
     async def _send_all(self, messages: tuple[UndoMessage, ...]) -> WavebusError | None:
-        # Sent at once: a broker that receives, and whose answers are lost, carries out all of them.
+        # Send all at once: a broker may receive them although its answers are lost.
         refused = await asyncio.gather(
             *(self._send_until_answered(message) for message in messages)
         )

@@ -20,9 +20,9 @@ Quorum: TypeAlias = int | Literal["all"] | None
 # Tensors as the source has them, or cast to the dtype of the engines' model.
 SentDtype: TypeAlias = Literal["source", "engine"]
 _MOST_GROUPS: Final = 65_536
-# It is sent in milliseconds, as 32 bits.
+# The wire has milliseconds in 32 bits.
 _WAIT_MAX_S: Final = 2_000_000.0
-# How long a `wait` pause lets requests run, unless told otherwise.
+# The default of how long a `wait` pause lets requests run.
 WAIT_S: Final = 60.0
 
 

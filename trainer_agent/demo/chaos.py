@@ -79,7 +79,7 @@ class ChaosResult:
 
     options: ChaosOptions
     kills: Counter[str] = field(default_factory=Counter)
-    updates: int = 0  # of which the trainer knows that they are committed
+    updates: int = 0  # committed, as the trainer knows
     staged: int = 0  # of these
     committed: int = 0  # versions with a COMMIT in the journal
     failed: int = 0
@@ -317,7 +317,7 @@ def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float
             raise WavebusError(str(step.difference))
         began = step.entry.began
         assert began is not None
-        if replay.boot != boot:  # no journal has what was between two brokers
+        if replay.boot != boot:  # no journal covers the time between two brokers
             boot, here, left_s = replay.boot, set(), seen_s
         seen_s = began.wall_s + (replay.now_ms - began.now_ms) / 1000
         group = replay.machine.groups.get(GROUP)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from trainer_agent.demo.learner import Rollout
 
-# Engines add up in another order, in float32.
+# Engines sum in another order, in float32.
 TOLERANCE: Final = 5e-5
 _ROWS: Final = 256
 

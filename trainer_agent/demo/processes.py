@@ -25,7 +25,7 @@ if os.getppid() != int(sys.argv.pop(1)):
     sys.exit("the demo has ended")
 runpy.run_module("bus.cli.main", run_name="__main__", alter_sys=True)
 """
-# What a server of a tiny model on a CPU needs; a GPU server needs none of it.
+# Options for serving a tiny model on a CPU; a GPU server needs none of them.
 _VLLM_CPU_ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainer_agent.options import How
     from trainer_agent.report import UpdateReport
 
-# As slow as large models. The tiny one would answer faster than its client can read.
+# As slow as a large model; the tiny one would answer faster than the client can read.
 _PACE: Final = ("--step-ms", "10")
 GROUP: Final = "policy"
 EVAL_EVERY_STEPS: Final = 25

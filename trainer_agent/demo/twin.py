@@ -37,7 +37,7 @@ _NEW_TOKENS: Final = 5  # of the prompt, in each turn
 _ANSWER_TOKENS: Final = 48
 _BOOT_S: Final = 120.0
 _LOOK_AGAIN_S: Final = 0.2
-# A token then depends on those before it, and not on its own draw alone.
+# Each token then depends on the tokens before it, not only on its own random draw.
 _HEAD_STD: Final = 0.3
 _TIMES: Final = ("--heartbeat-ms", "500", "--peer-timeout-ms", "3000")
 

@@ -27,7 +27,7 @@ _BAD_REQUEST: Final = range(400, 500)
 _LATER: Final = (408, 429, 503)
 
 How: TypeAlias = Literal["rejected", "unreachable", "died", "broken", "stalled", "unfetched"]
-# What vLLM's prefill engines are asked for: keys and values, kept until a decode engine has them.
+# Makes vLLM's prefill engine keep keys and values until a decode engine has fetched them.
 _HAND_OVER: Final = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -127,7 +127,7 @@ async def prefill(
         UsageError: as :func:`pieces`.
         Cut: as :func:`pieces`.
     """
-    sampling = {"max_tokens": 1, "temperature": 0.0}  # of a token that nobody reads
+    sampling = {"max_tokens": 1, "temperature": 0.0}  # of a token that is not used
     asked = {"sampling_params": sampling, "stream": False, "kv_transfer_params": _HAND_OVER}
     async with _posted(session, endpoint, {**body, **asked}) as response:
         raw = await response.read()

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _ROUTE: Final = "/v1/chat/completions"
 _OK: Final = 200
-_CLOSED: Final = (403, 405, 501)  # routes that are there, and do nothing
-# What rendering says for the request that generates.
+_CLOSED: Final = (403, 405, 501)  # the route exists, but is disabled
+# Fields of the rendered request that the request for tokens takes over.
 _HANDED_ON: Final = (
     *("model", "features", "reasoning_ended", "reasoning_parser_kwargs"),
     *("cache_salt", "priority"),

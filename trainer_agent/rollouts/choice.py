@@ -51,9 +51,9 @@ class ChoiceState:
         self._spans: list[Span] = []
         self._attempts: list[Attempt] = []
         self._inexact: list[str] = []
-        self._finish = ""  # of the attempt under way
+        self._finish = ""  # of the current attempt
         self._stop: int | str | None = None
-        self._begun = 0  # tokens before the attempt under way
+        self._begun = 0  # tokens before the current attempt
         self._wire_spans: list[PieceSpan] = []
         self._stop_search = _StopSearch(tokenizer) if tokenizer and request.stops else None
 
@@ -81,7 +81,7 @@ class ChoiceState:
         fresh = piece.token_ids or []
         if self._finish:
             if self._finish == "stop" and isinstance(self._stop, str):
-                return None  # the engine knows nothing of stop strings
+                return None  # the engine does not know the stop strings
             raise Cut("broken", "more after the end")
         if fresh and self._vocab_size and not 0 <= min(fresh) <= max(fresh) < self._vocab_size:
             raise Cut("broken", f"tokens {fresh[:8]} of a vocabulary of {self._vocab_size}")
@@ -205,7 +205,7 @@ class GrowingText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._read = 0  # tokens of the window whose text was taken
+        self._read = 0  # tokens of the window whose text was returned
 
     def add(self, token: int) -> str:
         """Returns the text that a token adds; empty in the middle of a character."""

@@ -122,7 +122,7 @@ class RolloutClient(ChatClient):
                 )
             )
             await self._pool.open()
-            stack.callback(self._pool.close)  # first: requests end by that
+            stack.callback(self._pool.close)  # first, because that ends the requests
             self._http = http
             self._stack = stack.pop_all()
         return self

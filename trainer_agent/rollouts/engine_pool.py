@@ -74,7 +74,7 @@ class EnginePool:
         connection.on_routes = self._on_routes
         self._routed = asyncio.Event()
         self._waiting: deque[_Waiter] = deque()
-        self._for_prefill: deque[_Waiter] = deque()  # those that have a decode engine
+        self._for_prefill: deque[_Waiter] = deque()  # requests that have a decode engine
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
         self._last_token_s = 0.0

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _SESSION_HEADER: Final = "X-Session-ID"  # of vLLM, and of vllm-router
 _MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 _SHUTDOWN_S: Final = 1.0
-# The field that has the prompt, and the ``object`` of the answer.
+# The field of the prompt, and the ``object`` of the answer.
 _ROUTES: Final = {
     "/inference/v1/generate": ("token_ids", ""),
     "/v1/completions": ("prompt", "text_completion"),
@@ -54,7 +54,7 @@ _ROUTES: Final = {
 _CHAT_FIELDS: Final = (
     *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort"),
 )
-# What changes nothing, and clients send all the same.
+# Values that clients send although they change nothing.
 _IDLE: Final = {"echo": False, "best_of": 1, "skip_special_tokens": True}
 _FIELD: Final = re.compile(r"(?:the engine refuses the request: )?([A-Za-z_][\w.-]*)(\[\d+\])*: ")
 

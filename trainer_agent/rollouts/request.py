@@ -26,7 +26,7 @@ OnInexact: TypeAlias = Literal["restart", "continue", "raise"]
 MAX_SESSION_CHARS: Final = 256
 # Below this temperature vLLM and the embedded engine take the likeliest token.
 _GREEDY_BELOW: Final = 1e-5
-# Count output tokens alone, or keep a state that an engine does not hand over.
+# They count output tokens only, or keep a state that an engine can't hand over.
 _OUTPUT_ALONE: Final = (
     "presence_penalty",
     "frequency_penalty",

@@ -54,8 +54,8 @@ class RolloutRun:
         self._tokenizer = tokenizer
         self._on_delta = on_delta
         self._died: set[tuple[str, str]] = set()  # engines that died while they ran it; endpoints
-        self._avoid: set[str] = set()  # engines that failed it
-        self._last = ""  # what ended the last attempt that failed, and where
+        self._avoid: set[str] = set()  # engines that failed the request
+        self._last = ""  # how the last failed attempt ended, and on which engine
 
     async def run(self) -> Completion:
         """Sends attempts until all choices are done.
@@ -84,7 +84,7 @@ class RolloutRun:
             ChoiceState(request, index, self._tokenizer, limits)
             for index in range(request.params.n)
         ]
-        # One request for all choices; where engines are split, what is handed over is for one.
+        # One request for all choices; a hand-over from prefill to decode engines is for one choice.
         while not (
             self._pool.router.is_split or any(choice.token_ids or choice.done for choice in choices)
         ):

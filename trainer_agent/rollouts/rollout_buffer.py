@@ -71,7 +71,7 @@ class BufferedRollout(Generic[T]):
 
     def __init__(self, buffer: RolloutBuffer[T], version: int) -> None:
         self._buffer = buffer
-        self.version = version  # the oldest that may have sampled a token
+        self.version = version  # the oldest version that may have sampled a token
         self.sample: tuple[T] | None = None
 
     def add(self, sample: T, *completions: Completion) -> bool:
@@ -134,7 +134,7 @@ class RolloutBuffer(Generic[T]):
         self.samples_per_step = samples_per_step
         self.step = step
         self._commits: list[int] = []  # versions, ascending
-        self._order: dict[BufferedRollout[T], None] = {}  # the first that started first
+        self._order: dict[BufferedRollout[T], None] = {}  # in the order of starting
         self._taken = 0  # in this step
         self._dropped = 0  # since the last batch
         self._has_capacity = asyncio.Event()
@@ -272,7 +272,7 @@ class RolloutBuffer(Generic[T]):
     def _remove(self, rollout: BufferedRollout[T]) -> None:
         self._order.pop(rollout, None)
         self._has_capacity.set()
-        self._has_samples.set()  # in order, another's turn has come
+        self._has_samples.set()  # in order, another waiter may be next
 
 
 async def _until(changed: asyncio.Event, is_true: Callable[[], bool]) -> None:

@@ -43,7 +43,7 @@ _LONGEST_HOLD_S: Final = 1.0
 # takes as many requests as before. One in which requests waited had too many.
 _AFTER_REJECTION: Final = 1.0
 _AFTER_QUEUE: Final = 0.75
-_PEAKS: Final = 3  # figures kept; what an engine counted may be so many of them old
+_PEAKS: Final = 3  # reports kept; an engine's count may be that many reports old
 
 
 @dataclass(slots=True)
@@ -193,7 +193,7 @@ class Router:
 
     def rejected(self, load: EngineLoad, now_s: float) -> None:
         """Records that an engine rejects requests or is unreachable, and sends none for a while."""
-        if now_s >= load.held_until_s:  # once for all that were under way
+        if now_s >= load.held_until_s:  # once for all requests that were in flight
             load.halve_window(_AFTER_REJECTION)
             load.held_until_s = now_s + load.hold_s
             load.hold_s = min(2 * load.hold_s, _LONGEST_HOLD_S)

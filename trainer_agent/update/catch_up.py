@@ -71,7 +71,7 @@ class CatchUp:
         self._suspensions = 0
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
-        # By DP group that has failed: the delay, and when it may be tried again, in seconds.
+        # For each DP group that failed: the delay, and the time of the next attempt, in seconds.
         self._retries: dict[str, tuple[float, float]] = {}
         steps.connection.kept_version = lambda: snapshot.version
         steps.connection.on_stale = self.on_stale
@@ -91,7 +91,7 @@ class CatchUp:
         task = self._task
         if task is None or task.done():
             return
-        if not self._stopping:  # a second time would break off what the first one has it undo
+        if not self._stopping:  # a second cancel would interrupt the undo
             self._stopping = True
             task.cancel()
         await asyncio.wait([task])

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trainer_agent.weights.source import Weights, WeightSource
 
 
-_LOOK_S: Final = 0.5  # how often a source that is waited for is looked at
+_LOOK_S: Final = 0.5  # how often the progress of the source is checked
 
 
 class ChunkStream:
@@ -66,14 +66,14 @@ class ChunkStream:
         self._remaining = iter(source)
         self._tensors = as_described(self.plan.metas, self._remaining)
         self._take_lock = threading.Lock()
-        self._taken = 0  # tensors
-        self._is_stuck = False  # a thread has been left in the source
+        self._taken = 0  # tensors read from the source
+        self._is_stuck = False  # a thread still waits in the source
         self.connection: Connection
         self._devices = Devices()
         self._sender = sender
         self._filled: deque[_FilledChunk] = deque()
         self._send_lock = anyio.Lock()  # chunks leave one after the other, in order
-        self._changed = anyio.Event()  # the window has
+        self._changed = anyio.Event()  # set when the window changes
         self.all_sent = anyio.Event()
         self.copy: WeightsCopy | None = None
         self.on_released: Callable[[], None] = do_nothing
@@ -125,11 +125,11 @@ class ChunkStream:
             if self._sender.can_queue:
                 await _in_thread(self._sender.transfer, seq)
             self._note(window.on_left, seq)
-            # The thread of the chunk before may come back later than this one's.
+            # The previous chunk's thread may return later than this one's.
             await self._wait_until(window.is_next_sent, seq)
             async with flat_task_group() as tasks:
                 tasks.start_soon(step, ChunkSent(update.id, seq, self.verify, chunk.sums))
-                await anyio.lowlevel.checkpoint()  # it is on its way
+                await anyio.lowlevel.checkpoint()  # lets CHUNK_SENT leave first
                 self._note(window.on_sent, seq)
                 if window.has_sent_all:
                     self.all_sent.set()
@@ -158,7 +158,7 @@ class ChunkStream:
             anyio.to_thread.run_sync(self._take, seq, abandon_on_cancel=True)
         )
         taken, moved_s = -1, 0.0
-        with anyio.CancelScope(shield=True):  # a source that moves is waited for
+        with anyio.CancelScope(shield=True):  # wait as long as the source makes progress
             while not taking.done():
                 if taken != self._taken:
                     taken, moved_s = self._taken, time.monotonic()
@@ -251,5 +251,5 @@ async def send_stream(
             return await update.commit(label, stream.verify)
     except BaseException:
         if transport.sender.is_collective:
-            await transport.discard()  # whoever was in a broadcast may have left it
+            await transport.discard()  # a rank may have left a broadcast
         raise

@@ -134,7 +134,7 @@ async def send_adapter(
         adapter.plan.warn_of_nonfinite(update.id)
         return await update.commit(label, verify)
     finally:
-        transport.invalidate()  # engines have closed what was open before
+        transport.invalidate()  # engines have closed the previous transport
         written.close()
 
 

@@ -69,7 +69,7 @@ class Updates:
         self._connection = steps.connection
         self._steps = steps
         self._alone = alone
-        self._begun = 0  # with refused ones, because the other ranks count them too
+        self._begun = 0  # including refused ones, because the other ranks count them too
         self._committed: list[int] = []  # versions, ascending
         self._is_busy = False
         self._warned = False
@@ -404,7 +404,7 @@ async def wait_until_sent(update: _StartUpdate, *, at_once: bool) -> asyncio.Tas
     finally:
         waiting.cancel()
     if not sent.is_set():
-        await task  # it failed; or it is that of another rank, which has sent its part
+        await task  # it failed; or this is another rank, which has sent its part
     return task
 
 

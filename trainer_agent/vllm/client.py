@@ -58,7 +58,7 @@ class BusWeightSyncClient:
             return
         try:
             plan = self._session.source_plan()
-        except Exception as error:  # the other ranks wait for this update, whatever it is
+        except Exception as error:  # the other ranks wait for this update, even if it is refused
             refused = error
             self._session.call(lambda: self._session.refuse(refused, self._options))
             raise

@@ -49,7 +49,7 @@ class ClientUpdate:
         self.update = update
         self.plan = plan
         self.verified: Verify = "off"
-        self.started = anyio.Event()  # or failed
+        self.started = anyio.Event()  # set too if the update fails
         self.undone = anyio.Event()
         self.failure: BaseException | None = None
         self.is_over = False

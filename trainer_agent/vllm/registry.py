@@ -90,7 +90,7 @@ REGISTRY: Final = Registry(
                     f"{_TRANSFER}.packed_tensor:packed_ipc_producer",
                     "iterator, gpu_uuid, post_iter_func, buffer_size_bytes",
                 ),
-                # Where the plan cuts, too.
+                # UpdatePlan cuts chunks at the same place.
                 Says(
                     f"{_TRANSFER}.packed_tensor:packed_ipc_producer",
                     ("total_bytes + flat.numel() > buffer_size_bytes",),

@@ -93,19 +93,19 @@ class TrainerEngineSession:
         self._ranks = ranks
         self._chunk_bytes = chunk_bytes
         self._timeout_s = timeout_s
-        self._suspend_catch_up = suspend_catch_up  # what is asked for here, goes first
+        self._suspend_catch_up = suspend_catch_up  # requests from here take priority
         self._log = bus.log.logger()
         self._source: BusWeightSource | None = None
         self.next_patch = NextPatch()
         self._current: ClientUpdate | None = None
-        self._begun = anyio.Event()  # the next update is
+        self._begun = anyio.Event()  # set when the next update begins
         self._step_lock = anyio.Lock()
         self._closing: asyncio.Task[None] | None = None  # of a pass; tasks are held weakly
-        self._planned_communicator = 0  # the communicator that the last plan told of,
-        self._open_communicator = 0  # and the one of those who opened their ends
-        # What is open, if it is vLLM's own.
+        self._planned_communicator = 0  # of the last plan
+        self._open_communicator = 0  # of the open transport
+        # The open transport, if it is vLLM's own.
         self._native_transport: native_payloads.NativeTransport | None = None
-        self.packed_bytes: int | None = None  # of the info that vLLM's own was promised
+        self.packed_bytes: int | None = None  # of the last init info
 
     # -- for any thread ---------------------------------------------------------
 
@@ -194,7 +194,7 @@ class TrainerEngineSession:
             while (pair := current.take(tensors)) is not None:
                 yield pair
         except GeneratorExit:
-            if current.tensors_left:  # else nobody asked for what comes after the last one
+            if current.tensors_left:  # else the pass was complete
                 left = UsageError("the pass over the source was left before its end")
                 with contextlib.suppress(WavebusError):
                     self._abort_pass(current, left)
@@ -206,7 +206,7 @@ class TrainerEngineSession:
 
     def _abort_pass(self, current: ClientUpdate, error: BaseException) -> None:
         loop = self._require_loop()
-        if _runs_here(loop):  # the collector closes a pass wherever it happens to run
+        if _runs_here(loop):  # the garbage collector may close a pass in any thread
             self._closing = loop.create_task(self._fail(current, error))
         else:
             self.call(lambda: self._fail(current, error))
@@ -309,7 +309,7 @@ class TrainerEngineSession:
         """Pauses and starts the engines; tasks that wait for the start raise its error."""
         try:
             await current.update.start()
-            if self._is_sharding:  # the other ranks enter a collective with those who have started
+            if self._is_sharding:  # the other ranks enter a collective with the started engines
                 await current.update.release_ranks(current.drain)
         except Exception as error:  # noqa: BLE001 - it is raised by what waits
             await self._fail(current, error)

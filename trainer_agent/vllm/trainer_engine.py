@@ -154,7 +154,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             try:
                 self._sender.meet()
             except Exception:
-                opening.result()  # why the engines did not come, if they said so
+                opening.result()  # raises the engines' own error, if there is one
                 raise
             opening.result()
 
@@ -166,7 +166,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         applying: deque[tuple[int, Future[None]]] = deque()
         calls, moves = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         try:
-            # Closed before its end, the pass undoes the update.
+            # A pass that is closed early undoes the update.
             with contextlib.closing(iter(self.source)) as tensors:
                 for seq in range(plan.chunks):
                     if len(applying) == sender.prefetch_depth:
@@ -190,7 +190,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
                 sender.close()  # a rank that waits in the broadcast leaves it, if it can
             raise
         finally:
-            # A thread that waits in a broken broadcast is not waited for.
+            # Don't wait for a thread in a broken broadcast.
             calls.shutdown(wait=False, cancel_futures=True)
             moves.shutdown(wait=False, cancel_futures=True)
 
@@ -207,6 +207,6 @@ def _wait_for_both(moving: Future[None], applied: Future[None]) -> None:
     moving.result()
 
 
-# Not twice: a registry is a process's, and a module may be loaded again.
+# The factory is global and raises if this module is loaded again.
 with contextlib.suppress(ValueError):
     WeightTransferTrainerFactory.register_engine(BACKEND, WavebusTrainerEngine)

@@ -36,7 +36,7 @@ def as_source(weights: Weights, config: Any = None) -> WeightSource:
         return PairSource(dict(weights.named_parameters()))
     if isinstance(weights, Mapping):
         return PairSource(weights)
-    if has_property_form(weights):  # first: to ask for the other form reads a property's metadata
+    if has_property_form(weights):  # first: the other check reads a property's metadata
         return FullTensors(weights)
     if isinstance(weights, WeightSource):
         return weights

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bus.manifest import TensorMeta
     from trainer_agent.weights.source import WeightSource
 
-# What is of another kind, such as float8 or an index, is sent as it is.
+# Other dtypes, such as float8 or integers, are sent unchanged.
 _CAST: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 

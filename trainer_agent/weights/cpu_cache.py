@@ -50,7 +50,7 @@ class CpuCache:
         self._metas: list[TensorMeta] = []
         self._memory: list[torch.Tensor] = []
         self._guard = threading.Lock()
-        self._passes = 0  # that are under way
+        self._passes = 0  # passes under way
         if weights is not None:
             self.store(weights)
 

@@ -92,7 +92,7 @@ def saved_form(
     if modeling is None or not isinstance(weights, modeling.PreTrainedModel):
         return None
     if "transformers.core_model_loading" not in sys.modules or weights._hf_peft_config_loaded:  # noqa: SLF001 - save_pretrained asks for the same
-        return None  # before transformers 5, memory is as checkpoints are
+        return None  # before transformers 5, both forms are the same
     kept = weights.state_dict().keys()
     buffers = {name: each for name, each in weights.named_buffers() if name in kept}
     return SavedForm(weights, {**dict(weights.named_parameters()), **buffers})

@@ -39,7 +39,7 @@ def share_memory(model: torch.nn.Module) -> None:
                 f"model: {name} is on {parameter.device}, or spread over ranks; only whole tensors "
                 "in CPU memory can be moved into shared memory"
             )
-    # Storages, not parameters: those that share one go on doing so.
+    # Move storages, not parameters, so that parameters that share one still do.
     moved: dict[int, int] = {}
     storages = []
     size_bytes = 0

@@ -127,7 +127,7 @@ def as_described(
         name, tensor = next(tensors, ("", None))
         if tensor is None:
             raise UsageError(f"source: ended before {meta.name}, which its metadata has")
-        # By field: to make a TensorMeta of each takes longer than to copy a small tensor.
+        # Compare by field: making a TensorMeta takes longer than copying a small tensor.
         same = tensor.shape == meta.shape and dtype_name(tensor.dtype) == meta.dtype
         if name != meta.name or not same:
             found = meta_of(name, tensor)
@@ -150,7 +150,7 @@ def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
-@functools.cache  # there are few, and tensors are many
+@functools.cache  # few dtypes, many tensors
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns a dtype's name in manifests, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
