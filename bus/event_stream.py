@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# The data of the last one.
+# The data of the last event.
 END: Final = b"[DONE]"
 _DATA: Final = b"data: "
 _LINE_BYTES: Final = 1 << 20

@@ -21,7 +21,7 @@ def new_update_id(boot: int, count: int) -> str:
     return f"u{count}-{boot & 0xFFFFFF:06x}"
 
 
-# While its engine boots, a sidecar is on the bus under the engine's name with this.
+# While its engine starts, a sidecar joins the bus with the engine's name and this suffix.
 BOOT_SUFFIX: Final = ":boot"
 
 

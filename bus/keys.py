@@ -40,7 +40,7 @@ AUTHORIZED: Final = "authorized"
 KEY_VARIABLE: Final = "WAVEBUS_KEY"
 BROKER_KEY_VARIABLE: Final = "WAVEBUS_BROKER_KEY"
 INSECURE_VARIABLE: Final = "WAVEBUS_INSECURE"
-# The key that clients of an engine give it, and its sidecar; vLLM reads it too.
+# The API key that an engine's clients and sidecar send; vLLM reads this variable too.
 API_KEY_VARIABLE: Final = "VLLM_API_KEY"
 
 _NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
@@ -66,7 +66,7 @@ class Key:
     secret: str = ""
 
     def __repr__(self) -> str:
-        return f"Key({self.name}, {self.role})"  # a secret stands in no log
+        return f"Key({self.name}, {self.role})"  # keeps the secret out of logs
 
 
 @dataclass(frozen=True, slots=True)

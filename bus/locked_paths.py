@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-# What the names of all files begin with that wavebus makes in a tmpfs.
+# The prefix of the names of all files that wavebus makes on tmpfs.
 SHM_PREFIX: Final = "wavebus-"
 
 
@@ -27,13 +27,13 @@ def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            continue  # not ours, or gone meanwhile
+            continue  # another user's, or already removed
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(path)
             removed.append(path.name)
         except BlockingIOError:
-            pass  # its maker lives
+            pass  # the process that made it is alive
         finally:
             os.close(descriptor)
     return removed
@@ -56,7 +56,7 @@ class LockedFolder:
             try:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
-                continue  # another one took it for left before it was locked
+                continue  # another process removed it before it was locked
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if self.path.is_dir():
                 break

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bus.protocol.core.effects import Note
 
 LEVELS: Final = ("debug", "info", "warning", "error")
-# Fields that say who and what come first in every line, in this order.
+# Fields that identify peer and update come first in every line, in this order.
 _FIRST: Final = ("peer", "group", "update_id", "epoch")
 
 

@@ -30,7 +30,7 @@ DTYPE_BYTES: Final[dict[str, int]] = {
     "uint8": 1,
     "bool": 1,
 }
-INDEX_BYTES: Final = 4  # of a patch: where a value belongs, in its flattened tensor
+INDEX_BYTES: Final = 4  # in a patch: the index of a value in its flattened tensor
 
 
 @dataclass(frozen=True, slots=True)

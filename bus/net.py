@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from bus.errors import UsageError
 
-# What listens on every address, and where this machine reaches it.
+# Addresses that stand for all of the host's, and where this machine reaches such a server.
 WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
 
 
@@ -55,7 +55,7 @@ def advertised(url: str, by: str) -> str:
     Raises:
         UsageError: the server listens on every address of the host, and ``by`` is empty.
     """
-    if "://" in by or not url:  # in process there is no URL
+    if "://" in by or not url:  # an engine in this process has no URL
         return by.rstrip("/") if "://" in by else ""
     parts = urlsplit(url)
     if not by and parts.hostname in WILDCARDS:

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "vllm:"
 MAX_DEPTH: Final = 8
-# Those whose updates are patches: some elements of some tensors, onto what an engine serves.
+# Worker engines that receive patches: new values of some elements of the served weights.
 PATCHING: Final = frozenset({"sparse_nccl"})
-# Those to which every rank of the trainer sends its own shards. The workers of all engines are
-# one mesh behind them; ``rank_offset`` is where it begins.
+# Worker engines to which every rank of the trainer sends its own shards. In the communicator, the
+# workers of all engines follow the trainer's ranks as one mesh, from ``rank_offset`` on.
 SHARDING: Final = frozenset({"nccl_m2n"})
 # Worker engines of vLLM's that the bus can't drive, and why.
 UNSUPPORTED: Final = {
     "sharded_rdt": "its workers pull shards from every rank of its trainer, by plans of their own",
     "modelexpress": "vLLM has no trainer engine for it",
 }
-_IPC_TENSOR: Final = 1  # of MessagePack's extension types
+_IPC_TENSOR: Final = 1  # the extension type of MessagePack
 
 Size = Annotated[int, Meta(ge=0)]
 Sizes = Annotated[tuple[Size, ...], Meta(max_length=16)]
-Handle = Annotated[bytes, Meta(max_length=65_536)]  # those of expandable segments are long
+Handle = Annotated[bytes, Meta(max_length=65_536)]  # handles of expandable segments are long
 
 
 class IpcTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Node: TypeAlias = ast.AST
 
-_MAX_IMPORTS: Final = 4  # of a name through packages, until it is defined
+_MAX_IMPORTS: Final = 4  # steps from an imported name to its definition
 
 
 def _parse(text: str) -> ast.Module:
@@ -30,8 +30,8 @@ def _parse(text: str) -> ast.Module:
     try:
         return ast.parse(text)
     except SystemError:
-        # Python 3.11 counts the depth of all trees that are being built together. A finalizer that
-        # the garbage collector calls in the middle, and that parses as well, upsets the count.
+        # Python 3.11 has one depth counter for all syntax trees under construction. The counter is
+        # wrong if the garbage collector calls a finalizer that parses too; so this tries again.
         return ast.parse(text)
 
 
@@ -153,7 +153,7 @@ class SourceTree:
             text = self.text(module)
             try:
                 self._modules[module] = _parse(text) if text else None
-            except SyntaxError:  # a later Python's
+            except SyntaxError:  # syntax of a later Python
                 self._modules[module] = None
                 self._unreadable.add(module)
         return self._modules[module]

@@ -10,7 +10,7 @@ from typing import Final
 
 from bus.errors import EngineError
 
-# The only version numbers in the product: what is too old, and what the tests have run on.
+# The only version numbers in the product: the oldest supported one, and those tested.
 OLDEST_SUPPORTED: Final = (0, 28)
 
 TESTED: Final = ("0.32", "0.33")

@@ -139,7 +139,7 @@ def run(arguments: list[str]) -> int:
     except WavebusError as error:
         click.echo(f"wavebus: {error}", err=True)
         code = _exit_code(error)
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:  # the reader of stdout is gone
         sys.stderr.close()
         code = EXIT_FAILED
     return code if isinstance(code, int) else 0

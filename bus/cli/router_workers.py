@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _POLL_S: Final = 1.0
 _ANSWER_S: Final = 5.0
-_REJOIN_S: Final = 30.0  # engines find a broker that was started anew
+_REJOIN_S: Final = 30.0  # time for engines to join a restarted broker
 
 
 class RouterWorkers:
@@ -40,8 +40,8 @@ class RouterWorkers:
         if self._url.scheme not in ("http", "https") or not self._url.hostname:
             raise UsageError(f"--router {url}: a URL is needed, as http://127.0.0.1:30000")
         self._group = group
-        self._routed: set[str] | None = None  # not known yet
-        self._revision: int | None = None  # of these routes, by the broker that lives now
+        self._routed: set[str] | None = None  # the router's list is not known yet
+        self._revision: int | None = None  # of these routes, from the present broker
         self._present: set[str] = set()
         self._known: set[str] = set()
         self._absent_until_s = 0.0
@@ -137,7 +137,7 @@ class RouterWorkers:
         port = self._url.port or (443 if secure else 80)
         reader, writer = await asyncio.open_connection(host, port, ssl=secure or None)
         try:
-            # By HTTP/1.0 the answer ends with its connection.
+            # With HTTP/1.0 the answer ends with the connection.
             head = (
                 f"{method} {self._url.path.rstrip('/')}{path} HTTP/1.0\r\nHost: {host}:{port}\r\n"
             )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bus.cli.options import BrokerAddress, Keys
     from bus.messages import EngineView, GroupStatus, Status
 
-_NAMED: Final = 4  # engines of which one line says the same
+_NAMED: Final = 4  # engine names in one line
 
 
 @click.command()

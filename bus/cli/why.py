@@ -84,7 +84,7 @@ def _final_status(source: Path) -> Status:
     Raises:
         JournalError: the journal can't be replayed.
     """
-    # A help text needs none of the machines.
+    # Imported here, because the help text needs no state machine.
     from bus.journal.replay import Unplayable, replay_lives  # noqa: PLC0415
 
     last: Replay | None = None

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 if TYPE_CHECKING:
     from bus.messages import DpGroupView, EngineView, GroupStatus, OutView, Status, WaitView
 
-# blocked: it lives, and its own call has not returned. silent: not heard for two heartbeats.
-# wedged: its DP group stands in a collective. dead: a rank of its DP group is gone, or it is.
-# trainer: not an engine, but the trainer is to do the next thing.
+# blocked: alive, and its engine call has not returned. silent: no frame for two heartbeats.
+# wedged: its DP group hangs in a collective. dead: it or a rank of its DP group is gone.
+# trainer: the next step is the trainer's, not an engine's.
 State: TypeAlias = Literal[
     "blocked", "silent", "wedged", "dead", "quarantined", "booting", "trainer"
 ]

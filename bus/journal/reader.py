@@ -77,7 +77,7 @@ def read(source: Path) -> Iterator[Item]:
     for path in paths:
         try:
             data = _bytes_of(path)
-        except FileNotFoundError:  # the broker has dropped it just now
+        except FileNotFoundError:  # the broker has just deleted it
             continue
         yield from _read_file(path, data)
 

@@ -47,7 +47,7 @@ class Difference:
     entry: Entry
     expected: str
     found: str
-    waits: tuple[str, ...]  # what the machine waits for then
+    waits: tuple[str, ...]  # the engines that delay the machine at that moment
 
     def __str__(self) -> str:
         seconds = self.entry.record.now_ms / 1000
@@ -81,7 +81,7 @@ class Replay:
         self.received = 0
         self.sent = 0
         self._acks = HeartbeatAcks()
-        self._due: deque[Send] = deque()  # what the machine has done, and the journal not yet
+        self._due: deque[Send] = deque()  # sends of the machine that the journal lacks so far
 
     @property
     def unsent(self) -> int:
@@ -234,7 +234,7 @@ def _mismatch(expected: Send, record: FrameSent) -> str:
         envelope, message = codec.decode(record.frame)
     except DecodeError as error:
         return f"can't be read: {error}"
-    if isinstance(message, Status):  # the shell puts in what the machine can't know
+    if isinstance(message, Status):  # the server adds values that the machine can't know
         message = replace(message, cpu_s=0.0, rss_bytes=0)
     if type(message) is not type(expected.message):
         return "another message"
@@ -244,7 +244,7 @@ def _mismatch(expected: Send, record: FrameSent) -> str:
         is_now, was = getattr(expected, name), getattr(envelope, name)
         if is_now != was:
             return f"its {name} is {was!r}, expected {is_now!r}"
-    # What is encoded and read again has the types that the frame has.
+    # Encode and decode, so that the fields have the types of the frame's.
     again = codec.decode_body(_with_body(envelope, expected.message))
     for name in fields_of(message):
         is_now, was = getattr(again, name), getattr(message, name)

@@ -118,8 +118,8 @@ class _Life:
         self.shift_ms = shift_ms
         self.now_ms = began.now_ms + shift_ms
         self._tracks: dict[str, _Track] = {}
-        self._routes: dict[str, bytes] = {}  # of those that the broker has let in
-        # A trainer's, by name and id; None once it is answered, though it may be asked again.
+        self._routes: dict[str, bytes] = {}  # of the peers that have joined
+        # Requests of a trainer, by name and id; None once answered, although it may be repeated.
         self._requests: dict[tuple[str, int], _Key | None] = {}
 
     def on_received(self, route: bytes, decoded: DecodedFrame) -> list[TraceSpan]:
@@ -128,7 +128,7 @@ class _Life:
         if envelope is None or message is None:
             return []
         if self._routes.get(peer, route) != route:
-            return []  # another one, under the name of a peer that is there
+            return []  # another process with the name of a joined peer
         if isinstance(message, Ack):
             key = (message.step.value, message.update_id, message.chunk)
             return self._on_answered(peer, key, "done")
@@ -181,14 +181,14 @@ class _Life:
         track = self._tracks.get(peer)
         if track is None:
             track = self._tracks[peer] = _Track(role, group, {})
-        track.asked.setdefault(key, self.now_ms)  # asked again, it waits since the first time
+        track.asked.setdefault(key, self.now_ms)  # a repeated request counts from its first send
 
     def _on_answered(self, peer: str, key: _Key, result: str) -> list[TraceSpan]:
         track = self._tracks.get(peer)
         if track is None or key not in track.asked:
             return []
         span = self._span(peer, track, key, result)
-        if key[0] in _ENDS:  # what was asked before it will not be answered any more
+        if key[0] in _ENDS:  # earlier requests will not be answered
             track.asked = {k: v for k, v in track.asked.items() if k[1] != key[1]}
         return [span]
 

@@ -25,7 +25,7 @@ def trace(spans: Iterable[TraceSpan]) -> dict[str, Any]:
         tracks.setdefault((span.life, span.group, span.peer), []).append(span)
     processes: dict[tuple[int, str], int] = {}
     events: list[Event] = []
-    # Trainers first, then engines by name, as they come to stand in the picture.
+    # Trainers first, then engines by name, in the order of the picture.
     for thread, (key, members) in enumerate(sorted(tracks.items(), key=_sort_key), 1):
         life, group, peer = key
         process = processes.setdefault((life, group), len(processes) + 1)

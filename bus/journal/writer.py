@@ -44,7 +44,7 @@ DEFAULT_BYTES: Final = 64 * 1024 * 1024
 LEAST_BYTES: Final = 64 * 1024
 MOST_BYTES: Final = 4 * 1024 * 1024 * 1024
 FILES: Final = 4
-_MOST_FILES: Final = 64  # of many short lives
+_MOST_FILES: Final = 64  # files of many short lives
 _FLUSH_MS: Final = 5.0
 _FLUSH_BYTES: Final = 256 * 1024
 _RETRY_MS: Final = 1000.0
@@ -93,13 +93,13 @@ class JournalWriter:
         self._on_recovery = on_recovery
         self._buffer = bytearray()
         self._timer: Handle | None = None
-        self._file: int | None = None  # its descriptor
+        self._file: int | None = None  # the file's descriptor
         self._size = 0  # of the file, with what is buffered
         self._files = 0
         self._records = 0
         self._written_bytes = 0  # of the file
         self._buffered = 0  # records
-        self._lost = 0  # since the disk began to refuse
+        self._lost = 0  # since writing began to fail
         self._retry: Handle | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -232,7 +232,7 @@ class JournalWriter:
         self._file = os.open(self._path, flags, 0o600)
         self._written_bytes = 0
         self._head_bytes = self._size = len(head)
-        # It holds as much beside its head as the head takes, or all of it would be heads.
+        # A file holds at least as many bytes of records as its head takes.
         self._full_bytes = max(self._file_limit, 2 * len(head))
         self._buffer += head
         self._write()
@@ -247,7 +247,7 @@ class JournalWriter:
         """Drops the buffer, and retries later; nothing is recorded until then."""
         if self._file is not None:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._written_bytes)  # no half of a record stays
+                os.ftruncate(self._file, self._written_bytes)  # removes a partly written record
                 if not self._written_bytes:
                     self._path.unlink()
             os.close(self._file)

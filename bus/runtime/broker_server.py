@@ -114,10 +114,10 @@ class BrokerServer:
             elif isinstance(effect.message, HeartbeatAck):
                 self._acknowledge(effect.message, effect)
             else:
-                self._send_acks()  # nothing overtakes them
+                self._send_acks()  # so that no later message overtakes them
                 self._send(effect)
         self._arm()
-        for note in notes:  # nobody waits for these
+        for note in notes:  # no peer waits for these
             bus.log.write(self._log, note)
 
     def _acknowledge(self, ack: HeartbeatAck, send: Send) -> None:

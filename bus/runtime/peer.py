@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bus.messages import Role
     from bus.runtime.interfaces import ClientTransport, Scheduler
 
-# Refusals come late, but not after so many more JOINs.
+# Refusals may be late, but not by more JOINs than this.
 _JOINS_KEPT: Final = 64
 HOST = socket.gethostname()[:256]
 
@@ -106,7 +106,7 @@ class PeerClient:
         self._next_deadline_ms = next_deadline_ms
         self._seq = 0
         self._last_id = 0
-        self._joins: deque[int] = deque(maxlen=_JOINS_KEPT)  # their ids
+        self._joins: deque[int] = deque(maxlen=_JOINS_KEPT)  # ids of handled messages
         self._alarm = Alarm(self._scheduler, self._on_alarm)
         self._closed = False
 

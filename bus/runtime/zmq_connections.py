@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 CHECK_S: Final = 0.05
 _CHECKS: Final = 200
-_CHECKS_AFTER_CUT: Final = 20  # ZeroMQ frees what it kept meanwhile
+_CHECKS_AFTER_CUT: Final = 20  # time for ZeroMQ to free the memory
 _GROWTH_BYTES: Final = 64 * 2**20
 _SMALL_BYTES: Final = 4 * 2**10
 _RECEIVED: Final = struct.Struct("128xQ")  # in `struct tcp_info`
@@ -62,7 +62,7 @@ class ConnectionGuard:
         for file in (self._statm, self._spare):
             self._files.callback(os.close, file)
         self._normal_bytes = self._resident_bytes()
-        # By peer: what had been read when it last finished a message; whether it did in this watch.
+        # By peer: bytes read when it last completed a message; whether it did during this watch.
         self._watched: dict[object, tuple[int, bool]] = {}
         self._checks = self._checks_after_cut = 0
 
@@ -95,7 +95,7 @@ class ConnectionGuard:
                 self._watched[peer] = mark, is_heard
         if self._checks_after_cut:
             self._checks_after_cut -= 1
-            with contextlib.suppress(AttributeError):  # else the C library keeps what was freed
+            with contextlib.suppress(AttributeError):  # returns freed memory to the system
                 ctypes.CDLL(None).malloc_trim(0)
         elif finished is not None and all(is_heard for _, is_heard in self._watched.values()):
             self._normal_bytes = self._resident_bytes()
@@ -109,11 +109,11 @@ class ConnectionGuard:
         """
         try:
             descriptors = [int(each.name) for each in Path("/proc/self/fd").iterdir()]
-        except OSError:  # all are in use
+        except OSError:  # no descriptor is free
             descriptors = list(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
         for descriptor in descriptors:
-            # ZeroMQ may close its descriptor at any time, and another file get the number. When all
-            # are in use, a new one could not be had.
+            # ZeroMQ may close its descriptor at any time, and another file may get the number. The
+            # spare descriptor is reused, because no new one may be free.
             try:
                 os.dup2(descriptor, self._spare, inheritable=False)
                 end = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=self._spare)
@@ -127,7 +127,7 @@ class ConnectionGuard:
                     unread = fcntl.ioctl(end, termios.FIONREAD, bytes(4))
                     read = _RECEIVED.unpack(info)[0] - int.from_bytes(unread, sys.byteorder)
                     yield descriptor, end, peer, read
-            except OSError:  # closed by now, or no connection
+            except OSError:  # already closed, or no connection
                 continue
             finally:
                 end.detach()

@@ -25,7 +25,7 @@ _ZAP: Final = "inproc://zeromq.zap.01"
 _VERSION: Final = b"1.0"
 _REQUEST_PARTS: Final = 7
 _DOMAIN: Final = b"wavebus"
-# A log that anybody can write to without a key is no place for every attempt.
+# Limits the log's growth: anyone can cause these lines without a key.
 _LOGGED: Final = 1000
 
 
@@ -42,7 +42,7 @@ def secure_server(socket: zmq.Socket[bytes], own: Key) -> None:
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody comes in
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler, every client is refused
 
 
 def secure_client(socket: zmq.Socket[bytes], security: Security) -> None:
@@ -77,7 +77,7 @@ class ZapHandler:
     def _on_request(self, parts: list[bytes]) -> None:
         route, empty, *request = parts
         if len(request) != _REQUEST_PARTS or request[0] != _VERSION or request[5] != b"CURVE":
-            return  # ZeroMQ itself asks, and no otherwise
+            return  # ZeroMQ sends no other form
         user = z85.encode(request[6]).decode()
         if self._is_authorized(user):
             answer = (b"200", b"OK", user.encode())

@@ -39,9 +39,9 @@ class ZmqSocket(ABC):
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._draining = False  # or about to
         self._closed = False
-        # One that was forgotten is closed with us. Left to the socket's own end it may stay
-        # open for good (warnings made errors break that end off), and then the process waits
-        # for it when it exits.
+        # Closes the socket with this object if close() was never called. The socket's own
+        # finalizer may fail (when warnings are errors), and the process would then wait for the
+        # open socket at exit.
         weakref.finalize(self, socket.close).atexit = False
 
     def watch(self) -> None:

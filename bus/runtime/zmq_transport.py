@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from bus.runtime.interfaces import OnFrame, OnRoutedFrame
 
 MAX_PEERS: Final = 16_384
-# A frame somewhat too large is read, so that its sender hears why it is refused; one
+# A frame that is somewhat too large is read, so that its sender gets a reason; one that is
 # far too large costs its sender the connection.
 _MAX_RECV_BYTES: Final = 2 * MAX_FRAME_BYTES
 _BATCH: Final = 512
@@ -56,12 +56,12 @@ _UNREAD: Final = 64
 _UNSENT: Final = 2_000  # a trainer has at most 1,024 requests open, each of them one frame
 _UNTAKEN_MS: Final = 10_000
 _HANDSHAKE_MS: Final = 10_000
-# Slower than what peers ask for by themselves, so that theirs are the ones that count.
+# Slower than the peers' own heartbeats, so that those take effect.
 _SERVER_HEARTBEAT_MS: Final = 15_000
-# As plain numbers: the flags' own arithmetic takes as long as a small send.
+# Plain integers: arithmetic on the flags takes as long as a small send.
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-# Past pyzmq's look at options that we never use, which takes as long as the send itself.
+# Skips pyzmq's check of options that are never used here, which takes as long as the send.
 _send: Final = zmq.backend.Socket.send
 _recv: Final = zmq.backend.Socket.recv
 
@@ -71,7 +71,7 @@ _LINGER_MS: Final = 2_000
 _REBIND_S: Final = 1.0
 _RECONNECT_S: Final = 2.0
 _RECONNECT_PAUSE_S: Final = 0.25
-# Longer than a broker that is well leaves anybody without a word; then twice as long, and so on.
+# Longer than a healthy broker is silent to a peer; doubles after each reconnect.
 _SILENCE_LIMIT_S: Final = 6.0
 _MAX_SILENCE_LIMIT_S: Final = 30.0
 _SCHEMES: Final = ("tcp", "ipc", "inproc")
@@ -120,7 +120,7 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
     while True:
         try:
             if address.startswith("ipc://") and _is_taken(address.removeprefix("ipc://")):
-                raise zmq.ZMQError(errno.EADDRINUSE)  # ZeroMQ would take it over
+                raise zmq.ZMQError(errno.EADDRINUSE)  # ZeroMQ would replace the other socket
             socket.bind(address)
         except zmq.ZMQError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
@@ -185,7 +185,7 @@ class ZmqServer(ZmqSocket):
         self._on_frame: OnRoutedFrame | None = None
         self._guard = ConnectionGuard(self.address)
         self._check: asyncio.TimerHandle | None = None
-        self._is_skipping = False  # the rest of a message of more parts than ours have
+        self._is_skipping = False  # drop the rest of a message with too many parts
 
     def close(self) -> None:
         """Closes the socket; no callback comes after this."""
@@ -214,20 +214,20 @@ class ZmqServer(ZmqSocket):
         assert self._on_frame is not None
         on_frame, socket, finished = self._on_frame, self.socket, self._guard.finished
         for _ in range(_BATCH):
-            if self._is_skipping:  # part by part, so that a turn of the loop has an end
+            if self._is_skipping:  # part by part, so that each turn of the loop is bounded
                 self._is_skipping = _recv(socket, _NOBLOCK, False).more
                 continue
             try:
                 route = _recv(socket, _NOBLOCK)
             except zmq.Again:
                 return True
-            part = _recv(socket, _NOBLOCK, False)  # a route never comes alone
-            # Of the connection that this frame came over, as the handler has named it.
+            part = _recv(socket, _NOBLOCK, False)  # a route always has a second part
+            # The key of this frame's connection, as the handler has set it.
             user = str(part.get("User-Id")) if self._zap_handler is not None else ""
             if finished is not None:
                 finished.add(int(part.get(zmq.SRCFD)))
             frame = part.bytes
-            if part.more:  # not ours: more parts than a frame has
+            if part.more:  # too many parts: no frame of a peer
                 self._is_skipping, frame = True, b""
             on_frame(route, frame, user)
             if self._closed:
@@ -288,7 +288,7 @@ class ZmqClient(ZmqSocket):
         self._address = address
         self._reached_s = time.monotonic()
         self._unanswered_since_s = (
-            0.0  # when the first frame was sent since one was heard; 0: none was
+            0.0  # when the first frame without an answer was sent; 0: there is none
         )
         self._silence_limit_s = _SILENCE_LIMIT_S
         self._on_frame: OnFrame | None = None

@@ -31,7 +31,7 @@ class Faults:
     reorder: bool = False
 
 
-BROKER: Final = b""  # where the broker's frames come from and go to
+BROKER: Final = b""  # the broker's end of each link
 
 
 class MemoryNetwork:
@@ -47,7 +47,7 @@ class MemoryNetwork:
         self._server: MemoryServer | None = None
         self._clients: dict[bytes, MemoryClient] = {}
         self._cut: set[tuple[bytes, bytes]] = set()  # from whom to whom nothing passes
-        self._partitioned: set[bytes] = set()  # to whom, and from whom, nothing passes
+        self._partitioned: set[bytes] = set()  # peers whose frames are all dropped
         self._due: dict[tuple[bytes, bytes], float] = {}
 
     def server(self) -> MemoryServer:

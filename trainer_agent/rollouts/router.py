@@ -39,8 +39,8 @@ _LOAD_BOUND: Final = 1.25
 _UNKNOWN_SLOTS: Final = 256
 _HOLD_S: Final = 0.05
 _LONGEST_HOLD_S: Final = 1.0
-# The part of a halved window that completions soon bring back. An engine that was closed or paused
-# takes as many requests as before. One in which requests waited had too many.
+# The share of a halved window that completions restore fast. An engine that was closed or paused
+# can take as many requests as before. An engine in which requests waited had too many.
 _AFTER_REJECTION: Final = 1.0
 _AFTER_QUEUE: Final = 0.75
 _PEAKS: Final = 3  # reports kept; an engine's count may be that many reports old
