@@ -94,10 +94,10 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         verify: how many words of each tensor are verified by checksum before engines load it:
             ``sample`` 4,096, ``full`` all (about one second per 2 GB and core), ``off`` none.
         lease_ms: how long engines stay paused if trainer and broker are both gone.
-        timeout_s: how long each step (a pause, or an acknowledgement by all engines) may take, the
-            source may take for one tensor, and the broker may be silent. Choose more than the
-            broker's ``--step-timeout-ms`` (300 s), after which the broker excludes engines that
-            have not answered, and the others continue.
+        timeout_s: how long one step (a pause, an acknowledgement by all engines) may take after the
+            previous step, the source may take for one tensor, and the broker may be silent. Choose
+            more than the broker's ``--step-timeout-ms`` (300 s), after which the broker excludes
+            engines that have not answered, and the others continue.
         key: file with this trainer's secret key (`wavebus keygen`). Default: $WAVEBUS_KEY, or none.
         broker_key: file with the broker's public key. Default: $WAVEBUS_BROKER_KEY, or none.
         insecure: whether to connect beyond loopback without keys. Default: $WAVEBUS_INSECURE.
@@ -422,7 +422,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         and draft models count as well. Commits of earlier trainers are not known.
 
         Args:
-            version: a version that :meth:`update_weights` has returned.
+            version: a version, such as the one of a rollout's tokens.
         """
         return self._updates.count_after(version)
 

@@ -48,9 +48,9 @@ class Canary:
     Args:
         prompts: token ids of each prompt; at most 16 prompts of 4,096 tokens each.
         max_tokens: how many greedy tokens each prompt gets, past any end of sequence; at most 64.
-        score: calls the trainer's own model, with the weights that were sent. It takes a prompt
-            and the tokens that an engine generated, and returns the natural logarithm of each
-            token's probability, given all tokens before it (teacher-forced), before temperature.
+        score: calls the trainer's own model, with the weights that were sent. Its arguments are a
+            prompt and the tokens that an engine generated. It returns the natural logarithm of
+            each token's probability, given all tokens before it (teacher-forced), at temperature 1.
             It runs in a thread. None: engines are only compared with each other.
         tolerance: by how much an engine's log-probability may differ from the trainer's, in nats.
 

@@ -21,8 +21,8 @@ from sidecar.embedded.qwen3 import Qwen3, Qwen3Config, attend_whole, rope_of
 class PolicyConfig(Qwen3Config, frozen=True, kw_only=True):
     """The sizes of the demo's network: lengths in tokens, widths in elements.
 
-    The low ``rope_theta`` gives most rotary pairs a wavelength shorter than the few dozen
-    tokens of a sequence, so that attention to a fixed distance is learned quickly.
+    The low ``rope_theta`` gives most rotary pairs a wavelength shorter than a sequence (a few
+    dozen tokens), so the network quickly learns to attend to a fixed distance.
 
     Attributes:
         embed_std: the standard deviation of the embedding's initial weights.
