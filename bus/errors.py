@@ -4,21 +4,21 @@
 
     WavebusError
     ├── UsageError              an option or argument is wrong (commands exit with 2)
-    ├── NonFiniteWeights        there is a NaN or an Inf in what is to be sent
+    ├── NonFiniteWeights        the weights to be sent contain NaN or Inf
     ├── ProtocolError           a peer broke the protocol
     │   └── DecodeError         a frame that is not a valid message
     ├── Refused                 the bus answered with a NACK; nothing has changed
     │   ├── ManifestRefused     the weights don't fit an engine's model
-    │   ├── PauseFailed         the group could not be paused; whoever was, has resumed
-    │   └── UpdateFailed        the update was given up
-    │       └── CanaryFailed    no engine is proven to serve what was sent
-    ├── BusTimeout              no answer in time; says from whom, and what was heard last
-    ├── RolloutFailed           a request got no whole answer; says from which engines
-    │   ├── RequestPoisoned     two engines died while they ran it
-    │   └── NoEngine            no engine was there to take it; says who was waited for
-    ├── RolloutsTooOld          samples were older than the trainer takes
+    │   ├── PauseFailed         the group could not be paused; paused engines have resumed
+    │   └── UpdateFailed        the update failed and was aborted
+    │       └── CanaryFailed    no engine passed the canary
+    ├── BusTimeout              no answer in time; names the peer, and when it was last heard
+    ├── RolloutFailed           a request got no complete answer; names the engines
+    │   ├── RequestPoisoned     two engines died while they ran the request
+    │   └── NoEngine            no engine was available for the request
+    ├── RolloutsTooOld          samples were older than the trainer accepts
     ├── JournalError            a journal that can't be read, or replayed
-    ├── BusClosed               used after close, or the bus went away for good
+    ├── BusClosed               used after close, or while not connected
     └── EngineError             an engine call failed
         └── EngineDead          the engine is gone
 """
@@ -36,10 +36,10 @@ class WavebusError(Exception):
     """The base of all errors that wavebus raises on purpose.
 
     Attributes:
-        version: of an update that ended with this error, the version that the bus gave it; else 0.
+        version: the version that the bus assigned to the update that failed; 0 for other errors.
         outcome: ``committed``: engines serve that version; ``not_committed``: none does;
-            ``unknown``: COMMIT was sent, and nobody has said how it ended; empty if this is not
-            the error of an update.
+            ``unknown``: COMMIT was sent and no answer has arrived; empty for errors that are not
+            of an update.
     """
 
     version: int = 0
@@ -51,7 +51,7 @@ class UsageError(WavebusError):
 
 
 class NonFiniteWeights(WavebusError):
-    """An update with ``check_finite`` failed: ``tensor`` is the first with a NaN or an Inf."""
+    """The weights contain NaN or Inf, first in ``tensor``; raised with ``check_finite``."""
 
     def __init__(self, tensor: str) -> None:
         super().__init__(f"source: {tensor} has a NaN or an Inf; nothing was committed")
@@ -66,7 +66,7 @@ class DecodeError(ProtocolError):
     """A frame that is not a valid message.
 
     Attributes:
-        code: what to answer with.
+        code: the code for the NACK.
         field: the field at fault, as a path (``names[3]``), or empty.
         detail: what is wrong with it.
         reply_to: the frame's id, if that could be read; else 0.
@@ -82,7 +82,7 @@ class DecodeError(ProtocolError):
 
 
 class Refused(WavebusError):
-    """The bus answered with a NACK, which has the code, peer, field, tensor and hint."""
+    """The bus answered with a NACK. ``nack`` has the code, peer, field, tensor and hint."""
 
     def __init__(self, nack: Nack) -> None:
         self.nack = nack
@@ -121,9 +121,9 @@ class BusTimeout(WavebusError):
     """A peer did not answer in time.
 
     Attributes:
-        peer: who is waited for, ``broker`` or an engine's name; empty if that is not known.
-        step: what was asked for, as NACKs call it (``commit``); or the message's name.
-        chunk: the number of the chunk that was asked for, if it was one.
+        peer: the peer that has not answered, ``broker`` or an engine's name; empty if unknown.
+        step: the step that was requested, as NACKs name it (``commit``); or the message's name.
+        chunk: the number of the chunk, if the step is one.
         heard_s: how many seconds ago the peer was last heard; None if that is not known.
     """
 
@@ -144,7 +144,7 @@ class BusTimeout(WavebusError):
 
 
 class RolloutFailed(WavebusError):
-    """A request got no complete answer. The text says what ended the last attempt, and where."""
+    """A request got no complete answer. The text says how and where the last attempt ended."""
 
 
 class RequestPoisoned(RolloutFailed):
@@ -152,7 +152,7 @@ class RequestPoisoned(RolloutFailed):
 
 
 class NoEngine(RolloutFailed):
-    """No engine was there to take the request. The text names the engines that are there."""
+    """No engine was available for the request. The text names the engines of the group."""
 
 
 class RolloutsTooOld(WavebusError):
@@ -160,11 +160,11 @@ class RolloutsTooOld(WavebusError):
 
 
 class JournalError(WavebusError):
-    """A journal can't be read, or does not have the answer. The text says why."""
+    """A journal can't be read, or lacks what was asked for. The text says why."""
 
 
 class BusClosed(WavebusError):
-    """The connection was closed."""
+    """The connection to the bus is closed."""
 
 
 class EngineError(WavebusError):
@@ -187,7 +187,7 @@ class EngineDead(EngineError):
 
 
 def refusal(nack: Nack) -> Refused:
-    """Returns the error for a NACK."""
+    """Returns the exception for a NACK, of the class that fits its code."""
     if nack.code is NackCode.MANIFEST_REFUSED:
         return ManifestRefused(nack)
     if nack.code is NackCode.CANARY_FAILED:

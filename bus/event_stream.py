@@ -1,17 +1,17 @@
-"""Server-sent events, as engines stream them: each has one line of data."""
+"""Parses server-sent events, as engines stream them, with one line of data each."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# The data of the last one.
+# The data of the last event.
 END: Final = b"[DONE]"
 _DATA: Final = b"data: "
 _LINE_BYTES: Final = 1 << 20
 
 
 class EventStream:
-    """Splits an answer into the data of its events."""
+    """Splits a streamed HTTP answer into the data of its events."""
 
     def __init__(self) -> None:
         self._rest = b""

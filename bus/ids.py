@@ -21,15 +21,15 @@ def new_update_id(boot: int, count: int) -> str:
     return f"u{count}-{boot & 0xFFFFFF:06x}"
 
 
-# While its engine boots, a sidecar is on the bus under the engine's name with this.
+# While its engine starts, a sidecar joins the bus with the engine's name and this suffix.
 BOOT_SUFFIX: Final = ":boot"
 
 
 def check_name(value: str, option: str) -> str:
-    """Returns ``value`` if it can be a peer's or group's name.
+    """Returns ``value`` if it is a valid name of a peer or group.
 
     Raises:
-        UsageError: names the option.
+        UsageError: the name is invalid; the text names ``option``.
     """
     if not _NAME.fullmatch(value):
         raise UsageError(

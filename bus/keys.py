@@ -1,4 +1,4 @@
-"""Keys: files of them, the broker's folder, and what a peer connects with.
+"""CURVE keys: key files, the broker's folder of keys, and the keys of a peer's connection.
 
 `wavebus keygen NAME --role ROLE` writes ``NAME.secret``, which stays with its owner, and
 ``NAME.pub``. Both are TOML::
@@ -6,10 +6,10 @@
     name = "engine-1"
     role = "engine"
     public-key = "…"    # 40 characters of Z85
-    secret-key = "…"    # in the secret file alone
+    secret-key = "…"    # only in the secret file
 
-A broker has a folder with its own ``broker.secret``, and beside it ``authorized/``, with the public
-file of everybody who may come.
+A broker has a folder with its own ``broker.secret`` and the folder ``authorized/``, which holds the
+``.pub`` file of every peer that may connect.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AUTHORIZED: Final = "authorized"
 KEY_VARIABLE: Final = "WAVEBUS_KEY"
 BROKER_KEY_VARIABLE: Final = "WAVEBUS_BROKER_KEY"
 INSECURE_VARIABLE: Final = "WAVEBUS_INSECURE"
-# The key that clients of an engine give it, and its sidecar; vLLM reads it too.
+# The API key that an engine's clients and sidecar send; vLLM reads this variable too.
 API_KEY_VARIABLE: Final = "VLLM_API_KEY"
 
 _NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
@@ -58,7 +58,7 @@ class _KeyFile(msgspec.Struct, rename="kebab", kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The content of a key file. ``secret`` is empty for a public one."""
+    """The content of a key file. ``secret`` is empty for a public file."""
 
     name: str
     role: FileRole
@@ -66,12 +66,12 @@ class Key:
     secret: str = ""
 
     def __repr__(self) -> str:
-        return f"Key({self.name}, {self.role})"  # a secret stands in no log
+        return f"Key({self.name}, {self.role})"  # keeps the secret out of logs
 
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """How a peer connects to its broker. ``insecure``: also beyond loopback without keys."""
+    """The keys of a peer's connection. With ``insecure``, none are needed beyond loopback."""
 
     own: Key | None = None
     broker: str = ""
@@ -80,7 +80,7 @@ class Security:
 
 @dataclass(frozen=True, slots=True)
 class Keyring:
-    """A broker's own key, and the keys of authorised peers, by public key."""
+    """A broker's own key, and the authorised peers' keys by public key."""
 
     own: Key
     authorized: Mapping[str, Key]
@@ -91,10 +91,12 @@ class Keyring:
 
 
 def write_pair(folder: Path, key: Key) -> tuple[Path, Path]:
-    """Writes a secret file, readable for its owner alone, and a public one; returns their paths.
+    """Writes a secret and a public key file, and returns their paths.
+
+    Only their owner can read the secret file.
 
     Raises:
-        UsageError: the name can't be a file's, one of the files is there, or can't be written.
+        UsageError: the name is no valid file name, or a file already exists or can't be written.
     """
     if not re.match(_NAME, key.name):
         raise UsageError(
@@ -136,11 +138,11 @@ def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
     Args:
         path: the file.
         secret: whether it must be a secret file.
-        option: the command's option, for the error.
+        option: the command's option, for the error's text.
 
     Raises:
         UsageError: the file can't be read, is malformed, lacks the secret, or has a secret that
-            others may read. No key is in the text.
+            other users may read. The text contains no key.
     """
     where = f"{option} {path}" if option else str(path)
     try:
@@ -167,7 +169,7 @@ def read_keyring(folder: Path) -> Keyring:
     """Reads a broker's folder of keys.
 
     Raises:
-        UsageError: a file in it is wrong, or two have the same key. The text names the file.
+        UsageError: a file is wrong, or two files have the same key. The text names the file.
     """
     own_path = folder / BROKER_SECRET
     if not own_path.is_file():
@@ -200,7 +202,7 @@ def read_keyring(folder: Path) -> Keyring:
 
 
 def silence_hint(security: Security | None) -> str:
-    """Returns what an error says about keys if no broker answers: a wrong key has no answer."""
+    """Returns a hint about keys for errors of silent brokers: wrong keys get no answer."""
     if security is None or security.own is None:
         return ". A broker with keys answers nobody who has none (--key, --broker-key)"
     return (
@@ -216,16 +218,16 @@ def security(
     insecure: bool = False,
     env: Mapping[str, str] = os.environ,
 ) -> Security:
-    """Reads what a peer connects with.
+    """Reads the keys of a peer's connection.
 
     Args:
         key: file with the peer's secret key. Default: ``WAVEBUS_KEY``.
         broker_key: file with the broker's public key. Default: ``WAVEBUS_BROKER_KEY``.
-        insecure: whether to go beyond loopback without keys. Default: ``WAVEBUS_INSECURE``.
-        env: the environment.
+        insecure: whether to connect beyond loopback without keys. Default: ``WAVEBUS_INSECURE``.
+        env: the environment variables.
 
     Raises:
-        UsageError: one of two files is missing or wrong.
+        UsageError: a file is wrong, or only one of the two is given.
     """
     key = key or env.get(KEY_VARIABLE) or None
     broker_key = broker_key or env.get(BROKER_KEY_VARIABLE) or None

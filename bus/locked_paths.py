@@ -1,6 +1,7 @@
-"""Finds files and folders that dead processes have left, by their missing locks.
+"""Removes files and folders that dead processes have left behind.
 
-Whoever makes one takes an advisory lock (``flock``) on it, which ends with the process.
+The process that makes one holds an advisory lock (``flock``) on it, which the kernel releases when
+the process ends. So a path without a lock is left over.
 """
 
 from __future__ import annotations
@@ -15,38 +16,37 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-# What the names of all files begin with that wavebus makes in a tmpfs.
+# The prefix of the names of all files that wavebus makes on tmpfs.
 SHM_PREFIX: Final = "wavebus-"
 
 
 def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
-    """Removes paths that nobody has locked, and returns their names. Skips other users' paths."""
+    """Removes unlocked paths, and returns their names. Skips other users' paths."""
     removed: list[str] = []
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            continue  # not ours, or gone meanwhile
+            continue  # another user's, or already removed
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(path)
             removed.append(path.name)
         except BlockingIOError:
-            pass  # its maker lives
+            pass  # the process that made it is alive
         finally:
             os.close(descriptor)
     return removed
 
 
 class LockedFolder:
-    """Makes a new folder that this process has locked, and removes it on :meth:`close`.
+    """A new folder that this process locks, and removes on :meth:`close`.
 
-    A folder whose process was killed has no lock any more; it is removed when the next folder with
-    the same prefix is made.
+    If the process is killed, the folder remains until the next one with the same prefix is made.
 
     Args:
-        prefix: how its name begins; the process id follows.
-        parent: where it is made.
+        prefix: the beginning of its name; the process id follows.
+        parent: the folder in which it is made.
     """
 
     def __init__(self, prefix: str, parent: Path) -> None:
@@ -56,7 +56,7 @@ class LockedFolder:
             try:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
-                continue  # another one took it for left before it was locked
+                continue  # another process removed it before it was locked
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if self.path.is_dir():
                 break

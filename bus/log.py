@@ -1,7 +1,7 @@
-"""Logs: readable on a terminal, one JSON object per line otherwise. Always on stderr.
+"""Logging to stderr: readable text on a terminal, else one JSON object per line.
 
-One event vocabulary (docs/operations.md explains it): the first word of a line is what
-happened, fields follow; durations end in ``_ms``.
+The first word of a line is the event, and its fields follow. Names of durations end in ``_ms``.
+docs/operations.md lists the events.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bus.protocol.core.effects import Note
 
 LEVELS: Final = ("debug", "info", "warning", "error")
-# Fields that say who and what come first in every line, in this order.
+# Fields that identify peer and update come first in every line, in this order.
 _FIRST: Final = ("peer", "group", "update_id", "epoch")
 
 
@@ -32,9 +32,9 @@ _settings = _Settings()
 
 
 def configure(*, level: str = "info", json: bool | None = None) -> None:
-    """Sets up the logging of wavebus in this process, and nothing else.
+    """Configures wavebus's own loggers in this process, and no others.
 
-    ``json=None``: JSON unless stderr is a terminal. Loggers made before are not changed.
+    ``json=None``: JSON unless stderr is a terminal. Existing loggers are not changed.
     """
     global _settings  # noqa: PLW0603 - one per process, like stderr
     _settings = _Settings(level, json)
@@ -46,7 +46,7 @@ def is_debug() -> bool:
 
 
 def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
-    """Returns a logger that puts ``fields`` on every line."""
+    """Returns a logger that adds ``fields`` to every line."""
     import structlog  # noqa: PLC0415 - it takes long, and a help text logs nothing
 
     as_json = not sys.stderr.isatty() if _settings.json is None else _settings.json
@@ -73,7 +73,7 @@ def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
 
 
 def write(log: structlog.typing.FilteringBoundLogger, note: Note) -> None:
-    """Writes a machine's note without its empty fields."""
+    """Logs a state machine's note without its empty fields."""
     fields = {key: value for key, value in note.fields.items() if value not in ("", None)}
     getattr(log, note.level)(note.event, **fields)
 

@@ -1,12 +1,12 @@
-"""A LoRA adapter alone: a transfer backend of its own, whose one chunk is a folder on tmpfs.
+"""The wire form of an update of one LoRA adapter: one chunk, which is a folder on tmpfs.
 
 A backend with a name such as ``lora:policy-lora`` carries that adapter, and no other weights. The
 trainer writes it as PEFT does, into a folder of :data:`bus.weight_transfer.formats.SHM_FOLDER` that
 only its user may enter; engines of the same host read it by its path. ``TransferInit.params`` and
 ``WeightChunkMeta.handle`` are both an :class:`AdapterFolder`.
 
-An update of an adapter can be undone until it is committed, because engines keep the last one. So
-an engine that drops out of it never has a partial adapter.
+An update of an adapter can be undone until it is committed, because engines keep the previous one.
+So an engine that drops out of the update never serves a partial adapter.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """Where an adapter is: the folder's name, and the SHA-256 of its config, in hex."""
+    """The location of an adapter: the folder's name, and the SHA-256 of its config, in hex."""
 
     folder: Annotated[str, Meta(max_length=128, pattern=r"^wavebus-lora-[A-Za-z0-9_-]+\Z")]
     config_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 def check_adapter_name(name: str) -> str:
-    """Returns ``name`` if it can be an adapter's name.
+    """Returns ``name`` if it is a valid name of an adapter.
 
     Raises:
-        UsageError: it can't.
+        UsageError: the name is invalid.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(

@@ -1,6 +1,6 @@
-"""The manifest of an update: what will be sent, in which order, in which chunks.
+"""The manifest of an update: which tensors are sent, in which order, in which chunks.
 
-No tensor and no torch in here: dtypes are torch's names without ``torch.``.
+This module does not import torch: dtypes are torch's names without ``torch.``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ DTYPE_BYTES: Final[dict[str, int]] = {
     "uint8": 1,
     "bool": 1,
 }
-INDEX_BYTES: Final = 4  # of a patch: where a value belongs, in its flattened tensor
+INDEX_BYTES: Final = 4  # in a patch: the index of a value in its flattened tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """One tensor: its name in the trainer (Hugging Face naming), dtype and full shape."""
+    """One tensor's metadata: its Hugging Face name, dtype and full shape."""
 
     name: str
     dtype: str
@@ -43,19 +43,19 @@ class TensorMeta:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the whole tensor."""
+        """The size of the full tensor, in bytes."""
         return _size_bytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One chunk of an update, to be received out of band.
+    """The announcement of one chunk, whose tensors arrive over the transport.
 
     Attributes:
-        seq: its number in the update, from 0.
-        backend: the transport's backend.
+        seq: the number of the chunk in the update, from 0.
+        backend: the backend that transfers it.
         tensors: its tensors, in order.
-        handle: the backend's own blob (see :mod:`bus.weight_transfer.formats`).
+        handle: the backend's own data (see :mod:`bus.weight_transfer.formats`).
     """
 
     seq: int
@@ -69,8 +69,8 @@ class Manifest:
     """Names, dtypes, shapes and chunk plan of an update.
 
     ``chunk_ends[k]`` is the index after the last tensor of chunk ``k``: strictly
-    growing, the last one equal to the number of tensors. ``counts`` is a patch's: how many
-    elements of each tensor are sent, each with its index. Empty: all of all tensors are.
+    growing, the last one equal to the number of tensors. In the manifest of a patch, ``counts``
+    says how many elements of each tensor are sent, each with its index. Empty: full tensors.
     """
 
     names: tuple[str, ...]
@@ -80,10 +80,10 @@ class Manifest:
     counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself.
+        """Checks that the fields agree.
 
         Raises:
-            ValueError: names the field and the tensor at fault.
+            ValueError: they don't; the text names the field and the tensor.
         """
         count = len(self.names)
         for field, length in (("dtypes", len(self.dtypes)), ("shapes", len(self.shapes))):
@@ -112,7 +112,7 @@ class Manifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> Manifest:
-        """Cuts ``tensors`` into chunks of at most ``chunk_bytes``, in their order.
+        """Plans chunks of at most ``chunk_bytes`` for ``tensors``, in their order.
 
         A tensor larger than that gets a chunk of its own.
 
@@ -135,7 +135,7 @@ class Manifest:
 
     @classmethod
     def of_patch(cls, tensors: Iterable[TensorMeta], counts: Iterable[int]) -> Manifest:
-        """Makes the manifest of a patch: one chunk with ``counts`` elements of each tensor.
+        """Returns the manifest of a patch: one chunk with ``counts`` elements of each tensor.
 
         Raises:
             ValueError: as the constructor does.
@@ -152,7 +152,7 @@ class Manifest:
 
     @property
     def chunks(self) -> int:
-        """How many chunks there are."""
+        """The number of chunks."""
         return len(self.chunk_ends)
 
     def tensors(self) -> Iterator[TensorMeta]:
@@ -160,7 +160,7 @@ class Manifest:
         return map(TensorMeta, self.names, self.dtypes, self.shapes)
 
     def part(self, seq: int) -> slice:
-        """Returns the place of chunk ``seq`` in names, dtypes and shapes."""
+        """Returns the slice of names, dtypes and shapes that belongs to chunk ``seq``."""
         return slice(self.chunk_ends[seq - 1] if seq else 0, self.chunk_ends[seq])
 
     def chunk(self, seq: int) -> tuple[TensorMeta, ...]:
@@ -169,7 +169,7 @@ class Manifest:
         return tuple(map(TensorMeta, self.names[part], self.dtypes[part], self.shapes[part]))
 
     def sizes_bytes(self, seq: int) -> tuple[int, ...]:
-        """Returns the sizes of the tensors of chunk ``seq``; of a patch, of what it sends."""
+        """Returns how many bytes of each tensor of chunk ``seq`` are sent."""
         part = self.part(seq)
         if self.counts:
             sent = zip(self.dtypes[part], self.counts[part], strict=True)

@@ -8,15 +8,15 @@ from urllib.parse import urlsplit
 
 from bus.errors import UsageError
 
-# What listens on every address, and where this machine reaches it.
+# Addresses that stand for all of the host's, and where this machine reaches such a server.
 WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
 
 
 def is_loopback(address: str) -> bool:
     """Returns whether only this machine can reach a ZeroMQ address.
 
-    False if in doubt: a network interface's name, or an address that says where to connect from
-    (``tcp://127.0.0.1:0;10.0.0.7:7710``).
+    False if that is unclear: for the name of a network interface, or for an address with a source
+    address (``tcp://127.0.0.1:0;10.0.0.7:7710``).
     """
     if ";" in address or "@" in address:
         return False
@@ -46,16 +46,16 @@ def http_url(host: str, port: int | str) -> str:
 
 
 def advertised(url: str, by: str) -> str:
-    """Returns the base URL by which clients reach a server that listens at ``url``.
+    """Returns the base URL at which clients reach a server that listens at ``url``.
 
     Args:
-        url: where it listens; empty for an engine in this process.
-        by: a URL, or the host in place of that of ``url``; empty: as it listens.
+        url: the URL at which the server listens; empty for an engine in this process.
+        by: the base URL itself, or a host that replaces the one of ``url``; empty: ``url``.
 
     Raises:
-        UsageError: it listens on every address, and ``by`` is empty.
+        UsageError: the server listens on every address of the host, and ``by`` is empty.
     """
-    if "://" in by or not url:  # in process there is no URL
+    if "://" in by or not url:  # an engine in this process has no URL
         return by.rstrip("/") if "://" in by else ""
     parts = urlsplit(url)
     if not by and parts.hostname in WILDCARDS:

@@ -17,22 +17,22 @@ _CLOSED: Final = "this engine is closed to requests: "
 
 
 def closed_message(reason: str) -> str:
-    """Returns the answer of an engine whose admission is closed."""
+    """Returns the text with which an engine with closed admission answers."""
     return _CLOSED + reason
 
 
 def is_closed_message(text: object) -> bool:
-    """Returns whether a text is the answer of an engine whose admission is closed."""
+    """Returns whether a text is the answer of an engine with closed admission."""
     return isinstance(text, str) and text.startswith(_CLOSED)
 
 
 def is_closed(answer: Any) -> bool:
-    """Returns whether an answer or event, as JSON, is of an engine with closed admission."""
+    """Returns whether a JSON answer or event is from an engine with closed admission."""
     return is_closed_message(_error(answer).get("message"))
 
 
 def is_rejected(answer: Any) -> bool:
-    """Returns whether an answer or event, as JSON, says that the request may be repeated."""
+    """Returns whether a JSON answer or event says that the request may be repeated."""
     return _error(answer).get("type") == _RETRYABLE or is_closed(answer)
 
 

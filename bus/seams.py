@@ -1,12 +1,12 @@
-"""Checks what wavebus expects of vLLM's insides, without importing vLLM.
+"""Checks whether vLLM's source fits the places where wavebus patches it, without importing vLLM.
 
-A *seam* is one place where wavebus replaces, wraps or calls something of vLLM that is no public
-interface. It names what it expects there, in one form or in several (vLLM changes), and the
-features that depend on it. A seam that fits in no form turns off those features and no others,
-and the report says why.
+A *seam* is one place where wavebus replaces, wraps or calls a part of vLLM that is no public
+interface. A seam lists its expectations of the source, in one form or in several alternative ones
+(vLLM changes), and the features that depend on it. If no form fits, those features are off, and
+the report says why; all others work.
 
-:mod:`bus.vllm_source` finds the definitions. Comments and layout don't matter: texts are compared
-as Python prints them back (:func:`ast.unparse`).
+:mod:`bus.vllm_source` finds the definitions. Comments and layout don't matter: source texts are
+compared in the form that :func:`ast.unparse` gives them.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 
 class Expectation(Protocol):
-    """Something that must be so in vLLM's source."""
+    """A condition that vLLM's source must fulfil."""
 
     @property
     def target(self) -> str:
-        """Where, as :meth:`SourceTree.find` takes it."""
+        """The definition that is checked, named as in :meth:`SourceTree.find`."""
 
     def gap(self, tree: SourceTree) -> str:
-        """How it is not so, in words; empty if it is."""
+        """Returns why the condition is not fulfilled, as text; empty if it is."""
 
 
 @dataclass(frozen=True)
 class Has:
-    """The target is defined, with these attributes if any are named."""
+    """Expects that the target is defined, with these attributes if any are given."""
 
     target: str
     attributes: tuple[str, ...] = ()
 
     def gap(self, tree: SourceTree) -> str:
-        """Returns how it is not so; empty if it is."""
+        """See :meth:`Expectation.gap`."""
         if tree.find(self.target) is None:
             return tree.absent(self.target)
         where = f"{self.target}." if ":" in self.target else f"{self.target}:"
@@ -53,13 +53,13 @@ class Has:
 
 @dataclass(frozen=True)
 class Takes:
-    """The target is a function with these parameters, as in ``"self, mode"``; empty: any."""
+    """Expects a function with these parameters, such as ``"self, mode"``; empty: any."""
 
     target: str
     parameters: str
 
     def gap(self, tree: SourceTree) -> str:
-        """Returns how it is not so; empty if it is."""
+        """See :meth:`Expectation.gap`."""
         node = tree.find(self.target)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return tree.absent(self.target, "function ")
@@ -71,13 +71,13 @@ class Takes:
 
 @dataclass(frozen=True)
 class Says:
-    """These texts are in the source of the target, as :func:`ast.unparse` prints it."""
+    """Expects these texts in the source of the target, as :func:`ast.unparse` prints it."""
 
     target: str
     texts: tuple[str, ...]
 
     def gap(self, tree: SourceTree) -> str:
-        """Returns how it is not so; empty if it is."""
+        """See :meth:`Expectation.gap`."""
         source = tree.source(self.target)
         if source is None:
             return tree.absent(self.target)
@@ -87,13 +87,13 @@ class Says:
 
 @dataclass(frozen=True)
 class SaysNot:
-    """The target is defined, and none of these texts are in its source."""
+    """Expects that the target is defined, and that its source has none of these texts."""
 
     target: str
     texts: tuple[str, ...]
 
     def gap(self, tree: SourceTree) -> str:
-        """Returns how it is not so; empty if it is."""
+        """See :meth:`Expectation.gap`."""
         source = tree.source(self.target)
         if source is None:
             return tree.absent(self.target)
@@ -103,13 +103,13 @@ class SaysNot:
 
 @dataclass(frozen=True)
 class Fields:
-    """The class has these fields, at these places, in the order of its body."""
+    """Expects a class with these annotated fields, each at the given index in its body."""
 
     target: str
     at: tuple[tuple[int, str], ...]
 
     def gap(self, tree: SourceTree) -> str:
-        """Returns how it is not so; empty if it is."""
+        """See :meth:`Expectation.gap`."""
         node = tree.find(self.target)
         if not isinstance(node, ast.ClassDef):
             return tree.absent(self.target, "class ")
@@ -136,11 +136,11 @@ def _parameters(arguments: ast.arguments) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Wrap(Takes):
-    """A method of vLLM that a function is put around; it must take these parameters.
+    """A method of vLLM that wavebus wraps; its parameters must be the given ones.
 
     Attributes:
-        around: ``module:function``, called as ``function(original, self, *args, **kwargs)``. The
-            class that ``target`` names gets the result.
+        around: the wrapper, as ``module:function``. It is called as
+            ``function(original, self, *args, **kwargs)``.
     """
 
     around: str = ""
@@ -164,34 +164,35 @@ class Form:
 
     @property
     def expectations(self) -> tuple[Expectation, ...]:
-        """Everything that must be so: what is wrapped must look as the wraps say."""
+        """All expectations of the form, including those of its wraps."""
         return (*self.expects, *self.wraps)
 
     def gaps(self, tree: SourceTree) -> list[str]:
-        """What is not as expected."""
+        """Returns why expectations are not fulfilled; empty if the form fits."""
         return [gap for each in self.expectations if (gap := each.gap(tree))]
 
 
 @dataclass(frozen=True)
 class Seam:
-    """One place in vLLM that wavebus depends on.
+    """One place in vLLM that wavebus depends on, with the patches that are installed there.
 
     Attributes:
-        name: short, unique.
-        features: names of what does not work without it.
-        expects: what must be so in every form, besides what ``wraps`` say.
-        forms: alternatives; the first that fits holds. Empty: ``expects`` and ``wraps`` are all.
+        name: a short, unique name.
+        features: names of the features that need it.
+        expects: expectations in every form, besides those of ``wraps``.
+        forms: alternatives; the first that fits is used. Empty: only ``expects`` and ``wraps``
+            matter.
         process: where it is installed: ``core`` (engine cores, and the front ends that fork
-            them), ``worker``, ``coordinator``, ``any``; or empty, if nothing is installed, or
-            whoever needs it does that.
-        wraps: methods that functions are put around. Where several seams wrap one method,
-            :attr:`Registry.nesting` says in which order.
+            them), ``worker``, ``coordinator``, ``any``; empty if nothing is installed, or if the
+            code that needs the seam installs it.
+        wraps: the methods to wrap. Where several seams wrap one method,
+            :attr:`Registry.nesting` defines the order.
         sets: attributes of classes and modules of vLLM that are added or replaced: the owner, the
             name, and a value or a :class:`Ref`.
-        answers: methods of ``collective_rpc`` that engine cores answer by themselves, with the
-            ``module:function`` that does.
-        install: ``module:function`` that installs what is no wrap.
-        needs: names of seams that it stands on.
+        answers: methods of ``collective_rpc`` that engine cores answer themselves, each with the
+            ``module:function`` that answers.
+        install: ``module:function`` that installs any other patch.
+        needs: names of the seams that it requires.
         off: an environment variable that turns it off with ``0``.
     """
 
@@ -209,11 +210,11 @@ class Seam:
 
     @property
     def common(self) -> Form:
-        """What holds in every form."""
+        """The expectations and patches that all forms share, as a form."""
         return Form("only", self.expects, self.wraps, self.sets)
 
     def parts(self, form: str) -> tuple[Form, ...]:
-        """What is installed where the seam fits in that form."""
+        """Returns what is installed if ``form`` fits: its own part and the common one."""
         return (*(each for each in self.forms if each.name == form), self.common)
 
     def fit(self, tree: SourceTree) -> tuple[str, list[str]]:
@@ -234,19 +235,19 @@ class Seam:
 
 @dataclass(frozen=True)
 class Ref:
-    """Something of vLLM's or of wavebus's, as a value: ``module:Name.attribute``."""
+    """A reference to a definition in vLLM or wavebus: ``module:Name.attribute``."""
 
     target: str
 
 
 @dataclass(frozen=True)
 class Report:
-    """How the seams of a registry fit one vLLM.
+    """The result of checking the seams of a registry against one vLLM.
 
     Attributes:
-        version: of that vLLM; empty if unknown, or if there is none.
-        forms: the form of each seam that fits.
-        features: why each feature is off; empty text: it works.
+        version: the version of that vLLM; empty if unknown, or if none is installed.
+        forms: for each seam that fits, the name of its form.
+        features: why each feature is off; the text is empty if the feature works.
         reasons: why each of the other seams does not fit.
     """
 
@@ -263,12 +264,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Registry:
-    """The seams of one role; a seam stands behind those that it needs.
+    """The seams of one role, each after the seams that it needs.
 
     Attributes:
-        features: what depends on them, each with what it does, in words.
-        nesting: each method that several seams wrap, with their names: the first one's function is
-            next to vLLM's own method, the last one's is called first.
+        features: the features that depend on seams, each with a description.
+        nesting: for each method that several seams wrap, the seams' names from the innermost
+            wrapper, which calls vLLM's own method, to the outermost, which is called first.
     """
 
     features: Mapping[str, str]
@@ -276,15 +277,15 @@ class Registry:
     nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def seam(self, name: str) -> Seam:
-        """The seam of that name.
+        """Returns the seam with that name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: no seam has that name.
         """
         return {each.name: each for each in self.seams}[name]
 
     def wraps(self, forms: Mapping[str, str]) -> list[Wrap]:
-        """Lists the wraps of some seams, those of one method from the inside outwards.
+        """Returns the wraps of some seams; those of one method from the innermost to the outermost.
 
         Args:
             forms: the seams' names, each with the form in which it fits.
@@ -308,8 +309,8 @@ class Registry:
         """Checks every seam against one vLLM.
 
         Args:
-            tree: the vLLM's source files.
-            environment: variables that may switch off a seam.
+            tree: the source files of that vLLM.
+            environment: environment variables, which may turn off seams.
         """
         forms: dict[str, str] = {}
         reasons: dict[str, str] = {}

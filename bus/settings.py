@@ -1,8 +1,8 @@
-"""Settings: flags, then the environment (``WAVEBUS_…``), then a TOML file, then defaults.
+"""Reads the TOML file of settings, which ranks below flags and ``WAVEBUS_…`` variables.
 
 The file is ``--config``, or ``WAVEBUS_CONFIG``, or ``wavebus.toml`` in the current
-folder. Keys are the long options without dashes; what stands at its top holds for
-every command that has the option, a table holds for its command alone::
+folder. Keys are the long options without dashes. Top-level keys apply to every
+command that has the option; the keys of a table apply to its command::
 
     broker = "tcp://10.0.0.7:7710"
 
@@ -26,16 +26,16 @@ DEFAULT_FILE: Final = Path("wavebus.toml")
 
 
 def load(path: Path | None, command: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the file into the defaults of one command.
+    """Returns the defaults of one command from the settings file.
 
     Args:
-        path: the file that was asked for, or None for the default one if it is there.
-        command: its name, and its table's.
-        options: the names that it knows; a subcommand is a name with a mapping of its own.
+        path: the file; None: ``wavebus.toml``, if it exists.
+        command: the name of the command and of its table.
+        options: the command's option names; the value of a subcommand's name is such a mapping.
 
     Raises:
-        UsageError: the file can't be read, is no TOML, or its table has a key that the
-            command doesn't know.
+        UsageError: the file can't be read, is no TOML, or its table has a key that is no
+            option of the command.
     """
     if path is None:
         if not DEFAULT_FILE.is_file():

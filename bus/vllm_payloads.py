@@ -1,9 +1,9 @@
-"""Payloads for vLLM's own worker engines, as blobs that only their two ends read.
+"""Encodes the dicts that vLLM's own trainer and worker engines exchange, for the bus.
 
-A transfer backend with a name such as ``vllm:nccl`` is vLLM's: tensors are sent from a trainer
-engine of vLLM to the worker engine with which the engine was booted. The bus carries the plain
-dicts that the two exchange: an ``init_info`` as ``TransferInit.params``, an ``update_info`` as
-``WeightChunkMeta.handle``.
+A transfer backend with a name such as ``vllm:nccl`` is vLLM's own: a trainer engine of vLLM sends
+tensors to the worker engine that the inference engine was started with. The bus carries the dicts
+that the two exchange, without reading them: an ``init_info`` as ``TransferInit.params``, an
+``update_info`` as ``WeightChunkMeta.handle``.
 
 The dicts may contain what MessagePack can encode (None, booleans, numbers, strings, bytes, lists,
 and dicts with string keys), and :class:`IpcTensor`. Nothing is pickled.
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "vllm:"
 MAX_DEPTH: Final = 8
-# Those whose updates are patches: some elements of some tensors, onto what an engine serves.
+# Worker engines that receive patches: new values of some elements of the served weights.
 PATCHING: Final = frozenset({"sparse_nccl"})
-# Those to which every rank of the trainer sends its own shards. The workers of all engines are
-# one mesh behind them; ``rank_offset`` is where it begins.
+# Worker engines to which every rank of the trainer sends its own shards. In the communicator, the
+# workers of all engines follow the trainer's ranks as one mesh, from ``rank_offset`` on.
 SHARDING: Final = frozenset({"nccl_m2n"})
 # Worker engines of vLLM's that the bus can't drive, and why.
 UNSUPPORTED: Final = {
     "sharded_rdt": "its workers pull shards from every rank of its trainer, by plans of their own",
     "modelexpress": "vLLM has no trainer engine for it",
 }
-_IPC_TENSOR: Final = 1  # of MessagePack's extension types
+_IPC_TENSOR: Final = 1  # the extension type of MessagePack
 
 Size = Annotated[int, Meta(ge=0)]
 Sizes = Annotated[tuple[Size, ...], Meta(max_length=16)]
-Handle = Annotated[bytes, Meta(max_length=65_536)]  # those of expandable segments are long
+Handle = Annotated[bytes, Meta(max_length=65_536)]  # handles of expandable segments are long
 
 
 class IpcTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor in another process's memory on the same GPU.
 
-    The fields are those from which PyTorch rebuilds a tensor, in its order, without the classes.
-    Sizes count elements, unless their names end in ``_bytes``.
+    The fields are the arguments with which PyTorch rebuilds a tensor, in their order, without the
+    classes. Sizes count elements, unless their names end in ``_bytes``.
     """
 
     size: Sizes
@@ -68,22 +68,22 @@ class _ChunkPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def native_name(engine: str) -> str:
-    """The transfer backend that vLLM's worker engine ``engine`` is."""
+    """Returns the name on the bus of vLLM's worker engine ``engine``, such as ``vllm:nccl``."""
     return PREFIX + engine
 
 
 def engine_of(backend: str) -> str:
-    """The worker engine of vLLM's that a transfer backend is; empty for wavebus's own."""
+    """Returns the name in vLLM of a transfer backend; empty for wavebus's own backends."""
     return backend.removeprefix(PREFIX) if backend.startswith(PREFIX) else ""
 
 
 def is_patching(backend: str) -> bool:
-    """Whether all updates over a transfer backend are patches; over the others, none is."""
+    """Returns whether a transfer backend carries patches only; the others carry none."""
     return engine_of(backend) in PATCHING
 
 
 def is_sharding(backend: str) -> bool:
-    """Whether all ranks of the trainer send over a transfer backend, each its own shards."""
+    """Returns whether every rank of the trainer sends its own shards over a backend."""
     return engine_of(backend) in SHARDING
 
 
@@ -96,10 +96,10 @@ def is_loaded_on_receipt(backend: str) -> bool:
 
 
 def encode_info(info: Mapping[str, Any]) -> bytes:
-    """A dict of plain values, as a blob.
+    """Encodes a dict of plain values as bytes.
 
     Raises:
-        ValueError: names the key whose value has no plain form; or all is too large.
+        ValueError: a value can't be encoded, and its key is named; or the result is too large.
     """
     blob = msgspec.msgpack.encode(_plain(info, "", 0))
     if len(blob) > MAX_BLOB_BYTES:
@@ -108,10 +108,10 @@ def encode_info(info: Mapping[str, Any]) -> bytes:
 
 
 def decode_info(blob: bytes) -> dict[str, Any]:
-    """The dict in a blob.
+    """Decodes a dict from bytes.
 
     Raises:
-        ValueError: it is no dict of plain values.
+        ValueError: the bytes are no dict of plain values.
     """
     try:
         found = msgspec.msgpack.decode(blob, ext_hook=_extension)
@@ -124,11 +124,11 @@ def decode_info(blob: bytes) -> dict[str, Any]:
 
 
 def encode_chunk(columns: Sequence[str], rest: Mapping[str, Any]) -> bytes:
-    """An ``update_info`` without what its WEIGHT_CHUNK_META says of the chunk's tensors.
+    """Encodes an ``update_info`` without the values that its WEIGHT_CHUNK_META carries.
 
     Args:
-        columns: keys of the dict whose values stand there.
-        rest: the other ones.
+        columns: keys whose values WEIGHT_CHUNK_META carries, such as the names of tensors.
+        rest: all other items of the dict.
 
     Raises:
         ValueError: as :func:`encode_info` does.
@@ -137,10 +137,10 @@ def encode_chunk(columns: Sequence[str], rest: Mapping[str, Any]) -> bytes:
 
 
 def decode_chunk(blob: bytes, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``update_info`` again; ``told`` are all columns, as vLLM's engines want them.
+    """Decodes an ``update_info``, and takes its missing values from ``columns``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the bytes are no ``update_info``.
     """
     try:
         chunk = msgspec.msgpack.decode(blob, type=_ChunkPayload)
@@ -153,10 +153,10 @@ def decode_chunk(blob: bytes, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: str, depth: int) -> Any:
-    """The value with extensions where MessagePack has no form of its own.
+    """Returns the value with MessagePack extensions in place of :class:`IpcTensor`.
 
     Raises:
-        ValueError: names the place of what is neither plain nor known.
+        ValueError: a value can't be encoded; the text names its path.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"{path}: nested deeper than {MAX_DEPTH}")

@@ -1,7 +1,7 @@
 """Finds definitions in vLLM's source files without importing them.
 
-The files may be those of the installed vLLM, an unpacked wheel, or the wheel itself. What must be
-defined there is the business of :mod:`bus.seams`.
+The files may be those of the installed vLLM, an unpacked wheel, or the wheel itself.
+:mod:`bus.seams` says what must be defined there.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 Node: TypeAlias = ast.AST
 
-_MAX_IMPORTS: Final = 4  # of a name through packages, until it is defined
+_MAX_IMPORTS: Final = 4  # steps from an imported name to its definition
 
 
 def _parse(text: str) -> ast.Module:
-    """Parse a file. Raises SyntaxError."""
+    """Parses the source of a file; raises ``SyntaxError`` if that is malformed."""
     try:
         return ast.parse(text)
     except SystemError:
-        # Python 3.11 counts the depth of all trees that are being built together. A finalizer that
-        # the garbage collector calls in the middle, and that parses as well, upsets the count.
+        # Python 3.11 has one depth counter for all syntax trees under construction. The counter is
+        # wrong if the garbage collector calls a finalizer that parses too; so this tries again.
         return ast.parse(text)
 
 
 class Folder(Protocol):
-    """A folder on disk or inside a wheel: what pathlib and zipfile paths have in common."""
+    """A folder on disk or in a wheel: the methods that pathlib and zipfile paths share."""
 
     def joinpath(self, *parts: str) -> Folder:
-        """Returns a path below this one."""
+        """Returns the path of a file or folder below this one."""
 
     def is_file(self) -> bool:
-        """Returns whether it is a file."""
+        """Returns whether the path is a file."""
 
     def read_text(self, encoding: str) -> str:
         """Reads the file."""
@@ -53,7 +53,7 @@ class SourceTree:
 
     Args:
         root: the folder that holds the package ``vllm``.
-        changed: other texts for some files, by their path below ``root``.
+        changed: replaces the texts of some files, by their paths below ``root``.
     """
 
     def __init__(self, root: Folder, changed: Mapping[str, str] | None = None) -> None:
@@ -65,10 +65,10 @@ class SourceTree:
 
     @classmethod
     def at(cls, path: Path) -> SourceTree:
-        """Open an unpacked wheel (or any folder with the package in it), or a wheel file.
+        """Opens a wheel file, or a folder that has the package, such as an unpacked wheel.
 
         Raises:
-            UsageError: no package ``vllm`` is there.
+            UsageError: the path has no package ``vllm``.
         """
         root: Folder = path
         if path.is_file() and zipfile.is_zipfile(path):
@@ -83,14 +83,14 @@ class SourceTree:
 
     @classmethod
     def installed(cls) -> SourceTree | None:
-        """The vLLM that this process would import; None if there is none."""
+        """Returns the vLLM that this process would import; None if none is installed."""
         spec = find_spec("vllm")
         if spec is None or spec.origin is None:
             return None
         return cls(Path(spec.origin).parents[1])
 
     def changed(self, texts: Mapping[str, str]) -> SourceTree:
-        """The same tree with other texts for some files, which are all that is parsed anew."""
+        """Returns a copy of the tree in which some files have other texts."""
         other = SourceTree(self._root, texts)
         for name, node in self._modules.items():
             if self.module_path(name) not in texts:
@@ -99,7 +99,7 @@ class SourceTree:
         return other
 
     def source(self, target: str) -> str | None:
-        """The source of a definition, as :func:`ast.unparse` prints it; None if there is none."""
+        """Returns a definition's source, as :func:`ast.unparse` prints it; None if undefined."""
         node = self.find(target)
         if node is not None and node not in self._printed:
             self._printed[node] = ast.unparse(node)
@@ -107,13 +107,13 @@ class SourceTree:
 
     @functools.cached_property
     def version(self) -> str:
-        """The number in ``vllm/_version.py``, such as ``0.33.0``; empty if there is none."""
+        """The version in ``vllm/_version.py``, such as ``0.33.0``; empty if it is missing."""
         text = self.text("vllm._version")
         found = re.search(r"^__version__ = .*['\"](.+)['\"]", text, re.MULTILINE)
         return found[1] if found else ""
 
     def module_path(self, module: str) -> str:
-        """The file of a module, below the root; empty if there is none."""
+        """Returns the path of a module's file below the root; empty if there is none."""
         base = module.replace(".", "/")
         for path in (f"{base}.py", f"{base}/__init__.py"):
             if path in self._changed or self._root.joinpath(*path.split("/")).is_file():
@@ -121,7 +121,7 @@ class SourceTree:
         return ""
 
     def text(self, module: str) -> str:
-        """The source of a module; empty if there is none."""
+        """Returns the source of a module; empty if there is no such module."""
         path = self.module_path(module)
         if not path:
             return ""
@@ -129,14 +129,14 @@ class SourceTree:
         return changed or self._root.joinpath(*path.split("/")).read_text(encoding="utf-8")
 
     def find(self, target: str) -> Node | None:
-        """The definition of ``package.module:Class.attribute``; None if there is none.
+        """Returns the syntax tree of ``package.module:Class.attribute``; None if undefined.
 
-        Imported names and base classes are followed into their own modules.
+        Follows imported names and base classes into their own modules.
         """
         return self.locate(target)[1]
 
     def locate(self, target: str) -> tuple[str, Node | None]:
-        """The same, with the module that holds the definition."""
+        """Returns the module that holds a definition, and its syntax tree, as :meth:`find` does."""
         module, _, path = target.partition(":")
         if not path:
             return module, self._module(module)
@@ -153,13 +153,13 @@ class SourceTree:
             text = self.text(module)
             try:
                 self._modules[module] = _parse(text) if text else None
-            except SyntaxError:  # a later Python's
+            except SyntaxError:  # syntax of a later Python
                 self._modules[module] = None
                 self._unreadable.add(module)
         return self._modules[module]
 
     def absent(self, target: str, kind: str = "") -> str:
-        """Say that a target is not there, or that its file can't be read."""
+        """Returns the text that a target is undefined, or that its file can't be read."""
         module = target.partition(":")[0]
         why = " (this Python can't parse its file)" if module in self._unreadable else ""
         return f"there is no {kind}{short_name(target)}{why}"
@@ -204,7 +204,7 @@ class SourceTree:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements of a body, also those behind a condition."""
+    """Yields the statements of a body, including those inside conditions."""
     for node in body:
         yield node
         if isinstance(node, ast.If):
@@ -226,5 +226,5 @@ def _defines(node: Node, name: str) -> bool:
 
 
 def short_name(target: str) -> str:
-    """A target as a reader knows it: ``EngineCoreProc.step``, or a whole module."""
+    """Returns a target's short name for texts, such as ``EngineCoreProc.step`` or a module's."""
     return target.partition(":")[2] or target

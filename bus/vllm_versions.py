@@ -1,7 +1,6 @@
-"""Says which versions of vLLM wavebus supports, and which ones its tests have run on.
+"""The versions of vLLM that wavebus supports, and those that its tests have run on.
 
-Everything else about vLLM is decided by what its source contains (:mod:`bus.seams`), not by its
-version.
+Whether a single feature works depends on vLLM's source (:mod:`bus.seams`), not on its version.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from typing import Final
 
 from bus.errors import EngineError
 
-# The only version numbers in the product: what is too old, and what the tests have run on.
+# The only version numbers in the product: the oldest supported one, and those tested.
 OLDEST_SUPPORTED: Final = (0, 28)
 
 TESTED: Final = ("0.32", "0.33")
 
 
 def untested_reason(version: str) -> str:
-    """Say that wavebus was not run on this vLLM; empty if it was.
+    """Returns the warning that wavebus was not tested on this vLLM; empty if it was.
 
     Args:
         version: ``vllm.__version__``, such as ``0.32.0`` or ``0.33.1rc2.dev4+g0a1b2c3``.
@@ -31,7 +30,7 @@ def untested_reason(version: str) -> str:
 
 
 def unsupported_reason(version: str) -> str:
-    """Say why this vLLM can't be used, and what to do; empty if it can."""
+    """Returns why this vLLM can't be used, and what to do; empty if it can."""
     number = _number(version)
     if number is not None and number >= OLDEST_SUPPORTED:
         return ""
@@ -43,10 +42,10 @@ def unsupported_reason(version: str) -> str:
 
 
 def require_supported(version: str) -> None:
-    """Refuse a vLLM that is too old.
+    """Checks that a vLLM is not too old.
 
     Raises:
-        EngineError: names the version found and the one to install.
+        EngineError: it is; the text names its version and the one to install.
     """
     reason = unsupported_reason(version)
     if reason:

@@ -1,4 +1,7 @@
-"""The library for trainers: updates of weights, and rollouts."""
+"""The library in the trainer's process: updates engines' weights, and generates rollouts.
+
+The names in ``__all__`` are imported at first use, so that ``import trainer_agent`` loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ _HOMES: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    """Late: a command's help text needs no torch."""
+    """Imports a public name at its first use."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Updates LoRA adapters, without the model's weights."""
+"""The trainer agent's method that updates a LoRA adapter alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Adapters:
-    """A part of :class:`trainer_agent.TrainerAgent`, which has these attributes."""
+    """Mixin of :class:`trainer_agent.TrainerAgent`, which defines the attributes used here."""
 
     ranks: int
     verify: Verify
@@ -42,14 +42,14 @@ class Adapters:
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
     ) -> int:
-        """Sends one LoRA adapter to every engine, which then serve it in place of the last one.
+        """Sends a LoRA adapter to every engine, where it replaces its previous version.
 
         The model's weights stay as they are. Engines read the adapter from a folder on tmpfs, so
         they must run on this host.
 
         Args:
-            adapter: its name, which clients of served engines ask for as their model, and which
-                :meth:`sidecar.vllm.inprocess_engine.VllmEngine.lora_request` takes.
+            adapter: the adapter's name. HTTP clients send it as ``model``, and
+                :meth:`sidecar.vllm.inprocess_engine.VllmEngine.lora_request` takes it.
             source: all of its tensors, by the names that PEFT gives them in a checkpoint
                 (``base_model.model.….lora_A.weight``); or a module with LoRA parameters.
             config: PEFT's ``adapter_config``, such as ``LoraConfig.to_dict()`` returns: ``r``,
@@ -66,8 +66,8 @@ class Adapters:
         Raises:
             ManifestRefused: an engine's model doesn't take these tensors, or its
                 ``max_lora_rank`` is too low.
-            UpdateFailed: the update failed, and engines serve the adapter that they had before.
-                Code ``backend_missing``: an engine has no LoRA enabled, and nothing has happened.
+            UpdateFailed: the update failed, and engines serve the previous adapter. Code
+                ``backend_missing``: LoRA is not enabled in an engine, and nothing has changed.
             Refused: as :meth:`update_weights`.
             BusTimeout: as :meth:`update_weights`.
             UsageError: name, source or config are not an adapter's; or the trainer has several

@@ -1,4 +1,4 @@
-"""The trainer agent: pauses engines, sends weights and resumes, in one call."""
+"""The trainer agent, with which a trainer pauses engines and updates their weights."""
 
 from __future__ import annotations
 
@@ -76,32 +76,32 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             agent, and all ranks call :meth:`update_weights` with their part of the same model.
             Rank 0 owns the group and sends.
         ranks: how many processes the trainer has.
-        backend: how tensors travel: ``shm`` (one host), ``gloo`` (TCP, any number of hosts),
+        backend: the transport of tensors: ``shm`` (one host), ``gloo`` (TCP, any number of hosts),
             ``nccl`` (from GPU to GPU), ``ipc`` (engines on the trainer's GPU), or one of your own
             (:func:`bus.weight_transfer.registry.register_sender`).
         chunk_bytes: the most bytes in one chunk. A larger tensor gets a chunk of its own.
-        buffers: how many chunks are under way at a time, with memory for each. Default: two; three
-            for ``nccl``; or as your own backend says.
-        packed: whether chunks go through buffers. ``nccl``, ``ipc``, and ``shm`` with weights in
-            shared memory (:func:`trainer_agent.share_memory`) can do without buffers: tensors are
-            then sent from where they are, and must not change until the update ends.
+        buffers: how many chunks may be in flight, with memory for each. Default: two; three for
+            ``nccl``; or as your own backend says.
+        packed: whether tensors are copied into buffers first. ``nccl``, ``ipc``, and ``shm`` with
+            weights in shared memory (:func:`trainer_agent.share_memory`) can send them in place:
+            they must then not change until the update ends.
         device: the GPU that ``nccl`` and ``ipc`` send from. Default: the current GPU of the thread
             that makes the agent if that thread already uses one, else the first.
         keep_last: whether to keep the weights of the last committed update of the model in CPU
-            memory. Engines that join late, restart, or were quarantined then catch up from there,
+            memory. Engines that join late, restart, or were quarantined then load these weights
             in the background, while the others serve. Takes the size of the weights twice, from the
             second update on. If the trainer has several ranks, only rank 0 keeps weights.
-        verify: how much of each chunk is compared before engines load it: ``sample`` 4,096 words of
-            each tensor, ``full`` all words (about one second per 2 GB and core), ``off`` nothing.
+        verify: how many words of each tensor are verified by checksum before engines load it:
+            ``sample`` 4,096, ``full`` all (about one second per 2 GB and core), ``off`` none.
         lease_ms: how long engines stay paused if trainer and broker are both gone.
-        timeout_s: how long one step (a pause, an acknowledgement of all engines) may take after the
-            step before it; also how long the source may take for one tensor, and how long the
-            broker may be silent. Choose more than the broker's ``--step-timeout-ms`` (300 s), after
-            which the broker excludes engines that have not answered, and the others continue.
-        key: file with this trainer's secret key (`wavebus keygen`). Default: WAVEBUS_KEY, or none.
-        broker_key: file with the broker's public key. Default: WAVEBUS_BROKER_KEY, or none.
-        insecure: whether to go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
-        transport: in place of a ZeroMQ connection to ``broker``; for tests.
+        timeout_s: how long one step (a pause, an acknowledgement by all engines) may take after the
+            previous step, the source may take for one tensor, and the broker may be silent. Choose
+            more than the broker's ``--step-timeout-ms`` (300 s), after which the broker excludes
+            engines that have not answered, and the others continue.
+        key: file with this trainer's secret key (`wavebus keygen`). Default: $WAVEBUS_KEY, or none.
+        broker_key: file with the broker's public key. Default: $WAVEBUS_BROKER_KEY, or none.
+        insecure: whether to connect beyond loopback without keys. Default: $WAVEBUS_INSECURE.
+        transport: replaces the ZeroMQ connection to ``broker``, in tests.
         link_config: timeouts of the link to the broker.
 
     Raises:
@@ -198,7 +198,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
     # -- connection -------------------------------------------------------------
 
     async def connect(self) -> Self:
-        """Joins the bus and becomes the group's owner.
+        """Joins the bus, and becomes the owner of the group.
 
         Raises:
             BusTimeout: no broker answers at the address within ``timeout_s``.
@@ -211,7 +211,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
     async def close(self) -> None:
         """Leaves the bus.
 
-        The broker ends a pause that is still held. An update that was not awaited is aborted.
+        The broker ends a pause that is still held. An update under way is aborted.
         """
         if self._sending is not None:
             await cancel_and_wait(self._sending)
@@ -264,7 +264,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         return list(view.engines)
 
     async def status(self) -> Status:
-        """Returns what the broker knows of all groups and engines."""
+        """Returns the broker's view of all groups and engines."""
         return await self._connection.status()
 
     async def update_weights(
@@ -307,7 +307,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 sends tensors as they are.
             target: ``draft`` updates the draft model of the engines' speculative decoding. Tensors
                 that the draft shares with the model (embeddings, output head) are refused.
-            label: your own name of these weights, for logs and status.
+            label: your own name for these weights, in logs and status.
             mode: as :meth:`paused`.
             clear_cache: as :meth:`paused`. Staged: whether requests recompute keys and values
                 after the swap, or continue with those they have.
@@ -325,7 +325,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 nothing needs a pause (a canary, a ``mode`` that ends requests, a pause that is
                 held). :attr:`last_update` says which it was, and why.
             staging_bytes: the most memory that staging may take in each worker of an engine, in
-                bytes. Default: what is free there.
+                bytes. Default: 90% of the memory that is free there.
             keep_staging: whether that memory stays allocated for the next update.
             check_finite: whether to search all weights for NaN and Inf, and to fail the update if
                 there are any. Default: only the values that ``verify`` reads for checksums are
@@ -343,7 +343,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 staging is required and impossible.
             PauseFailed: as :meth:`paused`.
             CanaryFailed: no engine passed the canary; all are quarantined.
-            NonFiniteWeights: ``check_finite`` found one; engines are as after UpdateFailed.
+            NonFiniteWeights: ``check_finite`` found NaN or Inf; engines are as after UpdateFailed.
             UpdateFailed: the update failed. Engines that had loaded a part are quarantined until
                 the next whole update; a staged update quarantines none. Code
                 ``quorum_missing``: too few DP groups were left.
@@ -378,7 +378,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
     async def send_weights(
         self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateArguments]
     ) -> asyncio.Task[int]:
-        """Begins an update, and returns as soon as you may modify your tensors again.
+        """Starts an update, and returns as soon as you may modify your tensors again.
 
         ::
 
@@ -386,9 +386,9 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             ...  # the next step
             version = await update
 
-        That is when the last tensor is in the sender's buffers; without buffers (``packed=False``),
-        when engines have received it. An agent makes one update at a time: await one before the
-        next. Cancelling the returned task aborts the update.
+        You may modify them when the last tensor is in the sender's buffers; without buffers
+        (``packed=False``), when engines have received it. An agent makes one update at a time:
+        await one before the next. Cancelling the returned task aborts the update.
 
         Args:
             source: as :meth:`update_weights`.
@@ -400,8 +400,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             A task that returns the version.
 
         Raises:
-            UsageError: a snapshot was asked for, and the trainer has several ranks, each with a
-                part of the tensors.
+            UsageError: ``snapshot`` is set, and the trainer has several ranks, each with a part of
+                the tensors.
         """
         self._require_no_other()
         if snapshot:
@@ -424,7 +424,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         and draft models count as well. Commits of earlier trainers are not known.
 
         Args:
-            version: the version whose age is asked for.
+            version: a version, such as the one of a rollout's tokens.
         """
         return self._updates.count_after(version)
 

@@ -1,4 +1,4 @@
-"""Runs async clients of the bus for callers without an event loop, such as most trainers."""
+"""Runs async clients of the bus in a thread, for callers without an event loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BusThread(Generic[Client]):
     Any thread may call it.
 
     Args:
-        make: makes the client; called in that thread.
+        make: returns the client; called in that thread.
     """
 
     def __init__(self, make: Callable[[], Client]) -> None:
@@ -44,7 +44,7 @@ class BusThread(Generic[Client]):
         self._client: Client | None = None
 
     def connect(self) -> Self:
-        """Starts the thread and joins the bus. Errors are those of the client's ``connect``."""
+        """Starts the thread and joins the bus; raises the errors of the client's ``connect``."""
         with contextlib.ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal("asyncio"))
             self._client = self._portal.call(self._make)
@@ -69,9 +69,9 @@ class BusThread(Generic[Client]):
         self.close()
 
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Runs work in the thread. If the caller is interrupted, waits until it is undone."""
+        """Runs ``work`` in the thread. If the caller is interrupted, waits until that is undone."""
         ended = threading.Event()
-        scopes: list[anyio.CancelScope] = []  # the work's, once it has begun
+        scopes: list[anyio.CancelScope] = []  # the scope of the work, once it has begun
 
         async def run() -> T:
             try:
@@ -94,7 +94,7 @@ class BusThread(Generic[Client]):
             except RuntimeError as error:  # closed meanwhile
                 raise BusClosed(str(error)) from None
             return future.result()
-        except KeyboardInterrupt:  # perhaps before the future was there, while the task runs
+        except KeyboardInterrupt:  # perhaps before the future exists, while the task runs
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 if portal.call(cancel):
                     ended.wait(2 * CLEANUP_S)
@@ -111,7 +111,7 @@ class BusThread(Generic[Client]):
 
     @contextlib.contextmanager
     def _block(self, context: contextlib.AbstractAsyncContextManager[T]) -> Iterator[T]:
-        """Enters an async context of the client, also if an interrupt comes meanwhile."""
+        """Enters an async context of the client, and leaves it even after an interrupt."""
         block = _Block(context)
         try:
             yield self._call(block.enter)
@@ -132,9 +132,9 @@ class BusThread(Generic[Client]):
 
 
 class _Block(Generic[T]):
-    """An async context that one call enters and another one leaves.
+    """An async context that one call enters and another call leaves.
 
-    One task does both, because the context may have cancel scopes.
+    A single task enters and leaves it, because cancel scopes require that.
     """
 
     def __init__(self, context: contextlib.AbstractAsyncContextManager[T]) -> None:
@@ -142,7 +142,7 @@ class _Block(Generic[T]):
         self._task: asyncio.Task[bool | None] | None = None
 
     async def enter(self) -> T:
-        """Returns the context's value. If cancelled, leaves the context before it raises."""
+        """Enters the context and returns its value. If cancelled, leaves the context first."""
         loop = asyncio.get_running_loop()
         entered: asyncio.Future[T] = loop.create_future()
         self._body: asyncio.Future[_ExcInfo] = loop.create_future()
@@ -160,7 +160,7 @@ class _Block(Generic[T]):
         return entered.result()
 
     async def leave(self, body: _ExcInfo) -> bool | None:
-        """Returns whether the context has handled the error of its body."""
+        """Leaves the context; returns whether that has handled the error of the body."""
         if self._task is None or self._task.done():
             return False
         self._body.set_result(body)

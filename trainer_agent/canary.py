@@ -1,11 +1,11 @@
-"""The canary: compares what engines generate for fixed probes, before an update is committed.
+"""The canary: compares what engines generate for fixed prompts, before an update is committed.
 
-Checksums prove that each tensor arrived as it was sent, but not that an engine put it in the right
-place. Probes do: greedy tokens with their log-probabilities, of weights that are loaded and not
-committed.
+Checksums prove that each tensor arrived unchanged, but not that an engine loaded it in the right
+place. To prove that, engines generate greedy tokens with the new weights for fixed prompts
+(probes), and report the log-probability of each token.
 
-With ``score``, the trainer's model is the judge: an engine fails if its log-probabilities of its
-own tokens differ from the trainer's by more than the tolerance. (Two near-equal tokens may be
+With ``score``, the trainer's model is the reference: an engine fails if the log-probabilities of
+its tokens differ from the trainer's by more than the tolerance. (Two near-equal tokens may be
 picked differently, as in bfloat16; that alone is not a failure.) Without ``score``, an engine whose
 tokens differ from the majority's fails, so a single engine always passes.
 """
@@ -48,11 +48,11 @@ class Canary:
     Args:
         prompts: token ids of each prompt; at most 16 prompts of 4,096 tokens each.
         max_tokens: how many greedy tokens each prompt gets, past any end of sequence; at most 64.
-        score: the trainer's own model, with the weights that were sent. It takes a prompt and the
-            tokens that an engine generated, and returns the natural logarithm of each token's
-            probability, given all tokens before it (teacher-forced), before temperature. It is
-            called in a thread. None: engines are only compared with each other.
-        tolerance: by how much an engine's log-probability may differ from that.
+        score: calls the trainer's own model, with the weights that were sent. Its arguments are a
+            prompt and the tokens that an engine generated. It returns the natural logarithm of
+            each token's probability, given all tokens before it (teacher-forced), at temperature 1.
+            It runs in a thread. None: engines are only compared with each other.
+        tolerance: by how much an engine's log-probability may differ from the trainer's, in nats.
 
     Raises:
         UsageError: an argument is wrong; the text names it.
@@ -78,11 +78,11 @@ class Canary:
 
     @property
     def token_ids(self) -> tuple[Tokens, ...]:
-        """The prompts, as they are sent."""
+        """The prompts as :class:`bus.messages.Probe` has them."""
         return tuple(tuple(int(token) for token in prompt) for prompt in self.prompts)
 
     def probe(self, update_id: str, version: int) -> Probe:
-        """Returns the request that runs the probes."""
+        """Returns the request to run the probes on every engine."""
         salt = f"wavebus-{update_id}-{version}"
         return Probe(update_id, self.token_ids, self.max_tokens, salt)
 
@@ -93,7 +93,7 @@ def digest(tokens: Sequence[int]) -> str:
 
 
 def compare(canary: Canary, report: ProbeReport) -> tuple[Differing, ...]:
-    """Returns the engines that fail, each with the first probe that it differs on.
+    """Returns the engines that fail, each with its first differing probe.
 
     Raises:
         CanaryFailed: all engines differ from the trainer; or, without a score, two equally large
@@ -134,7 +134,7 @@ def _compare_with_score(
             scored[result.tokens] = _scores_of(score, prompt, result.tokens)
         steps = zip(result.tokens, scored[result.tokens], result.logprobs, strict=True)
         for place, (token, expected, found) in enumerate(steps):
-            if not abs(expected - found) <= tolerance:  # and not if one is NaN
+            if not abs(expected - found) <= tolerance:  # also false for NaN
                 what = f"log-probability {expected:.4f} of token {token} in place {place}"
                 wrong.append(Differing(engine, number, what, f"{found:.4f}"))
                 break

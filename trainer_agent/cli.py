@@ -1,4 +1,4 @@
-"""`wavebus demo` and `wavebus rollouts`."""
+"""The commands `wavebus demo` and `wavebus rollouts`."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _demo(plan: DemoPlan, *, as_json: bool) -> None:
 
 
 def _undisturbed(plan: DemoPlan, *, as_json: bool) -> None:
-    """Runs the demo with faults, or with its undisturbed twin."""
+    """Runs the demo that kills processes, or the one that compares with an undisturbed run."""
     alone = "--chaos" if plan.chaos else "--sessions"
     plain = (plan.engine, plan.dp_size, plan.how, plan.withhold_weights, plan.updates)
     if plain != ("embedded", 1, "auto", False, None) or (plan.chaos and plan.sessions is not None):
@@ -181,7 +181,7 @@ def _undisturbed(plan: DemoPlan, *, as_json: bool) -> None:
 
 
 def _tell(result: ChaosResult | TwinResult, *, as_json: bool) -> None:
-    """Prints the result; exits with 1 if something was wrong."""
+    """Prints the result, and exits with 1 if a check has failed."""
     answer = result.as_json()
     if as_json:
         click.echo(json.dumps(answer))
@@ -268,7 +268,7 @@ def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
 
 
 def _load_tokenizer(folder: str) -> Any:
-    """Loads a tokenizer of transformers that leaves out special tokens, as vLLM does."""
+    """Loads a tokenizer of transformers whose texts omit special tokens, as vLLM's do."""
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415 - optional
 

@@ -1,4 +1,4 @@
-"""Connects a trainer rank or an observer to the broker, and repeats requests until answered."""
+"""The broker connection of a trainer rank or an observer; repeats requests until answered."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ M = TypeVar("M", bound=Message)
 _RESEND_S: Final = 1.0
 _JOIN_S: Final = 30.0
 _STATUS_S: Final = 10.0
-# A broker that is there says at once who it waits for.
+# A running broker answers a status request at once.
 _EXPLAIN_S: Final = 2.0
 _BEATS_MISSED: Final = 2
-_SLOW_S: Final = 10.0  # then the log says who is waited for
+_SLOW_S: Final = 10.0  # then the log names the late peers
 
 
 class Connection:
-    """Connects one life of a peer. Arguments are as in :class:`trainer_agent.TrainerAgent`.
+    """A peer's connection to the broker; arguments are as in :class:`trainer_agent.TrainerAgent`.
 
     Attributes:
-        delivery: repeats messages that nobody waits for.
+        delivery: repeats undo commands in the background.
         kept_version: returns the version whose weights this peer keeps; heartbeats report it.
-        on_stale: receives the engines that lack that version.
+        on_stale: receives the stale engines, which lack that version.
         on_routes: receives the routes of each group, if this peer is an observer.
         tensors_taken: tensors read from the source of the update under way; heartbeats report it.
         lost_rank: the broker's NACK if another rank of the trainer is gone; else None.
@@ -84,9 +84,9 @@ class Connection:
         self.on_routes: Callable[[str, Routes], None] = lambda _group, _routes: None
         self._peer: PeerClient | None = None
         self._answers: dict[int, asyncio.Future[Message]] = {}
-        self._steps: dict[int, Message] = {}  # those that wait for all engines, in their order
+        self._steps: dict[int, Message] = {}  # steps of all engines, in order
         self._changed = asyncio.Event()
-        self._progress_ms = 0.0  # when a step was last done
+        self._progress_ms = 0.0  # when the last step was done
         self.delivery = GuaranteedDelivery(self)
         self.tensors_taken = 0
         self.lost_rank: Nack | None = None
@@ -146,7 +146,7 @@ class Connection:
 
     @property
     def boot(self) -> int:
-        """The number of this life of the peer."""
+        """The random number of this life of the peer."""
         return self._require_peer().boot
 
     async def ask(
@@ -157,21 +157,21 @@ class Connection:
         timeout_s: float | None = None,
         even_if_silent: bool = False,
     ) -> M:
-        """Sends a request until it is answered. The broker knows its id, and does nothing twice.
+        """Repeats a request until it is answered; by its id, the broker carries it out only once.
 
         Args:
             message: the request.
             expect: the type of the answer.
             timeout_s: how long to wait. A step of all engines may be sent long before its turn, so
                 its time counts from the end of the last step. Default: as the constructor's.
-            even_if_silent: whether to send also to a broker that is silent: it may receive.
+            even_if_silent: whether to send even if nothing was received from the broker lately.
 
         Returns:
             The answer.
 
         Raises:
             Refused: the answer is a NACK.
-            BusTimeout: there is no answer; the text says which peer is waited for.
+            BusTimeout: there is no answer in time; the text names the peer that is late.
             BusClosed: the connection was closed.
         """
         wait_s = self.timeout_s if timeout_s is None else timeout_s
@@ -212,7 +212,7 @@ class Connection:
         return answer
 
     async def status(self) -> Status:
-        """Returns what the broker knows of all groups and engines."""
+        """Returns the broker's view of all groups and engines."""
         return await self.ask(StatusRequest(), Status, timeout_s=min(self.timeout_s, _STATUS_S))
 
     async def engines(self) -> tuple[EngineView, ...]:
@@ -221,7 +221,7 @@ class Connection:
         return next((group.engines for group in status.groups if group.name == self._group), ())
 
     async def engine_dtype(self) -> str:
-        """Returns the dtype of the group's models, by torch's name; empty without engines.
+        """Returns torch's name of the dtype of the group's models; empty without engines.
 
         Raises:
             UsageError: the dtypes differ, or an engine does not report its own.
@@ -236,16 +236,16 @@ class Connection:
         return found[0] if found else ""
 
     async def wait_until_delivered(self, message: Message, timeout_s: float) -> None:
-        """Waits until all messages of :attr:`delivery` are delivered, before ``message`` is sent.
+        """Waits until all undo commands are answered, so that ``message`` can't overtake them.
 
         Raises:
-            BusTimeout: one of them is still undelivered.
+            BusTimeout: one of them is still unanswered.
         """
         if not await self.delivery.drain(timeout_s):
             raise await self._explain_timeout(message, timeout_s)
 
     async def _explain_timeout(self, message: Message, wait_s: float) -> BusTimeout:
-        """Returns the error of a request without an answer; it names who has not answered."""
+        """Returns the error for an unanswered request, with the peer that has not answered."""
         peer = self._require_peer()
         beats_ms = _BEATS_MISSED * peer.link.heartbeat_ms
         heard_ms = peer.now_ms() - peer.link.last_heard_ms
@@ -271,13 +271,13 @@ class Connection:
         if future is None or future.done():
             return
         if isinstance(message, Nack) and message.code in (NackCode.STALE, NackCode.NOT_JOINED):
-            return  # asked again, under a new number or after the new join
+            return  # repeated under a new number, or after the next join
         if isinstance(message, GroupAck):
             self._progress_ms = self._require_peer().now_ms()
         future.set_result(message)
 
     def _refused_unread(self, message: Message) -> int:
-        """Returns the id of the request that was too large for the broker: the largest one."""
+        """Returns the id of the request that the broker refused unread: the largest one."""
         if not isinstance(message, Nack) or message.code is not NackCode.OVERSIZED:
             return 0
         sizes = {each: len(bytes(encode_body(step))) for each, step in self._steps.items()}

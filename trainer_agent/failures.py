@@ -1,7 +1,7 @@
-"""Errors that the trainer's side makes itself.
+"""Makes errors that originate in the trainer's process, not at the broker.
 
-NACKs that no broker sent, and the :class:`bus.errors.BusTimeout` of a step without an answer, which
-names the peer that is waited for, the chunk, and when the peer was last heard.
+These are NACKs, and the :class:`bus.errors.BusTimeout` of an unanswered request. That error names
+the step, the chunk, the peer that has not answered, and when the peer was last heard.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def own_nack(
     peer: str = "",
     hint: str = "",
 ) -> Nack:
-    """Returns a NACK that the trainer's side makes itself."""
+    """Returns a NACK that originates in the trainer's process."""
     return Nack(
         code=code,
         step=step,
@@ -51,7 +51,7 @@ def own_nack(
 
 
 def nack_of(error: BaseException) -> Nack:
-    """Returns the NACK that tells the other ranks of a failure here."""
+    """Returns the NACK by which rank 0 reports an error to the other ranks."""
     if isinstance(error, Refused):
         return error.nack
     detail = f"rank 0: {type(error).__name__}: {error}"
@@ -66,7 +66,7 @@ _MAX_NAMED = 8
 
 
 def silent_broker(asked: Message, wait_s: float, address: str, heard_s: float) -> BusTimeout:
-    """Returns the error of a broker that does not answer, last heard ``heard_s`` seconds ago."""
+    """Returns the error for a silent broker, last heard ``heard_s`` seconds ago."""
     return BusTimeout(
         f"no answer to {_request(asked)} within {wait_s:g} s; the broker at {address} is silent, "
         f"last heard {heard_s:.1f} s ago",
@@ -80,11 +80,11 @@ def silent_broker(asked: Message, wait_s: float, address: str, heard_s: float) -
 def silent_engines(
     asked: Message, wait_s: float, name: str, group: GroupStatus | None
 ) -> BusTimeout:
-    """Returns the error of a broker that waits for engines itself.
+    """Returns the error for a request that engines have not acknowledged in time.
 
     Args:
         asked: the request.
-        wait_s: how long it was waited for, in seconds.
+        wait_s: how long the trainer has waited for the answer, in seconds.
         name: the group's name.
         group: the group's status; None if the broker does not know it.
     """
@@ -95,7 +95,7 @@ def silent_engines(
         return BusTimeout(detail, peer=BROKER_NAME, step=step, chunk=chunk)
     silent_s = {engine.name: engine.last_heard_ms / 1000 for engine in group.engines}
     waits = [wait for wait in group.waits if wait.engine]
-    # Several chunks may be under way: engines that hold up this one come first.
+    # Several chunks may be in flight: engines that delay this one come first.
     waits.sort(key=lambda wait: (wait.step, wait.chunk) != (step, chunk or 0))
     described = [_describe_wait(wait, silent_s.get(wait.engine)) for wait in waits[:_MAX_NAMED]]
     return BusTimeout(
@@ -121,7 +121,7 @@ def _request(asked: Message) -> str:
 
 
 def _step(asked: Message) -> str:
-    """Returns a request's step, as NACKs name it; or the message's own name."""
+    """Returns the step of a request, as NACKs name it; without one, the message's name."""
     step = GROUP_STEPS.get(type(asked))
     return WIRE_NAMES[type(asked)] if step is None else step.value
 

@@ -27,7 +27,7 @@ _POLL_S: Final = 0.05
 
 
 class Requester(Protocol):
-    """The part of :class:`trainer_agent.connection.Connection` that is used here."""
+    """The part of :class:`trainer_agent.connection.Connection` that delivery needs."""
 
     @property
     def is_joined(self) -> bool:
@@ -55,7 +55,7 @@ class GuaranteedDelivery:
     async def send(self, *messages: UndoMessage) -> WavebusError | None:
         """Sends messages in this order, and waits for the answers while the broker is reachable.
 
-        A cancelled scope of the caller does not stop them.
+        Cancelling the caller does not stop the delivery.
 
         Returns:
             The first error; None if all were answered.
@@ -78,7 +78,7 @@ class GuaranteedDelivery:
         return all(each.done() for each in self._open_tasks)
 
     async def _send_all(self, messages: tuple[UndoMessage, ...]) -> WavebusError | None:
-        # Sent at once: a broker that receives, and whose answers are lost, carries out all of them.
+        # Send all at once: a broker may receive them although its answers are lost.
         refused = await asyncio.gather(
             *(self._send_until_answered(message) for message in messages)
         )

@@ -1,4 +1,4 @@
-"""Options of a pause and of an update."""
+"""The options of pauses and updates, and their checks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Quorum: TypeAlias = int | Literal["all"] | None
 # Tensors as the source has them, or cast to the dtype of the engines' model.
 SentDtype: TypeAlias = Literal["source", "engine"]
 _MOST_GROUPS: Final = 65_536
-# It is sent in milliseconds, as 32 bits.
+# The wire has milliseconds in 32 bits.
 _WAIT_MAX_S: Final = 2_000_000.0
-# How long a `wait` pause lets requests run, unless told otherwise.
+# The default of how long a `wait` pause lets requests run.
 WAIT_S: Final = 60.0
 
 
@@ -55,7 +55,7 @@ class PauseOptions:
     """The checked arguments of :meth:`TrainerAgent.paused`.
 
     Raises:
-        UsageError: ``wait_s`` is not a time that can be waited for.
+        UsageError: ``wait_s`` is not positive, or too large for the wire.
     """
 
     mode: PauseMode = "keep"
@@ -70,7 +70,9 @@ class PauseOptions:
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """The arguments of :meth:`TrainerAgent.update_weights`; ``pause`` is used if it needs one.
+    """The checked arguments of :meth:`TrainerAgent.update_weights`.
+
+    ``pause`` is used only if the update needs a pause.
 
     Raises:
         UsageError: an argument is wrong, or the update must be ``staged`` and needs a pause.
@@ -96,7 +98,7 @@ class UpdateOptions:
 
     @property
     def quorum_on_the_wire(self) -> int:
-        """See :class:`bus.messages.Arm`."""
+        """The quorum as :class:`bus.messages.Arm` has it; 0 means all."""
         return 0 if self.quorum == "all" else self.quorum or 1
 
     @property
@@ -115,7 +117,7 @@ class UpdateOptions:
 
     @property
     def staging(self) -> Staging | None:
-        """See :class:`bus.messages.Arm`."""
+        """The staging request of :class:`bus.messages.Arm`; None if the update needs a pause."""
         if self.needs_pause:
             return None
         return Staging(

@@ -1,4 +1,4 @@
-"""Pauses a trainer's group, or puts it to sleep, for the length of a block."""
+"""The trainer agent's methods that pause a group, or put it to sleep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Pauses:
-    """A part of :class:`trainer_agent.TrainerAgent`, which has these attributes."""
+    """Mixin of :class:`trainer_agent.TrainerAgent`, which defines the attributes used here."""
 
     _steps: Steps
     _sending: asyncio.Task[int] | None
@@ -42,19 +42,18 @@ class Pauses:
         Args:
             mode: ``keep`` freezes requests, ``wait`` lets running ones end, ``abort`` ends all with
                 the tokens they have.
-            clear_cache: whether kept requests recompute their KV cache with the weights they find
-                after the pause, and the prefix cache is dropped.
+            clear_cache: whether to drop the prefix cache and the KV cache of kept requests, which
+                they then recompute with the weights after the pause.
             wait_s: how long ``wait`` lets requests run, in seconds.
-            escalate: the mode that the pause changes to on engines whose requests have not ended by
-                then. The answer names these engines (``escalated``) and their requests
-                (``waited_for``).
+            escalate: the mode for engines whose requests still run after ``wait_s``. The answer
+                names these engines (``escalated``) and their requests (``waited_for``).
 
         Yields:
             The group's answer to the pause.
 
         Raises:
             PauseFailed: not every engine could be paused; paused engines have resumed.
-            UsageError: this agent holds a pause already.
+            UsageError: this agent already holds a pause.
         """
         if self._steps.holds_pause:
             raise UsageError("the group is paused already by this agent")
@@ -102,7 +101,7 @@ class Pauses:
 
         Args:
             level: 1 keeps the weights in the host's memory; without an update, engines serve the
-                old ones afterwards. 2 discards them; engines sleep until an update.
+                old ones afterwards. 2 discards them; engines sleep until an update brings new ones.
             mode: as :meth:`paused`.
             wait_s: as :meth:`paused`.
             escalate: as :meth:`paused`.
@@ -114,7 +113,7 @@ class Pauses:
             PauseFailed: as :meth:`paused`.
             Refused: an engine can't sleep (code ``wrong_state``, before any engine does) or failed
                 to; or no engine could be woken at the end, because weights or memory are missing.
-                If some could be woken, the log names the others, and the broker asks them again.
+                If some could be woken, the log names the others, and the broker retries them.
         """
         async with self.paused(mode=mode, wait_s=wait_s, escalate=escalate) as paused:
             yield await self._steps.step(Sleep(paused.update_id, level))

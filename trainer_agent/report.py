@@ -11,27 +11,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One update that was committed. Times are measured by the broker, in milliseconds.
+    """The report of one committed update. The broker measures its times, in milliseconds.
 
     Attributes:
         version: the version that the bus assigned.
-        label: the trainer's own name of the weights.
+        label: the trainer's own name for the weights.
         target: ``model`` or ``draft``.
         update_id: the update's id in logs.
         engines: how many engines serve the version.
         excluded: engines that dropped out: dead, quarantined, or still paused because they could
-            not resume (the broker asks those again).
+            not resume (the broker repeats its request to those).
         interrupted: requests in flight at the swap, or held by the pause, over all engines.
-        arm_ms: time of the manifest check, before the pause.
+        arm_ms: duration of the manifest check, before the pause.
         pause_ms: from the first PAUSE_LOCAL until the last engine was idle.
         paused_ms: from the first PAUSE_LOCAL until the last engine had resumed; 0 inside
             ``agent.paused()``, which ends later.
         slowest: the engine that acknowledged the pause last.
         size_bytes: how many bytes were sent.
         chunks: how many chunks were sent.
-        verified: how much was compared before it was loaded; ``unsupported`` if the backend can't.
-        differing: engines that the canary found to differ, each with its probe, what was expected
-            and what was found. They are excluded, with all ranks of their DP groups.
+        verified: how much of each tensor was verified by checksum: ``sample``, ``full`` or
+            ``off``; ``unsupported`` if the backend can't verify.
+        differing: engines that failed the canary, each with its probe, what was expected and what
+            was found. They are excluded, with all ranks of their DP groups.
         kept_bytes: CPU memory of the snapshot (``keep_last``): the size of the weights, from the
             second update on twice that; 0 without a snapshot.
         how: ``staged`` or ``paused``.

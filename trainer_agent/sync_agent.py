@@ -1,6 +1,6 @@
 """The trainer agent for trainers without an event loop.
 
-A thread of its own keeps the connection to the bus alive, so a training step may take any time.
+A background thread keeps the connection to the bus alive, so a training step may take any time.
 """
 
 from __future__ import annotations

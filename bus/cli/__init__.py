@@ -1,1 +1,1 @@
-"""One module per command of the bus itself."""
+"""The commands of the bus itself, one module each."""

@@ -1,4 +1,4 @@
-"""`wavebus broker`."""
+"""The command `wavebus broker`: runs a broker."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def broker(plan: BrokerPlan) -> None:
         step_timeout_ms=plan.step_timeout_ms,
     )
 
-    # A help text needs none of the machines.
+    # Imported here, because the help text needs no state machine.
     from bus.runtime.broker_server import BrokerServer  # noqa: PLC0415
 
     async def serve(stop: asyncio.Event) -> None:

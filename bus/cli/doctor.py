@@ -1,6 +1,6 @@
-"""`wavebus doctor`: checks what is installed here, and says what to do about what is missing.
+"""The command `wavebus doctor`: checks this host's installation, with hints for what is missing.
 
-Installed roles add their checks by the entry point group ``wavebus.doctor``: functions
+Installed roles add checks with the entry point group ``wavebus.doctor``: functions
 ``(Options) -> list[Check]``.
 """
 
@@ -38,7 +38,7 @@ _COLOURS: Final[dict[str, str]] = {"ok": "green", "note": "cyan", "warn": "yello
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. ``hint`` says what to do if its state is not ok."""
+    """The result of one check. ``hint`` says what to do if ``state`` is not ok."""
 
     name: str
     state: State
@@ -48,7 +48,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the doctor was asked to look at."""
+    """The options of `wavebus doctor`, for the checks of every role."""
 
     broker: str
     attach: str | None
@@ -127,7 +127,7 @@ def _show_features(wheels: tuple[Path, ...], *, markdown: bool, as_json: bool) -
 
 
 def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]:
-    """Returns one check for all features of a registry, and one for each that is off."""
+    """Returns one check for all features, and one for each feature that is off."""
     off = report.off
     works = len(registry.features) - len(off)
     return [
@@ -140,7 +140,7 @@ def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]
 
 
 def bus_checks(options: Options) -> list[Check]:
-    """Returns the checks of every host of the bus."""
+    """Returns the checks that every host of the bus needs."""
     return [
         _python(),
         _packages(),
@@ -196,7 +196,7 @@ def _clock() -> Check:
 
 
 def _files() -> Check:
-    """Checks the limit of file descriptors, of which a broker needs one per peer."""
+    """Checks the limit of open files, since a broker needs one descriptor per peer."""
     import resource  # noqa: PLC0415 - not on every system
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -25,7 +25,7 @@ def reports(paths: Sequence[Path]) -> list[Report]:
         paths: wheels, unpacked or not. Nothing in them is imported.
 
     Raises:
-        UsageError: no vLLM is there, or none of the roles is installed.
+        UsageError: a path has no vLLM, or no role is installed.
     """
     seams = _all_seams()
     return [seams.check(SourceTree.at(path)) for path in paths]
@@ -51,7 +51,7 @@ def _all_seams() -> Registry:
 
 
 def as_json(paths: Sequence[Path], found: Sequence[Report]) -> list[dict[str, Any]]:
-    """Returns the reports as plain objects."""
+    """Returns the reports as JSON objects."""
     return [
         {
             "path": str(path),
@@ -70,9 +70,9 @@ def has_all_features(report: Report) -> bool:
 
 
 def table(found: Sequence[Report]) -> str:
-    """Returns a text table of features by vLLM, with the reasons of those that are off.
+    """Returns a text table of features by version of vLLM, with reasons for missing ones.
 
-    With a single vLLM, the table also says what each feature is for.
+    With a single vLLM, the table also describes each feature.
     """
     names = list(found[0].features)
     columns = [["feature", *names]]
@@ -89,7 +89,7 @@ def table(found: Sequence[Report]) -> str:
 
 
 def markdown(found: Sequence[Report]) -> str:
-    """Returns the table in Markdown, with what each feature is for."""
+    """Returns the table in Markdown, with a description of each feature."""
     words = _all_seams().features
     head = "| feature | what for |" + "".join(f" {each.version} |" for each in found)
     rule = "|---|---|" + "---|" * len(found)

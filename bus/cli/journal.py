@@ -1,4 +1,4 @@
-"""`wavebus journal`: shows what a broker has recorded, line by line."""
+"""The command `wavebus journal`: shows the records of a journal, one per line."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Filters:
     full: bool = option(False, "With --json: long lists whole, such as a manifest's.")
 
     def pass_(self, entry: Entry) -> bool:
-        """Whether the record is one of these."""
+        """Returns whether the filters let a record pass."""
         if isinstance(entry.record, TimerFired) and not self.timers:
             return False
         if self.since is not None and _at(entry, self.since) < self.since.seconds:
@@ -165,7 +165,7 @@ def grep(pattern: str, source: Path, filters: Filters) -> None:
 
 
 def _print(source: Path, filters: Filters, pattern: re.Pattern[str] | None) -> int:
-    """Prints the records that pass, and gaps to stderr; returns how many records that were."""
+    """Prints the records that pass, and gaps to stderr; returns the number of records."""
     printed = 0
     for item in read(source):
         if isinstance(item, Gap):

@@ -1,4 +1,4 @@
-"""`wavebus keygen`."""
+"""The command `wavebus keygen`: makes a pair of keys."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _OWN: Final[dict[str, click.Command]] = {
 
 
 class CommandGroup(click.Group):
-    """Has wavebus's commands, and those of the entry point group ``wavebus.commands``."""
+    """The bus's own commands, and those of the entry point group ``wavebus.commands``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names of all commands."""
@@ -45,7 +45,7 @@ class CommandGroup(click.Group):
         return [*_OWN, *sorted(_entries())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Returns a command, with its defaults from the TOML file."""
+        """Returns a command, whose defaults come from the TOML file."""
         if cmd_name in _OWN:
             _defaults_of(ctx, cmd_name, _OWN[cmd_name])
             return _OWN[cmd_name]
@@ -80,7 +80,7 @@ def _extra(command: str) -> str:
 
 
 def _defaults_of(ctx: click.Context, name: str, command: click.Command) -> None:
-    """Takes a command's defaults from the TOML file, below flags and environment."""
+    """Sets a command's defaults from the TOML file, which ranks below flags and environment."""
     defaults = settings.load(ctx.params.get("config"), name, _options(command))
     ctx.default_map = {**(ctx.default_map or {}), name: defaults}
 
@@ -139,7 +139,7 @@ def run(arguments: list[str]) -> int:
     except WavebusError as error:
         click.echo(f"wavebus: {error}", err=True)
         code = _exit_code(error)
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:  # the reader of stdout is gone
         sys.stderr.close()
         code = EXIT_FAILED
     return code if isinstance(code, int) else 0

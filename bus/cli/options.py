@@ -1,4 +1,4 @@
-"""Options that several commands share, options made of dataclasses, and the main loop."""
+"""Options of commands: shared ones, those made of dataclasses; and the commands' main loop."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def option(default: Any, help: str, *names: str, **more: Any) -> Any:  # noqa: A
     Args:
         default: default value of the field and of the option.
         help: the option's help text.
-        names: what the option is called. Default: as the field.
-        more: ``min`` and ``max`` bound a number; other words are :func:`click.option`'s.
+        names: the option's flags. Default: the field's name.
+        more: ``min`` and ``max`` bound a number; all others are passed to :func:`click.option`.
     """
     return field(default=default, metadata={"help": help, "names": names, **more})
 
@@ -170,7 +170,7 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def configure_log(log_level: str, log_format: str) -> None:
-    """Sets up logging as the options say."""
+    """Configures logging from the options' values."""
     bus.log.configure(level=log_level, json=None if log_format == "auto" else log_format == "json")
 
 

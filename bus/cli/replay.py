@@ -1,4 +1,4 @@
-"""`wavebus replay`: runs a recorded broker again, and compares what it does."""
+"""The command `wavebus replay`: replays a broker's journal, and reports differences."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def replay(source: Path, upto: int | None, verbose: bool, as_json: bool) -> None
     replayed from its first file on, by the same version of wavebus; those whose first file was
     dropped (--journal-bytes) are named.
     """
-    # A help text needs none of the machines.
+    # Imported here, because the help text needs no state machine.
     from bus.journal.replay import Unplayable, replay_lives  # noqa: PLC0415
 
     lives: dict[int, Replay] = {}
-    left: list[str] = []  # what can't be replayed
+    left: list[str] = []  # lives that can't be replayed
     damaged = False
     difference: Difference | None = None
     for each in replay_lives(_collect_torn(read(source), left), upto=upto):

@@ -1,4 +1,4 @@
-"""The worker list of a vllm-router, kept equal to the routes of one group."""
+"""Keeps the worker list of a vllm-router equal to the routes of one group."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 _POLL_S: Final = 1.0
 _ANSWER_S: Final = 5.0
-_REJOIN_S: Final = 30.0  # engines find a broker that was started anew
+_REJOIN_S: Final = 30.0  # time for engines to join a restarted broker
 
 
 class RouterWorkers:
-    """Adds routed engines to a router's list of workers, and removes those that are not routed.
+    """Adds routable engines to a router's list of workers, and removes the others.
 
-    The list is read and corrected every second, so a router may restart. Workers that the group
-    never had are left alone.
+    The list is read and corrected every second, so the router may restart. Workers that never
+    belonged to the group are not changed.
 
     Args:
         url: the router's base URL.
@@ -40,8 +40,8 @@ class RouterWorkers:
         if self._url.scheme not in ("http", "https") or not self._url.hostname:
             raise UsageError(f"--router {url}: a URL is needed, as http://127.0.0.1:30000")
         self._group = group
-        self._routed: set[str] | None = None  # not known yet
-        self._revision: int | None = None  # of these routes, by the broker that lives now
+        self._routed: set[str] | None = None  # the router's list is not known yet
+        self._revision: int | None = None  # of these routes, from the present broker
         self._present: set[str] = set()
         self._known: set[str] = set()
         self._absent_until_s = 0.0
@@ -64,7 +64,7 @@ class RouterWorkers:
             self._changed.set()
 
     def on_status(self, status: Status) -> None:
-        """Takes the engines that are there."""
+        """Takes the engines of the group from the broker's status."""
         engines = (
             each for group in status.groups if group.name == self._group for each in group.engines
         )
@@ -77,8 +77,8 @@ class RouterWorkers:
         """Keeps the router's list equal to the routes until cancelled.
 
         Args:
-            ask_status: requests the broker's status, which names all engines, routed or not.
-            confirm: tells the broker which revision of the routes the router has.
+            ask_status: requests the broker's status, which names all engines, routable or not.
+            confirm: reports to the broker which revision of the routes the router has.
         """
         is_reachable = True
         try:
@@ -127,17 +127,17 @@ class RouterWorkers:
             self._adding.pop(url, None)
 
     async def _send(self, method: str, path: str) -> bytes:
-        """The body of an answer.
+        """Sends an HTTP request to the router, and returns the body of its answer.
 
         Raises:
             OSError: the router can't be reached.
-            ValueError: it answers anything but 200.
+            ValueError: the router's status is not 200.
         """
         host, secure = self._url.hostname, self._url.scheme == "https"
         port = self._url.port or (443 if secure else 80)
         reader, writer = await asyncio.open_connection(host, port, ssl=secure or None)
         try:
-            # By HTTP/1.0 the answer ends with its connection.
+            # With HTTP/1.0 the answer ends with the connection.
             head = (
                 f"{method} {self._url.path.rstrip('/')}{path} HTTP/1.0\r\nHost: {host}:{port}\r\n"
             )

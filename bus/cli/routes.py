@@ -1,4 +1,4 @@
-"""`wavebus routes`."""
+"""The command `wavebus routes`: shows the routable engines, and updates a router with them."""
 
 from __future__ import annotations
 
@@ -148,11 +148,11 @@ async def _follow(
 
 
 def _watch_output(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    """Sets ``ended`` when the reader of the output is gone, even if nothing is written."""
+    """Sets ``ended`` when the reader of stdout is gone, even if nothing is written."""
     output = select.poll()
-    output.register(_STDOUT, 0)  # errors and hang-ups are reported always
+    output.register(_STDOUT, 0)  # errors and hang-ups are always reported
     output.poll()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # what is buffered goes there
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # buffered output goes there
     with contextlib.suppress(RuntimeError):  # the loop has ended by itself
         loop.call_soon_threadsafe(ended.set)
 

@@ -1,4 +1,4 @@
-"""`wavebus status`."""
+"""The command `wavebus status`: shows the broker's view of groups and engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bus.cli.options import BrokerAddress, Keys
     from bus.messages import EngineView, GroupStatus, Status
 
-_NAMED: Final = 4  # engines of which one line says the same
+_NAMED: Final = 4  # engine names in one line
 
 
 @click.command()
@@ -85,7 +85,7 @@ def _table(address: str, answer: Status) -> str:
 
 
 def _serves(group: GroupStatus, engine: EngineView) -> str:
-    """Returns whether requests are sent to the engine; if not, what it waits for."""
+    """Returns whether the engine is routable, as text; if not, the reason."""
     if engine.name in group.routable:
         return "yes"
     dp_group = next((each for each in group.dp_groups if each.name == engine.dp_group), None)
@@ -103,10 +103,10 @@ def _serves(group: GroupStatus, engine: EngineView) -> str:
 
 
 def _missing_features(group: GroupStatus) -> list[str]:
-    """Lists what users must know of each engine's vLLM.
+    """Returns the warnings about each engine's vLLM.
 
-    Features that are off, how updates treat KV connectors, KV without a version, and a release of
-    vLLM that wavebus was not tested with.
+    They name features that are off, how updates treat KV connectors, KV caches without a version,
+    and a version of vLLM that wavebus was not tested with.
     """
     who: dict[str, list[str]] = {}
     for engine in group.engines:

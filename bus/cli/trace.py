@@ -1,4 +1,4 @@
-"""`wavebus trace`: draws a journal as a trace of all peers."""
+"""The command `wavebus trace`: converts a journal to a trace of all peers."""
 
 from __future__ import annotations
 

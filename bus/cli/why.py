@@ -1,4 +1,4 @@
-"""`wavebus why`: names the peers that are waited for."""
+"""The command `wavebus why`: names the peers that delay a group."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def _nothing(status: Status, about: str) -> str:
 
 
 def _final_status(source: Path) -> Status:
-    """The view of the broker that wrote last.
+    """Returns the final status of the last broker in a journal.
 
     Raises:
-        JournalError: it can't be replayed.
+        JournalError: the journal can't be replayed.
     """
-    # A help text needs none of the machines.
+    # Imported here, because the help text needs no state machine.
     from bus.journal.replay import Unplayable, replay_lives  # noqa: PLC0415
 
     last: Replay | None = None

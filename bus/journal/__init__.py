@@ -1,1 +1,1 @@
-"""The broker's journal: every control message in and out, on disk, to be read and replayed."""
+"""The broker's journal: records every control message on disk, and reads and replays them."""

@@ -1,4 +1,4 @@
-"""Explains a status: which peers have not acknowledged what, for how long, and why."""
+"""Explains a status: which peers have not acknowledged which step, for how long, and why."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 if TYPE_CHECKING:
     from bus.messages import DpGroupView, EngineView, GroupStatus, OutView, Status, WaitView
 
-# blocked: it lives, and its own call has not returned. silent: not heard for two heartbeats.
-# wedged: its DP group stands in a collective. dead: a rank of its DP group is gone, or it is.
-# trainer: not an engine, but the trainer is to do the next thing.
+# blocked: alive, and its engine call has not returned. silent: no frame for two heartbeats.
+# wedged: its DP group hangs in a collective. dead: it or a rank of its DP group is gone.
+# trainer: the next step is the trainer's, not an engine's.
 State: TypeAlias = Literal[
     "blocked", "silent", "wedged", "dead", "quarantined", "booting", "trainer"
 ]
@@ -20,7 +20,10 @@ _IDLE: Final = ("running", "idle")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One reason. ``step`` was not acknowledged (or empty), for ``waited_ms``."""
+    """One reason for a delay: ``peer`` has not acknowledged ``step`` for ``waited_ms``.
+
+    An engine that takes no part in an update (quarantined, dead) has an empty ``step``.
+    """
 
     group: str
     peer: str
@@ -33,16 +36,16 @@ class Finding:
 
     @property
     def waiting(self) -> bool:
-        """Whether something is waited for; an engine that is out holds up nobody."""
+        """Whether this peer delays its group; an engine that takes no part does not."""
         return bool(self.step) or self.state == "trainer"
 
 
 def findings(status: Status, about: str = "") -> list[Finding]:
-    """Returns what holds up the groups of a status, the longest wait first; then absent engines.
+    """Returns what delays each group, the longest wait first, then engines that take no part.
 
     Args:
         status: the broker's view.
-        about: an update (or pause) or an engine, or the trainer: what concerns it alone.
+        about: keeps only what concerns this update, pause, engine or trainer; empty: all.
     """
     found: list[Finding] = []
     for group in status.groups:
@@ -97,7 +100,7 @@ def _wave(dp_group: DpGroupView) -> str:
 
 
 def _between_steps(group: GroupStatus, status: Status) -> list[Finding]:
-    """Explains a pause or update under way in which no engine has to acknowledge anything."""
+    """Explains a pause or update in which no engine's acknowledgement is missing."""
     if group.pause in _IDLE and group.update in _IDLE:
         return []
     where = f"the update {group.update_id} is {group.update}"

@@ -1,8 +1,8 @@
-"""Reads a journal back, record by record, and reports what is torn or damaged.
+"""Reads a journal record by record, and reports torn and damaged records.
 
-A process that dies in the middle of a write leaves the beginning of a record, and nothing after it:
-**torn**. A record with a wrong checksum, or bytes that are no record, with other records after
-them, are **damaged**; reading continues with the next whole record.
+A record is **torn** if the file ends in the middle of it, because the process died during a write.
+A record with a wrong checksum, or bytes that are no record, with other records after them, are
+**damaged**; reading continues with the next whole record.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Entry:
     """A whole record of a journal.
 
     Attributes:
-        path: its file.
-        offset: where it begins in the file, in bytes.
-        number: its number in this life of the broker, from 1; a :class:`FileBegan` is 0.
+        path: the file of the record.
+        offset: the position in the file, in bytes.
+        number: the record's number in this life of the broker, from 1; a :class:`FileBegan` has 0.
         record: the record.
-        began: the first record of its file; None if that is damaged.
+        began: the first record of the file; None if that is damaged.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Bytes of a journal that are not a record."""
+    """A range of bytes in a journal that is no record."""
 
     path: Path
     offset: int
@@ -63,7 +63,7 @@ Item: TypeAlias = Entry | Gap
 
 
 def read(source: Path) -> Iterator[Item]:
-    """Yields the records of a file, or of all files of a folder, in the order of writing.
+    """Yields the records of a file, or of a folder's files, in the order of writing.
 
     Raises:
         JournalError: there is no journal, or it can't be read.
@@ -77,7 +77,7 @@ def read(source: Path) -> Iterator[Item]:
     for path in paths:
         try:
             data = _bytes_of(path)
-        except FileNotFoundError:  # the broker has dropped it just now
+        except FileNotFoundError:  # the broker has just deleted it
             continue
         yield from _read_file(path, data)
 
@@ -127,7 +127,7 @@ def _gap(path: Path, data: bytes, offset: int) -> Gap:
 
 
 def _is_torn(data: bytes, offset: int) -> bool:
-    """Returns whether a record begins here and has no end, or only zeros follow (power loss)."""
+    """Returns whether a record begins here without an end, or only zeros follow (power loss)."""
     rest = data[offset : offset + PREFIX_BYTES]
     if len(rest) < PREFIX_BYTES:
         return MARK.startswith(rest[: len(MARK)]) or not any(rest)

@@ -1,4 +1,4 @@
-"""What a journal is made of: records, each with its length and checksum before it.
+"""The records of a journal, and their encoding with length and checksum.
 
 A file is :data:`MAGIC` and then records, one after the other::
 
@@ -27,14 +27,14 @@ PREFIX_BYTES: Final = _PREFIX.size
 
 
 class FileBegan(msgspec.Struct, frozen=True, array_like=True, tag="began"):
-    """A file begins.
+    """The first record of a file.
 
     Attributes:
-        boot: the broker's life.
+        boot: the random number of this life of the broker.
         file: the number of the file in this life, from 0.
         records: how many records of this life are in earlier files.
-        now_ms: the broker's clock, as in all other records.
-        wall_s: the wall clock at that time, in seconds since 1970.
+        now_ms: the time on the broker's clock, as in all other records.
+        wall_s: the same moment on the wall clock, in seconds since 1970.
         software: the version of wavebus.
         config: the broker's configuration.
         keys: roles by authorised public key; None if the broker uses no keys.
@@ -51,7 +51,7 @@ class FileBegan(msgspec.Struct, frozen=True, array_like=True, tag="began"):
 
 
 class FrameReceived(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="in"):
-    """A frame was received and read; ``user`` is its connection's public key, or empty."""
+    """The broker received a frame; ``user`` is the public key of its connection, or empty."""
 
     now_ms: float
     route: bytes
@@ -60,7 +60,7 @@ class FrameReceived(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
 
 
 class FrameRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="refused"):
-    """A frame was refused unread, for its size or its sender's rate.
+    """The broker refused a frame unread, because of its size or its sender's rate.
 
     Frames that are dropped without an answer are not recorded, because they change nothing
     (:meth:`bus.protocol.broker.broker.Broker.admit`).
@@ -85,7 +85,7 @@ class TimerFired(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="ti
 
 
 class FrameSent(msgspec.Struct, frozen=True, array_like=True, tag="out"):
-    """A frame goes to the peers with these routes."""
+    """The broker sent a frame to the peers with these routes."""
 
     now_ms: float
     routes: tuple[bytes, ...]
@@ -93,13 +93,13 @@ class FrameSent(msgspec.Struct, frozen=True, array_like=True, tag="out"):
 
 
 class BrokerClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
-    """The broker ended in order. Without this record it was killed, or still runs."""
+    """The broker shut down in order. Without this record it was killed, or still runs."""
 
     now_ms: float
 
 
 class RecordsLost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
-    """Records before this one are missing, because the disk refused them."""
+    """Records before this one are missing, because they could not be written to disk."""
 
     now_ms: float
     count: int
@@ -121,15 +121,15 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 def pack(record: Record) -> bytes:
-    """Encodes a record for the file."""
+    """Encodes a record with its length and checksum."""
     body = _encode(record)
     return _PREFIX.pack(MARK, len(body), crc32(body)) + body
 
 
 def body_span(data: bytes, offset: int) -> tuple[int, int] | None:
-    """Returns where the body of the record at ``offset`` begins and ends, maybe beyond ``data``.
+    """Returns the begin and end of the body of the record at ``offset``.
 
-    None if no record begins there.
+    The end may lie beyond ``data``. Returns None if no record begins at ``offset``.
     """
     begin = offset + PREFIX_BYTES
     if begin > len(data):
@@ -139,7 +139,7 @@ def body_span(data: bytes, offset: int) -> tuple[int, int] | None:
 
 
 def unpack(data: bytes, offset: int) -> tuple[Record, int] | None:
-    """Returns the record at ``offset`` and the next offset; None if there is no whole record."""
+    """Returns the record at ``offset`` and the next offset; None without a whole record."""
     span = body_span(data, offset)
     if span is None or span[1] > len(data):
         return None

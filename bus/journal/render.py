@@ -1,4 +1,4 @@
-"""Renders records for people and programs: as a line, or as a JSON object."""
+"""Renders records as lines of text, or as JSON objects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHOWN_AS_ZERO: Final = ("chunk", "version", "wave", "rank")
 
 @dataclass(frozen=True, slots=True)
 class DecodedFrame:
-    """A decoded frame of a journal; ``fault`` says why it can't be decoded, or is empty."""
+    """A frame of a journal, decoded; ``fault`` says why that failed, or is empty."""
 
     peers: tuple[str, ...]
     envelope: Envelope | None = None
@@ -43,7 +43,7 @@ class DecodedFrame:
 
     @property
     def kind(self) -> str:
-        """The message's wire name; ``?`` if it can't be read."""
+        """The message's wire name; ``?`` if the frame can't be decoded."""
         return self.envelope.kind if self.envelope else "?"
 
     @property
@@ -54,7 +54,7 @@ class DecodedFrame:
 
 
 def peer_of(route: bytes) -> str:
-    """Returns the name in a peer's route."""
+    """Returns the peer's name that a route contains."""
     return route.decode(errors="backslashreplace").rsplit("#", 1)[0]
 
 
@@ -98,7 +98,7 @@ def describe(record: Record) -> str:
 
 
 def summary(message: Message) -> str:
-    """Returns a message's fields that are not empty, with the sizes of long ones."""
+    """Returns a message's fields as text, without empty ones, and with long ones shortened."""
     fields = ((name, getattr(message, name)) for name in fields_of(message))
     return " ".join(
         f"{name}={_short(value)}"
@@ -114,14 +114,14 @@ def fields_of(message: Message) -> tuple[str, ...]:
 
 
 def line(entry: Entry) -> str:
-    """Returns a record as one line: number, time, way and content."""
+    """Returns a record as one line: number, time, direction and content."""
     ways = {FrameReceived: "<-", FrameRefused: "<-", FrameSent: "->", TimerFired: ".."}
     way = ways.get(type(entry.record), "==")
     return f"{entry.number:>7}  {_clock(entry)}  {way} {describe(entry.record)}"
 
 
 def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
-    """Returns a record for JSON; ``full`` keeps long lists, such as a whole manifest."""
+    """Returns a record as a JSON object; ``full`` keeps long lists, such as a manifest's."""
     record = entry.record
     found: dict[str, Any] = {
         "record": entry.number,
@@ -159,7 +159,7 @@ def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
 
 
 def wall_s(entry: Entry) -> float | None:
-    """Returns the wall clock, in seconds since 1970; None if the file's head is damaged."""
+    """Returns a record's wall-clock time in seconds since 1970; None if the head is damaged."""
     if entry.began is None:
         return None
     return entry.began.wall_s + (entry.record.now_ms - entry.began.now_ms) / 1000

@@ -1,8 +1,8 @@
-"""Replays a journal: gives the received frames to a new machine, and compares what it sends.
+"""Replays a journal: gives the received frames to a new state machine, and compares its sends.
 
 The machine has no clock and no randomness, so the same frames at the same times have the same
-effects. Only the answers to heartbeats are timed by the broker's shell, which gathers them
-(:mod:`bus.runtime.heartbeat_acks`); the replay does the same.
+effects. Answers to heartbeats are the exception: the broker's server gathers them before it sends
+them (:mod:`bus.runtime.heartbeat_acks`), and so does the replay.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A record that differs: what the machine does, and what the journal has at ``entry``."""
+    """A difference at ``entry``: the machine's effect (expected), and the journal's (found)."""
 
     entry: Entry
     expected: str
     found: str
-    waits: tuple[str, ...]  # what the machine waits for then
+    waits: tuple[str, ...]  # the engines that delay the machine at that moment
 
     def __str__(self) -> str:
         seconds = self.entry.record.now_ms / 1000
@@ -63,7 +63,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """One replayed record. ``notes`` are what the machine would log because of it."""
+    """One replayed record. ``notes`` are the log lines that the machine makes of it."""
 
     entry: Entry
     notes: tuple[Note, ...] = ()
@@ -81,11 +81,11 @@ class Replay:
         self.received = 0
         self.sent = 0
         self._acks = HeartbeatAcks()
-        self._due: deque[Send] = deque()  # what the machine has done, and the journal not yet
+        self._due: deque[Send] = deque()  # sends of the machine that the journal lacks so far
 
     @property
     def unsent(self) -> int:
-        """How many frames the machine has sent that the journal does not have (yet)."""
+        """The number of frames that the machine sent and the journal lacks so far."""
         return len(self._due)
 
     def status(self) -> Status:
@@ -93,7 +93,7 @@ class Replay:
         return self.machine.status(self.now_ms)
 
     def feed(self, entry: Entry) -> ReplayStep:
-        """Replays one record. After a difference, later steps prove nothing."""
+        """Replays one record. After a difference, the results of later records are meaningless."""
         record = entry.record
         match record:
             case FrameReceived() | FrameRefused() | KeysChanged() | TimerFired():
@@ -126,7 +126,7 @@ class Replay:
     def _effects(
         self, record: FrameReceived | FrameRefused | KeysChanged | TimerFired
     ) -> list[Effect] | str:
-        """Returns the machine's effects; or, as text, what it does instead of what was recorded."""
+        """Returns the machine's effects; or a text if it handles the frame differently."""
         match record:
             case TimerFired():
                 return self.machine.tick(record.now_ms)
@@ -169,7 +169,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Unplayable:
-    """A life of a broker, or the rest of one, that can't be replayed."""
+    """The reason why a broker's life, or the rest of one, can't be replayed."""
 
     reason: str
     damaged: bool
@@ -180,7 +180,7 @@ def replay_lives(
 ) -> Iterator[tuple[Replay, ReplayStep] | Unplayable]:
     """Replays all lives in a journal, each from its beginning, up to the first difference.
 
-    A life whose first file was dropped can't be replayed, nor can what follows a damaged record.
+    Neither a life without its first file nor the records after a damaged one can be replayed.
 
     Args:
         items: the records, from :func:`bus.journal.reader.read`.
@@ -229,12 +229,12 @@ def _describe_send(send: Send) -> str:
 
 
 def _mismatch(expected: Send, record: FrameSent) -> str:
-    """Returns how a frame differs from the one that was to be sent; empty if it does not."""
+    """Returns how a recorded frame differs from the expected one; empty if it does not."""
     try:
         envelope, message = codec.decode(record.frame)
     except DecodeError as error:
         return f"can't be read: {error}"
-    if isinstance(message, Status):  # the shell puts in what the machine can't know
+    if isinstance(message, Status):  # the server adds values that the machine can't know
         message = replace(message, cpu_s=0.0, rss_bytes=0)
     if type(message) is not type(expected.message):
         return "another message"
@@ -244,7 +244,7 @@ def _mismatch(expected: Send, record: FrameSent) -> str:
         is_now, was = getattr(expected, name), getattr(envelope, name)
         if is_now != was:
             return f"its {name} is {was!r}, expected {is_now!r}"
-    # What is encoded and read again has the types that the frame has.
+    # Encode and decode, so that the fields have the types of the frame's.
     again = codec.decode_body(_with_body(envelope, expected.message))
     for name in fields_of(message):
         is_now, was = getattr(again, name), getattr(message, name)

@@ -1,7 +1,7 @@
-"""Turns a journal's frames into spans: how long each step of every engine and the trainer took.
+"""Computes from a journal how long each step of every engine and trainer took.
 
-An engine does its steps one after the other, and acknowledges them in that order. Commands may be
-sent earlier, so a span begins when the step was requested or when the step before was done,
+An engine carries out its steps one after the other, and acknowledges them in that order. Commands
+may arrive earlier, so a span begins when the step was requested or when the previous step was done,
 whichever is later. Spans of one peer never overlap.
 """
 
@@ -56,8 +56,9 @@ class TraceSpan:
     """One step of one peer. Times are in ms since the journal's first record.
 
     Attributes:
-        name: the step; of a chunk with its number.
-        phase: what the step is a part of: ``pause``, ``transfer``, or the step itself.
+        name: the step; for a chunk, with its number.
+        phase: the part of the update to which the step belongs: ``pause``, ``transfer``, or the
+            step itself.
         result: ``done``, a NACK's code, or ``unfinished``.
     """
 
@@ -75,7 +76,7 @@ class TraceSpan:
 
 @dataclass(slots=True)
 class _Track:
-    """One peer's requests that are not answered, with the times at which they were sent."""
+    """One peer's unanswered requests, with the times at which they were sent."""
 
     role: Literal["trainer", "engine"]
     group: str
@@ -107,15 +108,18 @@ def spans(items: Iterable[Item]) -> list[TraceSpan]:
 
 
 class _Life:
-    """Collects the spans of one life of the broker; ``shift_ms`` aligns its clock."""
+    """Collects the spans of one life of the broker.
+
+    ``shift_ms`` converts the broker's clock to the time since the journal's first record.
+    """
 
     def __init__(self, began: FileBegan, shift_ms: float) -> None:
         self.boot = began.boot
         self.shift_ms = shift_ms
         self.now_ms = began.now_ms + shift_ms
         self._tracks: dict[str, _Track] = {}
-        self._routes: dict[str, bytes] = {}  # of those that the broker has let in
-        # A trainer's, by name and id; None once it is answered, though it may be asked again.
+        self._routes: dict[str, bytes] = {}  # of the peers that have joined
+        # Requests of a trainer, by name and id; None once answered, although it may be repeated.
         self._requests: dict[tuple[str, int], _Key | None] = {}
 
     def on_received(self, route: bytes, decoded: DecodedFrame) -> list[TraceSpan]:
@@ -124,7 +128,7 @@ class _Life:
         if envelope is None or message is None:
             return []
         if self._routes.get(peer, route) != route:
-            return []  # another one, under the name of a peer that is there
+            return []  # another process with the name of a joined peer
         if isinstance(message, Ack):
             key = (message.step.value, message.update_id, message.chunk)
             return self._on_answered(peer, key, "done")
@@ -168,7 +172,7 @@ class _Life:
         return []
 
     def unfinished(self) -> list[TraceSpan]:
-        """Returns the requests without an answer at the end of the journal."""
+        """Returns spans for the requests that are unanswered at the end of the journal."""
         return [span for peer in self._tracks for span in self._end_open_span(peer)]
 
     def _on_asked(
@@ -177,19 +181,19 @@ class _Life:
         track = self._tracks.get(peer)
         if track is None:
             track = self._tracks[peer] = _Track(role, group, {})
-        track.asked.setdefault(key, self.now_ms)  # asked again, it waits since the first time
+        track.asked.setdefault(key, self.now_ms)  # a repeated request counts from its first send
 
     def _on_answered(self, peer: str, key: _Key, result: str) -> list[TraceSpan]:
         track = self._tracks.get(peer)
         if track is None or key not in track.asked:
             return []
         span = self._span(peer, track, key, result)
-        if key[0] in _ENDS:  # what was asked before it will not be answered any more
+        if key[0] in _ENDS:  # earlier requests will not be answered
             track.asked = {k: v for k, v in track.asked.items() if k[1] != key[1]}
         return [span]
 
     def _end_open_span(self, peer: str) -> list[TraceSpan]:
-        """Ends the first span that the peer has not answered."""
+        """Ends the span of the oldest request that the peer has not answered."""
         track = self._tracks.get(peer)
         if track is None or not track.asked:
             return []

@@ -1,8 +1,8 @@
-"""Spans as a trace in Chrome's format, which Perfetto (ui.perfetto.dev) opens.
+"""Converts spans to a trace in Chrome's format, which Perfetto (ui.perfetto.dev) opens.
 
-One process per group and life of the broker; in it one track for the trainer's steps, then one
-per engine. On an engine's track ``pause``, ``transfer``, ``commit`` and ``resume`` stand above
-the steps that they are made of.
+The trace has one process per group and life of the broker, with one track for the trainer's steps
+and one per engine. On an engine's track, the spans ``pause``, ``transfer``, ``commit`` and
+``resume`` enclose their steps.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Event: TypeAlias = dict[str, Any]
 
 
 def trace(spans: Iterable[TraceSpan]) -> dict[str, Any]:
-    """Returns the whole trace as an object for JSON. Its times are in microseconds."""
+    """Returns the trace as a JSON object, with times in microseconds."""
     tracks: dict[tuple[int, str, str], list[TraceSpan]] = {}
     for span in spans:
         tracks.setdefault((span.life, span.group, span.peer), []).append(span)
     processes: dict[tuple[int, str], int] = {}
     events: list[Event] = []
-    # Trainers first, then engines by name, as they come to stand in the picture.
+    # Trainers first, then engines by name, in the order of the picture.
     for thread, (key, members) in enumerate(sorted(tracks.items(), key=_sort_key), 1):
         life, group, peer = key
         process = processes.setdefault((life, group), len(processes) + 1)
@@ -46,7 +46,7 @@ def _sort_key(item: tuple[tuple[int, str, str], list[TraceSpan]]) -> tuple[int, 
 
 
 def _parent_spans(members: list[TraceSpan], process: int, thread: int) -> list[Event]:
-    """Returns the spans of several steps, before the spans of the steps."""
+    """Returns the spans that enclose several steps, each before the spans of its steps."""
     if members[0].role == "trainer":
         runs = groupby(members, key=lambda span: span.update_id)
         named = [(update_id, list(run)) for update_id, run in runs if update_id]

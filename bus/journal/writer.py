@@ -1,11 +1,11 @@
-"""Writes the journal to disk, in files of bounded size; the oldest are dropped.
+"""Writes the journal to disk, in files of bounded size, and deletes the oldest ones.
 
 Records stay in a buffer for some milliseconds, then go to the operating system in one call. If the
 broker is killed, only the buffer is lost. A caller that must not lose a record calls
 :meth:`JournalWriter.flush`.
 
-If the disk refuses a write, the file ends with its last whole buffer. The writer then tries once a
-second to begin another file, whose first record says how many records were lost.
+If a write fails, the file ends with the last buffer that was written completely. The writer then
+tries once a second to begin another file, whose first records say how many records were lost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DEFAULT_BYTES: Final = 64 * 1024 * 1024
 LEAST_BYTES: Final = 64 * 1024
 MOST_BYTES: Final = 4 * 1024 * 1024 * 1024
 FILES: Final = 4
-_MOST_FILES: Final = 64  # of many short lives
+_MOST_FILES: Final = 64  # files of many short lives
 _FLUSH_MS: Final = 5.0
 _FLUSH_BYTES: Final = 256 * 1024
 _RETRY_MS: Final = 1000.0
@@ -57,13 +57,13 @@ class JournalWriter:
     one frame, or twice that of the authorised keys, if that is more.
 
     Args:
-        folder: made if it isn't there. One broker at a time writes in it.
-        limit_bytes: see above; each file takes a quarter.
-        boot: the broker's life.
-        config: a replay needs it.
-        keys: the authorised public keys with their roles, for the same; None: there are none.
-        on_failure: called when the disk begins to refuse. Nothing is recorded then.
-        on_recovery: called when records are written again, with how many were lost.
+        folder: the folder, made if it does not exist. Only one broker at a time may write in it.
+        limit_bytes: the most bytes of all files; each file takes a quarter.
+        boot: the random number of this life of the broker.
+        config: the broker's configuration, which a replay needs.
+        keys: the authorised public keys with their roles, which a replay needs; None: no keys.
+        on_failure: called when writing begins to fail. Records are lost from then on.
+        on_recovery: called when writing works again, with the number of lost records.
 
     Raises:
         UsageError: the folder can't be made or written, or another broker writes in it.
@@ -93,13 +93,13 @@ class JournalWriter:
         self._on_recovery = on_recovery
         self._buffer = bytearray()
         self._timer: Handle | None = None
-        self._file: int | None = None  # its descriptor
+        self._file: int | None = None  # the file's descriptor
         self._size = 0  # of the file, with what is buffered
         self._files = 0
         self._records = 0
         self._written_bytes = 0  # of the file
         self._buffered = 0  # records
-        self._lost = 0  # since the disk began to refuse
+        self._lost = 0  # since writing began to fail
         self._retry: Handle | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -142,7 +142,7 @@ class JournalWriter:
         self._append(pack(FrameSent(now_ms, routes, frame)))
 
     def flush(self) -> None:
-        """Gives all records to the operating system."""
+        """Passes all records to the operating system."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -236,7 +236,7 @@ class JournalWriter:
         self._file = os.open(self._path, flags, 0o600)
         self._written_bytes = 0
         self._head_bytes = self._size = len(head)
-        # It holds as much beside its head as the head takes, or all of it would be heads.
+        # A file holds at least as many bytes of records as its head takes.
         self._full_bytes = max(self._file_limit, 2 * len(head))
         self._buffer += head
         self._write()
@@ -248,10 +248,10 @@ class JournalWriter:
         return self._folder / f"{number:08d}{SUFFIX}"
 
     def _pause_recording(self, error: OSError) -> None:
-        """Drops the buffer, and tries again later; the bus has no journal meanwhile."""
+        """Drops the buffer, and retries later; nothing is recorded until then."""
         if self._file is not None:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._written_bytes)  # no half of a record stays
+                os.ftruncate(self._file, self._written_bytes)  # removes a partly written record
                 if not self._written_bytes:
                     self._path.unlink()
             os.close(self._file)

@@ -1,4 +1,4 @@
-"""Runs the broker's machine: passes it frames and timers, and carries out its effects."""
+"""Runs the broker's state machine: passes it frames and timers, and carries out its effects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ACKS_WAIT_MS: Final = 50.0
 class BrokerServer:
     """Runs a :class:`bus.protocol.broker.broker.Broker` on a transport, until :meth:`close`.
 
-    What comes in and goes out is recorded in ``journal``: with it the machine can be run again
+    The journal records all frames received and sent, so that the machine can be replayed
     (:mod:`bus.journal.replay`). A commit is flushed before it has any effect.
     """
 
@@ -63,7 +63,7 @@ class BrokerServer:
         self._arm()
 
     def close(self) -> None:
-        """Stops serving. Peers keep their state, and look for another broker."""
+        """Stops serving. Peers keep their state, and reconnect to the next broker."""
         self._alarm.cancel()
         if self._acks_timer is not None:
             self._acks_timer.cancel()
@@ -114,10 +114,10 @@ class BrokerServer:
             elif isinstance(effect.message, HeartbeatAck):
                 self._acknowledge(effect.message, effect)
             else:
-                self._send_acks()  # nothing overtakes them
+                self._send_acks()  # so that no later message overtakes them
                 self._send(effect)
         self._arm()
-        for note in notes:  # nobody waits for these
+        for note in notes:  # no peer waits for these
             bus.log.write(self._log, note)
 
     def _acknowledge(self, ack: HeartbeatAck, send: Send) -> None:
@@ -163,7 +163,7 @@ class BrokerServer:
 
 
 def _is_commit(message: Message) -> bool:
-    """Returns whether a version may be served, or reported, because of this message."""
+    """Returns whether a message makes an engine serve a version, or reports that."""
     return type(message) is Commit or (isinstance(message, Ack) and message.step is Step.COMMIT)
 
 

@@ -1,4 +1,4 @@
-"""Time on an asyncio event loop: the real scheduler, and one timer for all deadlines of a machine.
+"""Timers on an asyncio event loop, and one timer for all of a machine's deadlines.
 
 The interfaces are in :mod:`bus.runtime.interfaces`; simulated time is in :mod:`bus.testing.clock`.
 """
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class AsyncioScheduler:
-    """Uses the running loop's timers and the system's monotonic clock.
+    """A scheduler with the running loop's timers and the system's monotonic clock.
 
-    Not the loop's own clock: uvloop's stands still for a whole millisecond, and durations
+    The loop's own clock is too coarse: uvloop's advances once per millisecond, and durations
     on the bus are shorter than that.
     """
 
@@ -36,10 +36,10 @@ class AsyncioScheduler:
 
 
 class Alarm:
-    """Calls back once, at the earliest deadline that was set.
+    """A timer that calls back once, at the earliest deadline that was set.
 
-    A deadline that is later than the one set changes nothing: whoever is rung looks at
-    what is due, and sets the next.
+    A later deadline than the one set changes nothing: the callback does what is due, and
+    sets the next deadline.
     """
 
     __slots__ = ("_due_ms", "_ring", "_scheduler", "_timer")

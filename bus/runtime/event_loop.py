@@ -19,7 +19,7 @@ def choose_loop(loop: LoopChoice = "auto") -> Literal["asyncio", "uvloop"]:
     """Returns the event loop that ``auto`` chooses on this host.
 
     Raises:
-        UsageError: uvloop was asked for and is not installed.
+        UsageError: ``loop`` is ``uvloop``, which is not installed.
     """
     if loop == "asyncio":
         return "asyncio"
@@ -34,7 +34,7 @@ def run(main: Coroutine[None, None, T], *, loop: LoopChoice = "auto") -> T:
     """Runs ``main`` to its end, as :func:`asyncio.run` does.
 
     Raises:
-        UsageError: as :func:`chosen`.
+        UsageError: as :func:`choose_loop`.
     """
     try:
         kind = choose_loop(loop)

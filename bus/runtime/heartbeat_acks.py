@@ -1,4 +1,4 @@
-"""Gathers answers to heartbeats, so that equal answers are one frame to many peers."""
+"""Gathers answers to heartbeats, to send equal ones as one frame to many peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class HeartbeatAcks:
-    """Gathers answers to heartbeats, so that equal ones become one frame."""
+    """The answers to heartbeats that are to be sent, grouped by content."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[HeartbeatAck, str, int], list[bytes]] = {}
@@ -21,7 +21,7 @@ class HeartbeatAcks:
         self._waiting.setdefault((ack, send.group, send.epoch), []).extend(send.routes)
 
     def take(self) -> list[Send]:
-        """Returns and removes all answers, in the order in which they came."""
+        """Returns and removes all answers, in the order of arrival."""
         waiting, self._waiting = self._waiting, {}
         return [
             Send(ack, tuple(routes), 0, group, epoch)

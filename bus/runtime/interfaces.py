@@ -1,4 +1,4 @@
-"""Interfaces of time and network: real, in memory, or simulated.
+"""Interfaces of clocks, networks and journals, with real, in-memory and simulated implementations.
 
 All callbacks are synchronous, on one thread: between a frame's arrival and its effect there is no
 queue and no task switch.
@@ -17,7 +17,7 @@ OnRoutedFrame: TypeAlias = Callable[[bytes, bytes, str], None]
 
 
 class Handle(Protocol):
-    """A timer that is set."""
+    """A pending timer."""
 
     def cancel(self) -> None:
         """Cancels the timer."""
@@ -27,7 +27,7 @@ class Scheduler(Protocol):
     """A monotonic clock, and timers on it."""
 
     def now_ms(self) -> float:
-        """Returns the milliseconds since some fixed moment."""
+        """Returns the time since some fixed moment, in milliseconds."""
 
     def call_at(self, when_ms: float, callback: Callable[[], None]) -> Handle:
         """Calls back once, at ``when_ms`` or soon after."""
@@ -36,31 +36,31 @@ class Scheduler(Protocol):
 class ServerTransport(Protocol):
     """The broker's end of a network: many peers, each with a route.
 
-    At most once: a frame arrives whole or not at all, in order per peer unless the
-    network is one that disorders on purpose. Nothing here blocks.
+    A frame arrives whole, or not at all. Frames of one peer arrive in order, except on
+    networks that reorder them on purpose. No method blocks.
     """
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
         """Starts to receive; calls ``on_frame(route, frame, user)`` for every frame.
 
-        ``user`` is the key that the frame's connection has proven; empty without keys.
+        ``user`` is the public key of the frame's connection; empty if there are no keys.
         """
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
-        """Sends to each route; returns those that can't be reached now."""
+        """Sends a frame to each route; returns the routes that can't be reached now."""
 
     def close(self) -> None:
         """Closes the transport; no callback comes after this."""
 
 
 class Journal(Protocol):
-    """Records what a broker receives and sends. Nothing here blocks for long."""
+    """Records the frames that a broker receives and sends. No method blocks for long."""
 
     def on_received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
         """Records a received frame, before the broker acts on it."""
 
     def on_refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
-        """Records a frame that is refused unread."""
+        """Records a frame that the broker refuses without reading it."""
 
     def on_keys_changed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
         """Records new authorised keys, before they are used."""
@@ -72,7 +72,7 @@ class Journal(Protocol):
         """Records a frame that is about to be sent."""
 
     def flush(self) -> None:
-        """Makes all records outlive this process."""
+        """Passes all records to the operating system, so that they outlive this process."""
 
     def close(self) -> None:
         """Records the end of the broker."""
@@ -85,7 +85,10 @@ class ClientTransport(Protocol):
         """Starts to receive; calls ``on_frame(frame)`` for every frame."""
 
     def send(self, frame: bytes) -> bool:
-        """Sends; returns False if the broker can't be reached now."""
+        """Sends a frame; returns False if the broker can't be reached now."""
 
     def close(self) -> None:
-        """End; no callback comes after this. What was sent is still delivered if it can be."""
+        """Closes the transport; frames already sent are still delivered if possible.
+
+        No callback comes after this.
+        """

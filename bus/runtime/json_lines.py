@@ -1,4 +1,4 @@
-"""Lets one process drive another: commands are lines on stdin, answers are JSON lines.
+"""Commands and answers between two processes: lines on stdin, and JSON lines on stdout.
 
 The driven process ends when its stdin does, so it never outlives its driver.
 """
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 async def read_commands() -> AsyncIterator[str]:
     """Yields the lines of stdin until its end.
 
-    A Ctrl-C on the terminal reaches the driver too, which ends stdin in order: so
-    it is ignored here.
+    Ctrl-C is ignored here, because it reaches the driver too, which then closes stdin.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reader = asyncio.StreamReader()

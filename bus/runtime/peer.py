@@ -1,4 +1,4 @@
-"""One peer of the bus: what trainers, sidecars and observers have in common."""
+"""The bus client that trainers, sidecars and observers share."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ if TYPE_CHECKING:
     from bus.messages import Role
     from bus.runtime.interfaces import ClientTransport, Scheduler
 
-# Refusals come late, but not after so many more JOINs.
+# Refusals may be late, but not by more JOINs than this.
 _JOINS_KEPT: Final = 64
 HOST = socket.gethostname()[:256]
 
 
 def default_name(role: str) -> str:
-    """Returns a readable name that no other process has: role, host and pid."""
+    """Returns a readable, unique name made of role, host and pid."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", HOST.split(".")[0]) or "host"
     return f"{role}-{host}-{os.getpid()}"[:128]
 
 
 def route_of(name: str, boot: int) -> bytes:
-    """Returns the transport's name of one life of a peer."""
+    """Returns the address on the transport of one life of a peer."""
     return f"{name}#{boot:x}".encode()
 
 
 class PeerClient:
-    """Runs the link of one peer on a transport, and sends and receives messages over it.
+    """Keeps one peer joined to the broker, and sends and receives its messages.
 
     Args:
         name: the peer's name.
         group: its group; empty for an observer of all groups.
-        on_message: receives every fresh message. Messages of the link itself are handled first.
+        on_message: receives every message that is no duplicate and not for the link itself.
         role: the peer's role, for the default of ``join``.
         broker: the broker's address, for the default of ``transport``.
         security: the keys to connect with, for the default of ``transport``.
-        boot: the number of this life. Default: random.
-        transport: Default: a ZeroMQ connection to ``broker``.
-        scheduler: Default: the running event loop.
-        join: makes the JOIN. Default: one of a peer that has no more to say than its role.
-        beat: makes the heartbeat. Default: one that says no more than that the peer lives.
+        boot: the number of this life of the peer. Default: random.
+        transport: the network. Default: a ZeroMQ connection to ``broker``.
+        scheduler: the clock and timers. Default: those of the running event loop.
+        join: returns the JOIN message. Default: one with the role only.
+        beat: returns the heartbeat. Default: one that reports only that the peer is alive.
         on_state: receives every change of the link's state.
         on_tick: called with the current time when ``next_deadline_ms`` may have passed.
         next_deadline_ms: returns the owner's next deadline in ms, or None.
@@ -106,7 +106,7 @@ class PeerClient:
         self._next_deadline_ms = next_deadline_ms
         self._seq = 0
         self._last_id = 0
-        self._joins: deque[int] = deque(maxlen=_JOINS_KEPT)  # their ids
+        self._joins: deque[int] = deque(maxlen=_JOINS_KEPT)  # ids of handled messages
         self._alarm = Alarm(self._scheduler, self._on_alarm)
         self._closed = False
 
@@ -131,7 +131,7 @@ class PeerClient:
 
         Args:
             message: the message.
-            msg_id: its id, if it is sent again. Default: a new one.
+            msg_id: the id of an earlier send that this one repeats. Default: a new id.
             reply_to: the id of the message that it answers.
 
         Returns:
@@ -145,7 +145,7 @@ class PeerClient:
         return msg_id
 
     def perform(self, effects: Iterable[Effect]) -> None:
-        """Carries out a machine's effects, then sets the timer."""
+        """Carries out a state machine's effects, then sets the timer."""
         for effect in effects:
             if isinstance(effect, Send):
                 msg_id = self.new_id()
@@ -157,7 +157,7 @@ class PeerClient:
         self.arm()
 
     def note(self, note: Note) -> None:
-        """Writes a machine's note to the log."""
+        """Logs a state machine's note."""
         bus.log.write(self.log, note)
 
     def close(self, reason: str = "closed") -> None:

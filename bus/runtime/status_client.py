@@ -1,4 +1,4 @@
-"""Requests a broker's status, without joining."""
+"""Requests a broker's status, without joining the bus."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _RESEND_S: Final = 0.2
 async def fetch_status(
     address: str, *, timeout_s: float, security: Security | None = None
 ) -> Status:
-    """Requests a broker's status, without joining.
+    """Returns a broker's status, without joining the bus.
 
     Raises:
-        BusTimeout: no broker answers there in time.
+        BusTimeout: no broker answers at the address in time.
         UsageError: the address is malformed, or beyond loopback without keys.
-        Refused: the broker has refused the question.
+        Refused: the broker refuses the request.
     """
     name, boot = default_name("observer"), new_boot()
     answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()

@@ -1,17 +1,18 @@
-"""Cuts connections that fill the memory of this process with messages that they don't finish.
+"""Cuts connections that fill this process's memory with messages that never end.
 
-ZeroMQ bounds a frame, but not a message: it keeps the parts of one until the last is there. Frames
-of a handshake may be as large as others. No option bounds the sum, and no call tells it. But the
-kernel tells how much ZeroMQ has read from a connection; and ZeroMQ frees what it keeps of one that
-is shut down.
+ZeroMQ bounds the size of a frame, but not of a message: it keeps a message's frames in memory until
+the last one arrives. Frames of a handshake may be as large as others. No option of ZeroMQ bounds
+the sum, and no call returns it. But the kernel counts the bytes that ZeroMQ has read from a
+connection, and ZeroMQ frees the memory of a connection that is shut down.
 
-While the memory of the process is :data:`_GROWTH_BYTES` above normal, the guard watches the
-connections of one port. It cuts who sends more than :data:`_SMALL_BYTES` and finishes no message,
-and, after :data:`_CHECKS` checks, who had sent more before and finishes none. When all others have
-finished one, as peers do with each heartbeat, the memory is not theirs, and is normal from then on.
-A peer that is cut in the middle of a long message connects again, and asks again.
+While the process's memory is :data:`_GROWTH_BYTES` above normal, the guard watches the connections
+of one port. It cuts a connection that sends more than :data:`_SMALL_BYTES` and completes no
+message. After :data:`_CHECKS` checks, it also cuts connections that had sent more than that before,
+and have completed none since. When every remaining connection has completed a message, as peers do
+with each heartbeat, none of them holds the memory: its present size counts as normal from then on.
+A peer that is cut during a long message reconnects and repeats the message.
 
-On Linux, and for TCP; elsewhere the kernel does not count.
+Works on Linux and for TCP only; elsewhere the kernel does not count the bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 CHECK_S: Final = 0.05
 _CHECKS: Final = 200
-_CHECKS_AFTER_CUT: Final = 20  # ZeroMQ frees what it kept meanwhile
+_CHECKS_AFTER_CUT: Final = 20  # time for ZeroMQ to free the memory
 _GROWTH_BYTES: Final = 64 * 2**20
 _SMALL_BYTES: Final = 4 * 2**10
 _RECEIVED: Final = struct.Struct("128xQ")  # in `struct tcp_info`
@@ -47,8 +48,8 @@ class ConnectionGuard:
     """Guards the connections of the server that listens at ``address``.
 
     Attributes:
-        finished: None, or a set: the server adds to it the descriptor of the connection of each
-            message.
+        finished: the descriptors of connections that have completed a message, added by the
+            server; None while the guard does not watch.
     """
 
     def __init__(self, address: str) -> None:
@@ -61,12 +62,12 @@ class ConnectionGuard:
         for file in (self._statm, self._spare):
             self._files.callback(os.close, file)
         self._normal_bytes = self._resident_bytes()
-        # By peer: what had been read when it last finished a message; whether it did in this watch.
+        # By peer: bytes read when it last completed a message; whether it did during this watch.
         self._watched: dict[object, tuple[int, bool]] = {}
         self._checks = self._checks_after_cut = 0
 
     def close(self) -> None:
-        """Closes the guard; no connection is cut by that."""
+        """Closes the guard, and leaves connections open."""
         self._files.close()
 
     def check(self) -> None:
@@ -94,7 +95,7 @@ class ConnectionGuard:
                 self._watched[peer] = mark, is_heard
         if self._checks_after_cut:
             self._checks_after_cut -= 1
-            with contextlib.suppress(AttributeError):  # else the C library keeps what was freed
+            with contextlib.suppress(AttributeError):  # returns freed memory to the system
                 ctypes.CDLL(None).malloc_trim(0)
         elif finished is not None and all(is_heard for _, is_heard in self._watched.values()):
             self._normal_bytes = self._resident_bytes()
@@ -108,11 +109,11 @@ class ConnectionGuard:
         """
         try:
             descriptors = [int(each.name) for each in Path("/proc/self/fd").iterdir()]
-        except OSError:  # all are in use
+        except OSError:  # no descriptor is free
             descriptors = list(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
         for descriptor in descriptors:
-            # ZeroMQ may close its descriptor at any time, and another file get the number. When all
-            # are in use, a new one could not be had.
+            # ZeroMQ may close its descriptor at any time, and another file may get the number. The
+            # spare descriptor is reused, because no new one may be free.
             try:
                 os.dup2(descriptor, self._spare, inheritable=False)
                 end = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=self._spare)
@@ -126,7 +127,7 @@ class ConnectionGuard:
                     unread = fcntl.ioctl(end, termios.FIONREAD, bytes(4))
                     read = _RECEIVED.unpack(info)[0] - int.from_bytes(unread, sys.byteorder)
                     yield descriptor, end, peer, read
-            except OSError:  # closed by now, or no connection
+            except OSError:  # already closed, or no connection
                 continue
             finally:
                 end.detach()

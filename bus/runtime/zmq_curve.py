@@ -1,8 +1,8 @@
-"""CURVE on ZeroMQ sockets: a client without an authorised key gets no connection.
+"""CURVE on ZeroMQ sockets: only clients with an authorised key can connect.
 
 ZeroMQ asks a handler on ``inproc://zeromq.zap.01`` about every client's key (ZAP, RFC 27). The
 answer contains the client's public key, and ZeroMQ attaches it to each message of the connection.
-So the key of a frame is known without trusting the frame.
+So the sender's key is proven, whatever the message contains.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _ZAP: Final = "inproc://zeromq.zap.01"
 _VERSION: Final = b"1.0"
 _REQUEST_PARTS: Final = 7
 _DOMAIN: Final = b"wavebus"
-# A log that anybody can write to without a key is no place for every attempt.
+# Limits the log's growth: anyone can cause these lines without a key.
 _LOGGED: Final = 1000
 
 
 def new_pair() -> tuple[str, str]:
-    """Returns a new public and secret key, in Z85."""
+    """Returns a new public and secret key, in Z85 encoding."""
     _require_curve()
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 
 
 def secure_server(socket: zmq.Socket[bytes], own: Key) -> None:
-    """Admits only clients whose key the context's handler knows. Call it before bind."""
+    """Makes a socket admit only clients with authorised keys. Call it before bind."""
     _require_curve()
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody comes in
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler, every client is refused
 
 
 def secure_client(socket: zmq.Socket[bytes], security: Security) -> None:
-    """Sets the client's keys and the server's public key. Call it before connect."""
+    """Gives a socket the client's keys and the server's public key. Call it before connect."""
     if security.own is None:
         return
     _require_curve()
@@ -59,7 +59,7 @@ class ZapHandler:
     """Answers ZeroMQ's requests about keys in one context.
 
     Args:
-        knows: whether a public key (Z85) is authorised.
+        knows: returns whether a public key (Z85) is authorised.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ZapHandler:
     def _on_request(self, parts: list[bytes]) -> None:
         route, empty, *request = parts
         if len(request) != _REQUEST_PARTS or request[0] != _VERSION or request[5] != b"CURVE":
-            return  # ZeroMQ itself asks, and no otherwise
+            return  # ZeroMQ sends no other form
         user = z85.encode(request[6]).decode()
         if self._is_authorized(user):
             answer = (b"200", b"OK", user.encode())

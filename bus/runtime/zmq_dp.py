@@ -1,15 +1,15 @@
 """The three sockets between a DP group's coordinator and vLLM's front ends and engine cores.
 
 ============ =========== ========= ===================================================
-name         coordinator rank      what goes over it
+name         coordinator rank      carries
 ============ =========== ========= ===================================================
 ``front``    XPUB        XSUB      publications to every front end; back: subscriptions, FIRST_REQ
 ``core_in``  XPUB        XSUB      READY and START_DP_WAVE to every core; back: subscriptions
 ``core_out`` PULL        PUSH      reports of every core
 ============ =========== ========= ===================================================
 
-The coordinator binds all three, to ports that the system chooses. A rank that is front end and
-core in one process connects to all three from one event loop.
+The coordinator binds all three, to ports that the system chooses. A rank whose front end and core
+share a process connects to all three from one event loop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PUBLISHES: Final[Mapping[int, int]] = {**_BOUNDED, zmq.XPUB_VERBOSE: 1}
 
 
 class _DpSockets:
-    """The three sockets of one process, watched by the running loop."""
+    """The three sockets of one process, in the running event loop."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class _DpSockets:
             raise
 
     def close(self) -> None:
-        """Closes the sockets; what was sent is still delivered if possible."""
+        """Closes the sockets; messages already sent are still delivered if possible."""
         for socket in (self._front, self._core_in, self._core_out):
             socket.close()
         self._context.term()
@@ -72,7 +72,7 @@ class DpCoordinatorSockets(_DpSockets):
         core_out: the address where cores report.
 
     Raises:
-        UsageError: the host is not one of this machine's.
+        UsageError: the host is no address of this machine.
     """
 
     def __init__(self, host: str) -> None:

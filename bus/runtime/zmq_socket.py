@@ -1,12 +1,11 @@
 """ZeroMQ sockets in an asyncio event loop.
 
 The event loop watches a socket's descriptor and drains the socket in batches, without blocking.
-The descriptor is edge-triggered: it reports new events only after all known ones were taken, and
-a send may swallow one, so the socket is checked again after every send.
+The descriptor is edge-triggered: it reports new events only after all earlier ones were handled. A
+send may consume an event, so the socket is checked again after every send.
 
-:class:`MultipartSocket` is the socket of multipart messages at both ends of a DP group's
-coordination. Its queues have no bound, since a START that reaches only some cores makes those wait
-for the others.
+:class:`MultipartSocket` carries the messages between a DP group's coordinator and its ranks. Its
+queues are unbounded, because a START that reaches only some cores makes those wait for the others.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _EVENTS: Final = int(zmq.EVENTS)
 
 
 class ZmqSocket(ABC):
-    """A ZeroMQ socket in an asyncio loop."""
+    """A ZeroMQ socket that an asyncio event loop reads."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
@@ -40,9 +39,9 @@ class ZmqSocket(ABC):
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._draining = False  # or about to
         self._closed = False
-        # One that was forgotten is closed with us. Left to the socket's own end it may stay
-        # open for good (warnings made errors break that end off), and then the process waits
-        # for it when it exits.
+        # Closes the socket with this object if close() was never called. The socket's own
+        # finalizer may fail (when warnings are errors), and the process would then wait for the
+        # open socket at exit.
         weakref.finalize(self, socket.close).atexit = False
 
     def watch(self) -> None:
@@ -51,20 +50,20 @@ class ZmqSocket(ABC):
         self.drain_soon()
 
     def drain_soon(self) -> None:
-        """Schedules a drain if frames are there, because the descriptor may not report them.
+        """Schedules a drain if frames are waiting, because the descriptor may not report them.
 
-        While draining this needs nothing: a drain ends only when nothing is left.
+        During a drain this does nothing, because a drain ends only when no frame is left.
         """
         if not (self._draining or self._closed) and self._has_more():
             self._draining = True
             self._loop.call_soon(self.drain)
 
     def _has_more(self) -> bool:
-        """Returns whether a frame is there, which is cheaper than an attempt that fails."""
+        """Returns whether a frame is waiting; cheaper than a receive that fails."""
         return int(self.socket.getsockopt(_EVENTS)) & _POLLIN != 0
 
     def drain(self) -> None:
-        """Receives what is there, without blocking."""
+        """Receives all waiting frames, without blocking."""
         if self._closed:
             return
         emptied = False
@@ -78,7 +77,7 @@ class ZmqSocket(ABC):
 
     @abstractmethod
     def receive_batch(self) -> bool:
-        """Receives a batch; returns whether nothing is left."""
+        """Receives a batch of frames; returns whether none is left."""
 
     def close(self) -> None:
         """Closes the socket; a second call does nothing."""
@@ -99,7 +98,7 @@ class MultipartSocket(ZmqSocket):
     """A socket for multipart messages, bound or connected to ``address``.
 
     Args:
-        options: set before that, beside what all of these have.
+        options: further socket options, set before the socket is bound or connected.
 
     Raises:
         UsageError: the address can't be used.
@@ -132,7 +131,7 @@ class MultipartSocket(ZmqSocket):
         self._on_parts: OnParts | None = None
 
     def listen(self, on_parts: OnParts) -> None:
-        """Starts to pass on each message."""
+        """Starts to receive; calls ``on_parts`` for every message."""
         self._on_parts = on_parts
         self.watch()
 

@@ -1,19 +1,20 @@
-"""ZeroMQ: a ROUTER at the broker, a DEALER at each peer.
+"""The ZeroMQ transport: a ROUTER socket at the broker, a DEALER socket at each peer.
 
-Beyond loopback both ends want keys, or to be told that nobody needs any.
+Beyond loopback both ends need keys, or the option ``insecure``.
 
-What bounds a broker's peers, beside :mod:`bus.protocol.core.access`:
+Limits for the broker's peers, besides those of :mod:`bus.protocol.core.access`:
 
-- ``RCVHWM``: so many frames of one peer wait unread; then its connection is not read until some
-  are taken. ZeroMQ takes a frame of each peer in turn.
-- ``SNDHWM``: so many frames wait for a peer; what is more is not sent.
-- ``TCP_MAXRT``: a peer that takes none of them loses its connection.
-- ``MAXMSGSIZE``: a frame far too large costs its sender the connection.
-- :mod:`bus.runtime.zmq_connections`: so does a message that fills the memory and does not end.
-- ``HANDSHAKE_IVL``: who connects and says nothing is let go.
-- ``HEARTBEAT_…``: so is who says nothing any more, whatever its own settings.
-- No ``ROUTER_HANDOVER``: a second connection under a route that is in use gets nothing.
-- Connections are bounded by the process's open files alone.
+- ``RCVHWM``: how many frames of one peer may wait unread. At the limit, its connection is not read
+  until some are received. ZeroMQ receives a frame of each peer in turn.
+- ``SNDHWM``: how many frames may wait for a peer; further ones are not sent.
+- ``TCP_MAXRT``: closes the connection of a peer that receives none of them.
+- ``MAXMSGSIZE``: closes the connection of a peer that sends a far too large frame.
+- :mod:`bus.runtime.zmq_connections`: cuts a connection whose message fills the memory and does not
+  end.
+- ``HANDSHAKE_IVL``: closes a connection that sends nothing at first.
+- ``HEARTBEAT_…``: closes a connection that has become silent, whatever the peer's settings.
+- No ``ROUTER_HANDOVER``: a second connection with a route that is in use receives nothing.
+- Only the process's limit of open files bounds the number of connections.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from bus.runtime.interfaces import OnFrame, OnRoutedFrame
 
 MAX_PEERS: Final = 16_384
-# A frame somewhat too large is read, so that its sender hears why it is refused; one
+# A frame that is somewhat too large is read, so that its sender gets a reason; one that is
 # far too large costs its sender the connection.
 _MAX_RECV_BYTES: Final = 2 * MAX_FRAME_BYTES
 _BATCH: Final = 512
@@ -55,12 +56,12 @@ _UNREAD: Final = 64
 _UNSENT: Final = 2_000  # a trainer has at most 1,024 requests open, each of them one frame
 _UNTAKEN_MS: Final = 10_000
 _HANDSHAKE_MS: Final = 10_000
-# Slower than what peers ask for by themselves, so that theirs are the ones that count.
+# Slower than the peers' own heartbeats, so that those take effect.
 _SERVER_HEARTBEAT_MS: Final = 15_000
-# As plain numbers: the flags' own arithmetic takes as long as a small send.
+# Plain integers: arithmetic on the flags takes as long as a small send.
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-# Past pyzmq's look at options that we never use, which takes as long as the send itself.
+# Skips pyzmq's check of options that are never used here, which takes as long as the send.
 _send: Final = zmq.backend.Socket.send
 _recv: Final = zmq.backend.Socket.recv
 
@@ -70,7 +71,7 @@ _LINGER_MS: Final = 2_000
 _REBIND_S: Final = 1.0
 _RECONNECT_S: Final = 2.0
 _RECONNECT_PAUSE_S: Final = 0.25
-# Longer than a broker that is well leaves anybody without a word; then twice as long, and so on.
+# Longer than a healthy broker is silent to a peer; doubles after each reconnect.
 _SILENCE_LIMIT_S: Final = 6.0
 _MAX_SILENCE_LIMIT_S: Final = 30.0
 _SCHEMES: Final = ("tcp", "ipc", "inproc")
@@ -81,7 +82,7 @@ _contexts: dict[int, list[zmq.Context[zmq.Socket[bytes]]]] = {}
 
 
 def _context(*, has_handler: bool = False) -> zmq.Context[zmq.Socket[bytes]]:
-    """Returns the context of this process, or a new one for a handler for keys."""
+    """Returns the process's ZeroMQ context; a new one if it gets a handler for keys."""
     pid = os.getpid()
     if pid not in _contexts:
         _contexts[pid] = [_new_context()]
@@ -98,7 +99,7 @@ def _new_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def _flush(pid: int) -> None:
-    """Sends what was sent last, such as LEAVE, before the process ends."""
+    """Waits until the last frames, such as LEAVE, are sent, before the process ends."""
     if pid == os.getpid():
         for context in _contexts.pop(pid):
             context.destroy(linger=_LINGER_MS)
@@ -114,12 +115,12 @@ def _harden(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> None:
-    """Binds; waits a moment if a socket that was just closed still has the port."""
+    """Binds a socket; waits a moment if a socket that was just closed still has the port."""
     deadline_s = time.monotonic() + _REBIND_S
     while True:
         try:
             if address.startswith("ipc://") and _is_taken(address.removeprefix("ipc://")):
-                raise zmq.ZMQError(errno.EADDRINUSE)  # ZeroMQ would take it over
+                raise zmq.ZMQError(errno.EADDRINUSE)  # ZeroMQ would replace the other socket
             socket.bind(address)
         except zmq.ZMQError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
@@ -144,11 +145,11 @@ class ZmqServer(ZmqSocket):
         address: where to bind, such as ``tcp://127.0.0.1:7710``; port ``*`` or 0 is any free port
             (see :attr:`address`).
         keyring: the broker's key and those of authorised peers; the attribute may be replaced
-            later. None: no keys, on loopback alone.
+            later. None: no keys, and only loopback.
         insecure: whether to bind beyond loopback without keys.
 
     Raises:
-        UsageError: the address is malformed, in use, or open to others without keys.
+        UsageError: the address is malformed, in use, or beyond loopback without keys.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class ZmqServer(ZmqSocket):
         self._on_frame: OnRoutedFrame | None = None
         self._guard = ConnectionGuard(self.address)
         self._check: asyncio.TimerHandle | None = None
-        self._is_skipping = False  # the rest of a message of more parts than ours have
+        self._is_skipping = False  # drop the rest of a message with too many parts
 
     def close(self) -> None:
         """Closes the socket; no callback comes after this."""
@@ -213,20 +214,20 @@ class ZmqServer(ZmqSocket):
         assert self._on_frame is not None
         on_frame, socket, finished = self._on_frame, self.socket, self._guard.finished
         for _ in range(_BATCH):
-            if self._is_skipping:  # part by part, so that a turn of the loop has an end
+            if self._is_skipping:  # part by part, so that each turn of the loop is bounded
                 self._is_skipping = _recv(socket, _NOBLOCK, False).more
                 continue
             try:
                 route = _recv(socket, _NOBLOCK)
             except zmq.Again:
                 return True
-            part = _recv(socket, _NOBLOCK, False)  # a route never comes alone
-            # Of the connection that this frame came over, as the handler has named it.
+            part = _recv(socket, _NOBLOCK, False)  # a route always has a second part
+            # The key of this frame's connection, as the handler has set it.
             user = str(part.get("User-Id")) if self._zap_handler is not None else ""
             if finished is not None:
                 finished.add(int(part.get(zmq.SRCFD)))
             frame = part.bytes
-            if part.more:  # not ours: more parts than a frame has
+            if part.more:  # too many parts: no frame of a peer
                 self._is_skipping, frame = True, b""
             on_frame(route, frame, user)
             if self._closed:
@@ -234,7 +235,7 @@ class ZmqServer(ZmqSocket):
         return False
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
-        """Sends a frame to each route; returns those that can't be reached now."""
+        """Sends a frame to each route; returns the routes that can't be reached now."""
         socket = self.socket
         unreachable: list[bytes] = []
         for route in routes:
@@ -255,7 +256,7 @@ class ZmqClient(ZmqSocket):
     Args:
         address: the broker's address.
         route: the peer's route; unique among all peers and all their lives.
-        security: the keys to connect with. None: no keys, on loopback alone.
+        security: the keys to connect with. None: no keys, and only loopback.
 
     Raises:
         UsageError: the address is malformed, or beyond loopback and ``security`` has no keys.
@@ -287,7 +288,7 @@ class ZmqClient(ZmqSocket):
         self._address = address
         self._reached_s = time.monotonic()
         self._unanswered_since_s = (
-            0.0  # when the first frame was sent since one was heard; 0: none was
+            0.0  # when the first frame without an answer was sent; 0: there is none
         )
         self._silence_limit_s = _SILENCE_LIMIT_S
         self._on_frame: OnFrame | None = None
@@ -337,7 +338,8 @@ class ZmqClient(ZmqSocket):
     def _reconnect_if_idle(self) -> None:
         """Reconnects if nothing was sent for a while.
 
-        ZeroMQ gives up on a broker that once refused the handshake, and its keys may have changed.
+        ZeroMQ never retries a broker that has refused the handshake, but the broker's keys may have
+        changed.
         """
         if time.monotonic() < self._reached_s + _RECONNECT_S:
             return
@@ -345,7 +347,7 @@ class ZmqClient(ZmqSocket):
         self._reconnect()
 
     def _reconnect(self) -> None:
-        """Ends the connection; makes another one when the broker has found that it has ended."""
+        """Closes the connection, and connects again when the broker has noticed that."""
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self._address)
         self._loop.call_later(_RECONNECT_PAUSE_S, self._connect)
@@ -356,10 +358,10 @@ class ZmqClient(ZmqSocket):
 
 
 def _refuse_open(address: str, *, insecure: bool, what: str) -> None:
-    """Without keys, only loopback; or else it is said aloud.
+    """Checks that an address without keys is on loopback; with ``insecure``, logs a warning.
 
     Raises:
-        UsageError: others can reach the address, and nobody has said that they may.
+        UsageError: the address is malformed, or beyond loopback without ``insecure``.
     """
     scheme, _, rest = address.partition("://")
     if scheme not in _SCHEMES or not rest:

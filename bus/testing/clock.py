@@ -22,7 +22,10 @@ class _Timer:
 
 
 class SimScheduler:
-    """Implements :class:`bus.runtime.interfaces.Scheduler`; ties run in the order they were set."""
+    """Implements :class:`bus.runtime.interfaces.Scheduler` with simulated time.
+
+    Timers of the same time run in the order in which they were set.
+    """
 
     def __init__(self) -> None:
         self._now_ms = 0.0
@@ -41,7 +44,7 @@ class SimScheduler:
         return timer
 
     def step(self) -> bool:
-        """Run the next timer; False if there is none."""
+        """Runs the next timer; returns False if there is none."""
         while self._timers:
             timer = heapq.heappop(self._timers)
             if timer.cancelled:
@@ -52,14 +55,14 @@ class SimScheduler:
         return False
 
     def run_for(self, duration_ms: float) -> None:
-        """Let so much time pass, running what falls due."""
+        """Advances the time by ``duration_ms``, and runs all timers that become due."""
         until_ms = self._now_ms + duration_ms
         while self._due_by(until_ms):
             self.step()
         self._now_ms = until_ms
 
     def run_until(self, condition: Callable[[], bool], *, within_ms: float) -> bool:
-        """Run until the condition holds; False if it does not within the time."""
+        """Runs timers until the condition holds; returns False if it does not in time."""
         until_ms = self._now_ms + within_ms
         while not condition():
             if not self._due_by(until_ms):

@@ -1,6 +1,6 @@
-"""A network in memory, with optional faults that a seed determines.
+"""A network in memory for tests, with optional reproducible faults.
 
-It has the same interfaces as the ZeroMQ transport. With :class:`Faults` it drops, delays,
+The network has the same interfaces as the ZeroMQ transport. With :class:`Faults` it drops, delays,
 duplicates and reorders frames, always in the same way for the same seed and order of sends.
 """
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Probabilities per frame, and delays in milliseconds.
+    """The probabilities of faults per frame, and the delays in milliseconds.
 
-    A frame takes ``delay_ms`` plus up to ``jitter_ms``; without ``reorder`` frames of
+    A frame takes ``delay_ms`` plus up to ``jitter_ms``. Without ``reorder``, frames of
     one direction of one link still arrive in the order in which they were sent.
     """
 
@@ -31,11 +31,11 @@ class Faults:
     reorder: bool = False
 
 
-BROKER: Final = b""  # where the broker's frames come from and go to
+BROKER: Final = b""  # the broker's end of each link
 
 
 class MemoryNetwork:
-    """One broker's address and its peers. ``cut`` links lose everything."""
+    """A network with one broker and its peers."""
 
     def __init__(
         self, scheduler: Scheduler, *, seed: int = 0, faults: Faults | None = None
@@ -47,32 +47,32 @@ class MemoryNetwork:
         self._server: MemoryServer | None = None
         self._clients: dict[bytes, MemoryClient] = {}
         self._cut: set[tuple[bytes, bytes]] = set()  # from whom to whom nothing passes
-        self._partitioned: set[bytes] = set()  # to whom, and from whom, nothing passes
+        self._partitioned: set[bytes] = set()  # peers whose frames are all dropped
         self._due: dict[tuple[bytes, bytes], float] = {}
 
     def server(self) -> MemoryServer:
-        """The broker's end; a new one takes the place of the old."""
+        """Returns a new broker's end, which replaces the previous one."""
         self._server = MemoryServer(self)
         return self._server
 
     def client(self, route: bytes) -> MemoryClient:
-        """A peer's end."""
+        """Returns a peer's end."""
         client = self._clients[route] = MemoryClient(self, route)
         return client
 
     def cut(self, route: bytes, *, up: bool = True, down: bool = True) -> None:
-        """Nothing passes from this peer (``up``), and nothing to it (``down``), any more."""
+        """Drops all frames from this peer (``up``) and to this peer (``down``) from now on."""
         if up:
             self._cut.add((route, BROKER))
         if down:
             self._cut.add((BROKER, route))
 
     def partition(self, route: bytes) -> None:
-        """Nothing passes between this peer and anybody; what is cut is its link to the broker."""
+        """Drops all frames between this peer and any other process, not just the broker."""
         self._partitioned.add(route)
 
     def heal(self, route: bytes) -> None:
-        """Frames pass again; what was lost stays lost."""
+        """Carries this peer's frames again; dropped ones stay lost."""
         self._partitioned.discard(route)
         self._cut -= {(route, BROKER), (BROKER, route)}
 
@@ -100,7 +100,7 @@ class MemoryNetwork:
         self.carry_between(source, target, lambda: self._deliver(source, target, frame))
 
     def carry_between(self, source: bytes, target: bytes, deliver: Callable[[], None]) -> None:
-        """Carry one frame, on a link that may be of two peers, as bad as the broker's."""
+        """Carries one frame between any two processes, with the network's faults."""
         faults = self.faults
 
         def arrive() -> None:
@@ -148,7 +148,7 @@ class MemoryServer:
         self.on_frame = on_frame
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
-        """Sends to each route; returns those that are not there."""
+        """Sends a frame to each route; returns the routes without a peer."""
         return [route for route in routes if not self._network.send_to_client(route, frame)]
 
     def close(self) -> None:

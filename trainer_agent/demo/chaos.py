@@ -1,8 +1,8 @@
-"""The demo with faults: each process in turn gets SIGKILL while weights are being sent.
+"""The demo with faults: kills each process in turn while weights are being sent.
 
-The broker, each engine with its sidecar, and the trainer's process on the bus are killed and
-restarted while rollouts and training continue. The broker keeps a journal. In the end every token
-is compared with the weights of its version (:mod:`trainer_agent.demo.oracle`).
+The broker, each engine with its sidecar, and the process of the trainer agent get SIGKILL and are
+restarted while rollouts and training continue. The broker keeps a journal. At the end every token
+is checked with the weights of its version (:mod:`trainer_agent.demo.oracle`).
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ _LABEL: Final = "update "
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """How long to run, and what to kill.
+    """The options of a run.
 
     Attributes:
-        journal: folder in which the broker's journal remains.
+        journal: the folder of the broker's journal, which remains after the run.
         rounds: how often each process is killed.
-        seconds: bound of the run.
+        seconds: the longest duration of the run.
     """
 
     journal: Path
@@ -75,11 +75,11 @@ class ChaosOptions:
 
 @dataclass(slots=True)
 class ChaosResult:
-    """What happened; ``errors`` counts what failed updates raised, by class."""
+    """The results of a run; ``errors`` counts the errors of failed updates by class."""
 
     options: ChaosOptions
     kills: Counter[str] = field(default_factory=Counter)
-    updates: int = 0  # of which the trainer knows that they are committed
+    updates: int = 0  # committed, as the trainer knows
     staged: int = 0  # of these
     committed: int = 0  # versions with a COMMIT in the journal
     failed: int = 0
@@ -96,11 +96,11 @@ class ChaosResult:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was lost or mixed, and all engines serve again."""
+        """Whether no request was lost, no token is mixed, and all engines serve again."""
         return self.healed and not self.requests_lost and not self.verdict.mixed
 
     def as_json(self) -> dict[str, object]:
-        """The object that ``--chaos --json`` prints."""
+        """Returns the object that ``--chaos --json`` prints."""
         return {
             "kills": dict(self.kills),
             "updates": self.updates,
@@ -125,7 +125,7 @@ class ChaosResult:
 
 
 class Chaos:
-    """One run. ``say`` gets a line for each event."""
+    """One run. ``say`` is called with a line of text for each event."""
 
     def __init__(self, options: ChaosOptions, say: Callable[[str], None]) -> None:
         self.result = ChaosResult(options)
@@ -143,10 +143,10 @@ class Chaos:
         self._aborted: list[tuple[str, float, float]] = []
 
     def run(self) -> ChaosResult:
-        """Run until each process was killed often enough and all engines serve again.
+        """Runs until each process was killed ``rounds`` times and all engines serve again.
 
         Raises:
-            WavebusError: the bus did not start, or rollouts ended.
+            WavebusError: the bus did not start, or the rollouts failed.
         """
         started = time.monotonic()
         torch.set_num_threads(1)
@@ -226,9 +226,9 @@ class Chaos:
         self.result.versions = sorted(counts.tokens_by_version)
 
     def _publish(self) -> None:
-        """Send the new weights, and kill a process meanwhile if it is time for that.
+        """Sends the new weights, and meanwhile kills the next process if it is time.
 
-        Engines may serve nobody after a failed update, so it is sent again.
+        Repeats a failed update, because no engine may serve until it succeeds.
         """
         self._numbers += 1
         self._weights[self._numbers] = copy_of(self._policy)
@@ -249,7 +249,7 @@ class Chaos:
             self._sender.tell(request)
 
     def _ended(self, answer: dict[str, Any] | None) -> bool:
-        """Count how an update has ended; return whether it was committed."""
+        """Counts how an update has ended; returns whether it was committed."""
         if answer is None:
             self.result.failed += 1
             self.result.errors["killed"] += 1
@@ -269,7 +269,7 @@ class Chaos:
     # -- the oracle -------------------------------------------------------------
 
     def _judge(self) -> None:
-        """Check all tokens; the journal tells which weights each version has."""
+        """Checks all tokens, with the weights that each version has by the journal."""
         numbers = {0: 0}
         for item in read(self._options.journal):
             if not isinstance(item, Entry) or not isinstance(item.record, FrameSent):
@@ -284,7 +284,7 @@ class Chaos:
         self.result.verdict = judge(PolicyConfig(), weights, self._rollouts)
 
     def _judge_aborted(self) -> None:
-        """Count requests as lost that engines ended while they were in service."""
+        """Counts as lost the requests that a routable engine has ended early."""
         spans = out_of_service(read(self._options.journal))
         for engine, began_s, ended_s in self._aborted:
             known_s = ended_s + HEARTBEAT_MS / 1000  # the broker may hear of it a little later
@@ -295,13 +295,13 @@ class Chaos:
 
 
 def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float]]]:
-    """Return when each engine was on the bus and not routable, as a stale or quarantined one is.
+    """Returns when each engine was on the bus but not routable.
 
     Args:
         journal: the broker's journal.
 
     Returns:
-        Of each engine, spans of the wall clock, in seconds.
+        For each engine, spans of the wall clock (begin, end), in seconds since 1970.
 
     Raises:
         WavebusError: the journal can't be replayed.
@@ -317,7 +317,7 @@ def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float
             raise WavebusError(str(step.difference))
         began = step.entry.began
         assert began is not None
-        if replay.boot != boot:  # no journal has what was between two brokers
+        if replay.boot != boot:  # no journal covers the time between two brokers
             boot, here, left_s = replay.boot, set(), seen_s
         seen_s = began.wall_s + (replay.now_ms - began.now_ms) / 1000
         group = replay.machine.groups.get(GROUP)
@@ -334,5 +334,5 @@ def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float
 
 
 def run_chaos(options: ChaosOptions, *, say: Callable[[str], None]) -> ChaosResult:
-    """Run the demo with faults; see :meth:`Chaos.run`."""
+    """Runs the demo with faults; see :meth:`Chaos.run`."""
     return Chaos(options, say).run()

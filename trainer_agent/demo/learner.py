@@ -1,8 +1,8 @@
-"""Group-relative policy optimisation that tolerates stale rollouts of several weight versions.
+"""Group-relative policy optimization (GRPO) with stale rollouts of several weight versions.
 
-Each token has the log-probability under which it was sampled, so the loss needs no copy of old
-weights: the ratio of each token to that behaviour is clipped as in PPO. Nothing here depends on how
-weights reach the engines.
+Each token has the log-probability with which it was sampled, so the loss needs no copy of old
+weights: the probability ratio of each token is clipped as in PPO. This module does not depend on
+how weights reach the engines.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Rollout:
     """One sampled response, with one entry of ``logprobs`` and ``versions`` per response token.
 
     Attributes:
-        logprobs: natural logs at temperature 1, under the weights that sampled the token.
-        reward: in [0, 1].
-        versions: of those weights.
+        logprobs: the tokens' log-probabilities (natural, temperature 1) when they were sampled.
+        reward: the reward, in [0, 1].
+        versions: the versions of the weights that sampled the tokens.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,17 +46,17 @@ class Rollout:
 
 @dataclass(frozen=True)
 class GrpoConfig:
-    """Settings found by experiment for ``PolicyConfig()`` and the cipher task.
+    """Hyperparameters, tuned for ``PolicyConfig()`` and the cipher task.
 
     Attributes:
-        groups: prompts for one step.
-        group_size: responses to each prompt.
-        lr: peak of the learning rate, after ``warmup_steps``. From there it falls in a straight
-            line to ``final_lr_share`` of the peak at ``decay_steps``.
+        groups: the number of prompts per step.
+        group_size: the number of responses per prompt.
+        lr: the peak of the learning rate, after ``warmup_steps``. The rate then falls linearly to
+            ``final_lr_share`` of the peak at ``decay_steps``.
         clip_low, clip_high: how far a token's ratio may be below and above 1.
-        negative_cap: bound of the ratio for tokens of negative advantage.
-        entropy: weight of the mean token entropy, in nats.
-        grad_clip: largest norm of the gradient.
+        negative_cap: the greatest ratio of tokens with a negative advantage.
+        entropy: the weight of the mean token entropy, in nats, in the loss.
+        grad_clip: the greatest norm of the gradient.
     """
 
     groups: int = 4
@@ -75,7 +75,7 @@ class GrpoConfig:
 
 @dataclass(frozen=True)
 class StepStats:
-    """A step's mean reward, its gradient's norm, and whether weights have changed."""
+    """A step's mean reward and gradient norm, and whether the weights changed."""
 
     reward: float
     grad_norm: float
@@ -84,7 +84,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded tensors (rollouts, time); ``weight`` is 1 where ``target`` was sampled."""
+    """Rollouts as right-padded tensors (rollouts, time); ``weight`` is 1 for sampled targets."""
 
     inputs: Tensor
     target: Tensor
@@ -94,14 +94,14 @@ class Batch:
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """Return one group's rewards, centred and divided by their deviation."""
+    """Returns one group's rewards minus their mean, divided by their standard deviation."""
     mean = sum(rewards) / len(rewards)
     spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
     return [(r - mean) / (spread + 1e-3) for r in rewards]
 
 
 def collate(groups: Sequence[Sequence[Rollout]]) -> Batch:
-    """Return the groups' rollouts as one batch, shifted so that inputs predict targets."""
+    """Returns the groups' rollouts as one batch, with targets shifted by one token."""
     flat = [rollout for group in groups for rollout in group]
     time = max(len(r.prompt_ids) + len(r.response_ids) for r in flat)
 
@@ -118,7 +118,7 @@ def collate(groups: Sequence[Sequence[Rollout]]) -> Batch:
 
 
 class GrpoLearner:
-    """Owns the optimiser of one policy and updates that policy in place."""
+    """Trains one policy in place, with an AdamW optimizer."""
 
     def __init__(self, policy: Policy, cfg: GrpoConfig) -> None:
         self.policy = policy
@@ -133,11 +133,11 @@ class GrpoLearner:
         groups: Sequence[Sequence[Rollout]],
         updated: Callable[[], None] = lambda: None,
     ) -> StepStats:
-        """Improve the policy by one AdamW update. A loss that is not finite changes no weights.
+        """Makes one optimizer step. A loss that is not finite changes no weights.
 
         Args:
-            groups: rollouts; those of one group share a prompt.
-            updated: called when the weights are new.
+            groups: the rollouts; those of one group share a prompt.
+            updated: called after the weights have changed.
         """
         flat = [rollout for group in groups for rollout in group]
         if not flat:
@@ -156,7 +156,7 @@ class GrpoLearner:
         return StepStats(sum(each.reward for each in flat) / len(flat), float(norm), finite)
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate for the given zero-based step."""
+        """Returns the learning rate of a step, counted from 0."""
         rise = min(1.0, (step + 1) / max(1, self.cfg.warmup_steps))
         fall = max(self.cfg.final_lr_share, 1.0 - step / max(1, self.cfg.decay_steps))
         return self.cfg.lr * rise * fall

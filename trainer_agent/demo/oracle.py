@@ -1,8 +1,8 @@
-"""Which weights tokens are from: the log-probability of each is computed again.
+"""Checks that each token was sampled with the weights of its version.
 
-An engine reports each token's log-probability and version. The policy of that version, over the
-same prompt and the same earlier tokens, must give the same value. Pauses of the demo discard keys
-and values, so tokens after an update depend on the new weights alone.
+An engine reports each token's log-probability and version. The policy of that version, given the
+same prompt and the same earlier tokens, must compute the same value. Pauses of the demo discard
+keys and values, so tokens after an update depend on the new weights alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from trainer_agent.demo.learner import Rollout
 
-# Engines add up in another order, in float32.
+# Engines sum in another order, in float32.
 TOLERANCE: Final = 5e-5
 _ROWS: Final = 256
 
@@ -33,9 +33,9 @@ class Verdict:
     """The result of a check.
 
     Attributes:
-        tokens: how many were checked.
-        mixed: how many are not their version's.
-        worst: largest difference of a log-probability among the others, in nats.
+        tokens: how many tokens were checked.
+        mixed: how many tokens were not sampled with the weights of their version.
+        worst: the largest difference of a log-probability among the other tokens, in nats.
     """
 
     tokens: int = 0
@@ -46,12 +46,12 @@ class Verdict:
 def judge(
     shape: PolicyConfig, weights: Mapping[int, Mapping[str, Tensor]], rollouts: Sequence[Rollout]
 ) -> Verdict:
-    """Check every token of every rollout.
+    """Checks every token of every rollout.
 
     Args:
-        shape: the policy's sizes.
-        weights: each version's state dict. Tokens of a version without one count as mixed.
-        rollouts: complete rollouts.
+        shape: the sizes of the policy.
+        weights: each version's state dict. Tokens of any other version count as mixed.
+        rollouts: the complete rollouts.
     """
     policy = Policy(shape)
     tokens = mixed = 0
@@ -72,7 +72,7 @@ def judge(
 
 
 def _differences(policy: Policy, rollouts: Sequence[Rollout], version: int) -> Tensor:
-    """Return the errors of the log-probabilities reported for tokens of ``version``."""
+    """Returns by how much the reported log-probabilities of ``version`` are wrong, in nats."""
     batch = collate([rollouts])
     compared = torch.zeros_like(batch.behaviour, dtype=torch.bool)
     for row, each in enumerate(rollouts):

@@ -1,4 +1,4 @@
-"""Training side of the demo policy: the Qwen3 network that the embedded engine serves.
+"""The demo's policy for training: the Qwen3 network that the embedded engine serves.
 
 ``python -m trainer_agent.demo.policy FOLDER EXPERTS`` writes a checkpoint of an untrained policy;
 with 0 experts it is dense.
@@ -19,14 +19,14 @@ from sidecar.embedded.qwen3 import Qwen3, Qwen3Config, attend_whole, rope_of
 
 
 class PolicyConfig(Qwen3Config, frozen=True, kw_only=True):
-    """Sizes of the demo's network; lengths in tokens, widths in float32 elements.
+    """The sizes of the demo's network: lengths in tokens, widths in elements.
 
-    The low ``rope_theta`` gives most rotary pairs a wavelength shorter than the few dozen
-    tokens of a sequence, which makes "look this many tokens back" quick to learn.
+    The low ``rope_theta`` gives most rotary pairs a wavelength shorter than a sequence (a few
+    dozen tokens), so the network quickly learns to attend to a fixed distance.
 
     Attributes:
-        embed_std: standard deviation of the embedding's first weights.
-        head_std: standard deviation of the output layer's first weights.
+        embed_std: the standard deviation of the embedding's initial weights.
+        head_std: the standard deviation of the output layer's initial weights.
     """
 
     vocab_size: int = 16
@@ -48,7 +48,7 @@ class PolicyConfig(Qwen3Config, frozen=True, kw_only=True):
 
 
 class Policy(Qwen3):
-    """The network with weights drawn from ``seed``, applied to whole sequences."""
+    """The network, with initial weights drawn from ``seed``, applied to whole sequences."""
 
     config: PolicyConfig
 
@@ -57,7 +57,7 @@ class Policy(Qwen3):
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
-        """Draw every matrix: 1/sqrt(fan-in) inside, a near-uniform output distribution."""
+        """Draws all matrices, with deviation 1/sqrt(fan-in) inside, for near-uniform outputs."""
         for name, weight in self.named_parameters():
             if name.endswith("norm.weight"):
                 continue
@@ -70,21 +70,21 @@ class Policy(Qwen3):
                 weight.normal_(0.0, std, generator=generator)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits (batch, time, vocab) for token ids (batch, time), padded on the right.
+        """Returns logits (batch, time, vocab) for token ids (batch, time), padded on the right.
 
-        Logits at padded places mean nothing.
+        Logits at padded positions are meaningless.
         """
         rope = rope_of(torch.arange(ids.shape[1]), self.config)
         return cast("Tensor", self.lm_head(self.model(ids, rope, attend_whole)))
 
 
 def copy_of(policy: Policy) -> dict[str, Tensor]:
-    """Return a copy of the policy's weights."""
+    """Returns a copy of the policy's weights."""
     return {name: each.detach().clone() for name, each in policy.state_dict().items()}
 
 
 def save_checkpoint(policy: Policy, folder: Path) -> None:
-    """Write ``config.json`` and ``model.safetensors`` (float32) into ``folder``."""
+    """Writes ``config.json`` and ``model.safetensors`` (float32) into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(policy.config.to_hf(), indent=2) + "\n")
     tensors = {name: value.detach().contiguous() for name, value in policy.state_dict().items()}

@@ -1,4 +1,4 @@
-"""The demo's other processes, started as a user starts them: a broker, and a sidecar per engine."""
+"""Starts the demo's broker and sidecars by the commands that users run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if os.getppid() != int(sys.argv.pop(1)):
     sys.exit("the demo has ended")
 runpy.run_module("bus.cli.main", run_name="__main__", alter_sys=True)
 """
-# What a server of a tiny model on a CPU needs; a GPU server needs none of it.
+# Options for serving a tiny model on a CPU; a GPU server needs none of them.
 _VLLM_CPU_ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -41,7 +41,7 @@ _VLLM_ARGS: Final = (
 
 
 class Processes:
-    """Processes that are started in order and stopped in reverse; ``folder`` has their logs.
+    """The demo's processes, stopped in reverse order of starting; ``folder`` has their logs.
 
     On Linux the kernel sends them SIGTERM when the thread that started them ends, even by SIGKILL.
     """
@@ -57,7 +57,7 @@ class Processes:
         self.stop()
 
     def broker(self, *options: str, listen: str = "tcp://127.0.0.1:*") -> str:
-        """Start a broker and return its address."""
+        """Starts a broker, and returns its address."""
         process = self._start("broker", "broker", "--listen", listen, *options)
         assert process.stdout is not None
         address = process.stdout.readline().strip()
@@ -76,17 +76,17 @@ class Processes:
         dp_coordinator: DpCoordinator = "vllm",
         options: tuple[str, ...] = (),
     ) -> None:
-        """Start a sidecar and its engine, or those of all ranks of a DP group.
+        """Starts a sidecar and its engine, or those of all ranks of a DP group.
 
-        They join when the engines have booted.
+        The engines join the bus after they have loaded the model.
 
         Args:
-            name: of the engine, or of the DP group.
-            kind: of the engine.
+            name: the name of the engine, or of the DP group.
+            kind: the kind of engine, as `wavebus sidecar` names it.
             broker: the broker's address.
-            checkpoint: folder of the model.
-            dp_size: ranks of the DP group; 1 for an engine alone.
-            dp_coordinator: which coordinator wakes vLLM's ranks.
+            checkpoint: the folder of the model.
+            dp_size: the number of ranks in the DP group; 1 for an engine alone.
+            dp_coordinator: which coordinator starts the waves of vLLM's ranks.
             options: more options of the sidecar.
         """
         options = ("sidecar", "--broker", broker, *options)
@@ -113,7 +113,7 @@ class Processes:
         )
 
     def kill(self, name: str) -> None:
-        """Send SIGKILL to a process, which may be started again."""
+        """Sends SIGKILL to a process, which may be started again afterwards."""
         for each in [each for each in self._running if each[0] == name]:
             self._running.remove(each)
             process = each[1]
@@ -123,10 +123,10 @@ class Processes:
                 process.stdout.close()
 
     def check(self) -> None:
-        """Check that all processes live.
+        """Checks that all processes are running.
 
         Raises:
-            WavebusError: one has ended; the text has the last lines of its log.
+            WavebusError: a process has ended; the text has the last lines of its log.
         """
         for name, process in self._running:
             code = process.poll()
@@ -136,7 +136,7 @@ class Processes:
                 )
 
     def last_words(self, name: str, lines: int = 12) -> str:
-        """Return the end of a process's log."""
+        """Returns the last lines of a process's log."""
         try:
             text = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -144,7 +144,7 @@ class Processes:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> None:
-        """Send SIGTERM to all, the last one first, and SIGKILL to those that do not end."""
+        """Sends SIGTERM to all processes, the last one first, then SIGKILL to any still running."""
         for _, process in reversed(self._running):
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The demo's output: a progress line, a table and a picture."""
+"""The demo's output: a progress line, a table and a plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ProgressLine:
-    """Steps, reward and version on stderr while the demo runs."""
+    """Shows steps, reward and version on stderr while the demo runs."""
 
     def __init__(self, total: int) -> None:
         self.console = Console(stderr=True, highlight=False)
@@ -46,11 +46,11 @@ class ProgressLine:
         self._progress.stop()
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Prints a line of text above the progress line."""
         self._progress.console.print(f"[dim]{text}[/]")
 
     def update(self, result: DemoResult, version: int) -> None:
-        """Show the run's state."""
+        """Updates the progress line."""
         self._progress.update(
             self._task,
             completed=result.steps,
@@ -62,7 +62,7 @@ class ProgressLine:
 
 
 def table(result: DemoResult) -> Table:
-    """Return a table of a run's figures."""
+    """Returns a table of a run's results."""
     shown = Table(title="wavebus demo", title_justify="left", show_header=False, min_width=60)
     shown.add_column(style="bold")
     shown.add_column()
@@ -98,7 +98,7 @@ def table(result: DemoResult) -> Table:
 
 
 def picture(result: DemoResult, path: Path) -> None:
-    """Draw reward over optimizer steps, with every update marked."""
+    """Plots reward over optimizer steps, with every update marked."""
     figure, axes = plt.subplots(figsize=(9, 4.5), dpi=120, layout="constrained")
     steps = range(1, len(result.train_rewards) + 1)
     axes.plot(steps, result.train_rewards, color="#9ab", linewidth=1, label="rollouts (sampled)")
@@ -140,5 +140,5 @@ def picture(result: DemoResult, path: Path) -> None:
 
 
 def show(result: DemoResult, picture_path: Path) -> None:
-    """Print the table and the picture's path."""
+    """Prints the table and the path of the plot."""
     Console(highlight=False).print(table(result), f"picture: {picture_path}")

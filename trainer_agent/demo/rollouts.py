@@ -1,6 +1,7 @@
-"""Rollouts: several requests at a time, without end, in a thread of their own.
+"""Generates rollouts all the time, with several requests in flight, in a background thread.
 
-Nothing here depends on updates, pauses or dead engines: the client continues interrupted requests.
+This module does not handle updates, pauses or dead engines, because the rollout client continues
+interrupted requests.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ _CUT_SHORT: Final = {
 
 @dataclass(slots=True)
 class Counts:
-    """How requests ended.
+    """Counts requests and how they ended.
 
     Attributes:
-        lost: requests that the client gave up.
-        cut_short: requests that the client continued, by why the first attempt ended.
-        aborted: engines that ended a request early, with its begin and end (wall clock, s).
-        longest_token_gap_ms: longest time between two tokens of one sequence, as they arrive here.
+        lost: requests that failed.
+        cut_short: requests that were interrupted and continued, by the reason.
+        aborted: engines that ended a request early, with the request's begin and end on the wall
+            clock, in seconds.
+        longest_token_gap_ms: the longest time between two tokens of one sequence, on arrival.
     """
 
     requests: int = 0
@@ -59,16 +61,18 @@ class Counts:
 
 
 class RolloutPool:
-    """Keeps requests under way, and queues finished groups. A context manager, for one thread.
+    """Keeps requests in flight, and queues finished groups of answers for the trainer.
+
+    Use the pool as a context manager, from one thread.
 
     Args:
         broker: the broker's address.
         group: the engines' group.
-        group_size: answers to a prompt.
-        streams: requests at a time.
-        ahead: how many groups wait for the trainer; older ones are dropped, so that none is stale.
-        seed: seed of prompts and answers.
-        whole: called with every sequence.
+        group_size: the number of answers per prompt.
+        streams: the number of requests in flight.
+        ahead: how many groups may wait for the trainer; the oldest ones beyond that are dropped.
+        seed: the seed of prompts and answers.
+        whole: called with every finished sequence.
     """
 
     def __init__(
@@ -104,10 +108,10 @@ class RolloutPool:
         self._thread.close()
 
     def take(self, groups: int) -> list[list[Rollout]]:
-        """Wait for so many groups of rollouts, each of one prompt.
+        """Waits for ``groups`` groups of rollouts, each of one prompt, and returns them.
 
         Raises:
-            WavebusError: no group has come for 120 s.
+            WavebusError: no group was finished for 120 s.
         """
         taken: list[list[Rollout]] = []
         waited_s = 0.0
@@ -124,12 +128,12 @@ class RolloutPool:
         return taken
 
     def greedy_reward(self) -> float:
-        """Return the mean reward of the engines' greedy answers to the held-out prompts."""
+        """Returns the mean reward of the engines' greedy answers to the held-out prompts."""
         self._check()
         return self._portal.start_task_soon(self._greedy).result(_PATIENCE_S)
 
     def _check(self) -> None:
-        """Raise WavebusError if a stream has ended."""
+        """Raises ``WavebusError`` if a stream of requests has failed."""
         if self._serving.done():
             error = self._serving.exception()
             if isinstance(error, BaseExceptionGroup):
@@ -162,7 +166,7 @@ class RolloutPool:
         return sum(group[0].reward for group in answers if group) / len(prompts)
 
     async def _ask(self, prompt: tuple[int, ...], *, n: int, seed: int | None) -> list[Rollout]:
-        """Send a request; return its sequences, or none if it was lost. No seed: greedy."""
+        """Sends a request; returns its sequences, or none if it fails. No seed: greedy."""
         sampling: dict[str, Any] = {
             "n": n,
             "temperature": 0.0 if seed is None else 1.0,
@@ -208,6 +212,6 @@ class RolloutPool:
 
 
 def versions_of(choice: Choice) -> tuple[int, ...]:
-    """Return each token's version; 0 if it is unknown."""
+    """Returns each token's version; 0 where the version is unknown."""
     spans: Sequence[tuple[int, int]] = [(s.version or 0, s.end - s.start) for s in choice.spans]
     return tuple(version for version, count in spans for _ in range(count))

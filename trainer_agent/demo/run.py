@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainer_agent.options import How
     from trainer_agent.report import UpdateReport
 
-# As slow as large models. The tiny one would answer faster than its client can read.
+# As slow as a large model; the tiny one would answer faster than the client can read.
 _PACE: Final = ("--step-ms", "10")
 GROUP: Final = "policy"
 EVAL_EVERY_STEPS: Final = 25
@@ -41,9 +41,9 @@ BOOT_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """Options of a run, which ``steps``, ``updates`` and ``seconds`` bound.
+    """The options of a run, which ends after ``steps``, ``updates`` or ``seconds``.
 
-    With ``dp_size`` above 1 each of the ``engines`` is a DP group, and the policy is a mixture of
+    With ``dp_size`` above 1, each of the ``engines`` is a DP group, and the policy is a mixture of
     experts.
     """
 
@@ -62,7 +62,7 @@ class DemoOptions:
 
 @dataclass(slots=True)
 class DemoResult:
-    """What happened; rewards are means of the engines' greedy answers to held-out prompts."""
+    """The results of a run; rewards are means over greedy answers to held-out prompts."""
 
     options: DemoOptions
     reward_first: float = 0.0
@@ -81,32 +81,32 @@ class DemoResult:
 
     @property
     def staged(self) -> int:
-        """How many updates were staged."""
+        """The number of staged updates."""
         return sum(report.how == "staged" for report in self.reports)
 
     @property
     def endpoints(self) -> int:
-        """How many engines are on the bus: every rank of a DP group is one."""
+        """The number of engines on the bus; every rank of a DP group is one."""
         return self.options.engines * self.options.dp_size
 
     @property
     def interrupted(self) -> int:
-        """How many updates found a request in flight, at the swap or at the pause."""
+        """The number of updates whose swap or pause had requests in flight."""
         return sum(report.interrupted > 0 for report in self.reports)
 
     def pause_ms(self, quantile: float) -> float:
-        """Return a quantile of the time from the first PAUSE_LOCAL to the last engine resumed."""
+        """Returns a quantile of the time from the first PAUSE_LOCAL to the last engine resumed."""
         times = sorted(report.paused_ms for report in self.reports)
         return times[math.ceil(quantile * len(times)) - 1] if times else 0.0
 
     @property
     def swap_ms(self) -> float:
-        """Median time from COMMIT to the last ack of a staged update; 0 without any."""
+        """The median time from COMMIT to the last acknowledgement of staged updates; 0 if none."""
         times = [report.commit_ms for report in self.reports if report.how == "staged"]
         return statistics.median(times) if times else 0.0
 
     def as_json(self) -> dict[str, object]:
-        """The object that ``--json`` prints."""
+        """Returns the object that ``--json`` prints."""
         return {
             "engine": self.options.engine,
             "engines": self.endpoints,
@@ -137,15 +137,15 @@ def run_demo(
     say: Callable[[str], None],
     progress: Callable[[DemoResult, int], None],
 ) -> DemoResult:
-    """Run the demo.
+    """Runs the demo, and returns its results.
 
     Args:
-        options: what to run.
-        say: called with a line for each event.
-        progress: called with the result so far and the version.
+        options: the options of the run.
+        say: called with a line of text for each event.
+        progress: called with the results so far and the version.
 
     Raises:
-        WavebusError: a process ended, or the bus refused something.
+        WavebusError: a process ended, or the bus refused a request.
     """
     started = time.monotonic()
     torch.set_num_threads(1)
@@ -200,11 +200,11 @@ def run_demo(
 
 
 class _Enough(Exception):
-    """The run has made all requested updates."""
+    """Ends the run when all requested updates are made."""
 
 
 def _wait(agent: SyncTrainerAgent, processes: Processes, count: int) -> list[EngineView]:
-    """Wait for the engines, and raise if a process dies instead."""
+    """Waits for the engines; raises ``WavebusError`` if a process ends meanwhile."""
     deadline = time.monotonic() + BOOT_S
     while True:
         processes.check()
@@ -229,7 +229,7 @@ def _train(
     version = 0
 
     def publish() -> None:
-        """Send the optimizer's new weights."""
+        """Sends the new weights to the engines."""
         nonlocal version
         if options.withhold_weights:
             return

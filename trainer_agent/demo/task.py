@@ -27,16 +27,17 @@ HELD_OUT_SEED = 20_260_000
 
 
 def answer(prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the one right response, EOS included; tokens that are not letters are skipped."""
+    """Returns the correct response, including EOS; skips tokens that are not letters."""
     places = (t - FIRST_LETTER for t in prompt_ids)
     moved = (FIRST_LETTER + (p + SHIFT) % LETTERS for p in places if 0 <= p < LETTERS)
     return (*moved, EOS)
 
 
 def reward(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> float:
-    """Return the share, in [0, 1], of places where the response equals the answer.
+    """Returns the share, in [0, 1], of positions where the response equals the answer.
 
-    The divisor is the longer of the two lengths, so both stopping early and running on cost.
+    The share is of the longer of the two lengths, so responses that are too short or too long get
+    a lower reward.
     """
     right = answer(prompt_ids)
     hits = sum(a == b for a, b in zip(response_ids, right, strict=False))
@@ -45,7 +46,7 @@ def reward(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> float:
 
 @cache
 def held_out(count: int = 64) -> tuple[tuple[int, ...], ...]:
-    """Return ``count`` distinct prompts, the same on every call, for evaluation only."""
+    """Returns ``count`` distinct prompts, the same on every call, for evaluation only."""
     rng = random.Random(HELD_OUT_SEED)  # noqa: S311 - no secret
     found: dict[tuple[int, ...], None] = {}
     while len(found) < count:
@@ -54,7 +55,7 @@ def held_out(count: int = 64) -> tuple[tuple[int, ...], ...]:
 
 
 def train_prompts(seed: int) -> Iterator[tuple[int, ...]]:
-    """Yield random prompts without end, never one of the default held-out set."""
+    """Yields random prompts for ever, except those of the default held-out set."""
     rng = random.Random(seed)  # noqa: S311 - no secret
     kept_back = set(held_out())
     while True:
@@ -64,6 +65,6 @@ def train_prompts(seed: int) -> Iterator[tuple[int, ...]]:
 
 
 def _draw(rng: random.Random) -> tuple[int, ...]:
-    """Return one prompt of ``LENGTH + 2`` token ids with independent uniform letters."""
+    """Returns one prompt of ``LENGTH + 2`` token ids with independent uniform letters."""
     letters = (FIRST_LETTER + rng.randrange(LETTERS) for _ in range(LENGTH))
     return (BOS, *letters, SEP)

@@ -1,4 +1,7 @@
-"""The demo's trainer on the bus, in a process that can be killed: it sends weights from files."""
+"""Runs the demo's trainer agent in a process that can be killed.
+
+The process reads the weights from files.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _NEW: Final = multiprocessing.get_context("spawn")  # torch's threads do not sur
 
 
 class TrainerProcess:
-    """Starts, commands and kills the process. A context manager.
+    """A process with a trainer agent, which this class starts, commands and kills.
 
     Args:
         broker: the broker's address.
@@ -43,12 +46,12 @@ class TrainerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL, in the middle of whatever the process does."""
+        """Sends SIGKILL to the process."""
         self._process.kill()
         self._process.join()
 
     def start(self) -> None:
-        """Start the process, for the first time or after :meth:`kill`."""
+        """Starts the process, for the first time or after :meth:`kill`."""
         self._connection, theirs = _NEW.Pipe()
         arguments = (theirs, *self._arguments)
         self._process = _NEW.Process(target=_serve, args=arguments, daemon=True)
@@ -56,12 +59,12 @@ class TrainerProcess:
         theirs.close()
 
     def tell(self, order: dict[str, str]) -> None:
-        """Have it send the weights of a file: ``path``, with ``label`` and ``how``."""
+        """Orders the process to send the weights of file ``path``, with ``label`` and ``how``."""
         with contextlib.suppress(OSError):  # it was killed, as answer() shows
             self._connection.send(order)
 
     def answer(self) -> dict[str, Any] | None:
-        """Return the update's report, or its ``error`` and ``text``; None if it was killed."""
+        """Returns an update's report, or its ``error`` and ``text``; None if the process died."""
         try:
             return cast("dict[str, Any]", self._connection.recv())
         except (EOFError, OSError):
@@ -69,7 +72,7 @@ class TrainerProcess:
 
 
 def _serve(connection: Connection, broker: str, options: dict[str, Any], log: Path) -> None:
-    """Carry out orders, until the demo closes the connection."""
+    """Carries out orders until the demo closes the connection."""
     os.setsid()  # Ctrl-C stops the demo, and the demo stops this
     with log.open("a") as file:
         os.dup2(file.fileno(), 2)

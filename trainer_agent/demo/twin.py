@@ -1,8 +1,8 @@
-"""The undisturbed twin: engines that are updated and killed answer as quiet ones do.
+"""Proves that engines answer the same while they are updated and killed as when undisturbed.
 
-Sampled sessions run on quiet engines first. Then the same sessions run again and again, while the
-same weights are sent as new versions, and one engine after the other gets SIGKILL and is restarted.
-Each answer is compared with the quiet run's, token for token.
+Sampled sessions first run on undisturbed engines (the twin). Then the same sessions are repeated
+while the same weights are sent as new versions, and one engine after the other is killed by SIGKILL
+and restarted. Each answer is compared with its twin, token for token.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ _NEW_TOKENS: Final = 5  # of the prompt, in each turn
 _ANSWER_TOKENS: Final = 48
 _BOOT_S: Final = 120.0
 _LOOK_AGAIN_S: Final = 0.2
-# A token then depends on those before it, and not on its own draw alone.
+# Each token then depends on the tokens before it, not only on its own random draw.
 _HEAD_STD: Final = 0.3
 _TIMES: Final = ("--heartbeat-ms", "500", "--peer-timeout-ms", "3000")
 
 
 @dataclass(frozen=True, slots=True)
 class TwinOptions:
-    """What to run.
+    """The options of a run.
 
     Attributes:
-        seconds: for how long sessions begin anew.
-        step_ms: the least length of an engine's step: requests last long enough to be interrupted.
+        seconds: how long new sessions are started.
+        step_ms: the least duration of an engine's step, so that requests last long enough to be
+            interrupted.
     """
 
     sessions: int = 64
@@ -62,12 +63,12 @@ class TwinOptions:
 
 @dataclass(slots=True)
 class TwinResult:
-    """What happened.
+    """The results of a run.
 
     Attributes:
         continued: answers that took more than one attempt.
-        cut_by: what ended attempts early.
-        versions: how many versions the tokens have.
+        cut_by: how many attempts ended early, by the reason.
+        versions: how many different versions the tokens have.
     """
 
     options: TwinOptions
@@ -100,7 +101,7 @@ class TwinResult:
 
 
 class Twin:
-    """One run. ``say`` gets a line for each event."""
+    """One run. ``say`` is called with a line of text for each event."""
 
     def __init__(
         self, options: TwinOptions, processes: Processes, say: Callable[[str], None]
@@ -114,10 +115,10 @@ class Twin:
         self._versions: set[int | None] = set()
 
     async def run(self) -> None:
-        """Run the quiet sessions, then the others.
+        """Runs the undisturbed sessions, then the disturbed ones.
 
         Raises:
-            WavebusError: the bus did not start, or the quiet run failed.
+            WavebusError: the bus did not start, or an undisturbed session failed.
         """
         save_checkpoint(self._policy, self._processes.folder / "checkpoint")
         self._broker = self._processes.broker(*_TIMES)
@@ -154,9 +155,9 @@ class Twin:
     # -- sessions ---------------------------------------------------------------
 
     async def _talk(self, number: int) -> list[Choice]:
-        """Return the choices of all turns.
+        """Runs one session, and returns the choices of all turns.
 
-        A turn's prompt is the one before, its first answer, and new tokens.
+        A turn's prompt is the previous prompt, its first answer, and new tokens.
         """
         drawn = random.Random(f"{self._options.seed} {number}")  # noqa: S311 - no secret
         prompt: list[int] = [task.BOS]
@@ -176,7 +177,7 @@ class Twin:
         return choices
 
     async def _repeat(self, number: int, twin: list[Choice], until_s: float) -> None:
-        """Repeat a session, and compare each answer with its twin."""
+        """Repeats a session, and compares each answer with its twin."""
         result = self.result
         while time.monotonic() < until_s:
             try:
@@ -197,7 +198,7 @@ class Twin:
     # -- what disturbs them -----------------------------------------------------
 
     async def _update(self, agent: TrainerAgent) -> None:
-        """Send the same weights as new versions."""
+        """Sends the same weights as new versions, until cancelled."""
         while True:
             await asyncio.sleep(self._options.update_every_s)
             try:
@@ -212,7 +213,7 @@ class Twin:
             )
 
     async def _kill(self, agent: TrainerAgent) -> None:
-        """Kill one engine after the other, each time all of them serve."""
+        """Kills one engine after the other, each when all of them serve, until cancelled."""
         for name in cycle(self._names):
             await asyncio.sleep(self._options.kill_every_s)
             while len((await agent.status()).groups[0].routable) < len(self._names):
@@ -225,7 +226,7 @@ class Twin:
 
 
 def run_twin(options: TwinOptions, *, say: Callable[[str], None]) -> TwinResult:
-    """Run both; see :class:`Twin`.
+    """Runs undisturbed and disturbed sessions, and returns the results of :class:`Twin`.
 
     Raises:
         WavebusError: as :meth:`Twin.run`.

@@ -1,6 +1,6 @@
-"""Sends one request to one engine over HTTP, as a stream, and its prompt to a prefill engine.
+"""Sends one attempt to an engine over HTTP, and its prompt to a prefill engine.
 
-Answers are checked: one that makes no sense ends the attempt, and the tokens before it stay.
+Answers are checked: an invalid one ends the attempt, and the tokens before it are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BAD_REQUEST: Final = range(400, 500)
 _LATER: Final = (408, 429, 503)
 
 How: TypeAlias = Literal["rejected", "unreachable", "died", "broken", "stalled", "unfetched"]
-# What vLLM's prefill engines are asked for: keys and values, kept until a decode engine has them.
+# Makes vLLM's prefill engine keep keys and values until a decode engine has fetched them.
 _HAND_OVER: Final = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -47,7 +47,7 @@ class Cut(Exception):
 
 
 class PieceSpan(msgspec.Struct, frozen=True):
-    """Tokens ``start`` to ``end`` (exclusive) of an attempt's output; ``version`` is a label."""
+    """The label of the weights (``version``) of an attempt's tokens ``start`` to ``end - 1``."""
 
     version: str | int | None
     start: int
@@ -63,7 +63,7 @@ class _LogProbs(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """The part of an event that is about one choice."""
+    """The part of an event that concerns one choice."""
 
     index: int
     token_ids: list[int] | None = None
@@ -92,11 +92,11 @@ _ENCODER: Final = msgspec.json.Encoder()
 async def pieces(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> AsyncGenerator[list[Piece]]:
-    """Sends a request, and yields the pieces of its answer as they come, until its end.
+    """Sends a request, and yields the pieces of the answer as they arrive.
 
     Raises:
-        UsageError: the engine refuses the request itself.
-        Cut: the answer ends otherwise.
+        UsageError: the engine refuses the request as invalid.
+        Cut: the answer ends early for any other reason.
     """
     fetched = "kv_transfer_params" not in body
     async with _posted(session, endpoint, body) as response:
@@ -118,16 +118,16 @@ async def pieces(
 async def prefill(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> dict[str, Any]:
-    """Has a prefill engine compute the prompt of a request that another engine gets.
+    """Makes a prefill engine compute a prompt, for a decode engine.
 
     Returns:
-        ``kv_transfer_params``, with which that engine fetches the prompt's keys and values.
+        ``kv_transfer_params``, with which the decode engine fetches the prompt's keys and values.
 
     Raises:
         UsageError: as :func:`pieces`.
         Cut: as :func:`pieces`.
     """
-    sampling = {"max_tokens": 1, "temperature": 0.0}  # of a token that nobody reads
+    sampling = {"max_tokens": 1, "temperature": 0.0}  # of a token that is not used
     asked = {"sampling_params": sampling, "stream": False, "kv_transfer_params": _HAND_OVER}
     async with _posted(session, endpoint, {**body, **asked}) as response:
         raw = await response.read()
@@ -144,7 +144,7 @@ async def prefill(
 async def _posted(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> AsyncGenerator[aiohttp.ClientResponse]:
-    """Posts a request; raises a :class:`Cut` if the connection fails, also in the block."""
+    """Posts a request; raises :class:`Cut` if the connection fails, even inside the block."""
     sent = False
     try:
         async with session.post(
@@ -165,7 +165,7 @@ async def _posted(
 
 
 def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exception]:
-    """Returns the pieces of a chunk, and the end: False, True, or the error that it is."""
+    """Returns a chunk's pieces, and whether the stream ends here; or the error that ends it."""
     batch: list[Piece] = []
     try:
         for data in events.feed(chunk):
@@ -181,7 +181,7 @@ def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exce
 
 
 def refused(status: int, raw: bytes) -> UsageError | Cut:
-    """Returns the error of an answer other than 200: the request's or the engine's fault."""
+    """Returns the error for a status other than 200: ``UsageError`` if the request is invalid."""
     text = raw[:_SHOWN].decode(errors="replace")
     if status in _LATER:
         return Cut("rejected", f"{status}: {text}")

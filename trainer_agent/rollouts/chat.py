@@ -1,8 +1,8 @@
 """Turns chat messages into a prompt, and tokens into messages.
 
-Engines do both by vLLM's render and derender routes, with the template and the parsers that they
+Engines do both with vLLM's render and derender routes, with the template and the parsers that they
 were started with. If they have no such routes (embedded engines, vLLM without a tokenizer), the
-client's tokenizer renders and decodes; it parses neither tool calls nor reasoning.
+client's tokenizer renders and decodes; tool calls and reasoning are then not parsed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _ROUTE: Final = "/v1/chat/completions"
 _OK: Final = 200
-_CLOSED: Final = (403, 405, 501)  # routes that are there, and do nothing
-# What rendering says for the request that generates.
+_CLOSED: Final = (403, 405, 501)  # the route exists, but is disabled
+# Fields of the rendered request that the request for tokens takes over.
 _HANDED_ON: Final = (
     *("model", "features", "reasoning_ended", "reasoning_parser_kwargs"),
     *("cache_salt", "priority"),
@@ -39,7 +39,7 @@ _HANDED_ON: Final = (
 async def ask_any(
     pool: EnginePool, http: aiohttp.ClientSession, path: str, body: Any = None
 ) -> Any:
-    """Requests JSON from a routed engine, and from another one if that fails.
+    """Requests JSON from a routable engine, and from another one if that fails.
 
     Args:
         pool: the engines.
@@ -51,8 +51,8 @@ async def ask_any(
         The answer; None if engines have no such route.
 
     Raises:
-        UsageError: the request itself is refused.
-        NoEngine: no engine is there.
+        UsageError: the engine refuses the request as invalid.
+        NoEngine: no engine is available.
         RolloutFailed: five engines in a row failed.
     """
     avoid: set[str] = set()
@@ -87,7 +87,7 @@ async def ask_any(
 
 
 class ChatClient:
-    """The part of a rollout client that requests other things than tokens."""
+    """The methods of a rollout client for chat, and for requests to other routes."""
 
     _pool: EnginePool
     _http: aiohttp.ClientSession | None
@@ -96,7 +96,7 @@ class ChatClient:
 
     @property
     def engines(self) -> list[str]:
-        """The names of the engines that are routed now."""
+        """The names of the routable engines."""
         return list(self._pool.router.engines)
 
     async def chat(
@@ -109,7 +109,7 @@ class ChatClient:
         on_inexact: OnInexact = "restart",
         **extra: Any,
     ) -> ChatCompletion:
-        """Generates the next message of a conversation. Other errors are those of ``generate``.
+        """Generates the next message of a conversation; raises the errors of ``generate`` too.
 
         Args:
             messages: the conversation, as in OpenAI's API.
@@ -134,7 +134,7 @@ class ChatClient:
         return ChatCompletion(done.request_id, done.prompt_token_ids, done.choices, answers)
 
     def make_chat(self, messages: Any, **fields: Any) -> Chat:
-        """Returns one turn of a conversation; arguments are those of :meth:`chat`."""
+        """Returns one turn of a conversation; takes the arguments of :meth:`chat`."""
         return Chat(self.ask, self._tokenizer, {"messages": messages, **fields})
 
     async def ask(self, path: str, body: Any = None) -> Any:
@@ -156,7 +156,7 @@ class Chat:
         request: vLLM's chat request without sampling parameters: ``messages``, ``tools``, …
 
     Attributes:
-        is_parsed: whether engines have rendered it, and will parse the answer.
+        is_parsed: whether engines have rendered the conversation, and will parse the answer.
     """
 
     def __init__(
@@ -176,10 +176,10 @@ class Chat:
     async def render(
         self, sampling_params: Mapping[str, Any]
     ) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
-        """Renders the messages.
+        """Renders the messages as a prompt.
 
         Returns:
-            The prompt's token ids, its sampling parameters, and other fields of the request.
+            The prompt's token ids, the sampling parameters, and other fields of the request.
 
         Raises:
             UsageError: neither engines nor the client's tokenizer can render these messages.
@@ -223,7 +223,7 @@ class Chat:
             raise UsageError(f"messages: the chat template refuses them: {error}") from None
 
     async def messages(self, done: Completion) -> tuple[dict[str, Any], ...]:
-        """Returns the message of each choice: ``role``, ``content``, and what parsers found.
+        """Returns the message of each choice: ``role``, ``content``, and the parsers' results.
 
         Raises:
             UsageError: as :func:`ask_any`.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """The methods of a tokenizer that the client needs; those of transformers have them."""
+    """The method of a tokenizer that the client needs; tokenizers of transformers have it."""
 
     def decode(self, token_ids: Sequence[int], /) -> str:
         """Returns the text of tokens."""
@@ -26,10 +26,10 @@ class ChoiceState:
     """Collects the tokens of one choice over all attempts.
 
     Args:
-        request: whose choice it is.
-        index: which.
-        tokenizer: decodes its text, and looks for stop strings.
-        limits: of the engines that run it.
+        request: the request of the choice.
+        index: the index of the choice.
+        tokenizer: decodes the text, which is searched for stop strings.
+        limits: the limits of the engines.
     """
 
     def __init__(
@@ -51,37 +51,37 @@ class ChoiceState:
         self._spans: list[Span] = []
         self._attempts: list[Attempt] = []
         self._inexact: list[str] = []
-        self._finish = ""  # of the attempt under way
+        self._finish = ""  # of the current attempt
         self._stop: int | str | None = None
-        self._begun = 0  # tokens before the attempt under way
+        self._begun = 0  # tokens before the current attempt
         self._wire_spans: list[PieceSpan] = []
         self._stop_search = _StopSearch(tokenizer) if tokenizer and request.stops else None
 
     @property
     def attempts(self) -> int:
-        """How many attempts have ended."""
+        """The number of attempts that have ended."""
         return len(self._attempts)
 
     @property
     def gained(self) -> int:
-        """How many tokens the last attempt gave."""
+        """The number of tokens that the last attempt gave."""
         return self._attempts[-1].tokens
 
     @property
     def has_ended(self) -> bool:
-        """Whether its engine, or a stop string, has ended the attempt under way."""
+        """Whether the engine or a stop string has ended the current attempt."""
         return bool(self._finish)
 
     def take(self, piece: Piece, engine: str) -> TokenDelta | None:
-        """Takes a piece of an engine's answer; returns what the caller gets of it, or None.
+        """Adds a piece of an engine's answer; returns the new tokens for the caller, or None.
 
         Raises:
-            Cut: it makes no sense.
+            Cut: the piece is invalid.
         """
         fresh = piece.token_ids or []
         if self._finish:
             if self._finish == "stop" and isinstance(self._stop, str):
-                return None  # the engine knows nothing of stop strings
+                return None  # the engine does not know the stop strings
             raise Cut("broken", "more after the end")
         if fresh and self._vocab_size and not 0 <= min(fresh) <= max(fresh) < self._vocab_size:
             raise Cut("broken", f"tokens {fresh[:8]} of a vocabulary of {self._vocab_size}")
@@ -116,10 +116,10 @@ class ChoiceState:
         )
 
     def end_attempt(self, engine: str, cut: str = "") -> None:
-        """Ends the attempt under way; ``cut`` says what ended it early.
+        """Ends the current attempt; ``cut`` says what ended it early.
 
         Raises:
-            Cut: the engine has ended it in a way that makes no sense.
+            Cut: the answer has ended without a finish reason.
         """
         tokens = len(self.token_ids) - self._begun
         ended_by = self._finish or cut
@@ -148,11 +148,11 @@ class ChoiceState:
             raise Cut("broken", f"the answer ends without choice {self.index}'s end")
 
     def mark_inexact(self, reasons: Sequence[str]) -> None:
-        """Records why the next attempt may differ."""
+        """Records why the next attempt may be inexact."""
         self._inexact += [each for each in reasons if each not in self._inexact]
 
     def restart(self) -> None:
-        """Drops all tokens; the next attempt starts again."""
+        """Drops all tokens, so that the next attempt starts from the prompt."""
         self.token_ids.clear()
         self._logprobs.clear()
         self._spans.clear()
@@ -182,7 +182,7 @@ class ChoiceState:
         )
 
     def _search_stop(self, fresh: list[int]) -> list[int]:
-        """Returns the fresh tokens up to the end of a stop string; drops later ones."""
+        """Returns the new tokens up to the end of a stop string, and drops later ones."""
         assert self._stop_search is not None
         first = len(self.token_ids) - len(fresh)
         for place, token in enumerate(fresh):
@@ -196,16 +196,16 @@ class ChoiceState:
 
 
 class GrowingText:
-    """Decodes tokens as they come.
+    """Decodes tokens to text as they arrive.
 
-    A token may be part of a character, and decode otherwise after others; so new text is what a
-    window of tokens decodes to beyond the same window without the new ones.
+    A token may be part of a character, and its text may depend on the tokens before it. So the
+    class decodes a window of recent tokens with and without the new ones; the difference is new.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._read = 0  # tokens of the window whose text was taken
+        self._read = 0  # tokens of the window whose text was returned
 
     def add(self, token: int) -> str:
         """Returns the text that a token adds; empty in the middle of a character."""
@@ -220,7 +220,7 @@ class GrowingText:
 
 
 class _StopSearch:
-    """Finds stop strings in growing text, also across attempts."""
+    """Finds stop strings in growing text, even if attempts split them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._text = GrowingText(tokenizer)
@@ -250,6 +250,6 @@ def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:
 
 
 def _number(label: str | int | None) -> int | None:
-    """Returns a label's version; 0 for a foreign label, such as vLLM's ``default``."""
+    """Returns a label's version; 0 for labels that are not wavebus's, such as ``default``."""
     text = str(label)
     return int(text) if text.isdecimal() else None if label is None else 0

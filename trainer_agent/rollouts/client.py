@@ -124,7 +124,7 @@ class RolloutClient(ChatClient):
                 )
             )
             await self._pool.open()
-            stack.callback(self._pool.close)  # first: requests end by that
+            stack.callback(self._pool.close)  # first, because that ends the requests
             self._http = http
             self._stack = stack.pop_all()
         return self
@@ -155,19 +155,19 @@ class RolloutClient(ChatClient):
         Args:
             prompt_token_ids: the prompt.
             sampling_params: see :class:`~trainer_agent.rollouts.request.SamplingParameters`.
-            session_id: requests of one session go to one engine, whose cache has their prefix.
+            session_id: requests of one session go to the same engine, whose cache has their prefix.
             on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
                 ``raise``.
             on_delta: called with new tokens as they come, as :meth:`stream` yields them.
-            extra: other fields of vLLM's request: ``cache_salt``, ``priority``, ``model``.
+            extra: other fields of vLLM's request, such as ``cache_salt``, ``priority``, ``model``.
 
         Returns:
             All choices, with the engine and the weight version of each token.
 
         Raises:
             UsageError: the request can't be served; the text names the field at fault.
-            NoEngine: no engine was there in time.
+            NoEngine: no engine was available in time.
             RequestPoisoned: two engines died while they ran the request.
             RolloutFailed: five attempts in a row gave no token, or ``on_inexact="raise"``.
         """
@@ -185,10 +185,10 @@ class RolloutClient(ChatClient):
         on_inexact: OnInexact = "continue",
         **extra: Any,
     ) -> AsyncGenerator[TokenDelta]:
-        """Generates as :meth:`generate`, with its arguments, and yields new tokens as they come.
+        """Generates as :meth:`generate` does, and yields new tokens as they arrive.
 
-        Tokens that were yielded can't be taken back, so ``on_inexact="restart"`` only restarts a
-        choice without tokens, and raises otherwise.
+        Yielded tokens can't be taken back, so ``on_inexact="restart"`` only restarts a choice
+        without tokens, and raises otherwise.
         """
         deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
         rollout = self._make(
@@ -221,9 +221,9 @@ class RolloutClient(ChatClient):
             prompts: token ids of each prompt.
             sampling_params: as :meth:`generate`. With a ``seed``, each prompt has its own: ``seed``
                 plus its index times ``n``.
-            concurrency: how many prompts are under way at a time, at most.
+            concurrency: the greatest number of prompts in flight.
             as_completed: whether to yield in the order of completion, not of the prompts.
-            progress: whether tqdm shows how many prompts are done.
+            progress: whether to show a tqdm progress bar.
             on_inexact: as :meth:`generate`.
             extra: as :meth:`generate`.
 
@@ -267,7 +267,7 @@ class RolloutClient(ChatClient):
                 await asyncio.wait(under_way)
 
     def finish_session(self, session_id: str) -> None:
-        """Discards a session: its engine may take another."""
+        """Ends a session, so that its engine has room for another one."""
         self._pool.router.finish_session(session_id)
 
     def _make(

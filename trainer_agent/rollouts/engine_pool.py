@@ -1,4 +1,4 @@
-"""The engines of a group as a client sees them, and the requests that wait for one of them."""
+"""Assigns engines to the requests of one client, and queues requests while all are busy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Waiter:
 
 @dataclass(eq=False, slots=True)
 class AttemptWatch:
-    """An attempt under way; ``scope`` is cancelled too long after the last token at ``last_s``."""
+    """An attempt under way. ``scope`` is cancelled if no token follows the one at ``last_s``."""
 
     engine: str
     scope: anyio.CancelScope
@@ -42,13 +42,14 @@ class AttemptWatch:
 
 
 class EnginePool:
-    """Assigns the routed engines of a group to requests, and watches for stalled engines.
+    """Assigns the routable engines of a group to requests, and watches for stalled engines.
 
     Args:
         group: the group.
         connection: an observer's connection to the broker.
-        stall_s: an engine that runs, and gives an attempt no token for so long, is left.
-        unavailable_s: how long a request waits while no engine is there, in seconds.
+        stall_s: after how long without a token from a running engine an attempt is cancelled, in
+            seconds.
+        unavailable_s: how long a request waits while no engine is available, in seconds.
 
     Attributes:
         attempts: the attempts under way.
@@ -73,7 +74,7 @@ class EnginePool:
         connection.on_routes = self._on_routes
         self._routed = asyncio.Event()
         self._waiting: deque[_Waiter] = deque()
-        self._for_prefill: deque[_Waiter] = deque()  # those that have a decode engine
+        self._for_prefill: deque[_Waiter] = deque()  # requests that have a decode engine
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
         self._last_token_s = 0.0
@@ -109,11 +110,11 @@ class EnginePool:
 
         Args:
             session: the request's session, or None.
-            sequences: how many sequences it has.
-            avoid: names of engines that failed it.
+            sequences: how many sequences the request has.
+            avoid: names of engines that failed the request before.
 
         Raises:
-            NoEngine: no engine was there in time.
+            NoEngine: no engine was available in time.
         """
         load = await self._wait(self._waiting, session, sequences, avoid)
         assert load is not None
@@ -151,7 +152,7 @@ class EnginePool:
             raise
 
     async def until_routed(self) -> None:
-        """Waits until an engine is routed.
+        """Waits until an engine is routable.
 
         Raises:
             NoEngine: as :meth:`acquire`.
@@ -163,12 +164,12 @@ class EnginePool:
                 await self._require_engines()
 
     def release(self, load: EngineLoad, sequences: int) -> None:
-        """Ends the use of an engine by a request, and grants it to waiting requests."""
+        """Frees an engine's slots after a request, and assigns them to waiting requests."""
         self.router.release(load, sequences)
         self._grant()
 
     def _grant(self) -> None:
-        """Grants engines to waiting requests, in the order of their arrival."""
+        """Assigns engines to waiting requests, in the order of their arrival."""
         now_s = self.now_s()
         for waiter in list(self._for_prefill):
             load = self.router.pick_prefill(now_s, waiter.avoid)
@@ -190,10 +191,10 @@ class EnginePool:
             self._timer = asyncio.get_running_loop().call_at(release_s, self._grant)
 
     async def _require_engines(self) -> None:
-        """Raises unless an engine gives tokens, or is paused and will.
+        """Checks that an engine gives tokens, or will after its pause.
 
         Raises:
-            NoEngine: the text names the engines that are there.
+            NoEngine: there is none; the text names the group's engines.
         """
         if self.now_s() - self._last_token_s < self._unavailable_s:
             return
@@ -214,7 +215,10 @@ class EnginePool:
         )
 
     async def _watch_engines(self) -> None:
-        """Reads the engines' loads, and cancels attempts whose engine runs and gives no tokens."""
+        """Reads the engines' loads, and cancels attempts to which running engines give no tokens.
+
+        Runs until cancelled.
+        """
         while True:
             await asyncio.sleep(min(_FIGURES_S, self.stall_s / 4))
             engines: tuple[EngineView, ...] = ()

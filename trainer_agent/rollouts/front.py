@@ -1,16 +1,16 @@
-"""The rollout client over HTTP, with its promises, for whoever speaks vLLM's or OpenAI's API.
+"""Serves the rollout client over HTTP, for clients of vLLM's or OpenAI's API.
 
 ===============================  ==========================================================
-``POST /inference/v1/generate``  tokens in, tokens out, as engines have it
-``POST /v1/completions``         prompts as ids; as text, with a tokenizer
+``POST /inference/v1/generate``  tokens in, tokens out, as vLLM's route
+``POST /v1/completions``         prompts as token ids; with a tokenizer, also as text
 ``POST /v1/chat/completions``    as :meth:`~trainer_agent.rollouts.client.RolloutClient.chat`
-``GET /v1/models``               what an engine answers
-``GET /health``                  200 while an engine is routed, else 503
+``GET /v1/models``               the answer of an engine
+``GET /health``                  200 while an engine is routable, else 503
 ===============================  ==========================================================
 
-What is unknown, or would be ignored, is refused by the field's name. All routes write one kind of
-choice: OpenAI's, with the ``token_ids``, and at its end the ``weight_versions`` and why it may be
-``inexact``. What fails after its first event ends with an event that is an error.
+A field that is unknown or would be ignored is refused, with its name. All routes return choices in
+OpenAI's form, with ``token_ids``; the last event of a choice adds the ``weight_versions`` and the
+reasons why it may be ``inexact``. A stream that fails ends with an error event.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _SESSION_HEADER: Final = "X-Session-ID"  # of vLLM, and of vllm-router
 _MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 _SHUTDOWN_S: Final = 1.0
-# The field that has the prompt, and the ``object`` of the answer.
+# The field of the prompt, and the ``object`` of the answer.
 _ROUTES: Final = {
     "/inference/v1/generate": ("token_ids", ""),
     "/v1/completions": ("prompt", "text_completion"),
@@ -54,7 +54,7 @@ _ROUTES: Final = {
 _CHAT_FIELDS: Final = (
     *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort"),
 )
-# What changes nothing, and clients send all the same.
+# Values that clients send although they change nothing.
 _IDLE: Final = {"echo": False, "best_of": 1, "skip_special_tokens": True}
 _FIELD: Final = re.compile(r"(?:the engine refuses the request: )?([A-Za-z_][\w.-]*)(\[\d+\])*: ")
 
@@ -64,7 +64,7 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Common(msgspec.Struct):
-    """Fields of a body on every route, besides its prompt and sampling parameters."""
+    """The fields that a body may have on every route, besides prompt and sampling parameters."""
 
     model: str | None = None
     cache_salt: str | None = None
@@ -76,7 +76,7 @@ class _Common(msgspec.Struct):
 
 
 class _Asked:
-    """A parsed request. ``params`` are the other fields of its body."""
+    """A parsed request. ``params`` are its route's own fields."""
 
     def __init__(self, http: web.Request, raw: bytes) -> None:
         prompt, kind = _ROUTES[http.path]
@@ -107,7 +107,7 @@ class _Asked:
         self._head["object"] = kind + (".chunk" if self.is_stream and self.is_chat else "")
 
     def frame(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-        """Returns an answer, or one event of it."""
+        """Encodes an answer, or one event of a stream."""
         rest = {"model": self.extra.get("model", ""), "choices": choices, "usage": usage}
         raw = msgspec.json.encode({**self._head, **rest})
         return b"data: " + raw + b"\n\n" if self.is_stream else raw
@@ -115,7 +115,7 @@ class _Asked:
     def choice(
         self, index: int, part: TokenDelta | Choice | None, text: str, message: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns a part of a choice, or the whole, in the form of all routes."""
+        """Returns a choice, or a part of one, in the form of all routes."""
         ids, logprobs = (part.token_ids, part.logprobs) if part is not None else ((), None)
         shown = {"index": index, "token_ids": ids, "text": text, "logprobs": None}
         if self.is_chat:
@@ -129,7 +129,7 @@ class _Asked:
 
 
 class _Reader:
-    """Tracks what the reader of a stream has received of one choice."""
+    """Tracks how much of a choice's text was sent in a stream."""
 
     def __init__(self, tokenizer: Any, params: Mapping[str, Any]) -> None:
         self._growing = GrowingText(tokenizer) if tokenizer else None
@@ -149,7 +149,7 @@ class _Reader:
         return text
 
     def message(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a part of a message, in the form of chunks."""
+        """Returns a part of a message in the form of OpenAI's stream events."""
         shown = {name: value for name, value in part.items() if name != "role"} | self._role
         self._role = {}
         calls = enumerate(part.get("tool_calls") or ())
@@ -157,7 +157,7 @@ class _Reader:
 
 
 class _Front:
-    """The routes' handlers."""
+    """The handlers of the routes."""
 
     def __init__(self, client: RolloutClient, tokenizer: Any) -> None:
         self._client = client
@@ -335,10 +335,10 @@ async def serve(
 
     Args:
         client: the client.
-        host: where to listen.
-        port: the port; 0 is any free one.
+        host: the host name or address to listen on.
+        port: the port; 0 chooses a free one.
         tokenizer: the client's tokenizer, if it has one.
-        api_key: the bearer token that requests need; empty: none.
+        api_key: the bearer token that requests must have; empty: none.
 
     Raises:
         UsageError: the address can't be used.

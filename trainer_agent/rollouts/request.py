@@ -1,8 +1,8 @@
 """Checks a request for tokens, and makes the bodies of its attempts.
 
-An attempt that continues sends the prompt with every token so far, and reduces the budgets by them.
-Parameters that depend on the output alone start again there, so the result may differ:
-:meth:`RolloutRequest.inexact` names them.
+An attempt that continues sends the prompt with all tokens so far, and reduces the token budgets.
+The engine takes these tokens for a prompt, so parameters that depend on the output alone start
+anew, and the result may differ: :meth:`RolloutRequest.inexact` names these parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OnInexact: TypeAlias = Literal["restart", "continue", "raise"]
 MAX_SESSION_CHARS: Final = 256
 # Below this temperature vLLM and the embedded engine take the likeliest token.
 _GREEDY_BELOW: Final = 1e-5
-# Count output tokens alone, or keep a state that an engine does not hand over.
+# They count output tokens only, or keep a state that an engine can't hand over.
 _OUTPUT_ALONE: Final = (
     "presence_penalty",
     "frequency_penalty",
@@ -44,8 +44,8 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 class SamplingParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sampling parameters, with the names, meanings and defaults of vLLM.
 
-    Except that ``max_tokens=None`` (the default) generates up to the model's length. ``stop`` needs
-    the client's tokenizer.
+    There is one exception: ``max_tokens=None`` (the default) generates up to the model's length.
+    ``stop`` needs the client's tokenizer.
     """
 
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -78,11 +78,11 @@ class RolloutRequest:
     """A checked request.
 
     Args:
-        id: names it in engines' logs; each attempt adds its number.
-        prompt: token ids.
-        asked: sampling parameters as the caller gave them, without those that the client sees to.
-        params: the same, checked and complete.
-        extra: fields beside them, such as ``cache_salt`` and ``priority``.
+        id: the request's id in engines' logs; each attempt adds its number.
+        prompt: the token ids of the prompt.
+        asked: the caller's sampling parameters, without those that the client handles itself.
+        params: the sampling parameters, checked and complete.
+        extra: other fields, such as ``cache_salt`` and ``priority``.
     """
 
     id: str
@@ -112,9 +112,9 @@ class RolloutRequest:
 
         Args:
             so_far: the output tokens of choice ``index``; empty if the attempt starts anew.
-            index: the first choice that it asks for.
-            count: how many choices it asks for.
-            limits: the limits of its engine.
+            index: the index of the first choice to generate.
+            count: how many choices to generate.
+            limits: the limits of the engine.
             attempt: the number of the attempt.
         """
         params = self.params
@@ -140,7 +140,7 @@ class RolloutRequest:
         }
 
     def inexact(self, limits: RequestLimits) -> tuple[str, ...]:
-        """Returns why a continuation on such an engine may differ; empty if it is exact."""
+        """Returns why a continuation may differ on an engine with these limits; empty if exact."""
         params = self.params
         default = SamplingParameters()
         reasons = [
@@ -155,7 +155,7 @@ class RolloutRequest:
         """Checks the request against the engines' limits.
 
         Raises:
-            UsageError: names the field at fault.
+            UsageError: a field is wrong; the text names it.
         """
         length, vocabulary = limits.max_model_len, limits.vocab_size
         if length and len(self.prompt) >= length:
@@ -194,7 +194,7 @@ def make_request(
     decodes: bool,
     extra: Mapping[str, Any],
 ) -> RolloutRequest:
-    """Checks a request, as far as that is possible without engines.
+    """Makes a request, and checks it as far as that is possible without engines.
 
     Args:
         prompt_token_ids: the prompt.
@@ -234,7 +234,7 @@ def make_request(
 
 
 def named(field: str, error: Exception) -> str:
-    """Returns msgspec's error, after the name of the field at fault."""
+    """Returns the text of msgspec's error, after the name of the field."""
     detail, _, path = str(error).partition(" - at ")
     name = field + path.strip("`").removeprefix("$")
     _, _, unknown = detail.partition("contains unknown field ")

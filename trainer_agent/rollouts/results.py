@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Output tokens of a choice that one engine sampled with one version of the weights.
+    """Consecutive output tokens that one engine sampled with one version of the weights.
 
     Attributes:
-        version: the version; None if the engine died before it reported it.
-        start: the first token.
-        end: the token after the last one.
+        version: the version; None if the engine died before it reported the version.
+        start: the index of the first token.
+        end: the index after the last token.
         engine: the engine's name.
     """
 
@@ -32,11 +32,11 @@ class Attempt:
 
     Attributes:
         engine: the engine's name.
-        tokens: how many new tokens it gave.
-        ended_by: the finish reason, or ``abort`` (the engine ended it: a pause, a quarantine),
-            ``rejected`` (the engine took no requests), ``unreachable``, ``died``, ``broken`` (its
-            answer made no sense), ``stalled`` (no token for too long), ``unfetched`` (it could not
-            fetch what a prefill engine had computed).
+        tokens: how many new tokens the engine gave.
+        ended_by: the finish reason, or ``abort`` (the engine ended it, because of a pause or
+            quarantine), ``rejected`` (the engine admitted no requests), ``unreachable``, ``died``,
+            ``broken`` (the answer was invalid), ``stalled`` (no token for too long), ``unfetched``
+            (the engine could not fetch the keys and values from a prefill engine).
     """
 
     engine: str
@@ -49,17 +49,17 @@ class Choice:
     """One of the ``n`` answers to a prompt.
 
     Attributes:
-        token_ids: without the prompt.
-        logprobs: of each token, as its engine reported it when it was sampled; None if the sampling
-            parameters ask for none.
-        text: of all tokens, up to the stop string; None without a tokenizer.
+        token_ids: the output tokens, without the prompt.
+        logprobs: the log-probability of each token, as its engine reported it when it was sampled;
+            None if the sampling parameters request none.
+        text: the text of all tokens, up to the stop string; None without a tokenizer.
         finish_reason: ``stop`` or ``length``.
         stop_reason: the token of ``stop_token_ids``, or the string of ``stop``, that ended it; None
             for the model's own end of sequence, and for ``length``.
-        spans: in order; they cover each token once.
-        attempts: in order; more than one if the request went on elsewhere.
-        inexact: why the tokens may differ from those of a request that was not interrupted; empty
-            if they do not.
+        spans: the spans in order, which cover each token once.
+        attempts: the attempts in order; several if the request was interrupted.
+        inexact: why the tokens may differ from those of an uninterrupted request; empty if they
+            can't.
     """
 
     index: int
@@ -96,8 +96,8 @@ class ChatCompletion(Completion):
 class TokenDelta:
     """New tokens of choice ``index``, or its end, or both.
 
-    ``version`` is as in :class:`Span`; it is also None if the engine reports it only at the end,
-    with the :class:`Completion`.
+    ``version`` is as in :class:`Span`. It is None too if the engine reports the version only at
+    the end; the :class:`Completion` then has it.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""Runs one request for tokens, over as many attempts as it takes."""
+"""Runs one request for tokens, in as many attempts as necessary."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class RolloutRun:
     """Runs one request until all of its choices are done.
 
     Args:
-        request: what is asked.
+        request: the request.
         pool: the engines.
-        http: sends to them.
+        http: the HTTP session for requests to engines.
         tokenizer: decodes texts.
-        on_delta: called with tokens as they come; what it was given can't be taken back.
+        on_delta: called with tokens as they arrive, which can't be taken back afterwards.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class RolloutRun:
         self._tokenizer = tokenizer
         self._on_delta = on_delta
         self._died: set[tuple[str, str]] = set()  # engines that died while they ran it; endpoints
-        self._avoid: set[str] = set()  # engines that failed it
-        self._last = ""  # what ended the last attempt that failed, and where
+        self._avoid: set[str] = set()  # engines that failed the request
+        self._last = ""  # how the last failed attempt ended, and on which engine
 
     async def run(self) -> Completion:
         """Sends attempts until all choices are done.
@@ -84,7 +84,7 @@ class RolloutRun:
             ChoiceState(request, index, self._tokenizer, limits)
             for index in range(request.params.n)
         ]
-        # One request for all choices; where engines are split, what is handed over is for one.
+        # One request for all choices; a hand-over from prefill to decode engines is for one choice.
         while not (
             self._pool.router.is_split or any(choice.token_ids or choice.done for choice in choices)
         ):
@@ -103,7 +103,7 @@ class RolloutRun:
             await self._attempt([choice])
 
     async def _attempt(self, choices: Sequence[ChoiceState]) -> None:
-        """Sends one request for these choices: all from the start, or one from where it is."""
+        """Sends one request: for several choices from the start, or for one after its tokens."""
         request, first = self._request, choices[0]
         load = await self._pool.acquire(request.session_id, len(choices), frozenset(self._avoid))
         route = load.route
@@ -134,7 +134,7 @@ class RolloutRun:
         self._judge(choices, load, cut)
 
     def _prepare(self, choice: ChoiceState, reasons: Sequence[str]) -> None:
-        """Decides how a choice with tokens continues."""
+        """Decides how a choice with tokens continues, given the reasons why it would be inexact."""
         if not reasons:
             return
         request = self._request
@@ -151,10 +151,10 @@ class RolloutRun:
     async def _read(
         self, choices: Sequence[ChoiceState], route: Route, body: dict[str, Any]
     ) -> None:
-        """Take what an engine answers, until it has ended.
+        """Reads an engine's answer until all choices have ended.
 
         Raises:
-            Cut: before that.
+            Cut: the answer ends before that.
         """
         with self._watched(route.engine) as attempt:
             async with contextlib.aclosing(pieces(self._http, route.endpoint, body)) as stream:
@@ -172,7 +172,7 @@ class RolloutRun:
                             return
 
     async def _prefill(self, body: dict[str, Any]) -> str:
-        """Has a prefill engine compute the prompt, and adds its ``kv_transfer_params`` to ``body``.
+        """Makes a prefill engine compute the prompt; adds ``kv_transfer_params`` to ``body``.
 
         Returns the prefill engine's name; empty if the decode engine must compute the prompt.
         """
@@ -195,10 +195,10 @@ class RolloutRun:
 
     @contextlib.contextmanager
     def _watched(self, engine: str) -> Iterator[AttemptWatch]:
-        """What this engine is asked for is cut off when it stalls.
+        """Cancels the block if the engine stalls.
 
         Raises:
-            Cut: it was.
+            Cut: the engine has stalled.
         """
         with anyio.CancelScope() as scope:
             attempt = AttemptWatch(engine, scope, self._pool.now_s())
@@ -211,10 +211,10 @@ class RolloutRun:
             raise Cut("stalled", f"no token for {self._pool.stall_s:g} s")
 
     def _blame(self, load: EngineLoad, cut: Cut) -> None:
-        """What it means for an engine that an answer of its was cut off.
+        """Records that an engine's answer was cut off, and avoids the engine from now on.
 
         Raises:
-            RequestPoisoned: it is the second one that died.
+            RequestPoisoned: it is the second engine that died.
         """
         engine, endpoint = load.route.engine, load.route.endpoint
         if cut.how in ("rejected", "unreachable", "died"):
@@ -232,10 +232,10 @@ class RolloutRun:
                 )
 
     def _judge(self, choices: Sequence[ChoiceState], load: EngineLoad, cut: Cut | None) -> None:
-        """What an attempt's end means for its engine and its request.
+        """Updates the router after an attempt, and decides whether the request has failed.
 
         Raises:
-            RequestPoisoned, RolloutFailed: it is given up.
+            RequestPoisoned, RolloutFailed: the request has failed.
         """
         if cut is not None:
             self._blame(load, cut)

@@ -1,25 +1,27 @@
-"""Rollouts between the engines that generate and the trainer that uses them, with their ages.
+"""Buffers rollouts for the trainer, and limits how old their weights may be.
 
-An age counts commits of the model: how many versions were committed after the oldest version that
-sampled a token of the sample. Version numbers have gaps, since failed updates, drafts and adapters
-use numbers too; so the buffer knows those alone that :meth:`RolloutBuffer.on_commit` got.
+The age of a sample is the number of versions of the model that were committed after the oldest
+version that sampled one of its tokens. Version numbers have gaps, since failed updates, drafts and
+adapters use numbers too. So the buffer counts only versions passed to
+:meth:`RolloutBuffer.on_commit`.
 
 ==================  ====================  ==========================================================
-event               possible if           what it does
+event               possible if           effect
 ==================  ====================  ==========================================================
-a rollout starts    ``capacity()`` > 0    under way, the last in the order
-it adds a sample    it is under way       finished, where it is in the order; dropped if too old
-it ends without     it is under way       leaves the order
-``on_commit(v)``    v is the newest       the next step: none is taken in it; drops what is too old
+a rollout starts    ``capacity()`` > 0    it is under way, and last in the order
+it adds a sample    it is under way       it is finished and keeps its place; dropped if too old
+it ends without     it is under way       it leaves the order
+``on_commit(v)``    v is the newest       the next step begins; samples that are too old are dropped
 ``take(n)``         n are finished        they leave the order, and count as taken in this step
 ==================  ====================  ==========================================================
 
-With the policy ``raise``, what is too old is dropped when it is its turn to be taken, by an error.
+With the policy ``raise``, samples that are too old are dropped only when they are next to be taken,
+with an error.
 
 Invariants: taken in this step + under way + finished <= (``max_age_steps`` + 1) x
-``samples_per_step``, unless more was taken than a step uses; nothing older than ``max_age_steps``
-is taken; where each step takes ``samples_per_step`` in order and then commits once, nothing that
-waited for capacity becomes too old.
+``samples_per_step``, unless more samples were taken than a step uses; no sample older than
+``max_age_steps`` is taken; if each step takes ``samples_per_step`` in order and then commits once,
+no sample whose rollout waited for capacity becomes too old.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ AgePolicy: TypeAlias = Literal["drop", "raise"]
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch(Generic[T]):
-    """Samples that were taken together.
+    """A batch of samples for the trainer.
 
     Attributes:
         samples: the samples.
@@ -69,19 +71,19 @@ class BufferedRollout(Generic[T]):
 
     def __init__(self, buffer: RolloutBuffer[T], version: int) -> None:
         self._buffer = buffer
-        self.version = version  # the oldest that may have sampled a token
+        self.version = version  # the oldest version that may have sampled a token
         self.sample: tuple[T] | None = None
 
     def add(self, sample: T, *completions: Completion) -> bool:
         """Adds the sample, which finishes the rollout.
 
         Args:
-            sample: what the trainer takes: completions with their rewards, for example.
-            completions: all that are in it. The oldest span of them gives the sample's age; tokens
+            sample: any object for the trainer, such as completions with their rewards.
+            completions: all completions in the sample. Their oldest span determines its age; tokens
                 of an unknown version count as of the version at the rollout's start.
 
         Returns:
-            Whether it is kept; False if it is too old.
+            Whether the sample is kept; False if it is too old.
         """
         spans = [s for done in completions for choice in done.choices for s in choice.spans]
         if spans:
@@ -106,11 +108,11 @@ class RolloutBuffer(Generic[T]):
     It is not thread-safe: use it on one event loop.
 
     Args:
-        max_age_steps: the oldest age, in commits of the model, at which samples are taken. With 0
-            the trainer takes nothing but samples of the newest version.
-        policy: what happens to older ones: ``drop`` them, or ``raise`` when it is their turn.
+        max_age_steps: the greatest age, in commits of the model, at which samples are taken. With
+            0 the trainer takes only samples of the newest version.
+        policy: how to handle older samples: ``drop`` them, or ``raise`` when they are next.
         samples_per_step: how many samples the trainer takes between two commits.
-        step: the step that the trainer is in; each commit begins the next.
+        step: the number of the trainer's present step; each commit begins the next one.
     """
 
     def __init__(
@@ -132,14 +134,14 @@ class RolloutBuffer(Generic[T]):
         self.samples_per_step = samples_per_step
         self.step = step
         self._commits: list[int] = []  # versions, ascending
-        self._order: dict[BufferedRollout[T], None] = {}  # the first that started first
+        self._order: dict[BufferedRollout[T], None] = {}  # in the order of starting
         self._taken = 0  # in this step
         self._dropped = 0  # since the last batch
         self._has_capacity = asyncio.Event()
         self._has_samples = asyncio.Event()
 
     def capacity(self) -> int:
-        """Returns how many rollouts may start now and still be young enough when they are used.
+        """Returns how many rollouts may start now without becoming too old before their use.
 
         That assumes that each step uses ``samples_per_step``. Rollouts under way, finished samples
         and those that this step has taken count.
@@ -153,9 +155,9 @@ class RolloutBuffer(Generic[T]):
         """Returns how many finished samples are young enough.
 
         Args:
-            current_version: ages are up to this one; samples of later commits don't count. Default:
-                the newest. One that is newer than all that were committed counts as a commit.
-            max_age_steps: the oldest age that counts. Default: the buffer's own.
+            current_version: the version for which ages are computed; samples of later commits don't
+                count. A version that is not committed yet counts as a commit. Default: the newest.
+            max_age_steps: the greatest age that counts. Default: the buffer's own.
         """
         limit = self.max_age_steps if max_age_steps is None else max_age_steps
         ages = [self._age(r, current_version) for r in self._order if r.sample]
@@ -175,10 +177,10 @@ class RolloutBuffer(Generic[T]):
         return sum(r.sample is not None and self._age(r) <= self.max_age_steps for r in meant)
 
     def on_commit(self, version: int) -> None:
-        """Records a new version of the model, as ``update_weights`` returned it.
+        """Records a new version of the model, as returned by ``update_weights``.
 
         Raises:
-            UsageError: a later one was committed before.
+            UsageError: the version is not newer than the last one.
         """
         if self._commits and version <= self._commits[-1]:
             raise UsageError(f"version {version}: {self._commits[-1]} was committed before")
@@ -206,15 +208,15 @@ class RolloutBuffer(Generic[T]):
                 self._remove(rollout)
 
     async def take(self, count: int | None = None, *, in_order: bool = False) -> RolloutBatch[T]:
-        """Waits for finished samples and takes them, in the order in which they started.
+        """Waits for finished samples and takes them, in the order in which their rollouts started.
 
         Args:
-            count: how many. Default: ``samples_per_step``.
-            in_order: wait for those that started first, even if later ones have finished: nothing
-                becomes too old by that, but a slow rollout holds up the trainer.
+            count: how many samples to take. Default: ``samples_per_step``.
+            in_order: whether to wait for the rollouts that started first, even if later ones have
+                finished. No sample then becomes too old, but a slow rollout delays the trainer.
 
         Raises:
-            RolloutsTooOld: with the policy ``raise``; those that are too old are dropped.
+            RolloutsTooOld: with the policy ``raise``, if samples were too old; they are dropped.
         """
         count = self.samples_per_step if count is None else count
         most = (self.max_age_steps + 1) * self.samples_per_step
@@ -275,7 +277,7 @@ class RolloutBuffer(Generic[T]):
     def _remove(self, rollout: BufferedRollout[T]) -> None:
         self._order.pop(rollout, None)
         self._has_capacity.set()
-        self._has_samples.set()  # in order, another's turn has come
+        self._has_samples.set()  # in order, another waiter may be next
 
 
 async def _until(changed: asyncio.Event, is_true: Callable[[], bool]) -> None:

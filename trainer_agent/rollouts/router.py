@@ -9,14 +9,14 @@ of a new session          by rendezvous hashing: the engine with the highest sco
 without a session         the least loaded engine
 ========================  ===================================================================
 
-Prefill engines are not chosen while another engine is routed. They compute the prompts of requests
-that run on decode engines (:meth:`Router.pick_prefill`).
+Prefill engines are not chosen while another engine is routable. They compute the prompts of
+requests that run on decode engines (:meth:`Router.pick_prefill`).
 
 Invariants: at most ``window`` sequences are in flight on an engine, unless a single request has
-more. A window is at least one and at most the engine's slots. It halves on rejections and while
-requests wait in the engine. It grows on completions: by one each up to its goal, beyond that by one
-per window of completions. A session moves only if its engine leaves the routes, or if its request
-must avoid the engine.
+more. A window is at least one and at most the engine's slots. A window halves on rejections and
+while requests wait in the engine. It grows on completions: by one for each up to its goal, beyond
+that by one per window of completions. A session moves only if its engine leaves the routes, or if
+its request must avoid the engine.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ _LOAD_BOUND: Final = 1.25
 _UNKNOWN_SLOTS: Final = 256
 _HOLD_S: Final = 0.05
 _LONGEST_HOLD_S: Final = 1.0
-# The part of a halved window that completions soon bring back. An engine that was closed or paused
-# takes as many requests as before. One in which requests waited had too many.
+# The share of a halved window that completions restore fast. An engine that was closed or paused
+# can take as many requests as before. An engine in which requests waited had too many.
 _AFTER_REJECTION: Final = 1.0
 _AFTER_QUEUE: Final = 0.75
-_PEAKS: Final = 3  # figures kept; what an engine counted may be so many of them old
+_PEAKS: Final = 3  # reports kept; an engine's count may be that many reports old
 
 
 @dataclass(slots=True)
 class EngineLoad:
-    """A routed engine and its load.
+    """A routable engine and its load.
 
     Attributes:
-        route: where it is, and what it accepts.
+        route: the engine's endpoint and limits.
         window: how many of this client's sequences may be in flight there.
-        in_flight: how many are.
-        held_until_s: no request is sent to it before this time.
+        in_flight: how many of this client's sequences are in flight there.
+        held_until_s: the time before which no request is sent to the engine.
         hold_s: how long the next hold lasts, in seconds.
-        others: how many sequences of other clients it has.
-        peaks: this client's greatest load since the last figures, and before each of those.
-        queued: how many requests it had by the last figures if some of them waited; else 0.
-        goal: the window up to which it grows fast.
+        others: how many sequences of other clients the engine has.
+        peaks: this client's greatest load since the broker's last figures, and before each of them.
+        queued: the engine's requests in the last figures, if some of them waited; else 0.
+        goal: the size up to which the window grows fast.
     """
 
     route: Route
@@ -74,32 +74,32 @@ class EngineLoad:
 
     @property
     def slots(self) -> int:
-        """How many sequences the engine runs at once."""
+        """The number of sequences that the engine runs at once."""
         return self.route.limits.slots or _UNKNOWN_SLOTS
 
     @property
     def fill(self) -> float:
-        """The part of its slots that is in use."""
+        """The share of slots that are in use."""
         return (self.in_flight + self.others) / self.slots
 
     def has_room(self, sequences: int, now_s: float) -> bool:
-        """Returns whether so many more sequences may be sent to it now."""
+        """Returns whether ``sequences`` more sequences may be sent to the engine now."""
         fits = not self.in_flight or self.in_flight + sequences <= self.window
         return fits and now_s >= self.held_until_s
 
     def halve_window(self, regained: float) -> None:
-        """Halves the window; completions soon bring back the ``regained`` part of it."""
+        """Halves the window; it soon grows back to the share ``regained`` of its former size."""
         self.goal = regained * max(self.window, self.goal)
         self.window = max(1.0, self.window / 2)
 
 
 class Router:
-    """The routed engines of one group, and the sessions that they serve.
+    """Chooses engines for requests, and keeps each session on its engine.
 
     Attributes:
-        engines: the routed engines, by name.
-        samplers: those that sample: all but prefill engines, or all if there are no others.
-        limits: what all of them accept; 0 where no engine reports a limit.
+        engines: the routable engines, by name.
+        samplers: the engines that sample: all but prefill engines, or all if there are no others.
+        limits: the limits that all engines accept; 0 where no engine reports a limit.
         is_split: whether some engines prefill for others that decode.
     """
 
@@ -112,7 +112,7 @@ class Router:
         self.update(())
 
     def update(self, routes: Iterable[Route]) -> None:
-        """Takes the engines that are routed now."""
+        """Replaces the routable engines."""
         now: dict[str, EngineLoad] = {}
         for route in routes:
             if not route.endpoint:
@@ -137,8 +137,8 @@ class Router:
         """Takes the number of requests of each engine, as the broker knows it.
 
         An engine that is not named is assumed to have no requests of other clients. The window of
-        an engine is halved if requests wait there twice in a row and the engine has no more than
-        before: it lacks slots or memory. New requests may just wait for its next step.
+        an engine is halved if requests wait there in two reports and the engine has no more than
+        before: it lacks slots or memory. In a single report, they may wait for its next step.
         """
         known = {(each.name, each.endpoint): each for each in engines}
         for key, load in self._loads.items():
@@ -153,13 +153,13 @@ class Router:
     def pick(
         self, session: str | None, sequences: int, now_s: float, avoid: Collection[str] = ()
     ) -> EngineLoad | None:
-        """Chooses the engine of a request; its sequences are in flight there until :meth:`release`.
+        """Chooses a request's engine, and counts its sequences there until :meth:`release`.
 
         Args:
             session: the request's session, or None.
-            sequences: how many sequences it has.
-            now_s: the time.
-            avoid: names of engines that failed it, used only if there are no others.
+            sequences: how many sequences the request has.
+            now_s: the time, in seconds.
+            avoid: engines that failed the request before, used only if there are no others.
 
         Returns:
             The engine; None if the request must wait.
@@ -177,12 +177,12 @@ class Router:
         return _take(self.prefills(avoid), 1, now_s)
 
     def prefills(self, avoid: Collection[str] = ()) -> list[EngineLoad]:
-        """Returns all prefill engines except these."""
+        """Returns all prefill engines except those in ``avoid``."""
         found = (load for load in self.engines.values() if load.route.pd_role == "prefill")
         return [load for load in found if load.route.engine not in avoid]
 
     def release(self, load: EngineLoad, sequences: int) -> None:
-        """Records that sequences are no longer in flight there."""
+        """Records that sequences are no longer in flight on an engine."""
         load.in_flight -= sequences
 
     def succeeded(self, load: EngineLoad) -> None:
@@ -192,8 +192,8 @@ class Router:
         load.hold_s = _HOLD_S
 
     def rejected(self, load: EngineLoad, now_s: float) -> None:
-        """Records that it rejects requests or can't be reached, and holds requests to it."""
-        if now_s >= load.held_until_s:  # once for all that were under way
+        """Records that an engine rejects requests or is unreachable, and sends none for a while."""
+        if now_s >= load.held_until_s:  # once for all requests that were in flight
             load.halve_window(_AFTER_REJECTION)
             load.held_until_s = now_s + load.hold_s
             load.hold_s = min(2 * load.hold_s, _LONGEST_HOLD_S)
@@ -204,7 +204,7 @@ class Router:
         return min(held, default=None)
 
     def finish_session(self, session: str) -> None:
-        """Discards a session: its engine may take another."""
+        """Ends a session, so that its engine has room for another one."""
         engine = self._sessions.pop(session, None)
         if engine is not None:
             self._count[engine] -= 1
@@ -246,7 +246,7 @@ def _strictest(limits: Collection[RequestLimits]) -> RequestLimits:
 
 
 def _take(able: Iterable[EngineLoad], sequences: int, now_s: float) -> EngineLoad | None:
-    """Takes the least loaded engine with room for so many sequences, and adds them to it."""
+    """Chooses the least loaded engine with room for these sequences, and adds them there."""
     for load in sorted(able, key=lambda e: (e.fill, e.route.engine)):
         if load.has_room(sequences, now_s):
             load.in_flight += sequences
@@ -256,5 +256,5 @@ def _take(able: Iterable[EngineLoad], sequences: int, now_s: float) -> EngineLoa
 
 
 def _score(session: str, engine: str) -> bytes:
-    """Returns a score that is the same in every process."""
+    """Returns a session's score for an engine, for rendezvous hashing; equal in all processes."""
     return hashlib.blake2b(f"{session}\0{engine}".encode(), digest_size=8).digest()

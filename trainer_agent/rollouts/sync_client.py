@@ -23,7 +23,8 @@ class SyncRolloutClient(BusThread[RolloutClient]):
         with SyncRolloutClient("tcp://127.0.0.1:7710", group="policy") as rollouts:
             done = rollouts.generate([5, 9, 77], {"max_tokens": 64})
 
-    Several threads may call it at a time. Each generator is for one thread: exhaust or close it.
+    Several threads may call the client at the same time. Use each generator in one thread, and
+    exhaust or close it.
 
     Args:
         args: as :class:`trainer_agent.RolloutClient`.
@@ -36,7 +37,7 @@ class SyncRolloutClient(BusThread[RolloutClient]):
     def generate(
         self, prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], **options: Any
     ) -> Completion:
-        """See :meth:`RolloutClient.generate`, whose options these are."""
+        """See :meth:`RolloutClient.generate`."""
         return self._call(
             lambda: self._async.generate(prompt_token_ids, sampling_params, **options)
         )
@@ -44,13 +45,13 @@ class SyncRolloutClient(BusThread[RolloutClient]):
     def stream(
         self, prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], **options: Any
     ) -> Generator[TokenDelta]:
-        """See :meth:`RolloutClient.stream`, whose options these are."""
+        """See :meth:`RolloutClient.stream`."""
         return self._iterate(self._async.stream(prompt_token_ids, sampling_params, **options))
 
     def generate_many(
         self, prompts: Iterable[Sequence[int]], sampling_params: Mapping[str, Any], **options: Any
     ) -> Generator[tuple[int, Completion]]:
-        """See :meth:`RolloutClient.generate_many`, whose options these are.
+        """See :meth:`RolloutClient.generate_many`.
 
         All prompts are read before the first request is sent, in the caller's thread.
         """
@@ -63,7 +64,7 @@ class SyncRolloutClient(BusThread[RolloutClient]):
         sampling_params: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> ChatCompletion:
-        """See :meth:`RolloutClient.chat`, whose options these are."""
+        """See :meth:`RolloutClient.chat`."""
         return self._call(lambda: self._async.chat(messages, tools, sampling_params, **options))
 
     def finish_session(self, session_id: str) -> None:

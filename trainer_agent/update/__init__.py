@@ -1,1 +1,1 @@
-"""One update, from the plan of its chunks to the commit."""
+"""The trainer's side of an update: plan, transport, chunks, steps, and commit."""

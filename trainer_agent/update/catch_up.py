@@ -1,9 +1,9 @@
-"""Brings stale engines to the group's version, in the background, from the snapshot.
+"""Sends the snapshot to stale engines in the background, so that they catch up.
 
 The broker reports stale engines (see :mod:`bus.protocol.group.catch_up`). A catch-up is an update
 of these engines alone, over its own transport, while the others serve and the trainer trains. The
-trainer's own requests take priority: a catch-up under way is undone first. A catch-up that fails is
-repeated with growing delays, one DP group at a time, so that no other engine waits for it.
+trainer's own requests take priority: they first undo a catch-up that is under way. A catch-up that
+fails is repeated with growing delays, one DP group at a time, so that no other engine waits for it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class CatchUp:
 
     Args:
         snapshot: the weights to send.
-        steps: steps of the catch-ups alone.
+        steps: sends the requests of catch-ups only.
         transport: the trainer's transport, which engines close when they open that of a catch-up.
-        is_idle: returns whether the trainer has nothing under way.
-        make_sender: makes a new sender.
+        is_idle: returns whether the trainer has no update or pause under way.
+        make_sender: returns a new sender.
         chunk_bytes: as :class:`trainer_agent.TrainerAgent`.
         verify: as :class:`trainer_agent.TrainerAgent`.
     """
@@ -71,7 +71,7 @@ class CatchUp:
         self._suspensions = 0
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
-        # By DP group that has failed: the delay, and when it may be tried again, in seconds.
+        # For each DP group that failed: the delay, and the time of the next attempt, in seconds.
         self._retries: dict[str, tuple[float, float]] = {}
         steps.connection.kept_version = lambda: snapshot.version
         steps.connection.on_stale = self.on_stale
@@ -87,17 +87,17 @@ class CatchUp:
             self._suspensions -= 1
 
     async def stop(self) -> None:
-        """Undoes the catch-up under way, if there is one, and waits for that."""
+        """Undoes the catch-up under way, if any, and waits until it is undone."""
         task = self._task
         if task is None or task.done():
             return
-        if not self._stopping:  # a second time would break off what the first one has it undo
+        if not self._stopping:  # a second cancel would interrupt the undo
             self._stopping = True
             task.cancel()
         await asyncio.wait([task])
 
     def on_stale(self, stale: StaleEngines) -> None:
-        """Begins a catch-up if possible. The broker repeats its report while engines are stale."""
+        """Starts a catch-up if possible. The broker repeats its report while engines are stale."""
         if stale.version != self._snapshot.version or self._suspensions or not self._is_idle():
             return
         if self._task is not None and not self._task.done():
@@ -108,7 +108,7 @@ class CatchUp:
             self._task = asyncio.create_task(self._catch_up(StaleEngines(stale.version, scope)))
 
     def _due(self, dp_groups: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns all DP groups that have not failed; else one that is due again."""
+        """Returns the DP groups that have not failed before; else one that is due for a retry."""
         self._retries = {name: self._retries[name] for name in dp_groups if name in self._retries}
         fresh = tuple(name for name in dp_groups if name not in self._retries)
         if fresh:

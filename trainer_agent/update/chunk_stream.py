@@ -1,7 +1,7 @@
 """Sends one update as a stream of chunks.
 
-The stream is planned from the metadata and filled from the tensors; :func:`send_stream` takes it
-from ARM to the commit.
+The metadata of the source determines the chunks; its tensors fill them. :func:`send_stream` runs
+the update from ARM to the commit.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
     from trainer_agent.weights.source import Weights, WeightSource
 
 
-_LOOK_S: Final = 0.5  # how often a source that is waited for is looked at
+_LOOK_S: Final = 0.5  # how often the progress of the source is checked
 
 
 class ChunkStream:
-    """Sends a source chunk by chunk, with as many under way as the sender has room for.
+    """Sends a source in chunks, with as many in flight as the sender has buffers.
 
-    Engines receive two messages per chunk: one before it is sent, so that they receive it, and one
-    after that with its checksums, so that they load it.
+    Engines receive two messages per chunk: WEIGHT_CHUNK_META before the tensors, so that they
+    receive these, and CHUNK_SENT after them, with the checksums, so that they load them.
 
     Attributes:
-        all_sent: set when the last chunk has left, and engines know that.
-        on_released: called when the source's tensors may change: all are in the sender's buffers;
-            or, without buffers, engines have received them.
+        all_sent: set when the last chunk and its CHUNK_SENT are sent.
+        on_released: called when the trainer may modify the source's tensors: all are in the
+            sender's buffers; or, without buffers, engines have received them.
         copy: receives a copy of every tensor; None: nothing is copied.
-        connection: limits the time that the source may take for a tensor.
+        connection: limits how long the source may take for a tensor.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class ChunkStream:
         self._remaining = iter(source)
         self._tensors = as_described(self.plan.metas, self._remaining)
         self._take_lock = threading.Lock()
-        self._taken = 0  # tensors
-        self._is_stuck = False  # a thread has been left in the source
+        self._taken = 0  # tensors read from the source
+        self._is_stuck = False  # a thread still waits in the source
         self.connection: Connection
         self._devices = Devices()
         self._sender = sender
         self._filled: deque[_FilledChunk] = deque()
         self._send_lock = anyio.Lock()  # chunks leave one after the other, in order
-        self._changed = anyio.Event()  # the window has
+        self._changed = anyio.Event()  # set when the window changes
         self.all_sent = anyio.Event()
         self.copy: WeightsCopy | None = None
         self.on_released: Callable[[], None] = do_nothing
@@ -110,7 +110,7 @@ class ChunkStream:
     async def _send(
         self, update: Update, chunk: _FilledChunk, step: SendStep, window: ChunkWindow
     ) -> None:
-        """Announces a chunk, sends it, and reports it sent; waits until it is applied."""
+        """Announces and sends a chunk, then CHUNK_SENT; waits until engines have applied it."""
         seq = chunk.seq
         window.on_announced(seq)
         async with announce_chunk(step, self.plan.chunk_meta(update.id, seq, chunk.handle)):
@@ -125,11 +125,11 @@ class ChunkStream:
             if self._sender.can_queue:
                 await _in_thread(self._sender.transfer, seq)
             self._note(window.on_left, seq)
-            # The thread of the chunk before may come back later than this one's.
+            # The previous chunk's thread may return later than this one's.
             await self._wait_until(window.is_next_sent, seq)
             async with flat_task_group() as tasks:
                 tasks.start_soon(step, ChunkSent(update.id, seq, self.verify, chunk.sums))
-                await anyio.lowlevel.checkpoint()  # it is on its way
+                await anyio.lowlevel.checkpoint()  # lets CHUNK_SENT leave first
                 self._note(window.on_sent, seq)
                 if window.has_sent_all:
                     self.all_sent.set()
@@ -146,7 +146,7 @@ class ChunkStream:
         self._changed = anyio.Event()
 
     def drain(self) -> None:
-        """Reads the rest of the source, for the other ranks that gather it."""
+        """Reads the rest of the source, because the other ranks gather its tensors too."""
         if self._is_stuck:
             return
         with self._take_lock:
@@ -158,7 +158,7 @@ class ChunkStream:
             anyio.to_thread.run_sync(self._take, seq, abandon_on_cancel=True)
         )
         taken, moved_s = -1, 0.0
-        with anyio.CancelScope(shield=True):  # a source that moves is waited for
+        with anyio.CancelScope(shield=True):  # wait as long as the source makes progress
             while not taking.done():
                 if taken != self._taken:
                     taken, moved_s = self._taken, time.monotonic()
@@ -170,7 +170,7 @@ class ChunkStream:
         return await anyio.to_thread.run_sync(self._fill, seq, await taking)
 
     def _check_stuck(self, seq: int, waited_s: float) -> WavebusError | None:
-        """Returns the error of a source that is stuck; None while it may continue."""
+        """Returns the error of a source that takes too long; None if it does not."""
         self.connection.tensors_taken = self._taken
         if self.connection.lost_rank is not None:
             return refusal(self.connection.lost_rank)
@@ -194,7 +194,7 @@ class ChunkStream:
         return chunk
 
     def _fill(self, seq: int, chunk: list[torch.Tensor]) -> _FilledChunk:
-        """Puts a chunk into the sender; runs in a thread."""
+        """Puts a chunk's tensors into the sender's buffers; runs in a thread."""
         if self.copy is not None:
             self.copy.copy_from(self.plan.manifest.part(seq).start, chunk)
         handle = self._sender.put(seq, chunk)
@@ -202,14 +202,14 @@ class ChunkStream:
 
 
 async def _in_thread(call: Callable[[int], None], seq: int) -> None:
-    """Calls in a thread. If cancelled, the call ends by itself later."""
+    """Runs ``call`` in a thread, where it continues even if this is cancelled."""
     await anyio.to_thread.run_sync(call, seq, abandon_on_cancel=True)
 
 
 async def open_source(weights: Weights, config: Any) -> WeightSource:
-    """Returns the source of an update's weights.
+    """Returns the source for an update's weights.
 
-    A module's is made in a thread, because many experts take seconds, once.
+    For a module it is made in a thread, because a model with many experts takes seconds, once.
     """
     if config is None and not isinstance(weights, torch.nn.Module):
         return as_source(weights)
@@ -217,12 +217,12 @@ async def open_source(weights: Weights, config: Any) -> WeightSource:
 
 
 def do_nothing() -> None:
-    """The default of callbacks: does nothing."""
+    """Does nothing; the default of callbacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _FilledChunk:
-    """A chunk that is in the sender's buffers."""
+    """A chunk in the sender's buffers."""
 
     seq: int
     handle: bytes
@@ -232,7 +232,7 @@ class _FilledChunk:
 async def send_stream(
     update: Update, stream: ChunkStream, transport: Transport, steps: Steps, label: str
 ) -> UpdateReport:
-    """Sends a stream's weights to the engines of an update, and commits it.
+    """Sends a stream's weights to the engines, and commits the update.
 
     The caller ends the update.
     """
@@ -251,5 +251,5 @@ async def send_stream(
             return await update.commit(label, stream.verify)
     except BaseException:
         if transport.sender.is_collective:
-            await transport.discard()  # whoever was in a broadcast may have left it
+            await transport.discard()  # a rank may have left a broadcast
         raise

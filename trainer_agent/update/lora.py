@@ -1,4 +1,4 @@
-"""Sends a LoRA adapter alone: a folder on tmpfs, announced as an update of one chunk."""
+"""Sends a LoRA adapter as a folder on tmpfs, in an update of one chunk."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Adapter:
     """One version of an adapter, read and checked by the trainer.
 
     Args:
-        name: what engines and their clients call it.
-        source: its tensors by PEFT's names, or a module, of which its LoRA parameters are taken.
+        name: the adapter's name at engines and their clients.
+        source: its tensors by PEFT's names, or a module with LoRA parameters.
         config: PEFT's ``adapter_config``.
 
     Raises:
@@ -66,15 +66,15 @@ class Adapter:
         self.plan = UpdatePlan.of_source(metas, chunk_bytes=sys.maxsize)
 
     def sums(self, verify: Verify) -> tuple[int, ...]:
-        """Returns the checksums of its tensors."""
+        """Returns the checksums of the adapter's tensors."""
         return self.plan.sums(0, list(self.tensors.values()), verify)
 
 
 class WrittenAdapter:
-    """An adapter in a folder of its own on tmpfs, until it is closed.
+    """An adapter written to a folder on tmpfs, which :meth:`close` removes.
 
     Raises:
-        WavebusError: there is no room for it.
+        WavebusError: tmpfs has too little free space.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -111,9 +111,9 @@ async def send_adapter(
     label: str,
     verify: Verify,
 ) -> UpdateReport:
-    """Has every engine load and serve an adapter, as one update that the caller ends.
+    """Makes every engine load and serve an adapter, as one update that the caller ends.
 
-    Engines have read the folder when this returns, and need it no more.
+    When this returns, engines have read the folder and no longer need it.
     """
     written = await anyio.to_thread.run_sync(WrittenAdapter, adapter)
 
@@ -134,15 +134,15 @@ async def send_adapter(
         adapter.plan.warn_of_nonfinite(update.id)
         return await update.commit(label, verify)
     finally:
-        transport.invalidate()  # engines have closed what was open before
+        transport.invalidate()  # engines have closed the previous transport
         written.close()
 
 
 def adapter_tensors(source: Weights) -> dict[str, torch.Tensor]:
-    """Returns tensors by the names that PEFT gives them in a checkpoint.
+    """Returns a source's LoRA tensors by the names that PEFT gives them in a checkpoint.
 
     Raises:
-        UsageError: there are none, or those of two adapters.
+        UsageError: the source has no LoRA tensors, or those of two adapters.
     """
     pairs: Any = as_source(source)
     if isinstance(source, torch.nn.Module):
@@ -162,10 +162,10 @@ def adapter_tensors(source: Weights) -> dict[str, torch.Tensor]:
 
 
 def config_text(config: Mapping[str, Any]) -> bytes:
-    """Returns PEFT's ``adapter_config.json``.
+    """Returns the content of PEFT's ``adapter_config.json``.
 
     Raises:
-        UsageError: names the key that is missing or wrong.
+        UsageError: a key is missing or wrong; the text names it.
     """
     if not isinstance(config, Mapping):
         raise UsageError(
@@ -190,7 +190,7 @@ def config_text(config: Mapping[str, Any]) -> bytes:
 
 
 def _listed(value: object) -> list[Any]:
-    """Makes lists of the sets that PEFT has in its config."""
+    """Converts the sets in PEFT's config to sorted lists, for JSON."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     raise TypeError(f"a {type(value).__name__} has no place in JSON")

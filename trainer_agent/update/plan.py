@@ -1,4 +1,4 @@
-"""Plans what an update sends, from the metadata alone."""
+"""Plans the chunks of an update from the tensors' metadata."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class UpdatePlan:
-    """Plans which tensors an update sends, and in which chunks.
+    """The tensors that an update sends, and their chunks.
 
     Attributes:
-        base: the version that a patch is a difference from; 0 for a source.
-        check_finite: search all that is sent for NaN and Inf, and send none.
-        nonfinite: the first tensor in which one was found; empty if none was.
+        base: the version to which a patch is applied; 0 for a source.
+        check_finite: whether to search all weights for NaN and Inf, and to fail if there are any.
+        nonfinite: the first tensor in which NaN or Inf was found; empty if none was.
     """
 
     def __init__(self, metas: Sequence[TensorMeta], manifest: Manifest, *, base: int = 0) -> None:
@@ -41,10 +41,10 @@ class UpdatePlan:
 
     @classmethod
     def of_source(cls, metas: Sequence[TensorMeta], *, chunk_bytes: int) -> Self:
-        """Plans all tensors of a source, in chunks.
+        """Returns the plan for all tensors of a source.
 
         Raises:
-            UsageError: the metadata contradicts itself.
+            UsageError: the metadata is contradictory, such as two tensors of one name.
         """
         try:
             return cls(metas, Manifest.plan(metas, chunk_bytes=chunk_bytes))
@@ -53,10 +53,10 @@ class UpdatePlan:
 
     @classmethod
     def of_patch(cls, metas: Sequence[TensorMeta], counts: Sequence[int], *, base: int) -> Self:
-        """Plans ``counts`` elements of each tensor, onto version ``base``, in one chunk.
+        """Returns the plan for a patch of version ``base``: one chunk, ``counts`` elements each.
 
         Raises:
-            UsageError: a tensor stands twice, or has fewer elements than are to be changed.
+            UsageError: a tensor occurs twice, or has fewer elements than its count.
         """
         try:
             return cls(metas, Manifest.of_patch(metas, counts), base=base)
@@ -75,7 +75,7 @@ class UpdatePlan:
         """Returns a chunk's checksums.
 
         Raises:
-            NonFiniteWeights: it has a NaN or an Inf, and ``check_finite`` is set.
+            NonFiniteWeights: the chunk has NaN or Inf, and ``check_finite`` is set.
         """
         sums, place = inspect(torch, tensors, verify, check_finite=self.check_finite)
         if place is not None:
@@ -85,7 +85,7 @@ class UpdatePlan:
         return sums
 
     def warn_of_nonfinite(self, update_id: str) -> None:
-        """Warns before the commit if a NaN or an Inf was found."""
+        """Logs a warning before the commit if NaN or Inf was found."""
         if self.nonfinite:
             bus.log.logger().warning(
                 "weights_not_finite",

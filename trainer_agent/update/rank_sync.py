@@ -1,8 +1,9 @@
 """Synchronizes the ranks of a trainer: rank 0 leads an update, the others gather tensors with it.
 
 With FSDP, a full tensor is gathered in a collective of all ranks. So no rank may begin before every
-engine is ready, and none may stop in the middle: the other ranks wait for GO on the bus, and rank 0
-gathers the remaining tensors if its update fails. See :mod:`bus.protocol.group.trainer_session`.
+engine is ready, and none may stop in the middle: the other ranks wait for GO from the broker, and
+rank 0 gathers the remaining tensors if its update fails. See
+:mod:`bus.protocol.group.trainer_session`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _DRAIN_S: Final = 30.0
 
 
 class RankZero:
-    """Rank 0's part in one update. ``alone``: whether there are no other ranks."""
+    """Leads the other ranks through one update. ``alone``: there are no other ranks."""
 
     def __init__(self, connection: Connection, number: int, *, alone: bool) -> None:
         self._connection = connection
@@ -37,7 +38,7 @@ class RankZero:
         connection.lost_rank = None
 
     async def release(self, drain: Callable[[], None]) -> None:
-        """Lets all ranks gather tensors, once every engine waits for them.
+        """Permits all ranks to gather tensors, once every engine waits for these.
 
         Args:
             drain: gathers what rank 0 has not gathered yet; called in a thread if the update fails.
@@ -47,12 +48,12 @@ class RankZero:
             await self._send_go()
 
     async def share_rendezvous(self, meeting: bytes) -> None:
-        """Sends all ranks the rendezvous at which they meet the engines."""
+        """Sends all ranks the rendezvous address, where they connect to the engines."""
         if not self._alone:
             await self._send_go(meeting)
 
     async def finish(self, version: int, error: BaseException | None) -> None:
-        """Tells the other ranks that the update is committed, or has failed with ``error``."""
+        """Reports to the other ranks that the update is committed, or failed with ``error``."""
         if self._alone:
             return
         if error is not None and self._drain is not None:
@@ -73,7 +74,7 @@ class RankZero:
 
 
 async def follow_rank_zero(connection: Connection, source: WeightSource, number: int) -> int:
-    """Takes part in an update as another rank; returns the version that rank 0 received.
+    """Gathers an update's tensors with rank 0, and returns the committed version.
 
     Raises:
         Refused: the NACK that rank 0 raised, or an :class:`bus.errors.UpdateFailed` with the text

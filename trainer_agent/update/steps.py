@@ -1,7 +1,7 @@
-"""Requests that all engines of the group answer, and the pause that is held meanwhile.
+"""Sends requests that every engine must answer, and keeps track of the pause.
 
-A request is sent before its answer is awaited, so tasks that are started one after the other send
-their requests in that order. The helpers at the end send several at once.
+Each task sends its request before it first waits, so tasks started one after the other send their
+requests in that order. The functions at the end send several requests at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Steps:
 
     Attributes:
         version: the greatest version that the bus has reported.
-        window: the pause that the trainer holds.
+        window: the state of the trainer's pause.
     """
 
     def __init__(self, connection: Connection, *, lease_ms: int, timeout_s: float) -> None:
@@ -56,7 +56,7 @@ class Steps:
         self._log = bus.log.logger()
 
     def fork(self) -> Steps:
-        """Returns steps of another pause over the same connection, with ids that never collide."""
+        """Returns steps for another pause over the same connection, with distinct ids."""
         forked = Steps(self.connection, lease_ms=self._lease_ms, timeout_s=self._timeout_s)
         forked._ids = self._ids
         return forked
@@ -86,7 +86,7 @@ class Steps:
         )
 
     async def pause(self, update_id: str, options: PauseOptions) -> GroupAck:
-        """Pauses the group and holds the pause. If this is cancelled, the group resumes.
+        """Pauses the group and holds the pause; if the call is cancelled, the group resumes.
 
         Raises:
             PauseFailed: not every engine could be paused; paused engines have resumed.
@@ -96,7 +96,7 @@ class Steps:
 
     @contextlib.asynccontextmanager
     async def resume_on_failure(self, update_id: str) -> AsyncIterator[None]:
-        """Ends a pause if its step in the block fails or is cancelled."""
+        """Ends a pause if a step in the block fails or is cancelled."""
         try:
             yield
         except BaseException as error:
@@ -104,9 +104,10 @@ class Steps:
             raise
 
     async def undo(self, *messages: Abort | Resume) -> WavebusError | None:
-        """Aborts an update or ends a pause, whoever owns the group by now.
+        """Sends the messages that abort an update or end a pause.
 
-        A silent broker receives the messages when it is back.
+        They are valid even if the group has a new owner. A silent broker receives them when it is
+        back.
 
         Returns:
             The first error; None if all were answered.
@@ -119,7 +120,7 @@ class Steps:
         """Sends one request and returns the group's answer.
 
         In a pause, only the trainer that began the pause may send. The answer and the log name
-        engines that can't resume: the broker asks them again while the others serve.
+        engines that can't resume: the broker retries them while the others serve.
 
         Raises:
             Refused: an engine or the broker answered with a NACK.
@@ -153,7 +154,7 @@ SendStep: TypeAlias = "Callable[[Message], Coroutine[object, object, GroupAck]]"
 
 @asynccontextmanager
 async def flat_task_group() -> AsyncIterator[TaskGroup]:
-    """Opens a task group that raises its first error instead of an exception group."""
+    """Opens a task group that raises its first error, not an exception group."""
     try:
         async with anyio.create_task_group() as tasks:
             yield tasks
@@ -170,7 +171,7 @@ async def ask_in_order(*asks: Callable[[], Coroutine[object, object, object]]) -
 
 @asynccontextmanager
 async def announce_chunk(step: SendStep, meta: WeightChunkMeta) -> AsyncIterator[None]:
-    """Announces a chunk to the engines, and waits after the block until they have applied it.
+    """Announces a chunk, and after the block waits until engines have applied it.
 
     The block must send the chunk, and CHUNK_SENT.
     """
@@ -181,7 +182,7 @@ async def announce_chunk(step: SendStep, meta: WeightChunkMeta) -> AsyncIterator
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Returns the first error of a group; chunks under way fail for the same reason."""
+    """Returns the first error of a group; all chunks in flight fail for the same reason."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""The trainer's end of the transport, and which transport the engines have open."""
+"""The trainer's end of the transport; keeps track of the transport that engines have open."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Transport:
         backend: the agent's backend.
         sender: the agent's sender.
         steps: sends the requests.
-        scope: the DP groups that it is for; empty: all.
+        scope: the DP groups that open the transport; empty: all.
 
     Attributes:
         own_backend: the agent's backend.
@@ -66,9 +66,9 @@ class Transport:
             await self.reopen(buffer_bytes)
 
     async def reopen(self, buffer_bytes: int) -> None:
-        """Opens the agent's transport to the engines that are there now.
+        """Opens the agent's transport to the engines that have joined.
 
-        Repeats that if an engine joins or leaves meanwhile.
+        Starts again if an engine joins or leaves meanwhile.
         """
         self.invalidate()
         for left in reversed(range(_OPENINGS)):
@@ -91,7 +91,7 @@ class Transport:
         self.communicator = world.number
 
     async def open_foreign(self, init: TransferInit) -> None:
-        """Has the engines open their ends of a vLLM trainer engine's transport."""
+        """Makes engines open their ends of a vLLM trainer engine's transport."""
         self.invalidate()
         self.sender.close()
         await self._steps.step(init)
@@ -104,7 +104,7 @@ class Transport:
     ) -> None:
         """Arms an update over the open transport.
 
-        Opens it again, once, if an engine that has joined since lacks its end.
+        Opens the transport again, once, if an engine has joined since and has not opened its end.
         """
         try:
             await update.arm(plan, self.backend, self.communicator, label)
@@ -115,7 +115,7 @@ class Transport:
             await update.arm(plan, self.backend, self.communicator, label)
 
     async def plan(self, senders: int = 1) -> World:
-        """Returns the members of a communicator with so many ranks of the trainer, if made now."""
+        """Returns the members of a new communicator with ``senders`` ranks of the trainer."""
         plan = await self._connection.ask(PlanTransfer(self._scope), TransferPlan)
         address = address_towards(host_of(self._connection.broker))
         return World(plan.communicator, plan.world_size - 1 + senders, address, senders)
@@ -139,14 +139,14 @@ class Transport:
         self.sender.close()
 
     async def _meet_all(self, init: TransferInit) -> None:
-        """Has every engine open its end; a collective sender meets them at the same time."""
+        """Makes every engine open its end, while a collective sender connects to them."""
         async with flat_task_group() as tasks:
             if self.sender.is_collective:
                 tasks.start_soon(self._meet)
             await self._steps.step(init)
 
     async def _meet(self) -> None:
-        """Waits in a thread until all ends have met. Closing the sender ends the wait."""
+        """Waits in a thread until all ends are connected. Closing the sender ends the wait."""
         try:
             await anyio.to_thread.run_sync(self.sender.meet, abandon_on_cancel=True)
         except BaseException:

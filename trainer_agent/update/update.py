@@ -1,6 +1,6 @@
-"""Takes one update through its steps, for the trainer agent and for vLLM's trainer engines.
+"""Runs one update through its steps, for the trainer agent and for vLLM's trainer engines.
 
-An update that was begun is committed or undone, and the trainer's other ranks learn which::
+Every update ends in a commit or is undone, and the trainer's other ranks are informed::
 
     async with updates.begin(options) as update:
         await update.arm(plan, backend, communicator, label)
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 
 
 class Updates:
-    """Begins the updates of one trainer, one at a time, and records the commits.
+    """Starts the updates of one trainer, one at a time, and records the commits.
 
     Args:
         steps: sends the requests.
         alone: whether the trainer has no other ranks.
-        snapshot: replaced or outdated by each commit.
+        snapshot: the kept weights; each commit replaces them or makes them outdated.
 
     Attributes:
         last: the report of the last committed update.
@@ -69,7 +69,7 @@ class Updates:
         self._connection = steps.connection
         self._steps = steps
         self._alone = alone
-        self._begun = 0  # with refused ones, because the other ranks count them too
+        self._begun = 0  # including refused ones, because the other ranks count them too
         self._committed: list[int] = []  # versions, ascending
         self._is_busy = False
         self._warned = False
@@ -83,16 +83,16 @@ class Updates:
         alone: bool = False,
         catch_up: StaleEngines | None = None,
     ) -> Update:
-        """Begins the next update, as rank 0. It ends with :meth:`Update.end`, or as a context.
+        """Starts the next update, as rank 0. :meth:`Update.end`, or its context manager, ends it.
 
         Args:
-            options: how it is made.
-            target: what it updates.
-            alone: whether the other ranks take no part in it, and don't count it.
+            options: the options of the update.
+            target: the model or the draft model.
+            alone: whether the other ranks take no part in the update, and don't count it.
             catch_up: the stale engines that catch up, and their version; None: all engines.
 
         Raises:
-            UsageError: another update is under way, or a draft's update has a canary.
+            UsageError: another update is under way, or an update of a draft has a canary.
         """
         if options.canary is not None and target != "model":
             raise UsageError("canary: a draft model changes no token: there is nothing to probe")
@@ -119,7 +119,10 @@ class Updates:
 
     @contextlib.asynccontextmanager
     async def with_all_ranks(self) -> AsyncIterator[RankZero]:
-        """Runs a block as rank 0 that counts as an update: all ranks meet the engines in it."""
+        """Runs a block, as rank 0, in which all ranks connect to the engines.
+
+        The block counts as an update.
+        """
         rank_zero = RankZero(self._connection, self._claim(), alone=self._alone)
         failed: BaseException | None = None
         try:
@@ -135,7 +138,7 @@ class Updates:
 
     @contextlib.contextmanager
     def as_follower(self) -> Iterator[int]:
-        """Takes part in the next update as another rank; yields the update's number."""
+        """Marks the next update as under way on a rank other than 0; yields its number."""
         number = self._claim()
         try:
             yield number
@@ -153,7 +156,7 @@ class Updates:
         return report
 
     def count_after(self, version: int) -> int:
-        """Returns how many updates with a greater version were committed."""
+        """Returns the number of committed updates with a greater version."""
         return len(self._committed) - bisect.bisect_right(self._committed, version)
 
     def require_idle(self) -> None:
@@ -162,9 +165,9 @@ class Updates:
             raise UsageError("an update is under way; await it first")
 
     async def warn_of_fallback(self, why_paused: str) -> None:
-        """Warns, once, if updates need a pause because of an engine's version of vLLM.
+        """Logs a warning, once, if an engine's version of vLLM can't stage updates.
 
-        Engines' features are read once per reason, because the first reason may be another one.
+        Reads the engines' features once per reason, since the first reason may be a different one.
         """
         if self._warned or why_paused == self._last_reason:
             return
@@ -185,7 +188,7 @@ class Updates:
             )
 
     def release(self) -> None:
-        """Lets the next update begin."""
+        """Permits the next update to start."""
         self._is_busy = False
 
     def _claim(self, *, counts: bool = True) -> int:
@@ -201,7 +204,7 @@ class Update:
     Attributes:
         paused: set when every engine is paused, or the update failed.
         started: set when every engine waits for chunks, or the update failed.
-        copy: a copy of its weights, to be kept at the commit; None: nothing is kept.
+        copy: a copy of the weights, to be kept at the commit; None: nothing is kept.
     """
 
     def __init__(
@@ -236,7 +239,7 @@ class Update:
         await self.end(exc)
 
     async def arm(self, plan: UpdatePlan, backend: str, communicator: int, label: str) -> None:
-        """Has every engine check the manifest, and wake weights that sleep.
+        """Makes every engine check the manifest, and wake sleeping weights.
 
         Raises:
             ManifestRefused: an engine's model doesn't take these tensors.
@@ -264,7 +267,7 @@ class Update:
         await self._rank_zero.release(drain)
 
     async def start(self) -> None:
-        """Pauses the group if that is needed, and has every engine wait for chunks."""
+        """Pauses the group if necessary, and makes every engine ready for chunks."""
         try:
             await ask_in_order(partial(self._ask, self._machine.start()), self._open_for_chunks)
         finally:
@@ -272,12 +275,12 @@ class Update:
             self.started.set()
 
     def finish(self) -> None:
-        """Asks every engine to finish, after the last chunk. Does not wait for the answer."""
+        """Sends UPDATE_FINISH after the last chunk, without waiting for the answer."""
         if self._finishing is None:
             self._finishing = asyncio.ensure_future(self._ask(self._machine.finish()))
 
     async def commit(self, label: str, verified: Verify) -> UpdateReport:
-        """Has every engine serve the weights, and ends the update's own pause."""
+        """Makes every engine serve the weights, and ends the update's own pause."""
         await self.started.wait()
         self.finish()
         differing = await self._run_canary()
@@ -313,7 +316,7 @@ class Update:
         return self._options.needs_pause or f"a {request.target} is loaded in a pause"
 
     async def _run_canary(self) -> tuple[Differing, ...]:
-        """Runs the canary's probes on all engines, and returns those that differ.
+        """Runs the canary's probes on all engines, and returns the engines that differ.
 
         Raises:
             CanaryFailed: no engine passed.
@@ -331,7 +334,7 @@ class Update:
         return await anyio.to_thread.run_sync(compare, canary, report)
 
     async def end(self, error: BaseException | None) -> None:
-        """Ends the update; with an error, undoes it first as far as it got."""
+        """Ends the update; with an error, first undoes the steps that were done."""
         try:
             if error is not None:
                 self._machine.describe_end(error)
@@ -343,7 +346,7 @@ class Update:
     async def _undo(self) -> None:
         """Aborts the update and resumes the engines.
 
-        If that fails, the broker does it, as for a trainer that is gone.
+        If that fails, the broker does it as soon as the trainer is gone.
         """
         if self._finishing is not None:
             self._finishing.cancel()
@@ -352,7 +355,7 @@ class Update:
         await self._steps.undo(*self._machine.undo())
 
     async def _ask(self, messages: Sequence[Message]) -> None:
-        """Sends messages in this order without waiting, and what follows from each answer."""
+        """Sends messages in this order without waiting, then those that each answer requires."""
         if len(messages) == 1:
             await self._ask_one(messages[0])
         elif messages:
@@ -382,11 +385,11 @@ class _StartUpdate(Protocol):
 
 
 async def wait_until_sent(update: _StartUpdate, *, at_once: bool) -> asyncio.Task[int]:
-    """Begins an update, and returns its task as soon as the source's tensors may change.
+    """Starts an update, and returns its task as soon as the tensors may be modified.
 
     Args:
-        update: makes the update, and calls ``on_sent`` at that moment.
-        at_once: whether the tensors may change already.
+        update: runs the update, and calls ``on_sent`` at that moment.
+        at_once: whether the tensors may be modified already.
     """
     sent = asyncio.Event()
     task = asyncio.ensure_future(update(on_sent=sent.set))
@@ -401,7 +404,7 @@ async def wait_until_sent(update: _StartUpdate, *, at_once: bool) -> asyncio.Tas
     finally:
         waiting.cancel()
     if not sent.is_set():
-        await task  # it failed; or it is that of another rank, which has sent its part
+        await task  # it failed; or this is another rank, which has sent its part
     return task
 
 

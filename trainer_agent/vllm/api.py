@@ -1,4 +1,4 @@
-"""The agent's methods for vLLM's trainer engines: init info, client, source and patches."""
+"""The trainer agent's methods for vLLM's trainer engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class VllmApi:
-    """A part of :class:`trainer_agent.TrainerAgent`, which has all that is named here."""
+    """Mixin of :class:`trainer_agent.TrainerAgent`, which defines the attributes used here."""
 
     rank: int
     ranks: int
@@ -47,7 +47,7 @@ class VllmApi:
     _updates: Updates
 
     async def init_info(self, engine: str = "wavebus", **fields: Any) -> Any:
-        """Arm the rendezvous: what ``WeightTransferTrainerFactory.trainer_init`` takes.
+        """Returns the init info for ``WeightTransferTrainerFactory.trainer_init``.
 
         ::
 
@@ -56,20 +56,21 @@ class VllmApi:
             )
             trainer.send_weights()
 
-        (That is with :class:`trainer_agent.SyncTrainerAgent`. With an event loop, await this,
-        and call ``trainer_init`` and ``send_weights`` in a thread.)
+        (This example uses :class:`trainer_agent.SyncTrainerAgent`. With an event loop, await this
+        method, and call ``trainer_init`` and ``send_weights`` in a thread.)
 
         Args:
-            engine: ``wavebus`` sends over this agent's backend; ``nccl``, ``ipc``,
-                ``sparse_nccl`` and ``nccl_m2n`` are vLLM's own, and need engines that were booted
-                with their worker side. For ``nccl_m2n`` every rank awaits this: rank 0 tells the
-                others where they meet.
-            fields: of that engine's init info, such as ``packed``. Who meets, and where, is
-                filled in: make a new info, and a trainer engine of it, when engines come or go.
+            engine: the trainer engine. ``wavebus`` sends over this agent's backend. ``nccl``,
+                ``ipc``, ``sparse_nccl`` and ``nccl_m2n`` are vLLM's own, and need engines that were
+                started with the worker engine of that name. For ``nccl_m2n`` every rank must await
+                this method, because rank 0 sends the rendezvous to the others.
+            fields: other fields of the init info, such as ``packed``. The members and the address
+                of the communicator are filled in. When engines join or leave, make a new info and a
+                new trainer engine.
 
         Raises:
-            UsageError: there is no vLLM here, or one without such a trainer engine; or an
-                engine was not booted with its worker side, and is named.
+            UsageError: vLLM is not installed, or lacks this trainer engine; or an engine was
+                started with another worker engine, and is named.
         """
         trainer_engine = await self._import("trainer_agent.vllm.trainer_engine")
         if engine == trainer_engine.BACKEND:
@@ -102,7 +103,7 @@ class VllmApi:
         return info
 
     async def _import(self, module: str) -> Any:
-        """Import a module that needs vLLM, in a thread: that takes seconds, and the bus goes on."""
+        """Imports a module that needs vLLM, in a thread, because the import takes seconds."""
         try:
             return await anyio.to_thread.run_sync(importlib.import_module, module)
         except ImportError as error:
@@ -123,46 +124,46 @@ class VllmApi:
         canary: Canary | None = None,
         quorum: Quorum = None,
     ) -> BusWeightSyncClient:
-        """Returns the ``client`` of vLLM's trainer engines, whose updates become the bus's.
+        """Returns a ``client`` for vLLM's trainer engines, which sends their updates over the bus.
 
         Args:
-            mode: as :meth:`paused` has it.
-            clear_cache: as :meth:`paused` has it.
-            wait_s: as :meth:`paused` has it.
-            escalate: as :meth:`paused` has it.
-            chunk_bytes: for a trainer engine of your own that calls ``update_weights`` more than
-                once: at most so much it puts into one call, or a larger tensor alone. vLLM's own
-                need none.
-            target: as :meth:`update_weights` has it.
-            canary: as :meth:`update_weights` has it.
-            quorum: as :meth:`update_weights` has it.
+            mode: as :meth:`paused`.
+            clear_cache: as :meth:`paused`.
+            wait_s: as :meth:`paused`.
+            escalate: as :meth:`paused`.
+            chunk_bytes: needed only for your own trainer engine, if it calls ``update_weights``
+                more than once: the most bytes that it puts into one call. A larger tensor gets a
+                call of its own.
+            target: as :meth:`update_weights`.
+            canary: as :meth:`update_weights`.
+            quorum: as :meth:`update_weights`.
         """
         pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         options = UpdateOptions(pause, canary, quorum)
         return BusWeightSyncClient(self._engine_session, options, chunk_bytes, target)
 
     def source(self, weights: Weights) -> BusWeightSource:
-        """Returns ``weights`` as the ``source`` of vLLM's trainer engines.
+        """Returns ``weights`` as a ``source`` for vLLM's trainer engines.
 
-        Nobody reads it before every engine is armed, on any rank. An agent has one source at a
-        time, its last.
+        On every rank, the source yields no tensor until every engine is armed. A new source
+        replaces the agent's previous one.
         """
         return self._engine_session.wrap(as_source(weights))
 
     def patches(self, patches: Iterable[AnyPatch], *, base: int | None = None) -> BusPatches:
-        """Returns what vLLM's ``sparse_nccl`` trainer engine sends: patches.
+        """Returns patches for vLLM's ``sparse_nccl`` trainer engine.
 
-        Every engine is armed with them before any leaves. An agent has one such update at a time,
-        its last.
+        Every engine is armed with their metadata before the first one is sent. New patches replace
+        the agent's previous ones.
 
         ::
 
             trainer.send_weights(agent.patches(patches))
 
         Args:
-            patches: each of another tensor.
-            base: the version whose weights they are a difference from: engines that serve another
-                one refuse them. Default: the last that this agent has committed.
+            patches: the patches, at most one per tensor.
+            base: the version to which they are applied; engines that serve another version refuse
+                them. Default: the last version that this agent has committed.
         """
         if base is None:
             last = self._updates.last
@@ -182,20 +183,20 @@ async def rendezvous_info(
     rank: int,
     ranks: int,
 ) -> Any:
-    """Returns an init info for vLLM's ``engine``, every rank's own, of one communicator.
+    """Returns each rank's init info of one communicator, for a trainer engine of all ranks.
 
     Args:
         engine: the trainer engine's name in vLLM.
-        make: makes the info of a world, and of where rank 0 has said that they meet.
-        connection: the agent's.
-        updates: the agent's.
-        session: the agent's.
+        make: makes the info from a world and, on the other ranks, from rank 0's rendezvous.
+        connection: the agent's connection.
+        updates: the agent's updates.
+        session: the agent's session.
         rank: this rank of the trainer.
         ranks: how many ranks the trainer has.
 
     Raises:
-        UsageError: an engine was not booted with the worker side, and is named.
-        Refused: on the other ranks, what rank 0 raised.
+        UsageError: an engine was started with another worker engine, and is named.
+        Refused: on the other ranks, the error that rank 0 raised.
     """
     if rank:
         with updates.as_follower() as number:

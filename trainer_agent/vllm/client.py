@@ -1,4 +1,4 @@
-"""The ``client`` of vLLM's trainer engines, over the bus; its calls block."""
+"""The ``client`` of vLLM's trainer engines, which sends their calls over the bus."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class BusWeightSyncClient:
-    """vLLM's ``VLLMWeightSyncClient``, over the bus: made by :meth:`TrainerAgent.client`.
+    """Replaces vLLM's ``VLLMWeightSyncClient``; :meth:`TrainerAgent.client` makes it.
 
-    Its calls block, from any thread but the agent's event loop. All of them raise
+    Its methods block. Call them from any thread except that of the agent's event loop. They raise
 
-    - :class:`bus.errors.UsageError`: for infos of worker engines that engines were not booted
-      with, or that the bus can't express, and calls out of order;
-    - what :meth:`TrainerAgent.update_weights` raises: the update is undone, engines have resumed;
+    - :class:`bus.errors.UsageError`: the engines were not started with the worker engine of the
+      info, the bus can't carry the info, or calls are out of order;
+    - the errors of :meth:`TrainerAgent.update_weights`: the update is undone, and engines resume;
     - :class:`bus.errors.BusClosed`: the agent is not connected.
     """
 
@@ -34,22 +34,22 @@ class BusWeightSyncClient:
         self._chunk_bytes = chunk_bytes
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have every engine open its end of the trainer engine's transport."""
+        """Makes every engine open its end of the trainer engine's transport."""
         self._session.call(lambda: self._session.init(init_info, self._chunk_bytes))
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Stop using the transport.
+        """Stops using the transport.
 
         Engines close it when the next one is opened, or the trainer leaves.
         """
         self._session.call(self._session.shutdown)
 
     def start_weight_update(self) -> None:
-        """Begin an update; an update that was begun and not finished is undone first.
+        """Starts an update; first undoes an update that was not finished.
 
-        Every engine is armed with the source's metadata, or with the patches that were read.
-        Engines are paused behind that; if the pause fails, the source and :meth:`update_weights`
-        raise it.
+        Every engine is armed with the metadata of the source or of the patches that were read.
+        The pause continues in the background; if it fails, the source and :meth:`update_weights`
+        raise the error.
         """
         self._session.require_rank_zero()
         if self._session.is_patching:
@@ -58,18 +58,18 @@ class BusWeightSyncClient:
             return
         try:
             plan = self._session.source_plan()
-        except Exception as error:  # the other ranks wait for this update, whatever it is
+        except Exception as error:  # the other ranks wait for this update, even if it is refused
             refused = error
             self._session.call(lambda: self._session.refuse(refused, self._options))
             raise
         self._session.call(lambda: self._session.start(plan, self._options, self._target))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Announce one chunk; return when every engine has applied it."""
+        """Announces one chunk; returns when every engine has applied it."""
         self._session.call(lambda: self._session.update(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Have every engine serve what it was sent, and resume.
+        """Makes every engine serve the new weights, and resume.
 
         The bus assigns the version; ``weight_version`` becomes the update's label.
         """

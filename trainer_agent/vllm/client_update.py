@@ -1,4 +1,4 @@
-"""The update that a trainer engine has begun through its client, and the pass over its source."""
+"""The state of a trainer engine's update, and of the pass over its source."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class ClientUpdate:
-    """The update that rank 0 has begun.
+    """An update that a trainer engine has started on rank 0.
 
     Args:
-        update: on the bus.
-        plan: what is sent.
-        inner: the source, which tensors are taken from in other threads; None for a patch.
+        update: the update on the bus.
+        plan: the tensors to send.
+        inner: the source, which other threads read; None for a patch.
         loop: the agent's event loop.
 
     Attributes:
         chunks_announced: how many chunks the trainer engine has announced.
-        tensors_left: how many tensors the pass that is under way has left.
-        starting: engines are being paused and started.
+        tensors_left: how many tensors the current pass has left.
+        starting: the task that pauses and starts the engines.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ClientUpdate:
         self.update = update
         self.plan = plan
         self.verified: Verify = "off"
-        self.started = anyio.Event()  # or failed
+        self.started = anyio.Event()  # set too if the update fails
         self.undone = anyio.Event()
         self.failure: BaseException | None = None
         self.is_over = False
@@ -66,7 +66,7 @@ class ClientUpdate:
     def begin_pass(
         self, tensors: Iterator[tuple[str, torch.Tensor]], metas: Sequence[TensorMeta]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Begins a pass over ``tensors``, which ``metas`` describe.
+        """Starts a pass over ``tensors``, which ``metas`` describe.
 
         Raises:
             UsageError: the update is a patch.
@@ -79,10 +79,10 @@ class ClientUpdate:
         return as_described(metas, self._remaining)
 
     def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
-        """Return the next tensor; None at the end.
+        """Returns the next tensor; None at the end.
 
         Raises:
-            what the update has failed with: then no more tensors are taken.
+            the error of the update, if it has failed.
         """
         with self._take_lock:
             if self.failure is not None:
@@ -94,20 +94,20 @@ class ClientUpdate:
             return pair
 
     async def wait_until_paused(self) -> None:
-        """Wait until every engine is paused.
+        """Waits until every engine is paused.
 
         Raises:
-            what the update has failed with, if it has.
+            the error of the update, if it has failed.
         """
         await self.update.paused.wait()
         if self.failure is not None:
             raise copy_of_error(self.failure)
 
     async def wait_until_taken(self, seq: int) -> None:
-        """Wait until every tensor of a chunk was taken, or the update has failed.
+        """Waits until every tensor of a chunk was taken, or the update has failed.
 
         Raises:
-            what the update has failed with.
+            the error of the update, if it has failed.
         """
         self._reached = anyio.Event()
         self._awaited = 0 if self._inner is None else self.plan.manifest.chunk_ends[seq]
@@ -118,7 +118,7 @@ class ClientUpdate:
             raise copy_of_error(self.failure)
 
     def on_failed(self, error: BaseException) -> None:
-        """Wake everything that waits for the update, with the error."""
+        """Records the update's error, and wakes all tasks that wait for the update."""
         self.failure = error
         self.started.set()
         self._reached.set()
@@ -133,7 +133,7 @@ class ClientUpdate:
             self._loop.call_soon_threadsafe(self._reached.set)
 
     def drain(self) -> None:
-        """Read the rest of the source, for ranks that gather it with this one."""
+        """Reads the rest of the source, because the other ranks gather its tensors too."""
         if self._inner is None:
             return
         with self._take_lock:
@@ -142,5 +142,5 @@ class ClientUpdate:
 
 
 def copy_of_error(error: BaseException) -> BaseException:
-    """Return a copy of an error, to be raised once more elsewhere."""
+    """Returns a copy of an error, so that several tasks and threads can raise it."""
     return refusal(nack_of(error))

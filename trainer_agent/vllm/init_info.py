@@ -24,17 +24,17 @@ def native_info(
     world: World,
     meeting: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return what ``WeightTransferTrainerFactory.trainer_init`` takes for a trainer engine.
+    """Returns the init info of a trainer engine, for ``WeightTransferTrainerFactory.trainer_init``.
 
     Args:
         engine: the trainer engine's name in vLLM.
-        given: fields that are the user's choice; they win.
-        rank: this trainer rank's.
-        world: who meets; its address becomes ``master_address``, with a free port.
-        meeting: where another rank was told to meet, instead.
+        given: fields that the user sets, which take precedence.
+        rank: this trainer rank.
+        world: the communicator's members; its address becomes ``master_address``, with a free port.
+        meeting: the rendezvous from rank 0, which replaces that address on the other ranks.
 
     Raises:
-        UsageError: vLLM has no such trainer engine, or it can't be imported, or has other fields.
+        UsageError: vLLM lacks this trainer engine, or it can't be imported, or has other fields.
     """
     registry = WeightTransferTrainerFactory._registry  # noqa: SLF001 - there is no other way in
     if engine not in registry:
@@ -62,7 +62,7 @@ def native_info(
 
 
 def packed_bytes(engine: str, info: Any) -> int | None:
-    """Return how many bytes the trainer engine puts into one ``update_weights``; None: all."""
+    """Returns the most bytes that a trainer engine sends per ``update_weights``; None: all."""
     if engine == "ipc" and info.packed:
         size_bytes: int = info.packed_buffer_size_bytes
         return size_bytes

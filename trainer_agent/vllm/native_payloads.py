@@ -1,8 +1,8 @@
-"""Translates what vLLM's own trainer engines give their client into bus messages.
+"""Translates the dicts of vLLM's own trainer engines into bus messages.
 
-Their dicts don't say which worker engine they are for: that is the one which all engines of the
-group were booted with. Nor do they number their chunks: those come in order, and are cut as
-:attr:`NativeTransport.chunk_bytes` says.
+The dicts name no worker engine: all engines of the group must have been started with the same one.
+The dicts have no chunk numbers either: chunks arrive in order, and
+:attr:`NativeTransport.chunk_bytes` determines their sizes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _STORAGES: Final = (torch.storage.TypedStorage, torch.storage.UntypedStorage)
 
 @dataclass(frozen=True, slots=True)
 class NativeTransport:
-    """A transport of vLLM's own that engines have opened.
+    """One of vLLM's own transports, opened by the engines.
 
     Attributes:
-        backend: its name on the bus, such as ``vllm:nccl``.
-        chunk_bytes: the trainer engine puts at most so much into one ``update_weights``;
+        backend: the backend's name on the bus, such as ``vllm:nccl``.
+        chunk_bytes: the most bytes that the trainer engine sends per ``update_weights``;
             None: all.
-        opened_for: names, dtypes and shapes, of a transport that was opened for just these
-            tensors; or empty.
+        opened_for: names, dtypes and shapes, if the transport works for these tensors only;
+            else empty.
     """
 
     backend: str
@@ -49,19 +49,19 @@ class NativeTransport:
 
     @property
     def is_patching(self) -> bool:
-        """Whether its updates are patches."""
+        """Whether all updates over this transport are patches."""
         return vllm_payloads.is_patching(self.backend)
 
     @property
     def is_sharding(self) -> bool:
-        """Whether every rank of the trainer sends its shards."""
+        """Whether every rank of the trainer sends its own shards."""
         return vllm_payloads.is_sharding(self.backend)
 
     def check(self, plan: UpdatePlan) -> None:
-        """Check that the plan has the tensors that the transport was opened for.
+        """Checks that the plan has the tensors that the transport was opened for.
 
         Raises:
-            UsageError: the plan is of other tensors than the transport was opened for.
+            UsageError: the plan has other tensors.
         """
         manifest = plan.manifest
         described = (manifest.names, manifest.dtypes, manifest.shapes)
@@ -73,15 +73,15 @@ class NativeTransport:
 
     @property
     def plan_bytes(self) -> int:
-        """At how many bytes a plan is cut into chunks."""
+        """The most bytes in one chunk of a plan."""
         return sys.maxsize if self.chunk_bytes is None else self.chunk_bytes
 
 
 def require_engines(views: Sequence[EngineView], engine: str) -> None:
-    """Check that every engine was booted with vLLM's worker engine ``engine``.
+    """Checks that every engine was started with vLLM's worker engine ``engine``.
 
     Raises:
-        UsageError: names one that was not, or says that there are none.
+        UsageError: an engine was not, and is named; or the group has no engines.
     """
     if not views:
         raise UsageError(f"no engines yet to meet vLLM's {engine!r}: wait_for_engines() first")
@@ -101,10 +101,10 @@ def require_engines(views: Sequence[EngineView], engine: str) -> None:
 
 
 def engine_of_all(views: Sequence[EngineView]) -> str:
-    """Return the worker engine of vLLM's that all engines were booted with.
+    """Returns vLLM's worker engine with which all engines were started.
 
     Raises:
-        UsageError: they were not all booted with one, and with the same.
+        UsageError: an engine has none, or they differ.
     """
     found = {view.name: _native_of(view) for view in views}
     chosen = set(found.values())
@@ -123,12 +123,12 @@ def _native_of(view: EngineView) -> str:
 
 
 def sender_count(engine: str, ranks: int) -> int:
-    """Return how many of a trainer's ranks take part in the transport of vLLM's ``engine``."""
+    """Returns how many of a trainer's ranks send tensors with vLLM's ``engine``."""
     return ranks if engine in vllm_payloads.SHARDING else 1
 
 
 def opened_for(info: object, engine: str) -> tuple[Any, ...]:
-    """Return for which tensors an ``init_info`` opens a transport; empty: for any."""
+    """Returns the tensors for which an ``init_info`` opens a transport; empty: any tensors."""
     if engine not in vllm_payloads.SHARDING or not isinstance(info, dict):
         return ()
     params = info.get("params")  # vLLM 0.33 has one dict for each tensor, earlier ones columns
@@ -141,21 +141,21 @@ def opened_for(info: object, engine: str) -> tuple[Any, ...]:
 
 
 def has_communicator(info: object) -> bool:
-    """Return whether engines and trainer meet in a communicator with this info."""
+    """Returns whether an ``init_info`` makes a communicator of engines and trainer."""
     return isinstance(info, dict) and "rank_offset" in info
 
 
 def transfer_init(info: object, engine: str, world: World, update_id: str) -> TransferInit:
-    """Return the message to engines that an ``init_info`` stands for.
+    """Returns the message to engines for an ``init_info``.
 
     Args:
         info: the ``init_info``.
-        engine: the worker engine of vLLM's.
-        world: who meets, where a communicator is needed.
-        update_id: of the message.
+        engine: the worker engine's name in vLLM.
+        world: the expected members of the communicator, if there is one.
+        update_id: the id of the message.
 
     Raises:
-        UsageError: the info can't be sent over the bus, or is for others than are there.
+        UsageError: the bus can't carry the info, or its communicator has other members.
     """
     fields = _dict(info, "init_info")
     if has_communicator(info):
@@ -183,10 +183,10 @@ def _check_world(info: dict[str, Any], world: World) -> None:
 def chunk_messages(
     info: object, plan: UpdatePlan, seq: int, update_id: str
 ) -> tuple[WeightChunkMeta, ChunkSent]:
-    """Return the messages to engines before and after the ``seq``-th chunk.
+    """Returns the messages to engines before and after the ``seq``-th chunk.
 
     Raises:
-        UsageError: ``info`` can't be sent over the bus, or is of other tensors than were armed.
+        UsageError: the bus can't carry the info, or it has other tensors than were armed.
     """
     rest = _dict(info, "update_info")
     if seq >= plan.chunks:
@@ -242,7 +242,7 @@ def _encoded(what: str, info: dict[str, Any], columns: Sequence[str]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with what PyTorch rebuilds CUDA tensors from in a form of its own."""
+    """Returns the value with :class:`~bus.vllm_payloads.IpcTensor` for PyTorch's CUDA handles."""
     if type(value) is tuple and len(value) == _REBUILT_FROM and value[0] in _TENSORS:
         return _ipc_tensor(value)
     if type(value) in (list, tuple):

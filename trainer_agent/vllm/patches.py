@@ -1,12 +1,12 @@
 """Patches for vLLM's ``sparse_nccl`` trainer engine, announced to the bus.
 
-That trainer engine takes no source: it reads the patches that it is given to their end, and only
-then calls ``start_weight_update``, which carries none of them. The wrapper in this module notes
-what they are while they are read.
+That trainer engine takes no source: it reads all patches first, and then calls
+``start_weight_update``, which carries none of them. The wrapper in this module records their
+metadata while they are read.
 
 vLLM's workers refuse some patches after they have arrived, when engines are paused and count as
-half-loaded. This module refuses those before any engine is asked: an index that stands twice or
-lies outside of its tensor, and NaN, which says "unchanged" inside vLLM.
+half-loaded. This module refuses such patches before engines are paused: those with an index that
+occurs twice or lies outside of its tensor, or with NaN, which means "unchanged" inside vLLM.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ class AnyPatch(Protocol):
 
     @property
     def name(self) -> str:
-        """The tensor's name, as in checkpoints."""
+        """The tensor's name in the checkpoint."""
 
     @property
     def indices(self) -> torch.Tensor:
-        """Where the values belong in the flattened tensor: one dimension, int32."""
+        """The indices of the new values in the flattened tensor: one dimension, int32."""
 
     @property
     def values(self) -> torch.Tensor:
-        """The values: one dimension, as many, in the tensor's dtype."""
+        """The new values, one per index: one dimension, in the tensor's dtype."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The whole tensor's."""
+        """The shape of the full tensor."""
 
 
 class NextPatch:
-    """Keeps the patch that was read and is to be sent next."""
+    """Holds the plan of the patches that were read and are sent next."""
 
     def __init__(self) -> None:
         self._plan: UpdatePlan | None = None
 
     def put(self, plan: UpdatePlan | None) -> None:
-        """Store the patch's plan; None: it isn't known yet."""
+        """Stores the plan; None while the patches are being read."""
         self._plan = plan
 
     def take(self) -> UpdatePlan:
-        """Return the plan for the update that now begins.
+        """Returns and removes the plan, for the update that begins.
 
         Raises:
-            UsageError: no patch was read for it.
+            UsageError: no patches were read for this update.
         """
         plan, self._plan = self._plan, None
         if plan is None:
@@ -70,12 +70,12 @@ class NextPatch:
 
 
 class BusPatches:
-    """The patches of one update: made by :meth:`TrainerAgent.patches`.
+    """The patches of one update, which :meth:`TrainerAgent.patches` makes.
 
     Args:
-        patches: each of another tensor.
-        base: the version that they are a difference from.
-        following: gets the plan of the patches when all were read.
+        patches: the patches, at most one per tensor.
+        base: the version to which they are applied.
+        following: receives the plan of the patches when all were read.
     """
 
     def __init__(self, patches: Iterable[AnyPatch], base: int, following: NextPatch) -> None:
@@ -84,11 +84,11 @@ class BusPatches:
         self._following = following
 
     def __iter__(self) -> Iterator[AnyPatch]:
-        """The patches as they are.
+        """Yields the patches unchanged, and records their metadata.
 
         Raises:
-            UsageError: ``base`` is no version; or, after the last one, names a tensor that can't
-                be patched so.
+            UsageError: ``base`` is no version; or, after the last patch, one of them is invalid,
+                and its tensor is named.
         """
         self._following.put(None)
         if self._base <= 0:
@@ -121,7 +121,7 @@ _FLAWS = (
 
 @torch.no_grad()
 def _flaws(patch: AnyPatch) -> torch.Tensor:
-    """Return which flaws a patch has, without waiting for the GPU that it lies on."""
+    """Returns which :data:`_FLAWS` a patch has, as booleans on its GPU, without waiting for it."""
     indices = torch.sort(patch.indices.flatten()).values
     numel = torch.Size(patch.full_shape).numel()
     return torch.stack(

@@ -1,8 +1,7 @@
-"""Translates dicts for a trainer engine's client into bus messages.
+"""Translates the dicts of wavebus's own trainer engine into bus messages, and makes these dicts.
 
-The dicts are those of ``wavebus``'s own trainer engine, to which ``agent.init_info()`` leads; for
-vLLM's own (such as ``nccl``) see :mod:`trainer_agent.vllm.native_payloads`. A dict's keys show for
-which worker engine it is.
+For vLLM's own trainer engines (such as ``nccl``) see :mod:`trainer_agent.vllm.native_payloads`. A
+dict's keys show for which worker engine it is.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ class _ChunkInfo(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def init_info(transport: str, params: bytes, communicator: int) -> dict[str, Any]:
-    """Return what engines need to open their ends, for ``init_weight_transfer_engine``."""
+    """Returns the dict for ``init_weight_transfer_engine``, which opens the engines' ends."""
     return msgspec.structs.asdict(_InitInfo(transport, params, communicator))
 
 
 def chunk_info(
     plan: UpdatePlan, seq: int, handle: bytes, verify: Verify, sums: Sequence[int]
 ) -> dict[str, Any]:
-    """Return one chunk and where it is, for ``update_weights``."""
+    """Returns the dict for ``update_weights``, which announces one chunk."""
     part, manifest = plan.manifest.part(seq), plan.manifest
     return msgspec.structs.asdict(
         _ChunkInfo(
@@ -64,7 +63,7 @@ def chunk_info(
 
 
 def is_ours(info: object) -> bool:
-    """Return whether an ``init_info`` is of worker engine ``wavebus``."""
+    """Returns whether an ``init_info`` is for the worker engine ``wavebus``."""
     return isinstance(info, dict) and set(info) == set(_InitInfo.__struct_fields__)
 
 
@@ -84,10 +83,10 @@ def transfer_init(info: object, update_id: str) -> TransferInit:
 def chunk_messages(
     info: object, plan: UpdatePlan, update_id: str
 ) -> tuple[WeightChunkMeta, ChunkSent]:
-    """Return the messages to engines before and after a chunk.
+    """Returns the messages to engines before and after a chunk.
 
     Raises:
-        UsageError: ``info`` is another worker engine's, or of other tensors than were armed.
+        UsageError: ``info`` is for another worker engine, or has other tensors than were armed.
     """
     try:
         ours = msgspec.convert(info, _ChunkInfo)

@@ -1,7 +1,7 @@
-"""What the trainer's side depends on in vLLM: interfaces that its trainer engines give and take.
+"""Lists the interfaces of vLLM's trainer engines on which the trainer agent depends.
 
-Nothing of vLLM is wrapped here. :data:`REGISTRY` lets ``wavebus doctor --vllm`` say which trainer
-engines a version supports; :mod:`bus.seams` says what an entry is.
+The trainer agent wraps nothing in vLLM. With :data:`REGISTRY`, ``wavebus doctor --vllm`` shows
+which trainer engines work with a version; :mod:`bus.seams` explains the entries.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ REGISTRY: Final = Registry(
                     f"{_TRANSFER}.packed_tensor:packed_ipc_producer",
                     "iterator, gpu_uuid, post_iter_func, buffer_size_bytes",
                 ),
-                # Where the plan cuts, too.
+                # UpdatePlan cuts chunks at the same place.
                 Says(
                     f"{_TRANSFER}.packed_tensor:packed_ipc_producer",
                     ("total_bytes + flat.numel() > buffer_size_bytes",),

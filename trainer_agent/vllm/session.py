@@ -1,29 +1,29 @@
-"""What ``client`` and ``source`` of vLLM's trainer engines share; the bus is their control plane.
+"""Runs an update of vLLM's trainer engine over the bus; its ``client`` and ``source`` call this.
 
-A trainer engine calls ``start_weight_update``, which carries no plan; ``update_weights``, as
-often as it has chunks; and ``finish_weight_update``. Beside that it reads its source, on every
-rank of the trainer. On the bus these are one update:
+A trainer engine calls ``start_weight_update``, which carries no plan; ``update_weights``, once for
+each chunk; and ``finish_weight_update``. It also reads its source, on every rank of the trainer.
+On the bus these are one update:
 
 ========================= ==============================================================
-the engine                the bus
+trainer engine            the bus
 ========================= ==============================================================
 reads the metadata        (that is the plan)
-``start_weight_update``   ARM, with the plan; the other ranks receive GO. Behind it, beside the
-                          engine: pause, UPDATE_START
-first tensor of a pass    waits for that, on every rank, or raises
-``update_weights``        WEIGHT_CHUNK_META and CHUNK_SENT; returns when it is applied. Behind
-                          the last one: UPDATE_FINISH
+``start_weight_update``   ARM, with the plan; the other ranks receive GO. Then, in the
+                          background: pause, UPDATE_START
+first tensor of a pass    waits for UPDATE_START, on every rank, or raises its error
+``update_weights``        WEIGHT_CHUNK_META and CHUNK_SENT; returns when the chunk is applied.
+                          After the last one: UPDATE_FINISH
 ``finish_weight_update``  COMMIT, resume
 ========================= ==============================================================
 
-A trainer engine that sends patches reads no source. It reads its patches to their end before it
-calls ``start_weight_update``; wrapped by :meth:`TrainerAgent.patches`, they have told by then what
-the update is armed with. The other ranks of the trainer have no part in it.
+A trainer engine that sends patches reads no source. It reads all patches before it calls
+``start_weight_update``; their wrapper (:meth:`TrainerAgent.patches`) has then recorded the metadata
+for ARM. The other ranks of the trainer take no part in the update.
 
-A failure in between undoes the update: ABORT, resume, and the other ranks receive the error. A pass
-over the source that is left before its end does the same.
+A failure undoes the update: ABORT, resume, and the other ranks receive the error. So does a pass
+over the source that ends early.
 
-Nothing here needs vLLM: its client is a protocol, and its sources are known by what they do.
+This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 
 class TrainerEngineSession:
-    """Joins the client and the source of one agent. Its coroutines are for :meth:`call`."""
+    """Runs the updates of one agent's client and source. Run its coroutines with :meth:`call`."""
 
     def __init__(
         self,
@@ -93,27 +93,27 @@ class TrainerEngineSession:
         self._ranks = ranks
         self._chunk_bytes = chunk_bytes
         self._timeout_s = timeout_s
-        self._suspend_catch_up = suspend_catch_up  # what is asked for here, goes first
+        self._suspend_catch_up = suspend_catch_up  # requests from here take priority
         self._log = bus.log.logger()
         self._source: BusWeightSource | None = None
         self.next_patch = NextPatch()
         self._current: ClientUpdate | None = None
-        self._begun = anyio.Event()  # the next update is
+        self._begun = anyio.Event()  # set when the next update begins
         self._step_lock = anyio.Lock()
         self._closing: asyncio.Task[None] | None = None  # of a pass; tasks are held weakly
-        self._planned_communicator = 0  # the communicator that the last plan told of,
-        self._open_communicator = 0  # and the one of those who opened their ends
-        # What is open, if it is vLLM's own.
+        self._planned_communicator = 0  # of the last plan
+        self._open_communicator = 0  # of the open transport
+        # The open transport, if it is vLLM's own.
         self._native_transport: native_payloads.NativeTransport | None = None
-        self.packed_bytes: int | None = None  # of the info that vLLM's own was promised
+        self.packed_bytes: int | None = None  # of the last init info
 
     # -- for any thread ---------------------------------------------------------
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run ``work`` in the agent's loop, and wait for it.
+        """Runs ``work`` in the agent's event loop, and waits for the result.
 
         Raises:
-            UsageError: this is the agent's loop.
+            UsageError: the caller runs in the agent's event loop.
             BusClosed: the agent is not connected.
         """
         loop = self._require_loop()
@@ -137,11 +137,11 @@ class TrainerEngineSession:
             raise
 
     def new_world(self) -> World | None:
-        """Return who is to meet; None while those who met are still there, and no others."""
+        """Returns the members of a new communicator; None while the old one is still valid."""
         return self.call(self._plan_world)
 
     def wrap(self, source: WeightSource) -> BusWeightSource:
-        """Make ``source`` the agent's source, and return it on the bus."""
+        """Makes ``source`` the agent's source, and returns it wrapped for trainer engines."""
         self._source = wrap_source(self, source)
         return self._source
 
@@ -155,12 +155,12 @@ class TrainerEngineSession:
         return self._native_transport is not None and self._native_transport.is_sharding
 
     def require_rank_zero(self) -> None:
-        """Check that this is rank 0; the others only read their source."""
+        """Checks that this is rank 0, because the other ranks only read their source."""
         if self._rank:
             raise UsageError(f"rank {self._rank} sends nothing: rank 0 calls the client")
 
     def source_plan(self) -> UpdatePlan:
-        """Return the plan of what the source's metadata describe."""
+        """Returns the plan made from the source's metadata."""
         if self._source is None:
             raise UsageError("no source yet: give the trainer engine source=agent.source(model)")
         theirs = self._native_transport
@@ -178,7 +178,7 @@ class TrainerEngineSession:
     def read_source(
         self, source: BusWeightSource, *, shards: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors of a source: whole ones, or this rank's shards."""
+        """Yields the tensors of a source: full ones, or this rank's shards."""
         if source is not self._source:
             raise UsageError("this agent has another source by now: it has one at a time")
         inner = source.tensors(shards=shards)
@@ -194,7 +194,7 @@ class TrainerEngineSession:
             while (pair := current.take(tensors)) is not None:
                 yield pair
         except GeneratorExit:
-            if current.tensors_left:  # else nobody asked for what comes after the last one
+            if current.tensors_left:  # else the pass was complete
                 left = UsageError("the pass over the source was left before its end")
                 with contextlib.suppress(WavebusError):
                     self._abort_pass(current, left)
@@ -206,7 +206,7 @@ class TrainerEngineSession:
 
     def _abort_pass(self, current: ClientUpdate, error: BaseException) -> None:
         loop = self._require_loop()
-        if _runs_here(loop):  # the collector closes a pass wherever it happens to run
+        if _runs_here(loop):  # the garbage collector may close a pass in any thread
             self._closing = loop.create_task(self._fail(current, error))
         else:
             self.call(lambda: self._fail(current, error))
@@ -226,12 +226,12 @@ class TrainerEngineSession:
         return world
 
     async def plan_native_world(self, engine: str) -> World:
-        """Return who meets, once every engine is known to run vLLM's worker engine ``engine``."""
+        """Returns the communicator's members, if every engine has worker engine ``engine``."""
         native_payloads.require_engines(await self._connection.engines(), engine)
         return await self._transport.plan(native_payloads.sender_count(engine, self._ranks))
 
     async def init(self, info: object, chunk_bytes: int | None) -> None:
-        """Have every engine open its end of the transport."""
+        """Makes every engine open its end of the transport."""
         async with self._step_lock, self._suspend_catch_up():
             await self._undo_unfinished()
             if payloads.is_ours(info):
@@ -263,13 +263,13 @@ class TrainerEngineSession:
         )
 
     async def shutdown(self) -> None:
-        """Undo an update that was not finished, and stop using the transport."""
+        """Undoes an update that was not finished, and stops using the transport."""
         async with self._step_lock:
             await self._undo_unfinished()
             self._transport.invalidate()
 
     async def refuse(self, error: BaseException, options: UpdateOptions) -> None:
-        """Fail an update before the bus receives it; the other ranks receive the error."""
+        """Fails an update before it is armed; the other ranks receive the error."""
         async with self._step_lock:
             await self._undo_unfinished()
             await self._updates.begin(options).end(error)
@@ -277,7 +277,7 @@ class TrainerEngineSession:
     async def start(
         self, plan: UpdatePlan, options: UpdateOptions, target: Target = "model"
     ) -> None:
-        """Begin an update: arm every engine, and start the pause behind that."""
+        """Arms every engine for an update, and starts the pause in the background."""
         async with self._step_lock:
             await self._undo_unfinished()
             source = self._source
@@ -306,10 +306,10 @@ class TrainerEngineSession:
             current.starting = asyncio.ensure_future(self._start_engines(current))
 
     async def _start_engines(self, current: ClientUpdate) -> None:
-        """Pause and start the engines; a failure is raised by what waits for them."""
+        """Pauses and starts the engines; tasks that wait for the start raise its error."""
         try:
             await current.update.start()
-            if self._is_sharding:  # the other ranks enter a collective with those who have started
+            if self._is_sharding:  # the other ranks enter a collective with the started engines
                 await current.update.release_ranks(current.drain)
         except Exception as error:  # noqa: BLE001 - it is raised by what waits
             await self._fail(current, error)
@@ -317,7 +317,7 @@ class TrainerEngineSession:
             current.started.set()
 
     async def update(self, info: object) -> None:
-        """Announce one chunk; return when every engine has applied it."""
+        """Announces one chunk; returns when every engine has applied it."""
         current = self._require_current()
         async with self._undo_on_failure(current):
             if self._native_transport is None:
@@ -345,7 +345,7 @@ class TrainerEngineSession:
                 self._require_everybody(done)
 
     def _require_everybody(self, done: GroupAck) -> None:
-        """Refuse another chunk if an engine dropped out: vLLM's collectives have no deadline."""
+        """Raises if an engine dropped out: vLLM's next collective would wait for it for ever."""
         if done.excluded and self._transport.communicator:
             raise _failed(
                 NackCode.TRANSFER_FAILED,
@@ -357,7 +357,7 @@ class TrainerEngineSession:
             )
 
     async def finish(self, label: str) -> None:
-        """Commit the update, and have the engines resume."""
+        """Commits the update, and resumes the engines."""
         async with self._step_lock:
             current = self._require_current()
             async with self._undo_on_failure(current):
@@ -370,12 +370,12 @@ class TrainerEngineSession:
     # -- the source's -----------------------------------------------------------
 
     async def _wait_for_release(self) -> None:
-        """Another rank's: wait until rank 0 says that tensors may be gathered."""
+        """Waits, on another rank, until rank 0 permits to gather tensors."""
         with self._updates.as_follower() as number:
             await wait_for_rank_zero(self._connection, number, "go")
 
     async def _wait_until_started(self) -> ClientUpdate:
-        """Rank 0's: the update that is started, or will be."""
+        """Waits, on rank 0, until engines are started; returns the update."""
         if self._current is None:
             with anyio.move_on_after(self._timeout_s):
                 await self._begun.wait()
@@ -415,7 +415,7 @@ class TrainerEngineSession:
             raise error from None
 
     async def _fail(self, current: ClientUpdate, error: BaseException) -> None:
-        """Undo it, once; returns when it is undone."""
+        """Undoes an update, once; returns when that is done."""
         if current.is_over:
             return
         if current.failure is not None:

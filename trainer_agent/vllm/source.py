@@ -1,4 +1,4 @@
-"""The ``source`` of vLLM's trainer engines, on the bus."""
+"""The ``source`` of vLLM's trainer engines, which waits until engines are ready."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 
 class SourceReader(Protocol):
-    """Reads sources: a :class:`trainer_agent.vllm.session.TrainerEngineSession`."""
+    """The part of :class:`trainer_agent.vllm.session.TrainerEngineSession` that sources need."""
 
     def read_source(
         self, source: BusWeightSource, *, shards: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors of a source: whole ones, or this rank's shards."""
+        """Yields the tensors of a source: full ones, or this rank's shards."""
 
 
 class BusWeightSource(EitherForm):
-    """vLLM's ``WeightSource`` around another source: made by :meth:`TrainerAgent.source`.
+    """Wraps a source as vLLM's ``WeightSource``; :meth:`TrainerAgent.source` makes it.
 
-    A pass over it yields nothing before every engine is armed and paused, on every rank of the
-    trainer. On rank 0 it yields what its metadata describes, or raises:
+    On every rank of the trainer, iteration yields no tensor until every engine is armed and paused.
+    It raises:
 
-    - ``UsageError``: the agent has another source by now, or this one does not yield what its
-      metadata says.
-    - ``Refused``: what the update was refused with; it was raised on rank 0 as well.
+    - ``UsageError``: the agent has another source by now; or, on rank 0, the tensors contradict
+      the metadata.
+    - ``Refused``: the update was refused; rank 0 raises the same error.
     - ``BusTimeout``: no update was started within the agent's ``timeout_s``.
 
-    Its metadata is what the next update is armed with. Where reading it is a collective of all
-    ranks, read it on all before they send.
+    The next update is armed with the source's metadata. If reading that is a collective, read it
+    on all ranks before they send.
     """
 
     def __init__(self, session: SourceReader, inner: WeightSource) -> None:
@@ -48,7 +48,7 @@ class BusWeightSource(EitherForm):
         self._fresh: list[TensorMeta] | None = None
 
     def describe(self) -> list[Any]:
-        """Return the inner source's metadata, in vLLM's form where it has a layout of shards."""
+        """Returns the inner source's metadata, in vLLM's form where it has a layout of shards."""
         described = source_forms.own_metadata(self._inner)
         metas = tensor_metas(self._inner.metadata() if described is None else described)
         self._fresh = metas
@@ -57,33 +57,30 @@ class BusWeightSource(EitherForm):
         return [ParamMeta(meta.name, getattr(torch, meta.dtype), meta.shape) for meta in metas]
 
     def implements_iter_full(self) -> bool:
-        """Return whether :meth:`iter_full` works."""
+        """Returns whether :meth:`iter_full` works."""
         return not source_forms.yields_shards_only(self._inner)
 
     def implements_iter_local(self) -> bool:
-        """Return whether :meth:`iter_local` works."""
+        """Returns whether :meth:`iter_local` works."""
         return self._shards is not None
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors, once engines are ready."""
+        """Yields full tensors, once engines are ready."""
         return self._session.read_source(self, shards=False)
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's shards, once engines are ready."""
+        """Yields this rank's shards, once engines are ready."""
         return self._session.read_source(self, shards=True)
 
     def tensors(self, *, shards: bool) -> WeightSource:
-        """Return what a pass reads without waiting for engines.
+        """Returns the inner source, which does not wait for engines.
 
-        That is this rank's shards if there are any and ``shards`` is set, otherwise whole tensors.
+        It yields this rank's shards if it has any and ``shards`` is set, otherwise full tensors.
         """
         return self._shards if shards and self._shards is not None else self._inner
 
     def take_metas(self) -> list[TensorMeta]:
-        """Return the metadata that was read for the update that now begins.
-
-        It is read now if nobody has read it.
-        """
+        """Returns the metadata for the update that begins; reads it if that was not done yet."""
         if self._fresh is None:
             self.describe()
         metas, self._fresh = self._fresh, None
@@ -102,7 +99,7 @@ class BusShardSource(BusWeightSource):
 
 
 def wrap_source(session: SourceReader, source: WeightSource) -> BusWeightSource:
-    """Returns ``source`` on the bus."""
+    """Returns ``source``, wrapped for vLLM's trainer engines."""
     if not source_forms.is_m2n_source(source):
         return BusWeightSource(session, source)
     source_forms.accept_as_m2n_source(BusShardSource)

@@ -1,7 +1,8 @@
-"""wavebus's own trainer engine, as vLLM registers those: over any backend that an agent has.
+"""wavebus's own trainer engine for vLLM's factory, over any backend of the trainer agent.
 
-``WeightTransferTrainerFactory`` knows it as ``wavebus`` once this module is imported, which
-:meth:`TrainerAgent.init_info` does. It does with its client what vLLM's own trainer engines do.
+Importing this module registers the trainer engine as ``wavebus`` in
+``WeightTransferTrainerFactory``; :meth:`TrainerAgent.init_info` does so. The trainer engine calls
+its client as vLLM's own trainer engines do.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ BACKEND = "wavebus"
 
 @dataclass
 class WavebusTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What :meth:`TrainerAgent.init_info` returns.
+    """The init info that :meth:`TrainerAgent.init_info` returns.
 
     Attributes:
         transport: the backend of the agent: ``shm``, ``gloo``, ``nccl``, ``ipc``, or one of your
             own.
-        chunk_bytes, buffers, packed, device, verify: as the agent has them.
-        plan: asks the bus who is to meet; None while those who met are still there.
+        chunk_bytes, buffers, packed, device, verify: as :class:`trainer_agent.TrainerAgent`.
+        plan: returns the members of a new communicator; None while the old one is still valid.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -54,9 +55,9 @@ class WavebusTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Sends a source in chunks, each while engines load the one before.
+    """Sends a source in chunks; engines load one chunk while the next one is sent.
 
-    Made on every rank of a trainer; rank 0 sends, the others gather with it.
+    Every rank of the trainer makes one. Rank 0 sends, and the others gather tensors with it.
     """
 
     init_info_cls = WavebusTrainerInitInfo
@@ -78,11 +79,11 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     def trainer_init(
         cls, init_info: WavebusTrainerInitInfo, *, client: Any, source: Any = None
     ) -> Self:
-        """Make the trainer engine, and have every engine open its end.
+        """Makes the trainer engine, and opens the transport at every engine.
 
         Raises:
-            UsageError: without a source, or with metadata that contradicts itself.
-            Refused: an engine can't open its end; it is named.
+            UsageError: there is no source, or its metadata is contradictory.
+            Refused: an engine can't open its end of the transport, and is named.
         """
         if source is None:
             raise UsageError("source=None: give it agent.source(model)")
@@ -93,7 +94,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         return engine
 
     def send_weights(self) -> None:
-        """Send one update; call it on every rank.
+        """Sends one update; call it on every rank.
 
         Returns on rank 0 when engines serve the weights.
 
@@ -112,7 +113,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Close the sending end."""
+        """Closes the trainer's end of the transport."""
         self._sender.close()
 
     def _plan(self) -> UpdatePlan:
@@ -123,7 +124,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     # -- the rendezvous -----------------------------------------------------------
 
     def _open(self, plan: UpdatePlan) -> None:
-        """Open the transport, if it is not open, or has too little room, or other engines came."""
+        """Opens the transport if it is closed, its buffers are too small, or engines changed."""
         world = self._info.plan()
         buffer_bytes = plan.buffer_bytes(self._sender)
         if world is None and buffer_bytes <= self._buffer_bytes:
@@ -141,7 +142,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self._buffer_bytes = buffer_bytes
 
     def _meet(self, info: dict[str, Any]) -> None:
-        """Open both ends at once: engines open theirs while this one waits for them."""
+        """Makes engines open their ends, while this end waits for them."""
 
         def stop_waiting(opening: Future[None]) -> None:
             if opening.exception() is not None:
@@ -153,7 +154,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             try:
                 self._sender.meet()
             except Exception:
-                opening.result()  # why the engines did not come, if they said so
+                opening.result()  # raises the engines' own error, if there is one
                 raise
             opening.result()
 
@@ -165,7 +166,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         applying: deque[tuple[int, Future[None]]] = deque()
         calls, moves = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         try:
-            # Closed before its end, the pass undoes the update.
+            # A pass that is closed early undoes the update.
             with contextlib.closing(iter(self.source)) as tensors:
                 for seq in range(plan.chunks):
                     if len(applying) == sender.prefetch_depth:
@@ -189,7 +190,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
                 sender.close()  # a rank that waits in the broadcast leaves it, if it can
             raise
         finally:
-            # A thread that waits in a broken broadcast is not waited for.
+            # Don't wait for a thread in a broken broadcast.
             calls.shutdown(wait=False, cancel_futures=True)
             moves.shutdown(wait=False, cancel_futures=True)
 
@@ -199,13 +200,13 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
 
 
 def _wait_for_both(moving: Future[None], applied: Future[None]) -> None:
-    """Wait until the chunk has left; engines that refuse it are not waited for."""
+    """Waits until a chunk is sent; stops waiting if engines refuse it."""
     wait((moving, applied), return_when=FIRST_COMPLETED)
     if not moving.done():
         applied.result()
     moving.result()
 
 
-# Not twice: a registry is a process's, and a module may be loaded again.
+# The factory is global and raises if this module is loaded again.
 with contextlib.suppress(ValueError):
     WeightTransferTrainerFactory.register_engine(BACKEND, WavebusTrainerEngine)

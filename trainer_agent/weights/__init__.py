@@ -1,1 +1,1 @@
-"""Sources of weights, and copies of them."""
+"""Sources of weights, and copies of weights in memory."""

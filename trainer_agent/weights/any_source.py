@@ -1,4 +1,4 @@
-"""Makes a weight source of anything that a trainer has its weights in."""
+"""Makes a weight source from a module, a state dict or pairs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def as_source(weights: Weights, config: Any = None) -> WeightSource:
     """Returns the source for a module, a state dict, pairs, or a source itself.
 
     Args:
-        weights: a model of transformers is sent as ``save_pretrained`` would write it.
-        config: with a state dict of such a model, its configuration.
+        weights: the weights. A model of transformers is sent as ``save_pretrained`` would write it.
+        config: for a state dict of a model of transformers, the model's configuration.
 
     Raises:
-        UsageError: it is none of these; or transformers can't revert its own mapping.
+        UsageError: ``weights`` is none of these; or transformers can't revert its own mapping.
     """
     if isinstance(weights, torch.nn.Module | Mapping):
         saved = saved_form(weights, config)
@@ -36,7 +36,7 @@ def as_source(weights: Weights, config: Any = None) -> WeightSource:
         return PairSource(dict(weights.named_parameters()))
     if isinstance(weights, Mapping):
         return PairSource(weights)
-    if has_property_form(weights):  # first: to ask for the other form reads a property's metadata
+    if has_property_form(weights):  # first: the other check reads a property's metadata
         return FullTensors(weights)
     if isinstance(weights, WeightSource):
         return weights

@@ -1,4 +1,4 @@
-"""Casts weights to another dtype than the trainer's as they are sent."""
+"""Casts weights to the dtype of the engines' model while they are sent."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from bus.manifest import TensorMeta
     from trainer_agent.weights.source import WeightSource
 
-# What is of another kind, such as float8 or an index, is sent as it is.
+# Other dtypes, such as float8 or integers, are sent unchanged.
 _CAST: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
 class CastSource:
-    """Casts another source's tensors to one floating-point dtype.
+    """Casts the floating-point tensors of another source to one dtype.
 
-    Each is cast on its own device when its turn comes, so that one chunk is held twice at most.
-    What is sharded is gathered first, in the trainer's dtype.
+    Each tensor is cast on its own device just before it is sent, so at most one chunk exists in
+    both dtypes. Sharded tensors are gathered first, in the trainer's dtype.
 
     Args:
-        source: where the tensors come from.
+        source: the source of the tensors.
         dtype: torch's name of the dtype, such as ``bfloat16``.
     """
 
@@ -35,7 +35,7 @@ class CastSource:
         self._dtype = dtype
 
     def metadata(self) -> list[TensorMeta]:
-        """Returns the source's metadata with the dtype of the cast."""
+        """Returns the source's metadata with the new dtype."""
         return [
             replace(meta, dtype=self._dtype) if meta.dtype in _CAST else meta
             for meta in tensor_metas(self._source.metadata())

@@ -1,7 +1,6 @@
-"""Copies weights into CPU memory once, to be sent later or several times.
+"""Copies weights into CPU memory once, to send them later or several times.
 
-The trainer's next step may change the originals meanwhile, and sharded tensors are gathered once,
-however often the copy is sent.
+The trainer's next step may then change the originals, and sharded tensors are gathered only once.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ class CpuCache:
         cache = CpuCache(model)         # as large as all weights of the model
         await agent.update_weights(cache)
         ...
-        cache.store(model)              # the same memory again
+        cache.store(model)              # reuses the memory
 
     Args:
-        weights: stored at once; None: nothing yet.
-        shared: in shared memory, from where ``shm`` sends with ``packed=False`` and no copy; not
-            pinned for a GPU then.
-        keep: False on ranks other than 0 of a trainer of several: they gather with the others in
-            :meth:`store`, and have nothing to send.
+        weights: the weights to store at once; None: none yet.
+        shared: whether to use shared memory, from which ``shm`` sends without a copy if
+            ``packed=False``. Shared memory is not pinned for a GPU.
+        keep: False on all ranks but rank 0 of a trainer with several ranks: those gather with
+            rank 0 in :meth:`store`, and have nothing to send.
     """
 
     def __init__(
@@ -51,21 +50,21 @@ class CpuCache:
         self._metas: list[TensorMeta] = []
         self._memory: list[torch.Tensor] = []
         self._guard = threading.Lock()
-        self._passes = 0  # that are under way
+        self._passes = 0  # passes under way
         if weights is not None:
             self.store(weights)
 
     @property
     def size_bytes(self) -> int:
-        """The size of the copy."""
+        """The size of the copy, in bytes."""
         return sum(memory.numel() * memory.element_size() for memory in self._memory)
 
     def store(self, weights: Weights) -> None:
-        """Copies weights in place of the last ones; a collective if they are sharded.
+        """Replaces the stored weights by a copy of ``weights``; a collective if they are sharded.
 
         Raises:
-            UsageError: an update reads the copy; or the source does not yield what its metadata
-                says, and then nothing is stored any more.
+            UsageError: an update is reading the copy; or the source contradicts its metadata, and
+                then nothing is stored any more.
         """
         source = as_source(weights)
         metas = tensor_metas(source.metadata())
@@ -82,10 +81,10 @@ class CpuCache:
             self._metas = metas
 
     def metadata(self) -> list[TensorMeta]:
-        """Returns the metadata of what is stored.
+        """Returns the metadata of the stored weights.
 
         Raises:
-            UsageError: nothing is.
+            UsageError: nothing is stored.
         """
         if not self._metas:
             raise UsageError("the cache is empty: store(weights) first")
@@ -104,7 +103,7 @@ class CpuCache:
 
 
 def cpu_buffers(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-    """Allocates CPU memory for tensors; pinned if there is a GPU."""
+    """Allocates CPU memory for tensors; pinned if this host has a GPU."""
     pinned = torch.cuda.is_available()
     return [
         torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), pin_memory=pinned)
@@ -113,7 +112,7 @@ def cpu_buffers(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
 
 
 def _shared_buffers(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-    """Allocates all tensors in one piece of shared memory."""
+    """Allocates all tensors in one block of shared memory."""
     starts = [0, *itertools.accumulate(aligned(meta.size_bytes) for meta in metas)]
     memory = allocate(starts[-1])
     return [

@@ -1,9 +1,9 @@
-"""Sends models of transformers with the names and shapes that their checkpoints have.
+"""Reads models of transformers with the names and shapes that their checkpoints have.
 
 transformers 5 keeps some weights in another form than checkpoints do: the experts of a layer are
 one tensor in memory, and one tensor per expert and projection in a file. Engines load checkpoints.
-So a model is sent as ``save_pretrained`` would write it, by transformers' own reverse mapping, in
-views where that needs no copy. transformers is imported only if a configuration is given.
+So a model is sent as ``save_pretrained`` would write it, with transformers' own reverse mapping,
+as views where no copy is needed. transformers is imported only if a configuration is given.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What of a checkpoint is made of the same tensors: ``inputs`` in memory, ``outputs`` saved."""
+    """The tensors of a checkpoint (``outputs``) that the tensors ``inputs`` in memory become."""
 
     inputs: tuple[str, ...]
     outputs: tuple[TensorMeta, ...]
@@ -37,13 +37,13 @@ class _Piece:
 
 
 class SavedForm:
-    """Yields a model's tensors as its checkpoint has them.
+    """A source that yields a model's tensors as its checkpoint has them.
 
-    Tensors that one piece of the checkpoint is made of are gathered together, when its turn comes.
+    Sharded tensors are gathered just before the tensors of the checkpoint that they become.
 
     Args:
-        model: transformers' model, which may be on the meta device: its class knows the mapping.
-        tensors: its parameters and buffers, by their names in memory.
+        model: transformers' model, whose class has the mapping; it may be on the meta device.
+        tensors: the model's parameters and buffers, by their names in memory.
 
     Raises:
         UsageError: transformers can't revert its own mapping for these tensors.
@@ -60,7 +60,7 @@ class SavedForm:
         self._pieces = pieces
 
     def metadata(self) -> list[TensorMeta]:
-        """Returns what the checkpoint has, in the order of a pass."""
+        """Returns the metadata of the checkpoint's tensors, in the order of iteration."""
         return [meta for piece in self._pieces for meta in piece.outputs]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,11 +80,11 @@ class SavedForm:
 def saved_form(
     weights: torch.nn.Module | Mapping[str, torch.Tensor], config: Any = None
 ) -> SavedForm | None:
-    """Returns the source of a model of transformers, or of its state dict; None for other weights.
+    """Returns the source for a model of transformers or its state dict; None for other weights.
 
     Args:
         weights: a module; or tensors by their names in memory.
-        config: with tensors, the configuration of transformers that says which model has them.
+        config: for tensors, the configuration of their model in transformers.
     """
     if config is not None and not isinstance(weights, torch.nn.Module):
         return SavedForm(_meta_model(config.to_json_string(), config.from_dict), weights)
@@ -92,7 +92,7 @@ def saved_form(
     if modeling is None or not isinstance(weights, modeling.PreTrainedModel):
         return None
     if "transformers.core_model_loading" not in sys.modules or weights._hf_peft_config_loaded:  # noqa: SLF001 - save_pretrained asks for the same
-        return None  # before transformers 5, memory is as checkpoints are
+        return None  # before transformers 5, both forms are the same
     kept = weights.state_dict().keys()
     buffers = {name: each for name, each in weights.named_buffers() if name in kept}
     return SavedForm(weights, {**dict(weights.named_parameters()), **buffers})
@@ -100,7 +100,7 @@ def saved_form(
 
 @functools.lru_cache(maxsize=1)
 def _meta_model(fields: str, parse: Callable[[dict[str, Any]], Any]) -> torch.nn.Module:
-    """Makes the model of a configuration on the meta device, without memory."""
+    """Returns the model of a configuration, on the meta device."""
     import transformers  # noqa: PLC0415 - only who gives a configuration has it for sure
 
     config = parse(json.loads(fields))
@@ -118,7 +118,7 @@ _plans: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, tuple[_Piece, ...]
 
 
 def _plan(model: torch.nn.Module, metas: tuple[TensorMeta, ...]) -> tuple[_Piece, ...]:
-    """Reverts the mapping once without memory, and notes what each result is made of."""
+    """Finds, on the meta device, the inputs of each tensor of the checkpoint."""
     with torch.device("meta"):
         empty = {m.name: torch.empty(m.shape, dtype=getattr(torch, m.dtype)) for m in metas}
     with _Views() as views:
@@ -154,10 +154,10 @@ def _revert(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[st
 
 
 class _Views(TorchFunctionMode):
-    """Keeps results of transformers' operations views where they can be, and notes their origins.
+    """Avoids copies in transformers' operations, and records the origins of their results.
 
     Attributes:
-        origins: by the identity of a tensor, the names of those that it is made of.
+        origins: by the ``id`` of a tensor, the names of the tensors of which it is made.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Moves tensors into shared memory, from where ``shm`` sends them without a copy.
+"""Moves tensors into shared memory, from which ``shm`` sends them without a copy.
 
-The memory has no name (``memfd``), so it is freed with its last tensor and the last engine that has
-mapped it, whichever process was killed. Engines find it through this process's descriptor.
+The memory has no name (``memfd``): the kernel frees it with the last tensor and the last engine
+that maps it, even if a process is killed. Engines open it through this process's descriptor.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from bus.weight_transfer.shm import allocate, is_shared
 
 
 def share_memory(model: torch.nn.Module) -> None:
-    """Moves a model's parameters into shared memory, where they are then trained.
+    """Moves a model's parameters into shared memory, where training updates them.
 
     ::
 
         share_memory(model)
         agent = TrainerAgent(broker, group="policy", backend="shm", packed=False)
 
-    Engines then read the parameters where they are, without a copy by ``shm``. During the call the
-    parameters take twice their memory. Parameters that leave shared memory again
-    (``model.to(...)``) are copied by ``shm``, as any other tensor.
+    Engines then read the parameters in place. During the call the parameters take twice their
+    memory. If parameters leave shared memory again (``model.to(...)``), ``shm`` copies them, as it
+    copies any other tensor.
 
     Args:
         model: the model.
 
     Raises:
-        UsageError: a parameter is not in CPU memory, or is spread over ranks. Nothing has moved.
-        WavebusError: there is not enough shared memory left. Nothing has moved.
+        UsageError: a parameter is not in CPU memory, or is sharded. No parameter was moved.
+        WavebusError: too little shared memory is left. No parameter was moved.
     """
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
@@ -39,7 +39,7 @@ def share_memory(model: torch.nn.Module) -> None:
                 f"model: {name} is on {parameter.device}, or spread over ranks; only whole tensors "
                 "in CPU memory can be moved into shared memory"
             )
-    # Storages, not parameters: those that share one go on doing so.
+    # Move storages, not parameters, so that parameters that share one still do.
     moved: dict[int, int] = {}
     storages = []
     size_bytes = 0

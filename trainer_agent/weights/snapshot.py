@@ -1,7 +1,7 @@
-"""Keeps the weights of the last committed update in CPU memory, from where stale engines catch up.
+"""Keeps the weights of the last commit in CPU memory, for stale engines.
 
-A whole update of the model is copied chunk by chunk, as it is packed, into memory beside the last
-copy, and replaces that at the commit. So a failed update changes nothing, and there are two copies
+While a whole update of the model is sent, its chunks are copied into a second block of memory,
+which replaces the first at the commit. So a failed update changes nothing, and there are two copies
 from the second update on. Other commits (a patch, a draft, an adapter) make the snapshot outdated
 until the next whole update of the model.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class WeightsCopy:
-    """Memory for all weights of a model; once filled, it is a ``WeightSource``."""
+    """Memory for all weights of a model; once filled, a ``WeightSource``."""
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self._metas = tuple(metas)
@@ -30,15 +30,15 @@ class WeightsCopy:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the copy."""
+        """The size of the copy, in bytes."""
         return sum(meta.size_bytes for meta in self._metas)
 
     def is_for(self, metas: Sequence[TensorMeta]) -> bool:
-        """Returns whether the copy is one of such tensors."""
+        """Returns whether the copy has exactly these tensors."""
         return self._metas == tuple(metas)
 
     def copy_from(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies consecutive tensors; ``first`` is the number of the first."""
+        """Copies consecutive tensors; ``first`` is the index of the first one."""
         for place, tensor in enumerate(tensors, first):
             self._buffers[place].copy_(tensor)
 
@@ -52,10 +52,10 @@ class WeightsCopy:
 
 
 class Snapshot:
-    """Keeps the weights of one trainer's last commit.
+    """The weights of one trainer's last commit.
 
     Attributes:
-        version: the version of the kept weights; 0 if there are none.
+        version: the version of the kept weights; 0 if none are kept.
         kept: the copy of these weights.
     """
 
@@ -67,7 +67,7 @@ class Snapshot:
 
     @property
     def memory_bytes(self) -> int:
-        """The size of all copies."""
+        """The size of all copies, in bytes."""
         return sum(copy.size_bytes for copy in (self.kept, self._spare) if copy is not None)
 
     def begin(self, metas: Sequence[TensorMeta]) -> WeightsCopy:
@@ -79,7 +79,7 @@ class Snapshot:
         return spare
 
     def on_committed(self, version: int, copy: WeightsCopy | None) -> None:
-        """Records a commit; ``copy`` has all of its weights, or is None."""
+        """Records a commit. ``copy`` has all of its weights; None if they were not copied."""
         if copy is None:
             if self.version:
                 fields = {"version": self.version, "outdated_by": version}

@@ -1,9 +1,9 @@
-"""Sources of weights: anything that a trainer has them in, as one stream.
+"""The interface of weight sources, which yield a trainer's weights as one stream.
 
 A source is read twice: once for names, dtypes and shapes (the manifest), once for the tensors, in
 the same order. Tied parameters appear once, as in ``named_parameters()``. A ``DTensor`` (FSDP2,
-tensor parallelism) has its whole shape, and is gathered when it is read, in a collective that every
-rank of the trainer enters.
+tensor parallelism) is described with its full shape. When it is read, it is gathered in a
+collective that every rank of the trainer enters.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ class AnyMeta(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in the checkpoint."""
+        """The tensor's name in the checkpoint."""
 
     @property
     def dtype(self) -> Any:
-        """A ``torch.dtype``, or its name."""
+        """The tensor's ``torch.dtype``, or the name of that."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its whole shape."""
+        """The tensor's full shape."""
 
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Metadata without transfer, and a fresh pass over the tensors for every update.
+    """Metadata of all weights, and an iterator over the tensors for every update.
 
     vLLM's own weight sources are accepted as well, in both of their forms: see
     :mod:`trainer_agent.weights.source_forms`.
     """
 
     def metadata(self) -> Sequence[AnyMeta]:
-        """Returns names, dtypes and whole shapes, in the order of iteration."""
+        """Returns names, dtypes and full shapes, in the order of iteration."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields ``(name, tensor)`` for each tensor of :meth:`metadata`, in the same order."""
+        """Yields ``(name, tensor)`` for each tensor of :meth:`metadata`, in that order."""
 
 
 Weights: TypeAlias = (
@@ -55,13 +55,13 @@ Weights: TypeAlias = (
 
 
 class PairSource:
-    """Yields ``(name, tensor)`` pairs, which can be read again and again."""
+    """A source of stored ``(name, tensor)`` pairs, for any number of passes."""
 
     def __init__(self, pairs: Mapping[str, torch.Tensor]) -> None:
         self._pairs = pairs
 
     def metadata(self) -> list[TensorMeta]:
-        """Returns names, dtypes and whole shapes."""
+        """Returns names, dtypes and full shapes."""
         return [meta_of(name, tensor) for name, tensor in self._pairs.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,7 +75,7 @@ class Devices:
     """Synchronizes with the GPUs of a source's tensors.
 
     The trainer's work on a GPU, in every stream, is finished before the first tensor is read there.
-    A source that makes its tensors on demand must itself wait for what it makes them of.
+    A source that computes tensors on demand must itself wait for the inputs.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Devices:
             torch.cuda.synchronize(tensor.device)
 
     def after_reads(self) -> None:
-        """Waits until all tensors are read."""
+        """Waits until the GPUs have read all tensors."""
         for device in self._seen:
             torch.cuda.synchronize(device)
 
@@ -106,7 +106,7 @@ def copy_source(source: WeightSource) -> PairSource:
 
 
 def tensor_metas(metas: Iterable[AnyMeta]) -> list[TensorMeta]:
-    """Returns a source's metadata in the form of a manifest."""
+    """Returns a source's metadata as :class:`bus.manifest.TensorMeta`."""
     return [
         meta
         if isinstance(meta, TensorMeta)
@@ -121,13 +121,13 @@ def as_described(
     """Yields a source's tensors, and checks each against the metadata.
 
     Raises:
-        UsageError: a tensor is missing, or is another one; the text names it.
+        UsageError: a tensor is missing, or differs from its metadata; the text names it.
     """
     for meta in metas:
         name, tensor = next(tensors, ("", None))
         if tensor is None:
             raise UsageError(f"source: ended before {meta.name}, which its metadata has")
-        # By field: to make a TensorMeta of each takes longer than to copy a small tensor.
+        # Compare by field: making a TensorMeta takes longer than copying a small tensor.
         same = tensor.shape == meta.shape and dtype_name(tensor.dtype) == meta.dtype
         if name != meta.name or not same:
             found = meta_of(name, tensor)
@@ -136,7 +136,7 @@ def as_described(
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor; gathers it first if it is spread over ranks."""
+    """Returns the full tensor; gathers it if it is sharded over ranks."""
     gather = getattr(tensor, "full_tensor", None)
     if gather is None:
         return tensor
@@ -150,7 +150,7 @@ def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
-@functools.cache  # there are few, and tensors are many
+@functools.cache  # few dtypes, many tensors
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype in manifests, such as ``bfloat16``."""
+    """Returns a dtype's name in manifests, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

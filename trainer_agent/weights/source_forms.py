@@ -1,4 +1,4 @@
-"""The two forms of vLLM's weight sources. No other module tells them apart.
+"""Adapts the two forms of vLLM's weight sources; other modules need not distinguish them.
 
 ================== ================================== ======================================
                    the method form (0.28 to 0.32)     the property form (from 0.33)
@@ -11,8 +11,8 @@ layout of shards   ``source.mesh()``, and integers    ``mesh_shape`` and objects
                    in each tensor's ``placements``    ``placements``, of each tensor
 ================== ================================== ======================================
 
-A source's class shows its form; vLLM's version is never asked for. Nothing here imports vLLM: a
-trainer that has no vLLM sends its weights as well.
+A source's class shows its form, whatever vLLM's version. This module does not import vLLM, because
+trainers without vLLM use it too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REPLICATE: Final = -1  # among placements of the method form; the others are di
 
 @dataclass(frozen=True)
 class ParamMeta:
-    """One tensor as both forms describe it. Every rank of the trainer owns the whole of it."""
+    """A tensor's metadata in both forms. Every rank of the trainer owns the full tensor."""
 
     name: str
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class EitherForm:
 
     @property
     def metadata(self) -> Metadata:
-        """Every tensor that a pass yields, in its order. Nothing is gathered."""
+        """The metadata of all tensors, in the order of iteration; gathers nothing."""
         return Metadata(self.describe())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,16 +78,16 @@ class EitherForm:
         return False
 
     def owned_names(self, rank: int) -> list[str]:
-        """Returns the names of the tensors that a pass yields on trainer rank ``rank``."""
+        """Returns the names of the tensors that trainer rank ``rank`` yields."""
         metas = self.metadata
         return [meta.name for meta in metas if meta.owners is None or rank in meta.owners]
 
     def describe(self) -> list[Any]:
-        """Returns a :class:`ParamMeta`, or vLLM's own, of every tensor."""
+        """Returns the :class:`ParamMeta`, or vLLM's own metadata, of every tensor."""
         raise NotImplementedError
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields whole tensors."""
+        """Yields full tensors."""
         raise NotImplementedError
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -98,7 +98,7 @@ class EitherForm:
 class FullTensors:
     """Reads whole tensors of a source that has the property form.
 
-    It is a :class:`trainer_agent.weights.source.WeightSource`.
+    Implements :class:`trainer_agent.weights.source.WeightSource`.
     """
 
     def __init__(self, source: Any) -> None:
@@ -125,8 +125,8 @@ class FullTensors:
 class LocalShards:
     """Reads this rank's shards of a source of either form.
 
-    It is a :class:`trainer_agent.weights.source.WeightSource`; its metadata has the shapes of the
-    shards.
+    Implements :class:`trainer_agent.weights.source.WeightSource`; the metadata has the shapes of
+    the shards.
     """
 
     def __init__(self, source: Any) -> None:
@@ -135,7 +135,7 @@ class LocalShards:
     def metadata(self) -> list[ParamMeta]:
         """Returns the shards' names, dtypes and shapes.
 
-        vLLM refuses layouts that do not divide a tensor evenly, when its trainer engine is made.
+        Shards divide a tensor evenly: vLLM's trainer engine refuses other layouts.
         """
         if has_property_form(self._source):
             return [_shard(meta, meta.mesh_shape) for meta in self._source.metadata]
@@ -151,12 +151,12 @@ class LocalShards:
 
 
 def has_property_form(source: object) -> bool:
-    """Returns whether a source has the property form. Its metadata is not read for that."""
+    """Returns whether a source has the property form, without reading its metadata."""
     return callable(getattr(type(source), "implements_iter_full", None))
 
 
 def yields_shards_only(source: object) -> bool:
-    """Returns whether no pass over ``source`` (as ``as_source`` returns it) has whole tensors."""
+    """Returns whether ``source`` (as ``as_source`` returns it) can't yield full tensors."""
     if isinstance(source, FullTensors):
         return not source.source.implements_iter_full()
     return is_m2n_source(source)
@@ -170,7 +170,7 @@ def local_shards(source: object) -> LocalShards | None:
 
 
 def own_metadata(source: Any) -> list[Any] | None:
-    """Returns metadata with the layout of shards, which only vLLM's sources have; else None."""
+    """Returns metadata with the layout of shards; None if ``source`` is not vLLM's."""
     if isinstance(source, FullTensors):
         return list(source.source.metadata)
     return list(source.metadata()) if is_m2n_source(source) else None
@@ -179,14 +179,14 @@ def own_metadata(source: Any) -> list[Any] | None:
 def is_m2n_source(source: object) -> bool:
     """Returns whether ``source`` is an ``M2NWeightSource``: shards in the method form.
 
-    Whoever made such a source has imported vLLM's module. Most releases of vLLM have none.
+    If one exists, vLLM's module is imported already. Most versions of vLLM have no such class.
     """
     module = sys.modules.get(_M2N_SOURCE)
     return module is not None and isinstance(source, module.M2NWeightSource)
 
 
 def accept_as_m2n_source(wrapper: type[Any]) -> None:
-    """Makes every ``wrapper`` an ``M2NWeightSource``, which vLLM's trainer engine asks for."""
+    """Makes the class ``wrapper`` pass vLLM's check for ``M2NWeightSource``."""
     sys.modules[_M2N_SOURCE].M2NWeightSource.register(wrapper)
 
 
