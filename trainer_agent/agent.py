@@ -64,9 +64,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             await agent.wait_for_engines(2, timeout_s=60)
             version = await agent.update_weights(model, label=f"step {step}")
 
-    The event loop must stay free while you train: after some seconds without it, the broker takes
-    the trainer for dead. Run training steps in a thread, or use
-    :class:`trainer_agent.SyncTrainerAgent`, which keeps a thread for the bus.
+    The event loop must stay free while you train, or the broker takes the trainer for dead. Run
+    training steps in a thread, or use :class:`trainer_agent.SyncTrainerAgent`.
 
     Args:
         broker: the broker's address.
@@ -76,9 +75,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             agent, and all ranks call :meth:`update_weights` with their part of the same model.
             Rank 0 owns the group and sends.
         ranks: how many processes the trainer has.
-        backend: the transport of tensors: ``shm`` (one host), ``gloo`` (TCP, any number of hosts),
-            ``nccl`` (from GPU to GPU), ``ipc`` (engines on the trainer's GPU), or one of your own
-            (:func:`bus.weight_transfer.registry.register_sender`).
+        backend: the transport of tensors: ``shm`` (one host), ``gloo`` (TCP), ``nccl`` (from GPU
+            to GPU), ``ipc`` (engines on the trainer's GPU), or one of your own (docs/extending.md).
         chunk_bytes: the most bytes in one chunk. A larger tensor gets a chunk of its own.
         buffers: how many chunks may be in flight, with memory for each. Default: two; three for
             ``nccl``; or as your own backend says.

@@ -46,10 +46,8 @@ class RolloutClient(ChatClient):
             done = await rollouts.generate([5, 9, 77], {"max_tokens": 64, "logprobs": 0})
             print(done.choices[0].token_ids, done.choices[0].spans)
 
-    An interrupted request continues after its last token, on another routed engine if necessary;
-    :class:`~trainer_agent.rollouts.router.Router` chooses the engine. While all engines are paused,
-    asleep or stale, requests wait. If the broker is lost, the client continues with the last
-    routes.
+    An interrupted request continues after its last token, on another routed engine if necessary.
+    Requests wait while no engine is routed. A lost broker leaves the last routes in use.
 
     Args:
         broker: the broker's address.

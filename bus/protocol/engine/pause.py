@@ -114,10 +114,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._next: tuple[int, PauseLocal] | None = None  # waits for the resume's return
 
     def local(self, msg_id: int, message: PauseLocal, now_ms: float) -> list[c.SessionEffect]:
-        """Executes PAUSE_LOCAL: pauses the engine, or strengthens the pause that it is in.
-
-        The command waits if the engine is resuming, or if peer ranks count on the present pause.
-        """
+        """Executes PAUSE_LOCAL: pauses the engine, or strengthens the pause that it is in."""
         waits = self._lease.has_promised and message.update_id != self.update_id
         if self.state is _S.RESUMING or waits:
             self._next = (msg_id, message)

@@ -163,10 +163,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         now_ms: float,
         staging: StagingDecision | None = None,
     ) -> list[Instruction]:
-        """Sends ARM to every engine, so that each checks the manifest.
-
-        The bus has assigned ``message.version``.
-        """
+        """Sends ARM to every engine, so that each checks the manifest."""
         self._begin(_E.ARM_ASKED, message.update_id, members)
         self._communicator = message.communicator
         self.staging = staging or StagingDecision()
