@@ -14,7 +14,7 @@ from tests.support.procs import run_wavebus
 if TYPE_CHECKING:
     from pathlib import Path
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 WAYS = ("native", "paused", "staged")
 
 
