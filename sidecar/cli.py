@@ -63,9 +63,7 @@ def sidecar(ctx: click.Context, plan: SidecarPlan, keys: Keys, command: tuple[st
         if value is not None:
             check_name(value, option_name)
     _hand_down_keys(keys)
-    if (
-        plan.trust_kv_connector
-    ):  # a server that is started here finds it there, as this process does
+    if plan.trust_kv_connector:  # found there by this process, and by a server that it starts
         from sidecar.vllm.plugin.environment import TRUST_KV_CONNECTORS  # noqa: PLC0415 - after --help
 
         os.environ[TRUST_KV_CONNECTORS] = ",".join(plan.trust_kv_connector)

@@ -172,7 +172,7 @@ class VllmAdapter(WorkerClient):
         await self._vllm.ask("wake_up", {"tags": ["weights"]})
 
     async def wake(self) -> None:
-        """Wake the workers by the plugin, then resume the engine by vLLM's own wake-up call.
+        """Wakes the workers by the plugin, then resumes the engine by vLLM's own wake-up call.
 
         vLLM's call finds no memory left to wake, and only resumes. From 0.33 on it also gives the
         KV connector the cache's new addresses.

@@ -64,7 +64,6 @@ class WorkerClient:
         self._staged = False
         self._manifest: Manifest | None = None  # the manifest that was armed last
         self._armed: Manifest | None = None  # the same, if it was for the served model's weights
-        self._chunks = 0
         self._in_place = False
         self._sent: list[operations.SentChunk] = []  # not yet reported to the workers
         self._channels = StagingChannels()
@@ -170,7 +169,8 @@ class WorkerClient:
             return
         if self._staged:
             self._sent.append(operations.SentChunk(seq, verify, sums))
-            if not self._in_place or seq + 1 == self._chunks:
+            assert self._manifest is not None
+            if not self._in_place or seq + 1 == self._manifest.chunks:
                 sent = tuple(self._sent)
                 self._sent.clear()
                 await self._channels.perform(operations.Stage(sent))
@@ -251,7 +251,6 @@ class WorkerClient:
         if why_not:
             await self._perform(arm)
             return StagingCapacity(why_not=why_not)
-        self._chunks = len(arm.chunk_ends)
         room = await self._rearm(digest, staging) if digest else None
         return await self._arm(arm) if room is None else room
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 FIRST_RETRY_S: Final = 1.0
 LAST_RETRY_S: Final = 60.0
 _OPTIONS: Final = UpdateOptions(PauseOptions())
+
+
+class _Retry(NamedTuple):
+    delay_s: float  # after the last failure
+    at_s: float  # on the event loop's clock
 
 
 class CatchUp:
@@ -71,8 +76,7 @@ class CatchUp:
         self._suspensions = 0
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
-        # For each DP group that failed: the delay, and the time of the next attempt, in seconds.
-        self._retries: dict[str, tuple[float, float]] = {}
+        self._retries: dict[str, _Retry] = {}  # of each DP group whose last catch-up failed
         steps.connection.kept_version = lambda: snapshot.version
         steps.connection.on_stale = self.on_stale
 
@@ -114,7 +118,7 @@ class CatchUp:
         if fresh:
             return fresh
         now_s = asyncio.get_running_loop().time()
-        due = (name for name in dp_groups if self._retries[name][1] <= now_s)
+        due = (name for name in dp_groups if self._retries[name].at_s <= now_s)
         return tuple(due)[:1]
 
     async def _catch_up(self, stale: StaleEngines) -> None:
@@ -138,15 +142,15 @@ class CatchUp:
     def _on_failed(self, stale: StaleEngines, detail: str) -> None:
         now_s = asyncio.get_running_loop().time()
         for name in stale.dp_groups:
-            last_s, _ = self._retries.get(name, (FIRST_RETRY_S / 2, 0.0))
-            delay_s = min(2 * last_s, LAST_RETRY_S)
-            self._retries[name] = delay_s, now_s + delay_s
+            last = self._retries.get(name)
+            delay_s = min(2 * last.delay_s, LAST_RETRY_S) if last else FIRST_RETRY_S
+            self._retries[name] = _Retry(delay_s, now_s + delay_s)
         self._log.warning(
             "catch_up_failed",
             dp_groups=list(stale.dp_groups),
             version=stale.version,
             detail=detail,
-            retry_s=min(self._retries[name][0] for name in stale.dp_groups),
+            retry_s=min(self._retries[name].delay_s for name in stale.dp_groups),
         )
 
     async def _send(self, stale: StaleEngines) -> tuple[str, ...]:

@@ -140,7 +140,7 @@ class CheckReady(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields
 
 
 class SwapStaged(msgspec.Struct, frozen=True, tag="swap", forbid_unknown_fields=True):
-    """Replace the served weights by the staged ones.
+    """Replaces the served weights by the staged ones.
 
     The engine core sends this operation to its workers between two steps.
     """
