@@ -32,10 +32,16 @@ LEFT: Final = shutil.ignore_patterns("__pycache__", "mutants", "gpu")
 AT_ONCE: Final = 3  # many of them wait
 LIMIT_S: Final = 180.0
 SHARE: Final = "0.4"  # of a model's examples
-# Fails the run when anything but the copy would be imported.
+# Fails the run when anything but the copy would be imported. A counterexample is not shrunk: nobody
+# reads it, and shrinking can take minutes.
 GUARD: Final = """
 from importlib.util import find_spec
 from pathlib import Path
+
+from hypothesis import Phase, settings
+
+settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None)
+settings.load_profile("mutants")
 
 
 def pytest_sessionstart():

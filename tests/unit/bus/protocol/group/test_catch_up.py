@@ -19,8 +19,11 @@ from bus.messages import (
     TransferInit,
 )
 from bus.protocol.engine.calls import CallCommit, CallLoad, CallStart
+from bus.protocol.group.catch_up import GroupVersion
+from bus.protocol.group.engine_registry import EngineRegistry
 from bus.protocol.group.update import UpdateState
 from tests.sim.makers import make_arm, make_manifest
+from tests.unit.bus._builders import facts, peer
 from tests.unit.bus._scene import Scene
 
 if TYPE_CHECKING:
@@ -262,6 +265,22 @@ def test_an_engine_that_reports_a_later_version_does_not_raise_the_groups() -> N
     assert Step.COMMIT in {each.step for each in acks}
     routable = {route.engine for route in scene.world.existing_group.routing.now.engines}
     assert routable == {"e0", "e1"}
+
+
+def test_an_engine_below_a_version_that_fell_counts_as_closed_until_it_reports() -> None:
+    """It was stale, so it may have closed its admission, though it serves the version now."""
+    registry, version = EngineRegistry("policy"), GroupVersion()
+    engines = {name: peer(name, facts(dp_group=name, version=1)) for name in ("e0", "e1", "e2")}
+    engines["e1"].version = engines["e2"].version = 5
+    for each in engines.values():
+        registry.add(each, joined_late=False)
+    version.on_report(registry)
+    assert version.value == 5
+    engines["e1"].version = 1
+    version.on_report(registry, "e1")
+    assert version.value == 1
+    closed = {name for name in engines if registry.is_not_admitting(name)}
+    assert closed == {"e0"}
 
 
 def test_behind_is_told_with_the_version_and_the_names() -> None:
