@@ -75,7 +75,7 @@ def options_of(
             is_flag = hint is bool and "/" not in names[0]
             if get_origin(hint) is Literal:
                 more["type"] = click.Choice(get_args(hint))
-            elif bounds := {name: more.pop(name) for name in ("min", "max") if name in more}:
+            elif bounds := {end: more.pop(end) for end in ("min", "max") if end in more}:
                 of = click.IntRange if hint is int else click.FloatRange
                 more["type"] = of(**bounds)
             more.setdefault("type", hint)
