@@ -230,7 +230,7 @@ async def measure(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
             if options.pauses:
                 found |= await _pauses(options, agent, session, [v.endpoint for v in views])
             if options.kill:
-                found |= await _restart(options, agent, session, views[0].pid)
+                found |= await _restart(options, agent, session, views[0].pid, sets[0])
             return found
 
 
@@ -347,9 +347,16 @@ async def _pause_directly(session: aiohttp.ClientSession, urls: list[str]) -> fl
 
 
 async def _restart(
-    options: argparse.Namespace, agent: TrainerAgent, session: aiohttp.ClientSession, pid: int
+    options: argparse.Namespace,
+    agent: TrainerAgent,
+    session: aiohttp.ClientSession,
+    pid: int,
+    weights: dict[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """SIGKILL to one rank's sidecar, and its engine with it: all come back, as one."""
+    """SIGKILL to one rank's sidecar, and its engine with it: all come back, as one.
+
+    They have the checkpoint's weights then, and take no request before an update.
+    """
     since_s = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     while True:  # until the broker has missed it
@@ -361,6 +368,7 @@ async def _restart(
     _say(killed_down_s=round(down_s, 1))
     views = await agent.wait_for_engines(options.dp_size, timeout_s=BOOT_S)
     up_s = time.monotonic() - since_s
+    await agent.update_weights(weights, label="after the restart")
     load = Load(stop=False)
     streams = [
         asyncio.create_task(load.stream(session, view.endpoint, n)) for n, view in enumerate(views)
