@@ -258,7 +258,10 @@ class Mixture(nn.Module):
         """Computes each row by its expert, with rows of several source ranks at once."""
         segments = list(torch.split(rows, [count for counts in of_source for count in counts]))
         for index, expert in enumerate(self.experts.values()):
-            places = range(index, len(segments), len(self.experts))
+            every = range(index, len(segments), len(self.experts))
+            places = [place for place in every if len(segments[place])]
+            if not places:
+                continue
             mine = [segments[place] for place in places]
             computed = torch.split(expert(torch.cat(mine)), [len(each) for each in mine])
             for place, part in zip(places, computed, strict=True):

@@ -67,6 +67,7 @@ def test_whoever_waits_for_the_others_is_freed_when_the_sender_gives_up() -> Non
     meeting.start()
     with ThreadPoolExecutor(1) as threads:
         opening = threads.submit(receiver.open, params, RankAssignment(1, 3, 1))
+        sender._store.wait(["wavebus-1/0/0", "wavebus-1/0/1"])  # both are in the store
         sender.close()
         with pytest.raises(EngineError, match="rank 1 of 3 can't meet the others") as refused:
             opening.result()

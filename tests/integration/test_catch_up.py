@@ -174,6 +174,7 @@ def test_an_engine_that_boots_without_a_broker_serves_when_it_has_joined(
     asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
 
+@pytest.mark.slow
 def test_a_dp_group_catches_up_in_lockstep_beside_one_that_serves(
     bus: Bus, journal: Path, moe: Checkpoint
 ) -> None:

@@ -227,7 +227,9 @@ def heeds_hang_up() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heeds_hang_up")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_what_the_demo_has_started_ends_with_it(number: signal.Signals, tmp_path: Path) -> None:
     """Its broker, and its engines with their sidecars, however it is ended."""
     argv = ("demo", "--picture", str(tmp_path / "demo.png"))

@@ -66,6 +66,7 @@ def test_a_killed_rank_is_restarted_with_its_mate(bus: Bus, moe: Checkpoint) -> 
     assert supervisor.stop() == 0
 
 
+@pytest.mark.slow
 def test_several_dp_groups_and_a_dense_engine_are_one_group(bus: Bus, moe: Checkpoint) -> None:
     """Two replicas of two ranks, and one engine that steps alone: paused and updated together;
     when one replica is down, the others go on, and it is named."""

@@ -14,6 +14,7 @@ def test_the_colocated_one_loses_no_token() -> None:
     assert "200 of 200 tokens, by versions [0, 1, 2, 3]" in run_example("colocated.py")
 
 
+@pytest.mark.slow
 def test_asynchronous_grpo_learns_from_answers_of_several_versions() -> None:
     printed = run_example("async_grpo.py")
     mixed = re.search(r"(\d+) answers of 2 versions", printed)
@@ -21,8 +22,8 @@ def test_asynchronous_grpo_learns_from_answers_of_several_versions() -> None:
     assert int(mixed[1]) > 0
 
 
-@pytest.mark.parametrize("steps", [15, pytest.param(60, marks=pytest.mark.slow)])
-def test_trl_learns_and_its_engines_have_its_weights(steps: int) -> None:
-    printed = run_example("trl_grpo.py", "--steps", str(steps))
+@pytest.mark.slow
+def test_trl_learns_and_its_engines_have_its_weights() -> None:
+    printed = run_example("trl_grpo.py", "--steps", "60")
     assert "mean reward" in printed
     assert "greedy answers of the engines that are the trainer's: 8 of 8" in printed

@@ -237,6 +237,7 @@ def test_a_rank_that_loaded_a_part_keeps_its_peer_paused() -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_supervised_ranks_whose_broker_and_trainer_are_killed_generate_again(
     bus: Bus, moe: Checkpoint
 ) -> None:

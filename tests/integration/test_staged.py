@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from bus.messages import Message
 
-UPDATES: Final = 20
+FEW: Final = 6
+MANY: Final = 20
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +62,16 @@ def _noted(message: Message, paused: list[Message]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("clear_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("updates", "clear_cache"),
+    [
+        pytest.param(FEW, False, id="few"),
+        pytest.param(MANY, False, id="many-keep", marks=pytest.mark.slow),
+        pytest.param(MANY, True, id="many-clear", marks=pytest.mark.slow),
+    ],
+)
 def test_every_token_is_of_one_version(
-    tmp_path: Path, checkpoint: Checkpoint, clear_cache: bool
+    tmp_path: Path, checkpoint: Checkpoint, updates: int, clear_cache: bool
 ) -> None:
     """The one that it is labelled with, over the keys and values that the request had, or over new
     ones; no request is lost, and nobody was paused."""
@@ -71,6 +79,6 @@ def test_every_token_is_of_one_version(
     async def scenario() -> None:
         async with World(tmp_path, checkpoint) as world:
             world.clear_cache = clear_cache
-            assert await staged_updates(world, UPDATES) > 20 * UPDATES
+            assert await staged_updates(world, updates) > 20 * updates
 
     asyncio.run(scenario())

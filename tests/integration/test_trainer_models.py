@@ -152,6 +152,7 @@ def test_experts_that_transformers_fuses_are_sent_as_its_checkpoint_has_them(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_two_ranks_send_a_model_with_fused_experts(experts: Checkpoint, tmp_path: Path) -> None:
     """FSDP2 of transformers' model: whatever a piece of the checkpoint is made of is gathered."""
     pytest.importorskip("transformers", reason="transformers is not installed")

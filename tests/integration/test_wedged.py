@@ -47,6 +47,7 @@ def load(endpoint: str) -> None:
     threading.Thread(target=ask, daemon=True).start()
 
 
+@pytest.mark.slow
 def test_ranks_that_deadlock_are_restarted(
     bus: Bus, moe: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.test_staged import UPDATES, staged_updates
+from tests.integration.test_staged import MANY, staged_updates
 from tests.support.clients import Client
 from tests.vllm._faults import make_world
 from tests.vllm._vllm import require_vllm
@@ -29,7 +29,7 @@ def test_every_token_is_of_one_version(tmp_path: Path, clear_cache: bool) -> Non
     async def scenario() -> None:
         async with make_world(tmp_path, "vllm") as world:
             world.clear_cache = clear_cache
-            assert await staged_updates(world, UPDATES) > 20 * UPDATES
+            assert await staged_updates(world, MANY) > 20 * MANY
 
     asyncio.run(scenario())
 
@@ -43,6 +43,6 @@ def test_no_pass_through_a_pipeline_is_of_two_versions(tmp_path: Path, clear_cac
             world.clear_cache = clear_cache
             for name in ("e0, too", "e0 as well"):
                 world.clients[name] = Client("e0", world, name=name)
-            assert await staged_updates(world, UPDATES) > 20 * UPDATES
+            assert await staged_updates(world, MANY) > 20 * MANY
 
     asyncio.run(scenario())
