@@ -150,7 +150,7 @@ def _demo(plan: DemoPlan, *, as_json: bool) -> None:
 
 
 def _undisturbed(plan: DemoPlan, *, as_json: bool) -> None:
-    """Runs the demo that kills processes, or the one that compares with an undisturbed run."""
+    """Runs the demo that kills processes, or the demo of sessions and their undisturbed twins."""
     alone = "--chaos" if plan.chaos else "--sessions"
     plain = (plan.engine, plan.dp_size, plan.how, plan.withhold_weights, plan.updates)
     if plain != ("embedded", 1, "auto", False, None) or (plan.chaos and plan.sessions is not None):

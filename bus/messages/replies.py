@@ -138,7 +138,7 @@ class TrainerStep(Message):
         number: counts rank 0's updates, from 1.
         version: with ``end``: the committed version.
         failure: with ``end``: the error that rank 0 raised instead.
-        meeting: with ``go``: where the ranks meet engines, if they do; only the ranks read it.
+        meeting: with ``go``: where the ranks connect to the engines; empty if rank 0 alone sends.
     """
 
     number: Count

@@ -131,7 +131,7 @@ class Sender(ABC):
         """
 
     def on_taken(self, seq: int) -> None:  # noqa: B027 - as above
-        """Is called when every engine has taken the chunk. Its memory may be used again.
+        """Is called when every engine has taken the chunk, so that its memory is free again.
 
         Args:
             seq: number of the chunk.
@@ -261,7 +261,7 @@ class Receiver(ABC):
         return False
 
     def release(self) -> None:  # noqa: B027 - most have nothing to do
-        """Frees the memory of the chunk that was received first. Its tensors are not used again."""
+        """Frees the memory of the oldest received chunk, whose tensors are not used again."""
 
     @abstractmethod
     def close(self) -> None:

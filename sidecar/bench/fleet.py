@@ -50,7 +50,7 @@ _KV_CACHE_SPARE: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class BroadcastEnds:
-    """The connected ends of the raw broadcast, each on the GPU of its number.
+    """Measures raw broadcasts between processes, each on the GPU of its number.
 
     If trainer and engine share a GPU, there is one process, which copies within that GPU.
     """
@@ -78,7 +78,7 @@ async def raw_ends(
         device: where the ends' memory is.
         size_bytes: size of a broadcast, in bytes.
         alone: whether there is one end, because all memory is on one GPU.
-        how: further arguments of :meth:`sidecar.bench.harness.Bench.launch`.
+        how: other arguments of :meth:`sidecar.bench.harness.Bench.launch`.
     """
     count = 1 if alone else 2
     same: dict[str, Any] = {
@@ -103,8 +103,8 @@ class UpdatedEngines:
         update: makes one update of a way, and returns its times.
         urls: the URLs of each way's engines, rank by rank.
         engines: the processes of each way's engines, which report their calls.
-        raw_ms: makes one transfer of ``size_bytes`` with nothing around it.
-        copy_ms: makes one copy of ``size_bytes`` within an engine's memory.
+        raw_ms: times one bare transfer of ``size_bytes``.
+        copy_ms: times one copy of ``size_bytes`` within an engine's memory.
         serves: returns what a way's engines serve now; equal for equal weights.
         not_compared: what ``serves`` leaves out, and why.
     """
@@ -129,7 +129,7 @@ class ServedAnswer:
 
 
 def without_experts(served: ServedAnswer, expected: tuple[int, ...] = ()) -> ServedAnswer:
-    """Removes experts' checksums, and replaces the tokens if others are expected."""
+    """Removes experts' checksums; replaces the tokens by the ``expected`` ones, if given."""
     sums = {name: sum_ for name, sum_ in served.checksums.items() if _EXPERTS not in name}
     return ServedAnswer(expected or served.tokens, sums)
 
@@ -306,7 +306,7 @@ def group_of(server: str) -> str:
 def trainer_settings(
     plan: EnginesPlan, address: str, servers: Iterable[str], model: Path
 ) -> dict[str, Any]:
-    """Returns the settings of :mod:`sidecar.bench.programs.vllm_trainer`."""
+    """Returns the arguments of the program :mod:`sidecar.bench.programs.vllm_trainer`."""
     cuda = plan.device == "cuda"
     return {
         "broker": address,
@@ -330,7 +330,7 @@ def trainer_settings(
 def server_settings(
     plan: EnginesPlan, engine: str, name: str, address: str, model: Path
 ) -> list[dict[str, Any]]:
-    """Returns the settings of a server, or of all its ranks."""
+    """Returns the arguments of a server's program, or of those of all its ranks."""
     cpu, lockstep, port = plan.device == "cpu", plan.dp_size > 1, free_port(_HOST)
     argv = (
         *("--model", str(model), "--served-model-name=bench", "--load-format=dummy"),

@@ -43,7 +43,7 @@ _COMPARED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TransferRun:
-    """A trainer, its engine, and the size of the model."""
+    """Measures one trainer and its engine, with a model of known size."""
 
     trainer: Worker
     engine: Worker
@@ -51,16 +51,16 @@ class TransferRun:
     tensors: int
 
     async def memcpy(self) -> dict[str, float]:
-        """Measures one copy in the trainer."""
+        """Measures one copy in the trainer's process."""
         return {"took_ms": await self.trainer.ask("memcpy_ms")}
 
     async def two_memcpy(self) -> dict[str, float]:
-        """Measures a copy in both processes at the same time."""
+        """Measures a copy in the trainer's and the engine's process at the same time."""
         engine = self.engine.ask("memcpy_ms", size_bytes=self.size_bytes)
         return {"took_ms": max(await asyncio.gather(self.trainer.ask("memcpy_ms"), engine))}
 
     async def update(self) -> dict[str, float]:
-        """Measures an update; ``control_ms`` is its time without a put, receive or load."""
+        """Measures an update; ``control_ms`` is its time without puts, receives and loads."""
         answer = await self.trainer.ask("update", how="paused")
         calls = [*answer["calls"], *await self.engine.ask("taken_calls")]
         update_ms = (answer["until_s"] - answer["since_s"]) * 1000
@@ -86,7 +86,7 @@ def covered_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
-    """Returns the JSON's fields: medians and their ratios.
+    """Measures both models; returns the fields of the JSON output: medians and ratios.
 
     Raises:
         BenchFailed: a process died.
@@ -139,7 +139,7 @@ async def _large(
 async def started(
     bench: Bench, backend: str, shape: str, amount: int, *, lent: bool = False
 ) -> TransferRun:
-    """Starts broker, trainer and engine."""
+    """Starts a broker, a trainer and an engine."""
     checkpoint = bench.folder() / "checkpoint"
     group = {"broker": await bench.broker(), "group": _GROUP, "folder": str(checkpoint)}
     trainer, made = await bench.start(

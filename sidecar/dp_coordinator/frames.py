@@ -75,7 +75,7 @@ class CoreReport:
     Attributes:
         rank: the core's rank.
         complete: the wave that is complete; None if the report is about something else.
-        started: the wave that has started; None likewise.
+        started: the wave that has started; None if the report is about something else.
     """
 
     rank: int
@@ -183,7 +183,7 @@ def encode_core_report(message: CoreReport) -> bytes:
 
 
 def decode_frame_to_core(parts: Sequence[bytes]) -> StartWave | None:
-    """Decodes a frame from the coordinator to cores; None is READY.
+    """Decodes a frame from the coordinator to cores; returns None for READY.
 
     Raises:
         BadFrame: the frame is none of the coordinator's.

@@ -99,7 +99,7 @@ class Link:
         return self._ask(now_ms)
 
     def fresh(self, envelope: m.Envelope, now_ms: float) -> bool:
-        """Whether a frame of the broker is new; others must be dropped."""
+        """Returns whether a frame of the broker is new; others must be dropped."""
         if envelope.boot != self._broker_boot:
             self._broker_boot = envelope.boot
             self._last_seq = 0
@@ -128,7 +128,7 @@ class Link:
         return self._on_refused(nack) if self.state is LinkState.JOINING else []
 
     def leave(self, reason: str) -> list[Effect]:
-        """Go, in order."""
+        """Leaves the bus: sends LEAVE if the broker may know this peer."""
         may_be_in = self._asked and self.state in (LinkState.JOINING, LinkState.JOINED)
         self.state = LinkState.CLOSED
         return [Send(m.Leave(reason))] if may_be_in else []

@@ -116,7 +116,7 @@ class Peer:
             self.last_heard_ms = now_ms
 
     def answers(self, message: Message) -> bool:
-        """Whether a message shows that the engine is no longer overdue.
+        """Returns whether a message shows that the engine is no longer overdue.
 
         That is an answer to the step, an answer to an ABORT of the step (:data:`UNDONE`), or a
         heartbeat that shows the step's end.

@@ -92,7 +92,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         self.rank: int | None = None  # the rank that began it; None: unknown
 
     def first_req(self, wave: int) -> bool:
-        """A request has come to an idle rank; True: START_DP_WAVE, False: it is kept."""
+        """Records a request at an idle rank; returns whether to send START_DP_WAVE now."""
         self._go(_E.FIRST_REQ)
         self.wave = max(self.wave, wave)
         if self.state in (_S.GLOBAL, _S.DOWN):

@@ -41,13 +41,13 @@ class StagingDecision:
         self.pause_reason = pause_reason
 
     def on_armed(self, name: str, armed: Armed) -> None:
-        """An engine's answer."""
+        """Records an engine's answer to ARM."""
         self.needed_bytes = max(self.needed_bytes, armed.staging_bytes)
         if armed.why_paused and not self.pause_reason:
             self.pause_reason = f"{name}: {armed.why_paused}"
 
     def require(self) -> None:
-        """For a start of the staged update.
+        """Checks that the update can be started as a staged one.
 
         Raises:
             Declined: the update can't be staged.

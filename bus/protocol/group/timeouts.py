@@ -36,7 +36,7 @@ SLOW_MS: Final = 10_000.0
 
 
 def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
-    """Whether a step has taken its engines longer than the step timeout."""
+    """Returns whether a step has taken longer than the step timeout."""
     overdue = now_ms - barrier.asked_ms > state.step_timeout_ms
     return overdue and not barrier.waiting_for_trainer
 
@@ -82,7 +82,7 @@ def slow_steps(state: GroupState, now_ms: float) -> list[Effect]:
 
 
 def overdue_trainer(state: GroupState, now_ms: float) -> Failure | None:
-    """Why the update under way is to be given up: the trainer does not go on with it."""
+    """Returns why to abort the update of a trainer that does not continue it; None: no reason."""
     owner, waited_ms = state.owner, now_ms - state.moved_ms
     if state.update.state is UpdateState.IDLE or waited_ms <= 2 * state.step_timeout_ms:
         return None
