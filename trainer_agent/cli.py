@@ -102,9 +102,9 @@ class DemoPlan:
 def demo(*, plan: DemoPlan, as_json: bool) -> None:
     """Asynchronous GRPO of a small transformer, from scratch, with live weight updates.
 
-    Starts a broker and engines as processes of their own and trains beside them. The
-    weights of every optimizer step reach the engines over the bus, in the middle of
-    their requests. Prints a table and draws demo.png.
+    Starts a broker and engines as separate processes, and trains in this one. The weights of
+    every optimizer step reach the engines over the bus, in the middle of their requests.
+    Prints a table and draws demo.png.
     """
     if plan.updates is not None and plan.withhold_weights:
         raise UsageError("--updates: with --withhold-weights there are none")
@@ -227,10 +227,11 @@ class RolloutsPlan(GroupPlan):
 def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
     """Serve a group's engines to OpenAI clients at one address.
 
-    A request survives updates, pauses and dead engines: it goes on elsewhere where it was. Routes:
-    /inference/v1/generate as vLLM has it, /v1/completions, /v1/chat/completions, /v1/models and
-    /health. Requests of one session (header X-Session-ID, or field session_id or user) go to one
-    engine. Prints its URL once it listens. Beyond loopback it needs --api-key, or --insecure.
+    A request survives updates, pauses and dead engines: it continues on another engine with the
+    tokens that it has. Routes: /inference/v1/generate as vLLM has it, /v1/completions,
+    /v1/chat/completions, /v1/models and /health. Requests of one session (header X-Session-ID, or
+    field session_id or user) go to one engine. Prints its URL once it listens. Beyond loopback it
+    needs --api-key, or --insecure.
     """
     listen = plan.listen
     try:

@@ -55,7 +55,8 @@ class NcclCommunicator:
         group: the ``ProcessGroupNCCL``.
         store: the communicator's part of the trainer's store.
         mark: makes, for queued work, an event with ``synchronize()`` and ``query()``, like a CUDA
-            event. It is called only when somebody waits: for several broadcasts, for the last.
+            event. It is called only when a thread waits; for several broadcasts, only for the last
+            one.
 
     Attributes:
         completed: how many broadcasts have ended, as far as waits have shown.

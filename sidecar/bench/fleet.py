@@ -50,7 +50,7 @@ _KV_CACHE_SPARE: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class BroadcastEnds:
-    """Measures raw broadcasts between processes, each on the GPU of its number.
+    """Measures raw broadcasts between processes; process ``k`` uses GPU ``k``.
 
     If trainer and engine share a GPU, there is one process, which copies within that GPU.
     """
@@ -330,7 +330,7 @@ def trainer_settings(
 def server_settings(
     plan: EnginesPlan, engine: str, name: str, address: str, model: Path
 ) -> list[dict[str, Any]]:
-    """Returns the arguments of a server's program, or of those of all its ranks."""
+    """Returns the arguments of the program of one server, or of each of its ranks."""
     cpu, lockstep, port = plan.device == "cpu", plan.dp_size > 1, free_port(_HOST)
     argv = (
         *("--model", str(model), "--served-model-name=bench", "--load-format=dummy"),

@@ -132,7 +132,7 @@ class Bench(contextlib.AsyncExitStack):
         Args:
             program: a module of :mod:`sidecar.bench.programs`, whose function of that name is run.
             name: the log's name; by default the program's.
-            env: environment variables beside those of this process.
+            env: environment variables in addition to those of this process.
             answer_s: how long each answer may take, in seconds.
             grace_s: how long the process may take to end before it is killed, in seconds.
             settings: the program's arguments.

@@ -131,7 +131,7 @@ class EnginesPlan:
 
     @property
     def chunk_bytes(self) -> int:
-        """The size of the largest chunk, in bytes; over shm, CPU memory holds two chunks."""
+        """The size of the largest chunk, in bytes; smaller over shm, to save CPU memory."""
         usual = 512 if self.over == "shm" else 2048
         chosen = self.chunk_megabytes or (8 if self.engine == "embedded" else usual)
         return chosen * 1_000_000

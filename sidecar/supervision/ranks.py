@@ -84,7 +84,7 @@ class RankLaunchPlan:
             )
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Returns the environment variables that a rank gets beside those of this process."""
+        """Returns the environment variables that a rank gets in addition to this process's."""
         if not self.gpus:
             return {}
         share = len(self.gpus) // self.size

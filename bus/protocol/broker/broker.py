@@ -44,7 +44,7 @@ WAVE_MESSAGES: Final = (m.FirstReq, m.WaveStarted, m.WaveComplete)
 
 
 class Broker:
-    """The state of the whole broker: all groups and peers.
+    """Handles the frames of all peers, and holds all groups.
 
     ``keys`` are the roles of the authorised keys, and may be replaced at any time. None: there
     are no keys, and the broker trusts the role that a peer names.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GroupTable(dict[str, Group]):
-    """All groups of the broker.
+    """Holds all groups of the broker.
 
     The epoch and version of a removed group are kept, because they only grow.
 

@@ -62,10 +62,7 @@ class LinkConfig:
 
 
 class Link:
-    """The membership of one peer.
-
-    ``join`` and ``beat`` return each JOIN and heartbeat to send.
-    """
+    """Keeps one peer joined. ``join`` and ``beat`` return each JOIN and heartbeat to send."""
 
     def __init__(
         self,

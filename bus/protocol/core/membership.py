@@ -182,7 +182,7 @@ def _places(group: str, host: str, facts: EngineFacts | None) -> list[_Place]:
 
 
 class Membership:
-    """The peers by name and by route."""
+    """Holds the joined peers, by name and by route."""
 
     def __init__(self, peer_timeout_ms: float) -> None:
         self.peer_timeout_ms = peer_timeout_ms

@@ -82,7 +82,7 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
 
 
 class WaveMachine(StateMachine[WaveState, WaveEvent]):
-    """The waves of one DP group. Some methods return whether to START a wave."""
+    """Tracks the waves of one DP group. Methods return whether to send START_DP_WAVE now."""
 
     def __init__(self, wave: int = 0, *, running: bool = False) -> None:
         super().__init__("wave", TRANSITIONS, _S.RUNNING if running else _S.IDLE)

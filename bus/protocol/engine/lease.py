@@ -82,7 +82,7 @@ TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
 
 
 class EngineLease(StateMachine[LeaseState, LeaseEvent]):
-    """The pause lease of one engine. ``peers`` are the other ranks of its DP group."""
+    """Tracks the pause lease of one engine. ``peers`` are the other ranks of its DP group."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__("engine lease", TRANSITIONS, _S.FREE)

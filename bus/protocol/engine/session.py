@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class EngineSession:
-    """The state of one engine. Methods take commands and results of calls, and return effects.
+    """Drives one engine. Methods take commands and results of engine calls, and return effects.
 
     ``draft``: the engine has a draft model whose weights can be updated. ``closed``: an earlier
     sidecar has closed its admission.

@@ -109,7 +109,7 @@ class EngineRecord:
 
 
 class EngineRegistry:
-    """The engines of one group, by name.
+    """Holds the engines of one group, by name.
 
     Only this class writes an engine's :class:`EngineRecord`, and the phase, version, requests and
     overdue step of its :class:`Peer`.
@@ -450,7 +450,7 @@ class EngineRegistry:
 
 
 class DepartedEngines:
-    """The last :data:`DEPARTED_KEPT` engines that left a group and have not joined again."""
+    """Holds the last :data:`DEPARTED_KEPT` engines that left a group and have not joined again."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}

@@ -44,11 +44,11 @@ def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
 def overdue_engines(
     state: GroupState, barrier: AckBarrier, now_ms: float
 ) -> Iterator[tuple[str, Failure, list[Effect]]]:
-    """Marks the engines that an overdue step waits for, one after the other.
+    """Marks, one after the other, the engines that have not acknowledged an overdue step.
 
     Yields:
-        The engine's name, the failure with the step and the waiting time, and the log event, with
-        the RESTART of a wedged engine. Handling one engine may change which engine is next.
+        The engine's name; the failure with the step and the waiting time; and the log event, with
+            the RESTART of an engine whose core hangs.
     """
     for name in sorted(barrier.waiting):
         peer = state.registry.engines.get(name)
@@ -68,7 +68,7 @@ def overdue_engines(
 
 
 def slow_steps(state: GroupState, now_ms: float) -> list[Effect]:
-    """Returns log events of steps that take longer than ``SLOW_MS``, once for each step."""
+    """Returns log events of steps that take longer than ``SLOW_MS``, once per step."""
     effects: list[Effect] = []
     for each in state.barriers():
         if each.waiting and not each.is_slow and now_ms - each.asked_ms > SLOW_MS:
@@ -132,7 +132,7 @@ def next_deadline_ms(state: GroupState) -> float | None:
 
 
 def _check_wedged(state: GroupState, peer: Peer | None, now_ms: float) -> tuple[str, list[Effect]]:
-    """Returns the diagnosis of an engine whose core stands still, and the RESTART for it."""
+    """Returns the diagnosis of an engine whose core hangs, and the RESTART for it."""
     if peer is None:
         return "", []
     text = describe_stall(peer.core, peer.core_reported_ms, now_ms, state.step_timeout_ms)

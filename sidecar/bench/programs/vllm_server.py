@@ -95,7 +95,7 @@ async def vllm_server(
     Args:
         stack: ends the server.
         argv: the server's command.
-        variables: environment variables beside those of this process.
+        variables: environment variables in addition to those of this process.
         broker: the broker's address; empty: vLLM alone, as if there were no wavebus.
         group: the server's group, which only the other ranks of its DP group share.
         dp_rank: the server's rank in the DP group.

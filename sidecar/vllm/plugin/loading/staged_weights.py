@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class StagedWeights:
-    """The staged weights of one model; their memory can be reused by the next update.
+    """Holds the staged weights of one model, in memory that the next update can reuse.
 
     Args:
         model: the serving model.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class StagingBuffers:
-    """The staging memory of one model.
+    """Allocates and releases the staging memory of one model.
 
     Attributes:
         tensors: by name. A new dict whenever the tensors are created anew.

@@ -186,8 +186,8 @@ class Stager:
     def swap(self) -> None:
         """Swaps in all workers, or in none.
 
-        If the swap fails after the check, the engine must not go on: the error's code is then not
-        :data:`NackCode.CALLED_OFF`.
+        If the swap fails after the check, the engine must not continue; the error's code is then
+        not :data:`NackCode.CALLED_OFF`.
         """
         loadable = self._target
         agreement.run_before_any_continues(loadable.staged.require_sealed)
