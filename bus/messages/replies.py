@@ -107,7 +107,7 @@ class NackCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Nack(Message):
-    """Any peer or the broker, to any: the request is refused, and nothing has changed.
+    """Peer or broker, to the sender: the request is refused, and nothing has changed.
 
     Attributes:
         step: the step of a pause or an update that is refused; empty: none.

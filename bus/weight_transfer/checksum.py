@@ -131,11 +131,11 @@ def checksums(
 
 
 class SelectedWords:
-    """The words of a chunk that its checksums cover.
+    """The words (8 bytes each) of a chunk that enter its checksums.
 
     Args:
-        small: the tensors that have the words.
-        words: the words' values; None: they are read later, by :func:`sum_words`.
+        small: the tensors to which the words belong.
+        words: the values of the words; None: :func:`sum_words` reads them later.
 
     Attributes:
         count: how many words there are.

@@ -111,7 +111,7 @@ class TrainerSession:
         self._group = group
 
     def claim(self, trainer: Peer, now_ms: float) -> Failure | None:
-        """Makes a trainer the owner, with a new epoch; returns why not, or None."""
+        """Makes a trainer the owner, with a new epoch; returns the reason if it can't be."""
         old = self.owner
         if old is not None and old.boot != trainer.boot:
             return Failure(

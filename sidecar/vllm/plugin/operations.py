@@ -249,7 +249,7 @@ def decode(text: str) -> Operation:
     """Returns the operation that a text of :func:`encode` carries.
 
     Raises:
-        ValueError: says what is wrong with the text.
+        ValueError: the text carries no operation; the error says why.
     """
     if len(text) > MAX_PAYLOAD_CHARS:
         raise ValueError(f"an operation of {len(text)} characters, at most {MAX_PAYLOAD_CHARS}")
@@ -260,7 +260,7 @@ def unpack(blob: bytes) -> Operation:
     """Returns the operation that MessagePack bytes encode.
 
     Raises:
-        ValueError: says what is wrong with them.
+        ValueError: the bytes encode no operation; the text says why.
     """
     return _OPERATIONS.decode(blob)
 
@@ -336,6 +336,6 @@ def unpack_answer(blob: bytes) -> Answer:
     """Returns the answer that MessagePack bytes encode.
 
     Raises:
-        ValueError: says what is wrong with them.
+        ValueError: the bytes encode no answer; the text says why.
     """
     return _ANSWERS.decode(blob)
