@@ -162,8 +162,9 @@ class Connection:
         Args:
             message: the request.
             expect: the type of the answer.
-            timeout_s: how long to wait. A step of all engines may be sent long before its turn, so
-                its time counts from the end of the last step. Default: as the constructor's.
+            timeout_s: how long to wait, in seconds. The time of a step of all engines counts from
+                the end of the step before, because it may be sent ahead. Default: that of the
+                constructor.
             even_if_silent: whether to send even if nothing was received from the broker lately.
 
         Returns:

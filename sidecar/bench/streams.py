@@ -122,7 +122,7 @@ async def greedy(url: str, tokens: int) -> list[int]:
 
 
 def prompt_of(index: int) -> list[int]:
-    """Returns the prompt of a request, different for each, of tokens in every vocabulary."""
+    """Returns the prompt of request ``index``; every vocabulary has its tokens."""
     return [1 + (index * 7 + place * (index + 3)) % 13 for place in range(PROMPT_TOKENS)]
 
 

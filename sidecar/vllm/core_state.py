@@ -54,7 +54,7 @@ class CoreLink:
 
         Args:
             facts: the plugin's facts about the engine.
-            info: what the engine is.
+            info: the description of the engine.
             cores: how many cores the engine has; several behind an internal load balancer.
             here: the engine runs on this machine.
 

@@ -74,7 +74,7 @@ class PairSource:
 class Devices:
     """Waits for the GPUs that hold a source's tensors.
 
-    The trainer's work on a GPU, in every stream, is finished before the first tensor is read there.
+    Before the first read on a GPU, waits until the trainer's work there has ended, in all streams.
     A source that computes tensors on demand must itself wait for the inputs.
     """
 

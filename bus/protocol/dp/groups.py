@@ -45,7 +45,7 @@ class DpGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank is present, and all are of the present life."""
+        """Whether every rank is present, and all ranks were started together."""
         return len(self.ranks) == self.size and all(
             self._lives[rank][1] == self._life for rank in self.ranks
         )

@@ -124,7 +124,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return True
 
     def mirror(self, wave: int, *, running: bool, rank: int | None = None) -> None:
-        """Adopts a coordinator's state, whose reports the broker may have missed."""
+        """Adopts a coordinator's wave state, because the broker may have missed its reports."""
         if running:
             self.on_started(wave, rank)
         elif wave > self.wave:

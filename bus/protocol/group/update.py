@@ -133,7 +133,8 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         """Checks that the update is in one of these states, and has this id.
 
         Raises:
-            Declined: state or id differ; or carries the reason why the update was aborted.
+            Declined: the state or the id differs; of an aborted update, with the reason of its
+                abort.
         """
         if self.state not in states:
             if self.failure is not None and update_id == self.update_id:

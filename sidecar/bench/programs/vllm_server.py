@@ -90,7 +90,7 @@ async def vllm_server(
     dp_rank: int | None = None,
     server: str = "",
 ) -> object:
-    """Starts a server; the first answer has its ``url``, when it takes requests.
+    """Starts a server. The first answer has its ``url``, and comes when it takes requests.
 
     Args:
         stack: ends the server.

@@ -62,7 +62,7 @@ class RankLiveness:
         return address
 
     async def connect(self, host: str, port: int) -> None:
-        """Connects to rank 0, as any other rank.
+        """Connects this rank, which is not rank 0, to rank 0.
 
         Raises:
             EngineError: rank 0 does not listen.

@@ -108,7 +108,7 @@ def read_done(answer: Any) -> list[operations.Done]:
     """Returns each worker's answer to :data:`operations.PERFORM`.
 
     Raises:
-        EngineError: the answer holds none.
+        EngineError: there is no such answer.
     """
     try:
         done = msgspec.convert(answer, list[operations.Done])

@@ -231,7 +231,7 @@ def finish_pause(original: Callable[..., Any], core: Any, clear_cache: bool) -> 
 
 
 def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pauses without waiting for decode engines that have yet to fetch blocks.
+    """Pauses without waiting until decode engines have fetched their blocks.
 
     Blocks that are held for decode engines are not work. A sleep must wait for them, because it
     releases their memory.
@@ -246,7 +246,7 @@ def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwarg
 
 
 def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Marks the pause inside a sleep, which must wait for held blocks."""
+    """Marks that a sleep is under way, whose pause must wait for held blocks."""
     core.wavebus_sleeps = True
     try:
         return original(core, *args, **kwargs)

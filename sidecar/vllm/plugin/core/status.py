@@ -181,7 +181,7 @@ def client_request(
 
 @_watched
 def outputs_made(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Updates the counts before outputs leave, so that a client never sees its ended request."""
+    """Updates the counts before outputs leave, so that no ended request is still counted."""
     outputs = original(core)
     watch.count(core)
     watch.enter("work")
