@@ -133,8 +133,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         """Checks that the update is in one of these states, and has this id.
 
         Raises:
-            Declined: the state or the id differs; of an aborted update, with the reason of its
-                abort.
+            Declined: the state or the id differs, or the update was aborted; says why.
         """
         if self.state not in states:
             if self.failure is not None and update_id == self.update_id:
