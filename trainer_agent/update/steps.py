@@ -171,7 +171,7 @@ async def ask_in_order(*asks: Callable[[], Coroutine[object, object, object]]) -
 
 @asynccontextmanager
 async def announce_chunk(step: SendStep, meta: WeightChunkMeta) -> AsyncIterator[None]:
-    """Announces a chunk; at the block's end waits until engines have applied it.
+    """Announces a chunk, and after the block waits until engines have applied it.
 
     The block must send the chunk, and CHUNK_SENT.
     """

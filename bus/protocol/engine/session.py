@@ -182,7 +182,7 @@ class EngineSession:
                 raise decline(m.NackCode.FORBIDDEN, "an engine does not take this", field="kind")
 
     def _pause_first(self) -> list[c.SessionEffect]:
-        """Cancels a swap that waits for peer ranks, because it would delay the requested pause."""
+        """A swap that waits for peer ranks would hold up the pause that was asked for."""
         return [c.CallCancelSwap()] if self.lease.peers and self.update.swapping else []
 
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:

@@ -144,7 +144,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     @property
     def has_loaded(self) -> bool:
-        """Whether new weights of :attr:`part_in_place` may have been loaded."""
+        """Whether some of that part's new weights may have been loaded."""
         return self._loaded and self.in_place
 
     @property

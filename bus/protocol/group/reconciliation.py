@@ -83,7 +83,7 @@ class Reconciliation:
         return None
 
     def _is_abandoned(self, peer: Peer, beat: Heartbeat) -> bool:
-        """Returns whether the engine is still in an earlier pause whose lease is over."""
+        """Whether the engine is still in an earlier pause, whose lease is over."""
         pause = self._state.pause
         return (
             pause.state is PauseState.LOCAL

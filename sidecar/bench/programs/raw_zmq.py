@@ -32,7 +32,7 @@ def _frame(message: Message, *, sender: str, reply_to: int) -> bytes:
 
 
 def phases() -> list[tuple[bytes, bytes]]:
-    """Returns the frames of a round: for each phase the command and its acknowledgement."""
+    """Returns a round's frames: the command of each phase, and its ack."""
     commands: list[tuple[Message, Step]] = [
         (PauseLocal(_UPDATE_ID, "keep", True, 30_000, 300_000, 0, "keep"), Step.PAUSE_LOCAL),
         (PauseGlobal(_UPDATE_ID), Step.PAUSE_GLOBAL),
@@ -48,7 +48,7 @@ def phases() -> list[tuple[bytes, bytes]]:
 
 
 class RawRouter:
-    """Sends the round's commands from a ROUTER, and collects the acknowledgements."""
+    """The ROUTER's side of the round."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -77,7 +77,7 @@ class RawRouter:
             self._socket.recv()
 
     async def round_ms(self) -> float:
-        """Makes a round of three phases with all DEALERs; returns its time. Blocks the loop."""
+        """Makes a round of three phases, each sent to all and acked by all. Blocks the loop."""
         send, recv, routes = self._socket.send, self._socket.recv, self._routes
         since_s = time.perf_counter()
         for command in self._commands:
@@ -116,7 +116,7 @@ def raw_zmq(address: str, engines: int) -> None:
 
 
 def _answer_all(socket: zmq.Socket[bytes], acks: dict[bytes, bytes]) -> None:
-    """Answers all waiting messages, because the descriptor reports new ones only after that."""
+    """Answers all waiting messages: the descriptor reports new events only after that."""
     while True:
         try:
             command = socket.recv(zmq.NOBLOCK)
