@@ -1,13 +1,13 @@
-"""Starts a trainer, several engines of one model, and the raw broadcast beside them.
+"""Starts a trainer, several engines of one model, and the processes of the raw broadcast.
 
-Of vLLM servers, the trainer is on one GPU, and all servers are on another, each with weights of its
-own. Only one server at a time has requests. If every way to send works within one GPU only, all are
-on that GPU. ``native`` is vLLM alone. The other servers have a sidecar, and each is alone in a
-group of its name.
+With vLLM, the trainer uses one GPU, and all servers share another, each with its own weights. Only
+one server at a time has requests. If every way to send works within one GPU only, all use that
+GPU. The server ``native`` is vLLM alone. Every other server has a sidecar, and is the only engine
+of a group with its name.
 
 A DP group may take the place of each server: its ranks run in lockstep over a mixture of experts.
-Then rank ``r`` of each is on GPU ``r``, and the trainer on the first. On a CPU all models are
-small, and share that CPU.
+Rank ``r`` of each then uses GPU ``r``, and the trainer the first. Without GPUs all models are
+small, and share the CPU.
 """
 
 from __future__ import annotations
@@ -223,12 +223,12 @@ async def start_embedded(
 async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -> UpdatedEngines:
     """Starts a trainer and servers (or DP groups): vLLM alone, and others with a sidecar.
 
-    After the updates all must serve the same, by their tokens and their weights' checksums, with
-    one exception. vLLM packs a mixture's experts for its CPU kernels when they are first loaded,
-    and at no update after that (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So on a CPU the
-    experts that vLLM updates by itself are unpacked in memory that is read as packed, and its
-    answers are wrong. There its experts and answers are not compared, and the others' answers are
-    compared with those of the trainer's own model.
+    After the updates all must serve the same weights, by their tokens and checksums, with one
+    exception on CPUs: vLLM packs experts for its CPU kernels when they are first loaded, but not at
+    updates (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So experts that vLLM updates by
+    itself
+    give wrong answers. These experts and answers are not compared, and the other servers' answers
+    are compared with those of the trainer's own model.
 
     Args:
         bench: ends all processes.

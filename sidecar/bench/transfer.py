@@ -1,20 +1,20 @@
-"""``bench transfer`` of an embedded engine: an update's cost, beside plain copies of its bytes.
+"""``bench transfer`` of an embedded engine: what an update costs, compared with plain copies.
 
 A broker, a trainer and an embedded engine with its sidecar run, each in a process of its own.
 The first model has few large tensors. Rounds of three kinds alternate in one run:
 
 - **memcpy**: the trainer's process copies as many bytes between two buffers, with one thread.
-- **two at once**: the trainer's and the engine's process each do so at the same time. That is what
-  a transfer by shared memory does (one writes, the other loads), with nothing around it.
-- **update**: the trainer sends the model over the bus. Of that, *transfer* is the time from the
-  start of the first chunk's put to the last chunk's ack: written, announced, read and loaded.
+- **two at once**: the trainer's and the engine's process each do so at the same time. A transfer
+  by shared memory consists of these two copies: one process writes, the other loads.
+- **update**: the trainer sends the model over the bus. Its *transfer* is the time from the start
+  of the first chunk's put to the last chunk's ack.
 
-Over ``shm`` both ways to send are measured. A model in ordinary memory of the trainer is packed
-into the ring. One in shared memory (``trainer_agent.share_memory``) is lent.
+Over ``shm`` both ways to send are measured. A model in the trainer's ordinary memory is packed
+into the ring. A model in shared memory (``trainer_agent.share_memory``) is lent.
 
 The second model has many small tensors. It measures the control plane: names, shapes and checks.
-That is the update's time without the moments in which the sender put, or the engine received or
-loaded. A moment in which both worked counts once.
+That is the time of an update in which neither the sender puts nor the engine receives or loads. A
+moment in which both work counts once.
 """
 
 from __future__ import annotations

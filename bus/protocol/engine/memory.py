@@ -1,10 +1,12 @@
 """The memory of one engine in a pause: the sidecar's side.
 
-Invariants: an engine sleeps only in a pause that dropped its KV cache, with no update
-under way. Nothing is armed while the weights sleep. One wake call ends both the sleep and the
-pause, whatever sleeps, and no resume is called beside it. From the call of a sleep of level 2 the
-old weights are gone: there is no resume until a whole update is committed
-(:mod:`bus.protocol.engine.session`).
+Invariants:
+
+- An engine sleeps only in a pause that dropped its KV cache, and while no update is under way.
+- Nothing is armed while the weights sleep.
+- One wake call wakes all memory that sleeps and ends the pause; no resume is called in addition.
+- A sleep of level 2 discards the weights as soon as it is called. No resume follows until a whole
+  update is committed (:mod:`bus.protocol.engine.session`).
 """
 
 from __future__ import annotations

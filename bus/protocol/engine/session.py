@@ -7,10 +7,10 @@ Invariants, beside those of :mod:`bus.protocol.engine.pause`,
   place.
 - No resume while weights may be mixed: an engine that loaded a part of an update is
   quarantined, and stays paused until a whole update of the same target is committed.
-- An engine that becomes quarantined closes admission: its requests end, and so do new ones. So does
-  a running engine whose group serves a later version. The resume after it has loaded all of that
-  version opens admission. A staged update has no resume; admission is then opened before the commit
-  is acknowledged. A sidecar that finds admission closed takes the engine for quarantined.
+- An engine closes admission when it becomes quarantined, or when it runs and its group serves a
+  later version: its requests end, and new ones are rejected. The resume after a whole update to the
+  group's version opens admission. A staged update has no resume, so admission opens before its
+  commit is acknowledged. A sidecar that finds admission closed treats the engine as quarantined.
 - Commands of an older epoch change nothing.
 - When the pause's lease is over, an engine that loaded nothing aborts the update and resumes
   by itself, waking what sleeps. The ranks of a DP group do so together, or not at all

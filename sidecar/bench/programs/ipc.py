@@ -1,7 +1,7 @@
 """Replaces vLLM's IPC trainer for a process that has the weights on several GPUs.
 
-A worker opens memory of its own GPU alone. vLLM's trainer has a rank on each GPU: the ranks gather
-each other's handles, and the first one sends all of them to the workers, by GPU. Here one process
+A worker can open memory of its own GPU only. So vLLM's trainer has one rank per GPU: the ranks
+gather each other's handles, and the first rank sends all of them to the workers. Here one process
 has a copy of the weights on each GPU, and makes all handles.
 """
 

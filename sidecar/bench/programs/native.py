@@ -1,7 +1,7 @@
-"""Updates vLLM without a bus: its trainer engine, its client, and a pause around them.
+"""Updates vLLM without a bus: its trainer engine and client, and a pause around the update.
 
-Servers that are ranks of one DP group are called at once, as a driver without a bus must do it:
-each of them waits for the others in its pause.
+Servers that are ranks of one DP group are called at the same time, because each waits for the
+others in its pause.
 """
 
 from __future__ import annotations
