@@ -264,7 +264,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Registry:
-    """The seams of one role, each after the seams that it needs.
+    """Holds the seams of one role, in an order in which each follows those that it needs.
 
     Attributes:
         features: the features that depend on seams, each with a description.

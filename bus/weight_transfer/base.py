@@ -162,7 +162,7 @@ class Receiver(ABC):
         room_bytes: size limit of a packed chunk in bytes; None: no limit. May change with
             :meth:`open`.
         device: where the engine has its weights. Set before :meth:`open`. Most receivers return
-            tensors in CPU memory whatever it is.
+            tensors in CPU memory, whatever the device is.
         is_owned: whether received tensors belong to the caller and stay valid after
             :meth:`release`. May change with :meth:`open`.
         is_lasting: whether received tensors stay valid until :meth:`release` even if the other end

@@ -169,7 +169,8 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
     def takes_chunks(self) -> bool:
         """Whether chunks may be announced.
 
-        In a pause they may, as soon as UPDATE_START is requested; staged, once it is acknowledged.
+        In a paused update, from the request of UPDATE_START on; in a staged one, from its answer
+        on.
         """
         if self.state is _S.STARTING:
             return self._window.is_open and not self.is_staged

@@ -106,7 +106,7 @@ class ReceiveChunk(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fi
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fields=True):
-    """Compares a chunk's checksums, if workers can't verify and load in one operation."""
+    """Compares a chunk's checksums, where workers can't verify and load in one operation."""
 
     seq: Count
     verify: VerifyMode
