@@ -53,7 +53,7 @@ class Has:
 
 @dataclass(frozen=True)
 class Takes:
-    """Expects a function with these parameters, such as ``"self, mode"``; empty: any."""
+    """Expects a function with these parameters, such as ``"self, mode"``; empty: any parameters."""
 
     target: str
     parameters: str
@@ -71,7 +71,7 @@ class Takes:
 
 @dataclass(frozen=True)
 class Says:
-    """Expects these texts in the source of the target, as :func:`ast.unparse` prints it."""
+    """Expects that the target's source contains these texts, as :func:`ast.unparse` prints it."""
 
     target: str
     texts: tuple[str, ...]
@@ -87,7 +87,7 @@ class Says:
 
 @dataclass(frozen=True)
 class SaysNot:
-    """Expects that the target is defined, and that its source has none of these texts."""
+    """Expects that the target is defined, and that its source contains none of these texts."""
 
     target: str
     texts: tuple[str, ...]
@@ -148,7 +148,7 @@ class Wrap(Takes):
 
 @dataclass(frozen=True)
 class Form:
-    """What a seam expects of some versions of vLLM, and what it installs in those.
+    """Describes a seam in some versions of vLLM: what must be there, and what is installed.
 
     Attributes:
         name: names the form within its seam.
@@ -214,7 +214,7 @@ class Seam:
         return Form("only", self.expects, self.wraps, self.sets)
 
     def parts(self, form: str) -> tuple[Form, ...]:
-        """Returns what is installed if ``form`` fits: its own part and the common one."""
+        """Returns what to install if ``form`` fits: the form's own part and the common one."""
         return (*(each for each in self.forms if each.name == form), self.common)
 
     def fit(self, tree: SourceTree) -> tuple[str, list[str]]:
@@ -264,7 +264,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Registry:
-    """The seams of one role, each after the seams that it needs.
+    """Holds the seams of one role, in an order in which each follows those that it needs.
 
     Attributes:
         features: the features that depend on seams, each with a description.

@@ -136,7 +136,7 @@ class SourceTree:
         return self.locate(target)[1]
 
     def locate(self, target: str) -> tuple[str, Node | None]:
-        """Returns the module that holds a definition, and its syntax tree, as :meth:`find` does."""
+        """Returns a definition's module and syntax tree; finds it as :meth:`find` does."""
         module, _, path = target.partition(":")
         if not path:
             return module, self._module(module)
@@ -159,7 +159,7 @@ class SourceTree:
         return self._modules[module]
 
     def absent(self, target: str, kind: str = "") -> str:
-        """Returns the text that a target is undefined, or that its file can't be read."""
+        """Returns a text: the target is undefined, or its file can't be read."""
         module = target.partition(":")[0]
         why = " (this Python can't parse its file)" if module in self._unreadable else ""
         return f"there is no {kind}{short_name(target)}{why}"

@@ -20,8 +20,8 @@ class CacheRun:
     async def join(self, run: str, on_failure: Callable[[str, Exception], object]) -> bool:
         """Makes the engine join a run, unless it has joined that run already.
 
-        A failed call is reported; the next call of this method tries again. The engine serves
-        meanwhile. Its caches still have the salt of the earlier run, so no entries of this one.
+        A failed call is reported; the next call of this method tries again. Until then the engine
+        serves with the salt of the earlier run, and uses no cache entries of this one.
 
         Args:
             run: the group's run; empty before the sidecar has joined a group.

@@ -173,7 +173,7 @@ def _supervise(
 
 
 def _alone(command: tuple[str, ...]) -> bool:
-    """Returns whether a command starts a server that is not one rank among others."""
+    """Returns whether a command starts a single server, not one data-parallel rank."""
     return bool(command) and not any(
         argument.startswith(("--data-parallel-rank", "-dpr")) for argument in command
     )

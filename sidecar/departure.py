@@ -20,7 +20,7 @@ class Departure:
     """Announces that an engine is about to stop.
 
     Attributes:
-        begun: whether the announcement has begun. Heartbeats then report closed admission.
+        begun: whether the announcement has begun; from then on heartbeats report closed admission.
     """
 
     def __init__(self) -> None:

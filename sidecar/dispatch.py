@@ -87,7 +87,7 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
 
 
 async def _pause(engine: Engine, mode: PauseMode, *, clear_cache: bool) -> int:
-    """Pauses, and returns how many requests the engine then has."""
+    """Pauses the engine, and returns how many requests it has then."""
     if mode == "keep":
         # This pause ends no requests, so they can be counted at the same time.
         return await _count_during(engine, engine.pause(mode, clear_cache=clear_cache))

@@ -69,7 +69,7 @@ def answers_within(limit_s: float, who: str) -> Iterator[None]:
 
     Args:
         limit_s: the limit, in seconds.
-        who: the name of what must answer, for the error's text.
+        who: the name of the engine, for the error's text.
 
     Raises:
         EngineError: code ``timeout``: the engine has not answered.
@@ -99,7 +99,7 @@ class EngineInfo:
     Fields not named here are as in :class:`bus.messages.EngineFacts`.
 
     Attributes:
-        closed: whether admission was already closed on start, as a quarantine leaves it.
+        closed: whether admission was already closed on start, for example by a quarantine.
         booted_closed: whether admission has been closed since the engine booted.
         ends_with_sidecar: whether closing the adapter stops the engine.
     """
@@ -168,8 +168,8 @@ class Engine(Protocol):
             lease: the lease of the engine's pause; None without a pause.
 
         Returns:
-            What the engine did when this lease was over; such a lease is not renewed. None if the
-            lease is in force, and always if the engine ends with its sidecar.
+            What the engine has done because this lease was over; such a lease is not renewed. None
+                if the lease is in force, and always if the engine ends with its sidecar.
         """
 
     def abandoned_pause(self) -> AbandonedPause | None:
@@ -212,7 +212,7 @@ class Engine(Protocol):
         """Allocates the weights' memory again. After level 2 its content is undefined."""
 
     async def wake(self) -> None:
-        """Allocates all memory that is still freed, and schedules again as :meth:`resume` does."""
+        """Allocates all memory that is still freed, then resumes as :meth:`resume` does."""
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - what admission is
         """Opens or closes admission, also for the time after the sidecar has ended.

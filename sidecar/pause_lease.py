@@ -47,7 +47,7 @@ _UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit
 
 
 class PauseLeaseWriter:
-    """Writes the lease page of one engine while one sidecar process lives."""
+    """Writes the lease page of one engine for one sidecar process."""
 
     def __init__(self, engine: Engine, session: EngineSession, dp_group: str) -> None:
         self._engine = engine
@@ -90,7 +90,7 @@ class PauseLeaseWriter:
         return self._on_outcome(end, now_ms) if self._session.at_rest else []
 
     async def release(self, *, runs_on: bool = True) -> None:
-        """Ends the engine's pause, and opens admission if the engine ``runs_on`` without a sidecar.
+        """Ends the pause of an engine alone; opens admission if it ``runs_on`` without a sidecar.
 
         The pause of a rank, or of a sleeping engine, ends with its lease: a DP group resumes as
         one, and the trainer may use the memory of a sleeping engine.

@@ -409,7 +409,7 @@ class Sidecar:
             self._wake.set_result(None)
 
     async def _last_call(self) -> None:
-        """Waits until the call under way, and the calls that follow from it, have ended."""
+        """Waits until the running engine call, and the calls that follow from it, have ended."""
         self._closing = True
         self._wake_caller()
         if self._caller is not None:
@@ -435,7 +435,7 @@ class Sidecar:
         return Failure(error.code, error.detail, tensor=error.tensor)
 
     async def _escalate(self, call: CallEscalate) -> None:
-        """Strengthens a pause whose first call, with mode ``wait``, still drains requests."""
+        """Strengthens a ``wait`` pause whose first call still waits for requests."""
         failure = in_flight = None
         try:
             self.session.escalating(await self.engine.request_ids())

@@ -50,7 +50,7 @@ class Adapters:
         Args:
             adapter: the adapter's name. HTTP clients send it as ``model``, and
                 :meth:`sidecar.vllm.inprocess_engine.VllmEngine.lora_request` takes it.
-            source: all of its tensors, by the names that PEFT gives them in a checkpoint
+            source: all tensors of the adapter, by the names that PEFT gives them in a checkpoint
                 (``base_model.model.….lora_A.weight``); or a module with LoRA parameters.
             config: PEFT's ``adapter_config``, such as ``LoraConfig.to_dict()`` returns: ``r``,
                 ``lora_alpha``, ``target_modules`` and any other keys.

@@ -69,7 +69,7 @@ class BusThread(Generic[Client]):
         self.close()
 
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Runs ``work`` in the thread. If the caller is interrupted, waits until that is undone."""
+        """Runs ``work`` in the thread; on an interrupt, waits until the work is undone."""
         ended = threading.Event()
         scopes: list[anyio.CancelScope] = []  # the scope of the work, once it has begun
 
@@ -160,7 +160,7 @@ class _Block(Generic[T]):
         return entered.result()
 
     async def leave(self, body: _ExcInfo) -> bool | None:
-        """Leaves the context; returns whether that has handled the error of the body."""
+        """Leaves the context; returns whether that suppressed the error of the body."""
         if self._task is None or self._task.done():
             return False
         self._body.set_result(body)

@@ -43,7 +43,7 @@ _MAX_TEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Probes for :meth:`TrainerAgent.update_weights`.
+    """Probes that engines run before an update is committed; see ``update_weights``.
 
     Args:
         prompts: token ids of each prompt; at most 16 prompts of 4,096 tokens each.
@@ -78,7 +78,7 @@ class Canary:
 
     @property
     def token_ids(self) -> tuple[Tokens, ...]:
-        """The prompts as :class:`bus.messages.Probe` has them."""
+        """The prompts in the form of :class:`bus.messages.Probe`."""
         return tuple(tuple(int(token) for token in prompt) for prompt in self.prompts)
 
     def probe(self, update_id: str, version: int) -> Probe:

@@ -102,9 +102,9 @@ class DemoPlan:
 def demo(*, plan: DemoPlan, as_json: bool) -> None:
     """Asynchronous GRPO of a small transformer, from scratch, with live weight updates.
 
-    Starts a broker and engines as processes of their own and trains beside them. The
-    weights of every optimizer step reach the engines over the bus, in the middle of
-    their requests. Prints a table and draws demo.png.
+    Starts a broker and engines as separate processes, and trains in this one. The weights of
+    every optimizer step reach the engines over the bus, in the middle of their requests.
+    Prints a table and draws demo.png.
     """
     if plan.updates is not None and plan.withhold_weights:
         raise UsageError("--updates: with --withhold-weights there are none")
@@ -150,7 +150,7 @@ def _demo(plan: DemoPlan, *, as_json: bool) -> None:
 
 
 def _undisturbed(plan: DemoPlan, *, as_json: bool) -> None:
-    """Runs the demo that kills processes, or the one that compares with an undisturbed run."""
+    """Runs the demo that kills processes, or the demo of sessions and their undisturbed twins."""
     alone = "--chaos" if plan.chaos else "--sessions"
     plain = (plan.engine, plan.dp_size, plan.how, plan.withhold_weights, plan.updates)
     if plain != ("embedded", 1, "auto", False, None) or (plan.chaos and plan.sessions is not None):
@@ -227,10 +227,11 @@ class RolloutsPlan(GroupPlan):
 def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
     """Serve a group's engines to OpenAI clients at one address.
 
-    A request survives updates, pauses and dead engines: it goes on elsewhere where it was. Routes:
-    /inference/v1/generate as vLLM has it, /v1/completions, /v1/chat/completions, /v1/models and
-    /health. Requests of one session (header X-Session-ID, or field session_id or user) go to one
-    engine. Prints its URL once it listens. Beyond loopback it needs --api-key, or --insecure.
+    A request survives updates, pauses and dead engines: it continues on another engine with the
+    tokens that it has. Routes: /inference/v1/generate as vLLM has it, /v1/completions,
+    /v1/chat/completions, /v1/models and /health. Requests of one session (header X-Session-ID, or
+    field session_id or user) go to one engine. Prints its URL once it listens. Beyond loopback it
+    needs --api-key, or --insecure.
     """
     listen = plan.listen
     try:

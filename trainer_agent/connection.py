@@ -48,7 +48,7 @@ _SLOW_S: Final = 10.0  # then the log names the late peers
 
 
 class Connection:
-    """A peer's connection to the broker; arguments are as in :class:`trainer_agent.TrainerAgent`.
+    """Connects a peer to the broker; arguments are as in :class:`trainer_agent.TrainerAgent`.
 
     Attributes:
         delivery: repeats undo commands in the background.
@@ -157,13 +157,14 @@ class Connection:
         timeout_s: float | None = None,
         even_if_silent: bool = False,
     ) -> M:
-        """Repeats a request until it is answered; by its id, the broker carries it out only once.
+        """Repeats a request until it is answered; the broker executes it only once.
 
         Args:
             message: the request.
             expect: the type of the answer.
-            timeout_s: how long to wait. A step of all engines may be sent long before its turn, so
-                its time counts from the end of the last step. Default: as the constructor's.
+            timeout_s: how long to wait, in seconds. The time of a step of all engines counts from
+                the end of the step before, because it may be sent ahead. Default: that of the
+                constructor.
             even_if_silent: whether to send even if nothing was received from the broker lately.
 
         Returns:
@@ -277,7 +278,7 @@ class Connection:
         future.set_result(message)
 
     def _refused_unread(self, message: Message) -> int:
-        """Returns the id of the request that the broker refused unread: the largest one."""
+        """Returns the id of the request that the broker refused unread; the largest one."""
         if not isinstance(message, Nack) or message.code is not NackCode.OVERSIZED:
             return 0
         sizes = {each: len(bytes(encode_body(step))) for each, step in self._steps.items()}

@@ -35,7 +35,7 @@ def own_nack(
     peer: str = "",
     hint: str = "",
 ) -> Nack:
-    """Returns a NACK that originates in the trainer's process."""
+    """Returns a NACK that the trainer's process itself makes."""
     return Nack(
         code=code,
         step=step,

@@ -27,7 +27,7 @@ _POLL_S: Final = 0.05
 
 
 class Requester(Protocol):
-    """The part of :class:`trainer_agent.connection.Connection` that delivery needs."""
+    """The methods of :class:`trainer_agent.connection.Connection` that delivery needs."""
 
     @property
     def is_joined(self) -> bool:

@@ -98,7 +98,7 @@ class UpdateOptions:
 
     @property
     def quorum_on_the_wire(self) -> int:
-        """The quorum as :class:`bus.messages.Arm` has it; 0 means all."""
+        """The quorum in the form of :class:`bus.messages.Arm`; 0 means all."""
         return 0 if self.quorum == "all" else self.quorum or 1
 
     @property
@@ -117,7 +117,7 @@ class UpdateOptions:
 
     @property
     def staging(self) -> Staging | None:
-        """The staging request of :class:`bus.messages.Arm`; None if the update needs a pause."""
+        """The staging options for :class:`bus.messages.Arm`; None if the update needs a pause."""
         if self.needs_pause:
             return None
         return Staging(

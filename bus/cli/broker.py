@@ -78,9 +78,9 @@ class BrokerPlan:
 def broker(plan: BrokerPlan) -> None:
     """Run the broker until SIGINT or SIGTERM.
 
-    It prints its address on stdout once it listens. Its log, on stderr, tells every
-    update: who joined, pause asked, local and global, chunks, commit, resume, and who
-    was slowest. Engines go on generating when it stops; peers find the next one.
+    Prints its address on stdout once it listens, and logs to stderr: which peers join, and each
+    step of a pause or update with its slowest engine. If the broker stops, engines generate on,
+    and peers join the next broker at its address.
     """
     if plan.peer_timeout_ms < 3 * plan.heartbeat_ms:
         raise UsageError(

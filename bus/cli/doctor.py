@@ -85,7 +85,7 @@ def doctor(
 ) -> None:
     """Check this machine: versions, vLLM and its RL routes, plugin, ports, shared memory, clock.
 
-    Exits with 1 if something is broken, or, with --vllm, if a feature is off; 0 otherwise.
+    Exits with 1 if something is broken or, with --vllm, if a feature is off; otherwise with 0.
     """
     if wheels:
         _show_features(wheels, markdown=markdown, as_json=as_json)

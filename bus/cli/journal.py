@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def journal() -> None:
     """Read what a broker has recorded (`wavebus broker --journal DIR`).
 
-    A broker that runs may be read, too: its last 5 milliseconds are not there yet.
+    The journal of a running broker can be read, too; its last 5 milliseconds are missing.
     """
 
 
@@ -71,7 +71,7 @@ def _kinds(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -
 
 @dataclass(frozen=True)
 class Filters:
-    """Which records are shown, and how. A filter that is None or empty lets all pass."""
+    """Says which records are shown, and how. A filter that is None or empty lets all pass."""
 
     updates: tuple[str, ...] = option(
         (), "Messages of this update or pause.", "--update", type=str, multiple=True
@@ -137,10 +137,9 @@ def _at(entry: Entry, moment: _Moment) -> float:
 def show(source: Path, filters: Filters) -> None:
     """Show the records of a journal: a file, or the folder of a broker's --journal.
 
-    A line has the record's number in this life of the broker, the time (UTC), the way
-    (<- came in, -> went out, .. the broker's timer rang, with --timers), the message and
-    its peers.
-    Options given several times mean any of them; several options mean all of them.
+    A line has the record's number in this life of the broker, the time (UTC), the direction (<-
+    received, -> sent, .. the broker's timer, with --timers), the message and its peers. Options
+    given several times mean any of them; several options mean all of them.
 
     Times are seconds since the broker began (12.5), or UTC (2026-03-01T12:00:00).
     """

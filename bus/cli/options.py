@@ -39,7 +39,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def option(default: Any, help: str, *names: str, **more: Any) -> Any:  # noqa: A002 - as click's
-    """Declares a dataclass field that :func:`options_of` makes an option of.
+    """Declares a dataclass field that :func:`options_of` turns into an option.
 
     Args:
         default: default value of the field and of the option.

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 @click.option("--verbose", is_flag=True, help="Every record, and what the broker logs with it.")
 @json_option
 def replay(source: Path, upto: int | None, verbose: bool, as_json: bool) -> None:
-    """Run the broker again in memory, on what it heard, and compare what it does.
+    """Replay a journal in memory, and compare what the broker sends.
 
-    FILE_OR_DIR is a journal's file, or the folder of a broker's --journal. The messages that came
-    in are given to a new broker, record by record, at their times; what it sends must be what
-    the journal says was sent.
+    FILE_OR_DIR is a journal's file, or the folder of a broker's --journal. A new broker gets the
+    recorded messages, record by record, at their times. What it sends must be what the journal
+    says was sent.
 
-    Exits with 1 if it differs, and says at which record, what was expected there and what
-    came; also if a record is damaged, or nothing could be replayed. A life of a broker can be
-    replayed from its first file on, by the same version of wavebus; those whose first file was
-    dropped (--journal-bytes) are named.
+    Exits with 1 at a difference, and says at which record, what was expected and what was found;
+    also if a record is damaged, or nothing could be replayed. A life of a broker can be replayed
+    only from its first file on, by the same version of wavebus. Lives whose first file was
+    deleted (--journal-bytes) are named.
     """
     # Imported here, because the help text needs no state machine.
     from bus.journal.replay import Unplayable, replay_lives  # noqa: PLC0415

@@ -56,7 +56,7 @@ class RouterWorkers:
         self._revision = None
 
     def on_routes(self, group: str, routes: Routes) -> None:
-        """Takes the routes of a group."""
+        """Stores the new routes of a group."""
         if group == self._group:
             self._routed = {each.endpoint for each in routes.engines if each.endpoint}
             self._known |= self._routed
@@ -64,7 +64,7 @@ class RouterWorkers:
             self._changed.set()
 
     def on_status(self, status: Status) -> None:
-        """Takes the engines of the group from the broker's status."""
+        """Learns from the broker's status which engines the group has."""
         engines = (
             each for group in status.groups if group.name == self._group for each in group.engines
         )

@@ -57,11 +57,10 @@ class RoutesPlan(GroupPlan):
 @key_options
 @json_option
 def routes(plan: RoutesPlan, timeout_s: float, keys: Keys, as_json: bool) -> None:
-    """Show which engines requests are to be sent to: those that serve their group's version.
+    """Show which engines take requests: those that serve their group's version.
 
-    With --router, an engine that is no longer routed leaves the router's list of workers, and
-    returns when it is routed again. Workers that the group never had are left alone. The list stays
-    as it is when the command ends.
+    With --router, keeps the router's list of workers equal to these engines. Workers that never
+    belonged to the group stay in the list. When the command ends, the list stays as it is.
 
     With --json, one object for each group (and, with --follow, for each change). Exits with 3 if no
     broker answers.

@@ -29,7 +29,7 @@ _NAMED: Final = 4  # engine names in one line
 def status(
     address: BrokerAddress, group: str | None, timeout_s: float, keys: Keys, as_json: bool
 ) -> None:
-    """Show the broker's view: groups, engines, versions, and who is waited for.
+    """Show groups, engines, versions, and which peers delay a step.
 
     Exits with 3 if no broker answers.
     """
@@ -103,7 +103,7 @@ def _serves(group: GroupStatus, engine: EngineView) -> str:
 
 
 def _missing_features(group: GroupStatus) -> list[str]:
-    """Returns the warnings about each engine's vLLM.
+    """Returns warnings about each engine's vLLM.
 
     They name features that are off, how updates treat KV connectors, KV caches without a version,
     and a version of vLLM that wavebus was not tested with.

@@ -42,12 +42,12 @@ def why(
     keys: Keys,
     as_json: bool,
 ) -> None:
-    """Say why nothing moves: who has not acked what, for how long, and what is known of them.
+    """Say why a group makes no progress: who has not acknowledged what.
 
-    An engine is blocked (it lives, and its own call has not returned), silent (not heard for
-    two heartbeats), wedged (its data-parallel group stands in a collective) or dead (a rank of
-    its group is gone). Engines that are quarantined or gone are told after that. With an
-    update's or a peer's name, what concerns it alone.
+    An engine is blocked (alive, but its own call has not returned), silent (no heartbeat for two
+    intervals), wedged (a rank of its data-parallel group hangs in a collective) or dead (a rank of
+    its group is gone). Engines that are quarantined or gone come last. With the name of an update
+    or a peer, shows only what concerns it.
 
     Exits with 3 if no broker answers.
     """

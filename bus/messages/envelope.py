@@ -1,4 +1,4 @@
-"""Defines the fields that every frame on the bus carries beside its message."""
+"""Defines the fields that every frame on the bus carries in addition to its message."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorFacts:
-    """The DP coordinator of one DP group, and its waves when it joins.
+    """The DP group of a DP coordinator, and the state of its wave when the coordinator joins.
 
     ``rank``: the rank that began the running wave; None: no wave runs, or it is unknown.
     """

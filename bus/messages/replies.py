@@ -107,7 +107,7 @@ class NackCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Nack(Message):
-    """Any peer or the broker, to any: the request is refused, and nothing has changed.
+    """Peer or broker, to the sender: the request is refused, and nothing has changed.
 
     Attributes:
         step: the step of a pause or an update that is refused; empty: none.
@@ -138,7 +138,7 @@ class TrainerStep(Message):
         number: counts rank 0's updates, from 1.
         version: with ``end``: the committed version.
         failure: with ``end``: the error that rank 0 raised instead.
-        meeting: with ``go``: where the ranks meet engines, if they do; only the ranks read it.
+        meeting: with ``go``: where the ranks connect to the engines; empty if rank 0 alone sends.
     """
 
     number: Count

@@ -157,8 +157,9 @@ class Routes(Message):
 class RoutesTaken(Message):
     """Watcher to broker: engines that left the routes by ``revision`` get no more requests.
 
-    With its first ROUTES_TAKEN a watcher asks the broker to wait for its confirmations: an engine
-    that leaves the routes is then sent nothing until they come, for at most one heartbeat.
+    With its first ROUTES_TAKEN a watcher asks the broker to wait for its confirmations: the broker
+    then holds its messages to an engine that leaves the routes until the confirmations come, for at
+    most one heartbeat.
     """
 
     group: Name

@@ -51,7 +51,7 @@ class Alarm:
         self._due_ms = float("inf")
 
     def ring_by(self, due_ms: float) -> None:
-        """Calls back at ``due_ms`` of the scheduler's clock, or earlier if that is set."""
+        """Schedules the callback for ``due_ms`` at the latest."""
         if due_ms >= self._due_ms:
             return
         if self._timer is not None:

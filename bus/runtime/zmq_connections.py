@@ -67,7 +67,7 @@ class ConnectionGuard:
         self._checks = self._checks_after_cut = 0
 
     def close(self) -> None:
-        """Closes the guard, and leaves connections open."""
+        """Closes the guard; connections stay open."""
         self._files.close()
 
     def check(self) -> None:

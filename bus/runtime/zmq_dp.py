@@ -64,7 +64,7 @@ class _DpSockets:
 
 
 class DpCoordinatorSockets(_DpSockets):
-    """The coordinator's sockets, bound on ``host``.
+    """Binds the three sockets of the DP coordinator on ``host``.
 
     Attributes:
         front: the address of the socket for front ends.
@@ -101,7 +101,7 @@ class DpCoordinatorSockets(_DpSockets):
 
 
 class DpRankSockets(_DpSockets):
-    """The sockets of one rank, connected to the coordinator's.
+    """Connects the sockets of one rank to those of the DP coordinator.
 
     Raises:
         UsageError: an address is malformed.

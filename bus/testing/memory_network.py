@@ -72,7 +72,7 @@ class MemoryNetwork:
         self._partitioned.add(route)
 
     def heal(self, route: bytes) -> None:
-        """Carries this peer's frames again; dropped ones stay lost."""
+        """Carries this peer's frames again; frames dropped before stay lost."""
         self._partitioned.discard(route)
         self._cut -= {(route, BROKER), (BROKER, route)}
 

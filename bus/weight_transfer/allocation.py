@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Describes the communicator to the sender, which is its rank 0.
+    """Describes a communicator to the sender, which is rank 0 in it.
 
     Attributes:
         number: the communicator's number; 0 for a backend without collectives.
@@ -96,7 +96,7 @@ def combine(rooms: Sequence[StagingCapacity]) -> StagingCapacity:
 
 
 def require_capacity(staging: Staging, room: StagingCapacity) -> StagingCapacity:
-    """Returns ``room``, unless the update must be staged and can't be.
+    """Returns ``room``; raises if the update must be staged and can't be.
 
     Args:
         staging: the staging options of ARM.

@@ -131,7 +131,7 @@ class Sender(ABC):
         """
 
     def on_taken(self, seq: int) -> None:  # noqa: B027 - as above
-        """Is called when every engine has taken the chunk. Its memory may be used again.
+        """Is called when every engine has taken the chunk, so that its memory is free again.
 
         Args:
             seq: number of the chunk.
@@ -162,7 +162,7 @@ class Receiver(ABC):
         room_bytes: size limit of a packed chunk in bytes; None: no limit. May change with
             :meth:`open`.
         device: where the engine has its weights. Set before :meth:`open`. Most receivers return
-            tensors in CPU memory whatever it is.
+            tensors in CPU memory, whatever the device is.
         is_owned: whether received tensors belong to the caller and stay valid after
             :meth:`release`. May change with :meth:`open`.
         is_lasting: whether received tensors stay valid until :meth:`release` even if the other end
@@ -261,7 +261,7 @@ class Receiver(ABC):
         return False
 
     def release(self) -> None:  # noqa: B027 - most have nothing to do
-        """Frees the memory of the chunk that was received first. Its tensors are not used again."""
+        """Frees the memory of the oldest received chunk, whose tensors are not used again."""
 
     @abstractmethod
     def close(self) -> None:

@@ -108,8 +108,8 @@ def checksums(
         tensors: the chunk's tensors, of any shape, dtype, strides and device. A GPU is waited for
             twice per chunk, not once per tensor.
         verify: what the checksums cover.
-        memo: a cache, for tensors that will come again at the same addresses with other values.
-            It keeps values that depend only on the addresses.
+        memo: a cache, for tensors that will have other values at the same addresses later. It keeps
+            values that depend only on the addresses.
         looked: the result of :func:`select_words` for these tensors, if it was called.
 
     Returns:
@@ -131,11 +131,11 @@ def checksums(
 
 
 class SelectedWords:
-    """The words of a chunk that its checksums cover.
+    """The words (8 bytes each) of a chunk that enter its checksums.
 
     Args:
-        small: the tensors that have the words.
-        words: the words' values; None: they are read later, by :func:`sum_words`.
+        small: the tensors to which the words belong.
+        words: the values of the words; None: :func:`sum_words` reads them later.
 
     Attributes:
         count: how many words there are.

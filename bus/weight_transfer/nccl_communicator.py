@@ -48,14 +48,15 @@ _ABORT_S: Final = 10.0
 
 
 class NcclCommunicator:
-    """One end that has met the others. One thread uses it; any thread may wait in it or close it.
+    """One connected end of a communicator. One thread uses it; any thread may wait or close it.
 
     Args:
         dist: ``torch.distributed``.
         group: the ``ProcessGroupNCCL``.
         store: the communicator's part of the trainer's store.
         mark: makes, for queued work, an event with ``synchronize()`` and ``query()``, like a CUDA
-            event. It is called only when somebody waits: for several broadcasts, for the last.
+            event. It is called only when a thread waits; for several broadcasts, only for the last
+            one.
 
     Attributes:
         completed: how many broadcasts have ended, as far as waits have shown.
@@ -112,7 +113,7 @@ class NcclCommunicator:
         self.launch(memories, timeout_s).wait()
 
     def close(self) -> None:
-        """Leaves at once, even inside a broadcast, and frees NCCL's memory on the GPU."""
+        """Leaves the communicator at once, even inside a broadcast, and frees its GPU memory."""
         with self._closing:
             if self._closed.is_set():
                 return
@@ -165,7 +166,7 @@ class Broadcast:
         number: the broadcast's number there, from 1.
         memories: the broadcast tensors.
         work: torch's handle of the queued work.
-        timeout_s: how long it may take as the next to end, in seconds.
+        timeout_s: how long it may take once all earlier broadcasts have ended, in seconds.
     """
 
     def __init__(
@@ -211,7 +212,8 @@ class Broadcast:
         """Returns why the broadcast can't end any more; empty if it still can.
 
         Args:
-            first_since_s: when it became the next to end, as ``time.monotonic()`` has it.
+            first_since_s: when all earlier broadcasts had ended, in seconds of
+                ``time.monotonic()``.
         """
         since_s = max(first_since_s, self._launched_s)
         if time.monotonic() >= since_s + self._timeout_s:

@@ -111,7 +111,7 @@ def gather_messages(store: Any, place: RankAssignment, message: str, timeout_s: 
 def is_store_alive(store: Any) -> bool:
     """Returns whether the trainer's store still answers.
 
-    The store answers while the trainer's process lives and the trainer's end is open.
+    The store answers as long as the trainer's process lives and its end is open.
 
     Args:
         store: the communicator's part of the store.

@@ -33,10 +33,10 @@ def bench() -> None:
 @options_of(ControlPlan)
 @json_option
 def control(*, plan: ControlPlan, as_json: bool) -> None:
-    """A group's pause and resume: over the bus, over HTTP, and over bare ZeroMQ.
+    """Measure a group's pause and resume over bus, HTTP and ZeroMQ.
 
-    The bus has CURVE keys, a journal and limits. HTTP endpoints log no requests; beside them are
-    others that do. All alternate in one run: only their ratios mean something on a busy host.
+    The bus has CURVE keys, a journal and limits. HTTP endpoints run without and with request
+    logs. All ways alternate in one run: on a busy host only their ratios mean something.
     """
     require_modules(*_NEEDS)
     show("control", plan, as_json=as_json, loop=plan.loop)
@@ -46,9 +46,9 @@ def control(*, plan: ControlPlan, as_json: bool) -> None:
 @options_of(PausePlan)
 @json_option
 def pause(*, plan: PausePlan, as_json: bool) -> None:
-    """What the bus adds to a DP group: to its first request, and to its pause.
+    """Measure what the bus adds to a DP group's pause and first request.
 
-    Two DP groups side by side, one of them on the bus, measured in turn.
+    Two DP groups run side by side, one of them on the bus; they are measured alternately.
     """
     require_modules(*_NEEDS, *(("vllm",) if plan.engine == "vllm" else ()))
     show("pause", plan, as_json=as_json)
@@ -58,9 +58,10 @@ def pause(*, plan: PausePlan, as_json: bool) -> None:
 @options_of(RolloutPlan)
 @json_option
 def rollout(*, plan: RolloutPlan, as_json: bool) -> None:
-    """What the rollout client costs, against aiohttp alone and against vllm-router.
+    """Measure what the rollout client costs.
 
-    All ask the same four embedded engines, whose steps take 20 ms. Ways alternate in one run.
+    Compares it with aiohttp alone and with vllm-router. All use the same four embedded engines,
+    whose steps take 20 ms, and alternate in one run.
     """
     require_modules("torch", "aiohttp", *(("vllm",) if plan.vllm else ()))
     show("rollout", plan, as_json=as_json)
@@ -70,14 +71,14 @@ def rollout(*, plan: RolloutPlan, as_json: bool) -> None:
 @options_of(TransferBenchPlan)
 @json_option
 def transfer(*, plan: TransferBenchPlan, as_json: bool) -> None:
-    """What an update's transfer costs: its bandwidth, and its control plane.
+    """Measure an update's bandwidth, and its control plane.
 
-    embedded: one engine, one trainer, one broker, each in its own process. First few large
-    tensors: updates alternate with plain copies of as many bytes. Then many small ones: what an
-    update takes beside putting, receiving and loading them.
+    embedded: one engine, one trainer and one broker, each in its own process. First a few large
+    tensors: updates alternate with plain copies of as many bytes. Then many small ones: how much of
+    an update is not spent on putting, receiving and loading them.
 
-    vllm: updates over the bus, by vLLM's worker engine and by wavebus's, alternate with vLLM's
-    own flow and with a raw broadcast; how long requests stand still, and whose time that is.
+    vllm: updates over the bus, by vLLM's worker engine and by wavebus's, alternate with vLLM's own
+    flow and with a raw broadcast. Shows for how long requests get no tokens, and why.
     """
     require_engines(plan)
     show("vllm_transfer" if plan.engine == "vllm" else "transfer", plan, as_json=as_json)
@@ -87,10 +88,10 @@ def transfer(*, plan: TransferBenchPlan, as_json: bool) -> None:
 @options_of(GapPlan)
 @json_option
 def gap(*, plan: GapPlan, as_json: bool) -> None:
-    """The time between tokens over a weight update: natively, paused, and staged.
+    """Measure the time between tokens during a weight update.
 
-    Requests decode while the engines are updated, by the engine's own flow without a bus, over the
-    bus in a pause, and over the bus staged; these alternate in one run.
+    Requests decode while the engines are updated: by the engine's own flow without a bus, over the
+    bus in a pause, and over the bus staged. The three ways alternate in one run.
     """
     require_engines(plan)
     show("gap", plan, as_json=as_json)

@@ -79,7 +79,7 @@ class HttpGroup:
 
 
 async def measure(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
-    """Returns the JSON's fields: medians, and the bus's ratio to each other way.
+    """Measures all ways; returns the fields of the JSON output: medians and ratios.
 
     Raises:
         UsageError: the system allows too few open files.
@@ -94,7 +94,7 @@ async def measure(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
 
 
 async def compare(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
-    """Alternates rounds of all ways, and measures CPU times afterwards."""
+    """Alternates rounds of all ways, and then measures their CPU times."""
     raise_file_limit((2 + plan.plain) * plan.engines)
     say(f"{plan.engines} engines: starting")
     async with await bench.part() as part:
@@ -138,7 +138,7 @@ def figures_of(
     broker_cpu_s: float,
     http_cpu_s: float,
 ) -> dict[str, Any]:
-    """Return a run's results: median round times, ratios and CPU times.
+    """Returns a run's results: median round times, ratios and CPU times.
 
     Args:
         found: the round times of each way to pause and resume, in ms.
@@ -168,7 +168,7 @@ def figures_of(
 
 
 async def grown(bench: Bench, engines: int, rounds: int) -> float:
-    """Returns the median round of the bus with ``engines`` engines, in ms."""
+    """Returns the median time of a round over the bus with ``engines`` engines, in ms."""
     raise_file_limit(engines)
     say(f"scale: {engines} engines")
     async with await bench.part() as part:

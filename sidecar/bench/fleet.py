@@ -1,13 +1,13 @@
-"""Starts a trainer, several engines of one model, and the raw broadcast beside them.
+"""Starts a trainer, several engines of one model, and the processes of the raw broadcast.
 
-Of vLLM servers, the trainer is on one GPU, and all servers are on another, each with weights of its
-own. Only one server at a time has requests. If every way to send works within one GPU only, all are
-on that GPU. ``native`` is vLLM alone. The other servers have a sidecar, and each is alone in a
-group of its name.
+With vLLM, the trainer uses one GPU, and all servers share another, each with its own weights. Only
+one server at a time has requests. If every way to send works within one GPU only, all use that
+GPU. The server ``native`` is vLLM alone. Every other server has a sidecar, and is the only engine
+of a group with its name.
 
 A DP group may take the place of each server: its ranks run in lockstep over a mixture of experts.
-Then rank ``r`` of each is on GPU ``r``, and the trainer on the first. On a CPU all models are
-small, and share that CPU.
+Rank ``r`` of each then uses GPU ``r``, and the trainer the first. Without GPUs all models are
+small, and share the CPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KV_CACHE_SPARE: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class BroadcastEnds:
-    """The connected ends of the raw broadcast, each on the GPU of its number.
+    """Measures raw broadcasts between processes; process ``k`` uses GPU ``k``.
 
     If trainer and engine share a GPU, there is one process, which copies within that GPU.
     """
@@ -78,7 +78,7 @@ async def raw_ends(
         device: where the ends' memory is.
         size_bytes: size of a broadcast, in bytes.
         alone: whether there is one end, because all memory is on one GPU.
-        how: further arguments of :meth:`sidecar.bench.harness.Bench.launch`.
+        how: other arguments of :meth:`sidecar.bench.harness.Bench.launch`.
     """
     count = 1 if alone else 2
     same: dict[str, Any] = {
@@ -103,8 +103,8 @@ class UpdatedEngines:
         update: makes one update of a way, and returns its times.
         urls: the URLs of each way's engines, rank by rank.
         engines: the processes of each way's engines, which report their calls.
-        raw_ms: makes one transfer of ``size_bytes`` with nothing around it.
-        copy_ms: makes one copy of ``size_bytes`` within an engine's memory.
+        raw_ms: times one bare transfer of ``size_bytes``.
+        copy_ms: times one copy of ``size_bytes`` within an engine's memory.
         serves: returns what a way's engines serve now; equal for equal weights.
         not_compared: what ``serves`` leaves out, and why.
     """
@@ -129,7 +129,7 @@ class ServedAnswer:
 
 
 def without_experts(served: ServedAnswer, expected: tuple[int, ...] = ()) -> ServedAnswer:
-    """Removes experts' checksums, and replaces the tokens if others are expected."""
+    """Removes experts' checksums; replaces the tokens by the ``expected`` ones, if given."""
     sums = {name: sum_ for name, sum_ in served.checksums.items() if _EXPERTS not in name}
     return ServedAnswer(expected or served.tokens, sums)
 
@@ -223,12 +223,12 @@ async def start_embedded(
 async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -> UpdatedEngines:
     """Starts a trainer and servers (or DP groups): vLLM alone, and others with a sidecar.
 
-    After the updates all must serve the same, by their tokens and their weights' checksums, with
-    one exception. vLLM packs a mixture's experts for its CPU kernels when they are first loaded,
-    and at no update after that (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So on a CPU the
-    experts that vLLM updates by itself are unpacked in memory that is read as packed, and its
-    answers are wrong. There its experts and answers are not compared, and the others' answers are
-    compared with those of the trainer's own model.
+    After the updates all must serve the same weights, by their tokens and checksums, with one
+    exception on CPUs: vLLM packs experts for its CPU kernels when they are first loaded, but not at
+    updates (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So experts that vLLM updates by
+    itself
+    give wrong answers. These experts and answers are not compared, and the other servers' answers
+    are compared with those of the trainer's own model.
 
     Args:
         bench: ends all processes.
@@ -306,7 +306,7 @@ def group_of(server: str) -> str:
 def trainer_settings(
     plan: EnginesPlan, address: str, servers: Iterable[str], model: Path
 ) -> dict[str, Any]:
-    """Returns the settings of :mod:`sidecar.bench.programs.vllm_trainer`."""
+    """Returns the arguments of the program :mod:`sidecar.bench.programs.vllm_trainer`."""
     cuda = plan.device == "cuda"
     return {
         "broker": address,
@@ -330,7 +330,7 @@ def trainer_settings(
 def server_settings(
     plan: EnginesPlan, engine: str, name: str, address: str, model: Path
 ) -> list[dict[str, Any]]:
-    """Returns the settings of a server, or of all its ranks."""
+    """Returns the arguments of the program of one server, or of each of its ranks."""
     cpu, lockstep, port = plan.device == "cpu", plan.dp_size > 1, free_port(_HOST)
     argv = (
         *("--model", str(model), "--served-model-name=bench", "--load-format=dummy"),

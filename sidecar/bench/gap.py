@@ -28,7 +28,7 @@ WAYS: Final = {"native": NATIVE, "paused": BUS, "staged": BUS}
 
 
 async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
-    """Returns the JSON's fields, and draws the picture.
+    """Measures all ways; returns the fields of the JSON output, and draws the picture.
 
     Raises:
         BenchFailed: a process died, or a request ended without all its tokens, or before the

@@ -60,7 +60,7 @@ class Worker:
         return (await self.hello())["answer"]
 
     async def hello(self) -> dict[str, Any]:
-        """Returns the next answer of the process; the first one describes what was started.
+        """Returns the process's next answer; its first one describes what it has started.
 
         Raises:
             BenchFailed: no answer came in time. The text has the end of the process's log.
@@ -96,7 +96,7 @@ class Worker:
 
 
 class Bench(contextlib.AsyncExitStack):
-    """The processes of a run, or of a part, which end with the block.
+    """Starts the processes of a run, or of a part of it, and ends them with the block.
 
     Args:
         loop: the event loop of all processes.
@@ -109,7 +109,7 @@ class Bench(contextlib.AsyncExitStack):
         self.logs = logs
 
     async def part(self) -> Bench:
-        """Begins a part of this run, which may end before the rest."""
+        """Begins a part of this run, whose processes end before the rest."""
         return await self.enter_async_context(Bench(self.loop, self.logs))
 
     def folder(self) -> Path:
@@ -132,7 +132,7 @@ class Bench(contextlib.AsyncExitStack):
         Args:
             program: a module of :mod:`sidecar.bench.programs`, whose function of that name is run.
             name: the log's name; by default the program's.
-            env: environment variables beside those of this process.
+            env: environment variables in addition to those of this process.
             answer_s: how long each answer may take, in seconds.
             grace_s: how long the process may take to end before it is killed, in seconds.
             settings: the program's arguments.
@@ -180,7 +180,8 @@ async def in_turn(
         ways: runs one round of each way.
         rounds: rounds of each way that count.
         warm: rounds before them, which have negative numbers.
-        swing: whether every other turn is in reverse, so that no way always follows the same one.
+        swing: whether every other turn runs in reverse, so that no way always has the same one
+            before it.
         on_round: called after each round with its number, way and result.
 
     Returns:

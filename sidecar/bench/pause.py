@@ -51,9 +51,9 @@ _SERVER: Final = ("--enforce-eager", "--max-num-seqs=8", "--max-model-len=256")
 
 
 class RestingDpGroup:
-    """One of the DP groups, with its engines' URLs and its trainer.
+    """Measures one DP group, which is idle between two measurements.
 
-    The trainer reports when the engines are idle.
+    The DP group's trainer reports when all engines are idle.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RestingDpGroup:
 
 
 async def measure(bench: Bench, plan: PausePlan) -> dict[str, Any]:
-    """Returns medians in ms, and what the bus adds.
+    """Measures both DP groups; returns medians in ms, and what the bus adds.
 
     Raises:
         BenchFailed: a process died.
@@ -185,7 +185,7 @@ def _launch_plan(plan: PausePlan, name: str, address: str, checkpoint: Path) -> 
 
 @contextlib.asynccontextmanager
 async def _running(plan: RankLaunchPlan, log: IO[bytes]) -> AsyncIterator[None]:
-    """Runs a DP group while the block runs; a rank that dies cancels the block."""
+    """Runs a DP group for the length of a block, which is cancelled if a rank dies."""
     stop = asyncio.Event()
     this = asyncio.current_task()
     assert this is not None

@@ -82,7 +82,7 @@ def draw(shown: Mapping[str, Trace], figures: Mapping[str, Any], path: Path) -> 
 
 
 def _longest(update_ms: float, tokens: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns when the longest gap of the update ended, and its length, in ms."""
+    """Returns when the longest gap of the update ended, and how long it was, in ms."""
     of_update = [(at, gap) for at, gap in tokens if at > 0 and at - gap < update_ms]
     return max(of_update, key=lambda each: each[1])
 

@@ -114,7 +114,7 @@ class EnginesPlan:
 
     @property
     def over(self) -> str:
-        """The requested backend, or the default one for the engines."""
+        """The backend that sends the weights: the requested one, or the engines' default."""
         if self.engine == "embedded" or self.dp_size > 1:
             return self.backend or "shm"
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
@@ -126,18 +126,18 @@ class EnginesPlan:
 
     @property
     def native(self) -> str:
-        """The name that vLLM has for its trainer and worker engine."""
+        """The name in vLLM of the trainer and worker engine that ``native`` uses."""
         return self.native_engine or ("ipc" if self.dp_size > 1 else "nccl")
 
     @property
     def chunk_bytes(self) -> int:
-        """The largest size of a chunk, in bytes. Over shm two chunks are in the host's memory."""
+        """The size of the largest chunk, in bytes; smaller over shm, to save CPU memory."""
         usual = 512 if self.over == "shm" else 2048
         chosen = self.chunk_megabytes or (8 if self.engine == "embedded" else usual)
         return chosen * 1_000_000
 
     def settings(self) -> dict[str, Any]:
-        """Returns the JSON's fields of these options."""
+        """Returns these options as fields of the JSON output."""
         names = ["engine", "rounds", "requests", "tokens", "clear_cache", "dp_size", "chunk_bytes"]
         found = {"backend": self.over}
         if self.engine == "vllm":

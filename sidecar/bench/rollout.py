@@ -55,7 +55,7 @@ _PAIRS: Final = (
 
 
 class RolloutBench:
-    """The engines of one run, and the processes that send requests."""
+    """Runs the engines, and the processes that send requests to them."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -154,7 +154,7 @@ class RolloutBench:
         }
 
     async def kill(self, engines: list[tuple[str, Worker, str]], kills: int) -> dict[str, Any]:
-        """Kills engines, and measures how long each of their answers stands still.
+        """Kills engines, and measures how long each of their answers is interrupted.
 
         The time is from the engine's SIGKILL to the answer's next token.
         """
@@ -175,7 +175,7 @@ class RolloutBench:
         return {"kill_answers": len(took_ms), "kill_p50_ms": p50, "kill_p99_ms": p99}
 
     async def prefix_hits(self, rounds: int) -> dict[str, Any]:
-        """Counts the prompt tokens that two servers find in their caches, for each way."""
+        """Counts, for each way, the prompt tokens that two servers find in their prefix caches."""
         say("starting 2 vLLM servers")
         argv = server_argv(
             *("--model", self._checkpoint, "--enforce-eager", "--dtype=float32"),
@@ -206,7 +206,7 @@ class RolloutBench:
 
 
 async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
-    """Returns the JSON's fields.
+    """Measures all ways; returns the fields of the JSON output.
 
     Raises:
         BenchFailed: a process died, or a request failed.

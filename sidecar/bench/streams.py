@@ -27,7 +27,7 @@ _AGAIN_S: Final = 0.05
 
 
 class Streams:
-    """The requests under way.
+    """Records when the tokens of streamed requests arrive.
 
     Attributes:
         came: when tokens came, by request, in seconds on ``time.monotonic()``'s clock.
@@ -43,7 +43,7 @@ class Streams:
         self._changed = asyncio.Event()
 
     async def have(self, tokens: int) -> None:
-        """Waits until every request has at least ``tokens`` tokens."""
+        """Waits until every request has received at least ``tokens`` tokens."""
         while min(self.counts) < tokens:
             self._changed.clear()
             await self._changed.wait()
@@ -70,7 +70,7 @@ class Streams:
 async def _pieces(
     session: aiohttp.ClientSession, url: str, index: int, tokens: int
 ) -> AsyncIterator[Piece]:
-    """Sends a greedy request, and again if a paused engine rejects it; yields its pieces."""
+    """Sends a greedy request, again if a paused engine rejects it; yields the answer's pieces."""
     sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     body = {"token_ids": prompt_of(index), "sampling_params": sampling, "stream": True}
     while True:
@@ -111,7 +111,7 @@ async def streaming(urls: Sequence[str], requests: int, tokens: int) -> AsyncIte
 
 
 async def greedy(url: str, tokens: int) -> list[int]:
-    """Returns the tokens that an otherwise idle engine answers to one request.
+    """Sends one greedy request to an otherwise idle engine, and returns the tokens.
 
     Raises:
         BenchFailed: the engine did not answer.
@@ -122,7 +122,7 @@ async def greedy(url: str, tokens: int) -> list[int]:
 
 
 def prompt_of(index: int) -> list[int]:
-    """Returns the prompt of a request, different for each, of tokens in every vocabulary."""
+    """Returns the prompt of request ``index``; every vocabulary has its tokens."""
     return [1 + (index * 7 + place * (index + 3)) % 13 for place in range(PROMPT_TOKENS)]
 
 
@@ -159,7 +159,7 @@ def tokens_within(
 ) -> float:
     """Returns how many tokens were made in a period.
 
-    Tokens after a gap that is partly in the period count by that part.
+    Tokens after a gap that overlaps the period count by the part of the gap in the period.
     """
     total = 0.0
     for times, counts in zip(came, pieces, strict=True):
@@ -171,6 +171,6 @@ def tokens_within(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest value that at least ``percent`` percent of the values do not exceed."""
+    """Returns the smallest value such that ``percent`` percent of the values are not larger."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

@@ -1,20 +1,20 @@
-"""``bench transfer`` of an embedded engine: an update's cost, beside plain copies of its bytes.
+"""``bench transfer`` of an embedded engine: what an update costs, compared with plain copies.
 
 A broker, a trainer and an embedded engine with its sidecar run, each in a process of its own.
 The first model has few large tensors. Rounds of three kinds alternate in one run:
 
 - **memcpy**: the trainer's process copies as many bytes between two buffers, with one thread.
-- **two at once**: the trainer's and the engine's process each do so at the same time. That is what
-  a transfer by shared memory does (one writes, the other loads), with nothing around it.
-- **update**: the trainer sends the model over the bus. Of that, *transfer* is the time from the
-  start of the first chunk's put to the last chunk's ack: written, announced, read and loaded.
+- **two at once**: the trainer's and the engine's process each do so at the same time. A transfer
+  by shared memory consists of these two copies: one process writes, the other loads.
+- **update**: the trainer sends the model over the bus. Its *transfer* is the time from the start
+  of the first chunk's put to the last chunk's ack.
 
-Over ``shm`` both ways to send are measured. A model in ordinary memory of the trainer is packed
-into the ring. One in shared memory (``trainer_agent.share_memory``) is lent.
+Over ``shm`` both ways to send are measured. A model in the trainer's ordinary memory is packed
+into the ring. A model in shared memory (``trainer_agent.share_memory``) is lent.
 
 The second model has many small tensors. It measures the control plane: names, shapes and checks.
-That is the update's time without the moments in which the sender put, or the engine received or
-loaded. A moment in which both worked counts once.
+That is the time of an update in which neither the sender puts nor the engine receives or loads. A
+moment in which both work counts once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COMPARED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TransferRun:
-    """A trainer, its engine, and the size of the model."""
+    """Measures one trainer and its engine, with a model of known size."""
 
     trainer: Worker
     engine: Worker
@@ -51,16 +51,16 @@ class TransferRun:
     tensors: int
 
     async def memcpy(self) -> dict[str, float]:
-        """Measures one copy in the trainer."""
+        """Measures one copy in the trainer's process."""
         return {"took_ms": await self.trainer.ask("memcpy_ms")}
 
     async def two_memcpy(self) -> dict[str, float]:
-        """Measures a copy in both processes at the same time."""
+        """Measures a copy in the trainer's and the engine's process at the same time."""
         engine = self.engine.ask("memcpy_ms", size_bytes=self.size_bytes)
         return {"took_ms": max(await asyncio.gather(self.trainer.ask("memcpy_ms"), engine))}
 
     async def update(self) -> dict[str, float]:
-        """Measures an update; ``control_ms`` is its time without a put, receive or load."""
+        """Measures an update; ``control_ms`` is its time without puts, receives and loads."""
         answer = await self.trainer.ask("update", how="paused")
         calls = [*answer["calls"], *await self.engine.ask("taken_calls")]
         update_ms = (answer["until_s"] - answer["since_s"]) * 1000
@@ -86,7 +86,7 @@ def covered_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
-    """Returns the JSON's fields: medians and their ratios.
+    """Measures both models; returns the fields of the JSON output: medians and ratios.
 
     Raises:
         BenchFailed: a process died.
@@ -139,7 +139,7 @@ async def _large(
 async def started(
     bench: Bench, backend: str, shape: str, amount: int, *, lent: bool = False
 ) -> TransferRun:
-    """Starts broker, trainer and engine."""
+    """Starts a broker, a trainer and an engine."""
     checkpoint = bench.folder() / "checkpoint"
     group = {"broker": await bench.broker(), "group": _GROUP, "folder": str(checkpoint)}
     trainer, made = await bench.start(

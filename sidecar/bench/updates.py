@@ -37,7 +37,7 @@ _ORDINARY_TOKENS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class UpdateRound:
-    """One update under load.
+    """The figures of one update under load.
 
     Attributes:
         figures: ``gap_ms``, the longest gap of any request that overlaps the update;
@@ -58,7 +58,7 @@ class UpdateRound:
 
 @dataclass(frozen=True)
 class Measured:
-    """All counted rounds, with one raw transfer and one copy for each."""
+    """All counted rounds; for each also the time of a raw transfer and of a copy."""
 
     rounds: dict[str, list[UpdateRound]]
     raw_ms: list[float]
@@ -68,7 +68,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class LoadedUpdate:
-    """One update under load: when tokens came, and what the trainer reports."""
+    """One update under load: the tokens' arrival times, and the trainer's report."""
 
     streams: Streams
     decoding_s: float
@@ -80,7 +80,7 @@ class LoadedUpdate:
         return made / (until_s - since_s)
 
     def round(self, tokens: int) -> UpdateRound:
-        """Returns the figures that all benches have, for requests of ``tokens`` tokens."""
+        """Returns the figures that all benches report; each request has ``tokens`` tokens."""
         came, since_s, until_s = self.streams.came, self.answer["since_s"], self.answer["until_s"]
         steps = gaps_ms(came, self.decoding_s, since_s)
         found = {
@@ -99,7 +99,7 @@ class LoadedUpdate:
 
 
 async def under_load(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> LoadedUpdate:
-    """Begins requests, lets all decode for a while, and then updates."""
+    """Starts requests, lets all decode for a while, and then runs an update."""
     async with streaming(engines.urls[way], plan.requests, plan.tokens) as streams:
         await streams.have(_BEGUN_TOKENS)
         decoding_s = time.monotonic()
@@ -149,7 +149,7 @@ async def rounds_of(
 
 
 def of_way(rounds: Sequence[UpdateRound], size_bytes: int, moved: str) -> dict[str, Any]:
-    """Returns the medians of one way; ``<moved>_ms`` is the figure of its transfer."""
+    """Returns one way's medians; ``moved`` names the time of its transfer, without ``_ms``."""
     found = medians([done.figures for done in rounds])
     steps = [step for done in rounds for step in done.steps_ms]
     return {

@@ -44,7 +44,7 @@ _MOVES: Final = frozenset({"put", "send", "receive", "verify", "load", "update"}
 
 
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
-    """Returns the JSON's fields: medians and their ratios.
+    """Measures all ways; returns the fields of the JSON output: medians and ratios.
 
     Raises:
         BenchFailed: a process died, or a request ended without all its tokens.

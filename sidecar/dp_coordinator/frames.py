@@ -75,7 +75,7 @@ class CoreReport:
     Attributes:
         rank: the core's rank.
         complete: the wave that is complete; None if the report is about something else.
-        started: the wave that has started; None likewise.
+        started: the wave that has started; None if the report is about something else.
     """
 
     rank: int
@@ -109,7 +109,7 @@ def decode_front_frame(parts: Sequence[bytes], size: int) -> FirstRequest | bool
         A request, or whether the front end subscribes (True) or unsubscribes (False).
 
     Raises:
-        BadFrame: the frame is none of a front end's.
+        BadFrame: no front end sends such a frame.
     """
     frame = _only(parts)
     if frame in (SUBSCRIBE, UNSUBSCRIBE):
@@ -183,10 +183,10 @@ def encode_core_report(message: CoreReport) -> bytes:
 
 
 def decode_frame_to_core(parts: Sequence[bytes]) -> StartWave | None:
-    """Decodes a frame from the coordinator to cores; None is READY.
+    """Decodes a frame from the coordinator to cores; returns None for READY.
 
     Raises:
-        BadFrame: the frame is none of the coordinator's.
+        BadFrame: the coordinator sends no such frame.
     """
     if list(parts) == [READY]:
         return None
@@ -202,7 +202,7 @@ def decode_frame_to_front(parts: Sequence[bytes]) -> WaveStatus:
     """Decodes a frame from the coordinator to front ends.
 
     Raises:
-        BadFrame: the frame is none of the coordinator's.
+        BadFrame: the coordinator sends no such frame.
     """
     try:
         _, wave, running = _status_decoder.decode(_only(parts))

@@ -176,7 +176,7 @@ class EngineCore:
         return self.call(run)
 
     def abort_all(self) -> Future[int]:
-        """Ends every request with the tokens it has; the future gives their number."""
+        """Ends every request with the tokens it has; the future's result is their number."""
         return self.call(lambda: self._abort(lambda _: True))
 
     def clear_cache(self) -> Future[None]:
@@ -191,7 +191,7 @@ class EngineCore:
     def swap(
         self, check: Callable[[], None], take: Callable[[], None], *, clear_cache: bool
     ) -> Future[None]:
-        """Calls ``take`` between two steps, to change the weights.
+        """Changes the weights by ``take`` between two steps.
 
         The future raises :class:`EngineError` of code ``called_off`` if nothing has changed.
 
@@ -212,7 +212,7 @@ class EngineCore:
         return self.call(lambda: None)
 
     def probe(self, requests: Sequence[GenerationRequest]) -> Future[tuple[ProbeResult, ...]]:
-        """Runs the canary's probes in the pause; other requests stay as they are."""
+        """Runs the canary's probes in the pause, and leaves other requests as they are."""
 
         def run() -> tuple[ProbeResult, ...]:
             self.require_paused("a probe")
@@ -237,7 +237,7 @@ class EngineCore:
         self._put(run)
 
     def fail(self, reason: str) -> None:
-        """Ends the core as a crash does, for a reason outside this core."""
+        """Ends the core as a crash does, for a reason outside the core."""
 
         def run() -> None:
             raise EngineDead(reason)
@@ -249,7 +249,7 @@ class EngineCore:
     # Called in the core's thread, from control calls
 
     def require_paused(self, what: str) -> None:
-        """Rejects ``what`` unless a pause has returned and no resume followed.
+        """Rejects the call named ``what`` unless the core is in a completed pause.
 
         Raises:
             EngineError: code ``wrong_state``.
@@ -359,7 +359,7 @@ class EngineCore:
             self._leave("the engine is closed")
 
     def _leave(self, reason: str) -> None:
-        """Accepts no more actions, and fails the futures that are not done."""
+        """Accepts no more actions; fails all futures that are not done."""
         with self._actions_lock:
             self._gone = reason
         for future in list(self._unanswered):
@@ -391,7 +391,7 @@ class EngineCore:
             time.sleep(left_s)
 
     def _settle_pause(self) -> None:
-        """Completes pauses when nothing runs and nothing will start."""
+        """Completes pending pauses as soon as no request runs and none will start."""
         if not self._pausing or not self._is_quiet():
             return
         if self._clear_cache:

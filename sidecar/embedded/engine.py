@@ -162,7 +162,7 @@ class EmbeddedEngine:
         )
 
     async def close(self) -> None:
-        """Ends every request with the tokens it has, and releases everything."""
+        """Ends every request with the tokens it has, and frees all resources."""
         if self._closed:
             return
         self._closed = True
@@ -221,7 +221,7 @@ class EmbeddedEngine:
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, stream: bool = True
     ) -> Generation:
-        """Begins a request. The caller iterates over the result for its deltas.
+        """Begins a request, and returns an iterator over its deltas.
 
         Nothing is checked here: :func:`sidecar.embedded.http_messages.check_request` checks a
         request.
@@ -316,7 +316,7 @@ class EmbeddedEngine:
         )
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Verify the received chunk, and load it into the weights or into staged ones."""
+        """Verifies the received chunk, and loads it into the weights or into the staged ones."""
         updater = self._update()
         if sums:
             short = updater.is_short(updater.received_tensors, verify)
@@ -327,12 +327,12 @@ class EmbeddedEngine:
             await self._call(partial(updater.load, seq))
 
     async def restore(self, target: Target = "model") -> None:
-        """End an update that has changed no weights."""
+        """Ends an update that has changed no weights."""
         require_model(target)
         await self._call(self._update().restore)
 
     async def finish_update(self) -> None:
-        """Ends the loading, if all chunks are loaded."""
+        """Completes the loading, if all chunks are loaded."""
         await self._call(self._update().finish)
 
     async def probe(
@@ -344,7 +344,7 @@ class EmbeddedEngine:
         mode: PauseMode,  # noqa: ARG002 - frozen requests stay so
         clear_cache: bool,  # noqa: ARG002 - the cache is given back
     ) -> tuple[ProbeResult, ...]:
-        """Runs the canary's prompts in the pause, without touching the requests there are."""
+        """Runs the canary's prompts in the pause, and leaves the requests as they are."""
         core, updater = self._started(), self._update()
         updater.require_finished("a probe")
         requests = probe_requests(
@@ -369,7 +369,7 @@ class EmbeddedEngine:
     # Inside
 
     async def _boot(self) -> None:
-        """Makes and starts the core; with ``dp``, once all ranks are ready."""
+        """Makes and starts the core; with ``dp``, as soon as all ranks are ready."""
         exchange: Exchange | None = None
         if self._dp is not None:
             self._rank = DpRank(self._dp, self._on_lost)
@@ -409,7 +409,7 @@ class EmbeddedEngine:
         await _answer(self._started().call(action))
 
     async def _transport(self, action: Callable[[], None], *, short: bool = False) -> None:
-        """Runs ``action`` in the receiver's thread, where it may block; a short one runs here."""
+        """Runs ``action`` in the receiver's thread, where it may block; here if it is short."""
         self._started()
         if short:
             action()
@@ -418,7 +418,7 @@ class EmbeddedEngine:
         await asyncio.shield(loop.run_in_executor(self._transport_thread, action))
 
     def _in_loop(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` in the event loop, unless the loop is closed; for other threads."""
+        """Runs ``action`` in the event loop, from another thread, unless the loop is closed."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(action)
 

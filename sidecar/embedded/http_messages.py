@@ -63,7 +63,7 @@ def decode_request(raw: bytes) -> GenerateBody:
 def check_request(
     body: GenerateBody, *, vocab_size: int, max_model_len: int, max_num_seqs: int, model: str
 ) -> None:
-    """Checks ``body`` against the model's limits, all but ``max_num_seqs`` in tokens.
+    """Checks ``body`` against the engine's limits; ``max_num_seqs`` counts sequences.
 
     Raises:
         BadRequest: the text names the wrong field.
@@ -140,7 +140,7 @@ def _finite(logprob: float) -> float:
 
 
 def _refuse(text: str) -> NoReturn:
-    """Turns msgspec's text, ``<detail> - at `$.a.b` ``, into a field and a detail."""
+    """Converts msgspec's text, ``<detail> - at `$.a.b` ``, to a field and a detail."""
     detail, _, path = text.partition(" - at ")
     field = path.strip("`").removeprefix("$").removeprefix(".")
     for marker in ("missing required field ", "contains unknown field "):

@@ -58,7 +58,7 @@ class ModelMemory:
         self._kept: list[torch.Tensor] = []
 
     def sleep(self, level: SleepLevel) -> None:
-        """Gives weights and KV cache back.
+        """Frees the memory of weights and KV cache.
 
         Raises:
             EngineError: code ``wrong_state``, if the engine sleeps.
@@ -93,7 +93,7 @@ class ModelMemory:
             self.state = _S.AWAKE
 
     def require_weights(self, what: str) -> None:
-        """Rejects ``what`` while the weights sleep.
+        """Rejects the call named ``what`` while the weights sleep.
 
         Raises:
             EngineError: code ``engine_asleep``.

@@ -42,7 +42,7 @@ class KvCache:
         self._touched = 0
 
     def rows(self, positions: Tensor, deepest: int) -> Tensor:
-        """Return the row indices of one position per slot, [n * kv_heads].
+        """Returns the row indices of one position per slot, [n * kv_heads].
 
         The indices count rows of one layer's flattened cache: (slot, head, position).
 
@@ -81,14 +81,14 @@ class KvCache:
         self._touched = 0
 
     def restore(self, keys: Tensor, values: Tensor) -> None:
-        """Puts copies of keys and values back."""
+        """Replaces all keys and values by copies that were made before."""
         self.keys.copy_(keys)
         self.values.copy_(values)
         self._touched = self.max_len
 
 
 class ModelRunner:
-    """A network and its cache. ``parameters`` are loaded in place, and only between steps.
+    """Runs a network with its cache. ``parameters`` are loaded in place, only between steps.
 
     Args:
         config: the network's sizes.

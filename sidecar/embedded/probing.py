@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def probe_requests(
     prompts: Sequence[tuple[int, ...]], max_tokens: int, *, max_len: int, vocab_size: int
 ) -> list[GenerationRequest]:
-    """Returns greedy requests, which ignore the end of sequence.
+    """Returns the probes as greedy requests that ignore the end of sequence.
 
     Raises:
-        EngineError: the model has no such token, or too few positions.
+        EngineError: a prompt has a token that the model lacks, or is too long.
     """
     for number, prompt in enumerate(prompts):
         if max(prompt) >= vocab_size or len(prompt) + max_tokens > max_len:

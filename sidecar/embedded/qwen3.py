@@ -118,7 +118,7 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True, rename=_HF_NAMES):
 
 
 class Attend(Protocol):
-    """Attention over the keys and values that the caller keeps."""
+    """Computes attention over the keys and values that the caller keeps."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Returns what each query attends to, in the shape of ``query``.
@@ -154,7 +154,7 @@ class Exchange(Protocol):
 
 
 class Alone:
-    """The exchange of a rank that computes all experts."""
+    """An exchange without other ranks: this rank computes all experts."""
 
     def own(self, experts: int) -> range:
         """Returns all experts."""
@@ -239,7 +239,7 @@ class Mixture(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [..., hidden] to the same shape; without tokens it only serves other ranks."""
+        """Maps [..., hidden] to the same shape; without tokens, only serves other ranks."""
         config, tokens = self._config, x.flatten(0, -2)
         preference = torch.softmax(self.gate(tokens), dim=-1, dtype=torch.float32)
         share, chosen = torch.topk(preference, config.experts_per_token, dim=-1)

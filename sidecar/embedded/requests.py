@@ -124,7 +124,7 @@ class Sequence:
         )
 
     def delta(self, fresh: int) -> Delta:
-        """Returns the last ``fresh`` tokens, or all if the request doesn't stream."""
+        """Returns the last ``fresh`` tokens as a delta; all if the request doesn't stream."""
         count = fresh if self.request.stream else self.output_len
         wanted = self.request.params.logprobs is not None
         return Delta(
@@ -157,7 +157,7 @@ class Generation:
         abort: asks the engine to end the request.
 
     Attributes:
-        done: set when no more deltas will come, whether those there are have been read or not.
+        done: set when no more deltas will come; some may not have been read yet.
     """
 
     def __init__(self, request_id: str, choices: int, abort: Callable[[str], None]) -> None:
@@ -185,7 +185,7 @@ class Generation:
         return self._ready.popleft()
 
     async def ready(self) -> list[Delta]:
-        """Waits for a delta, and returns all that have come; none at the end.
+        """Waits for a delta, and returns all that have arrived; none at the end.
 
         Raises:
             EngineDead: the engine crashed.

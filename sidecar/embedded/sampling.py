@@ -34,7 +34,7 @@ _UNIFORM_BITS: Final = 48
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to choose tokens, and when to stop. Names and meanings are vLLM's.
+    """Says how to choose tokens and when to stop. Names and meanings are vLLM's.
 
     Attributes:
         top_k: 0 or -1 takes the whole vocabulary.

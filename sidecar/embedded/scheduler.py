@@ -75,7 +75,7 @@ class BatchScheduler:
         self._take(self.model.step(tokens, positions, prompts), version)
 
     def discard_cache(self) -> None:
-        """Discards keys and values; running sequences are recomputed, before others."""
+        """Discards keys and values; running sequences are recomputed before others begin."""
         self._waiting.extendleft(reversed(self._rows))
         self._rows.clear()
         self._batch = None

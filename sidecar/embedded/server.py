@@ -43,7 +43,7 @@ SHUTDOWN_S: Final = 1.0
 
 
 class ServedEngine(Protocol):
-    """The part of the engine that the data plane uses."""
+    """The methods of the engine that the HTTP data plane uses."""
 
     vocab_size: int
     max_model_len: int
@@ -60,7 +60,7 @@ class ServedEngine(Protocol):
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, stream: bool
     ) -> Generation:
-        """Begins a request."""
+        """Begins a request, and returns an iterator over its deltas."""
 
 
 class DataPlane:

@@ -101,7 +101,7 @@ class UpdaterState(StrEnum):
 
 
 class Updater:
-    """The update machine of one core.
+    """Carries out the updates of one core.
 
     :meth:`open_transfer`, :meth:`receive`, :meth:`verify`, :meth:`stage` and :meth:`close` may
     block on the other end, or take long. They run outside the core's thread, one at a time.
@@ -126,7 +126,7 @@ class Updater:
         self._received: list[tuple[str, torch.Tensor]] = []
 
     def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> None:
-        """Opens the receiving end of a transport in place of the last one."""
+        """Opens the receiving end of a transport; an open one is replaced."""
         receiver = make_receiver(backend)
         receiver.open(params, place)
         self.close()
@@ -140,7 +140,7 @@ class Updater:
             self._receiver = None
 
     def arm(self, manifest: Manifest, staging: Staging | None) -> StagingCapacity:
-        """Checks a manifest, and whether there is memory to stage the update.
+        """Checks a manifest, and finds out whether there is memory to stage the update.
 
         Args:
             manifest: the manifest of the whole update.
@@ -205,7 +205,7 @@ class Updater:
             raise
 
     def is_short(self, tensors: int, verify: Verify = "off") -> bool:
-        """Returns whether handling ``tensors`` tensors here is faster than waking a thread."""
+        """Returns whether handling ``tensors`` tensors in this thread is faster than in another."""
         waits = self._receiver is None or self._receiver.is_blocking
         return not waits and verify != "full" and tensors <= SHORT_TENSORS
 
@@ -257,7 +257,7 @@ class Updater:
         self._state = UpdaterState.FINISHED
 
     def require_finished(self, what: str) -> None:
-        """Rejects ``what`` unless a whole update is loaded and not committed.
+        """Rejects the call named ``what`` unless a whole update is loaded and not committed.
 
         Raises:
             EngineError: code ``wrong_state``.

@@ -78,7 +78,7 @@ class PauseLease(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LeaseOutcome:
-    """What the core did when a lease was over. That lease permits no update any more."""
+    """What the core did because a lease was over; that lease permits no update any more."""
 
     serial: Count
     state: OutcomeState
@@ -149,7 +149,7 @@ class PauseLeasePage:
         self._lease.write(msgspec.msgpack.encode(lease))
 
     def outcome(self) -> LeaseOutcome | None:
-        """Returns what the core last did by itself when a lease was over."""
+        """Returns what the core last did because a lease was over."""
         found: LeaseOutcome | None = _decode(self._outcome, LeaseOutcome | None)
         return found
 
@@ -165,7 +165,7 @@ class PauseLeasePage:
         self._outcome.write(msgspec.msgpack.encode(outcome))
 
     def abandoned_pause(self, *, paused: bool) -> AbandonedPause | None:
-        """Returns the pause that was left behind, if the core is ``paused``; else None."""
+        """Returns the pause that an earlier sidecar left, if the core is ``paused``; else None."""
         lease, end = self.lease(), self.outcome()
         if lease is None or not paused:
             return None
@@ -186,12 +186,12 @@ def _decode(record: TwoSlotRecord, kind: Any) -> Any:
 
 
 def deadline_ns(left_ms: float) -> int:
-    """Returns the time ``left_ms`` from now, as :attr:`PauseLease.until_ns`."""
+    """Returns the moment ``left_ms`` from now, in the unit of :attr:`PauseLease.until_ns`."""
     return max(0, time.monotonic_ns() + int(left_ms * 1e6))
 
 
 def stat_of(pid: int) -> list[str]:
-    """Returns the fields of ``/proc/PID/stat`` after the name, from the state on; [] if gone."""
+    """Returns the fields of ``/proc/PID/stat`` from the state on; [] without the process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

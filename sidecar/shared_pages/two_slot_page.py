@@ -63,7 +63,7 @@ def open_page(path: Path, kind: bytes, layout: int, size_bytes: int) -> mmap.mma
     """Maps a page that another process has made.
 
     Raises:
-        NoPage: there is no page, it belongs to another user, or it has another layout.
+        NoPage: the page is missing, belongs to another user, or has another layout.
     """
     try:
         with path.open("r+b") as file:
@@ -83,7 +83,7 @@ def open_page(path: Path, kind: bytes, layout: int, size_bytes: int) -> mmap.mma
 
 
 class TwoSlotRecord:
-    """One record of a page, with one writer at a time.
+    """Reads and writes one record of a page; only one process may write.
 
     Args:
         memory: the page.
@@ -107,7 +107,7 @@ class TwoSlotRecord:
         return 2 * (_SLOT_HEAD.size + body_bytes)
 
     def write(self, body: bytes) -> None:
-        """Put a new body in the place of the older one."""
+        """Writes a new body over the older of the two."""
         if not self._written or self._written < max(self._numbers()):
             self._written = max((number for number, _ in self._whole()), default=0)
         self._written = number = self._written + 1

@@ -84,7 +84,7 @@ class RankLaunchPlan:
             )
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Returns the environment variables that a rank gets beside those of this process."""
+        """Returns the environment variables that a rank gets in addition to this process's."""
         if not self.gpus:
             return {}
         share = len(self.gpus) // self.size
@@ -109,7 +109,7 @@ class RankLaunchPlan:
 
 
 def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str]:
-    """Returns the options that make a vLLM server one rank with its own requests."""
+    """Returns the options that make a vLLM server one rank, with requests of its own."""
     return [
         *("--data-parallel-size", str(size), "--data-parallel-rank", str(rank)),
         *("--data-parallel-address", host, "--data-parallel-rpc-port", str(meeting_port)),
@@ -248,7 +248,7 @@ class RankSupervisor:
                 task.cancel()
 
     async def _end(self) -> None:
-        """Sends SIGTERM to all ranks, SIGKILL after the grace, and waits for them."""
+        """Sends SIGTERM to all ranks, SIGKILL after the grace period, and waits for them."""
         for process in self._ranks:
             _signal(process, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ChunkReceiver:
-    """Receives the chunks of one model, over one transport after the other.
+    """Receives the chunks of one model, over one transport at a time.
 
     One thread uses it. While that thread opens another transport, a second thread may call
     :meth:`interrupt` and :meth:`clear`.
@@ -64,7 +64,7 @@ class ChunkReceiver:
         return 1 if self.receiver is None else self.receiver.prefetch_depth
 
     def use(self, backend: str, receiver: Receiver) -> None:
-        """Replaces the transport by ``receiver``, which belongs to ``backend``."""
+        """Replaces the transport by ``receiver``, an end of the named backend."""
         self.close()
         self.backend, self.receiver = backend, receiver
 
@@ -223,7 +223,7 @@ class ChunkReceiver:
                 self.receiver.release()
 
     def _deliver(self, coming: Future[Tensors], receive: Callable[[], Tensors]) -> None:
-        """Receives a chunk and sets its future. Until then the future can be cancelled."""
+        """Receives a chunk and sets its future, which can be cancelled until then."""
         failure: BaseException | None = None
         tensors: Tensors = []
         try:
@@ -289,7 +289,7 @@ class ChunkReceiver:
 def _fetch(
     receiver: Receiver, metas: tuple[TensorMeta, ...], handle: bytes, into: ReceivedChunk | None
 ) -> Tensors:
-    """Receives into the given memory if the receiver can; otherwise into its own."""
+    """Receives a chunk into the given memory if the receiver can; otherwise into its own."""
     if into is not None and receiver.receive_into(metas, handle, into):
         return into
     return receiver.receive(metas, handle)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoraReceiver(Receiver):
-    """Receives one adapter at a time, into CPU memory.
+    """Receives LoRA adapters into CPU memory, one at a time.
 
     Attributes:
         config: PEFT's ``adapter_config``, as the trainer wrote it.

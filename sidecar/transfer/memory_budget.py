@@ -35,7 +35,7 @@ def staging_capacity(
         staging: the staging options of ARM.
         needed_bytes: what staging takes here, in bytes.
         device: where the weights are.
-        held_bytes: how much of it is still allocated from an earlier update, in bytes.
+        held_bytes: staging memory that is still allocated from an earlier update, in bytes.
 
     Raises:
         EngineError: the available memory can't be read.
@@ -73,9 +73,9 @@ def free_memory(device: torch.device) -> int:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """Yields what the limit of each control group of this process leaves, in bytes.
+    """Yields for each control group of this process how many bytes its limit leaves.
 
-    Cached files count as left.
+    Memory of cached files counts as free.
     """
     for line in _CGROUP.read_text().splitlines():
         _, controllers, name = line.split(":", 2)

@@ -87,8 +87,8 @@ def check_delivered(
 class DeferredSums:
     """Compares the checksums of staged chunks together, when the last chunk has arrived.
 
-    Nothing of a staged update is served before that. So a chunk costs one operation on arrival, if
-    its tensors lie where they lay in the update before.
+    This is early enough, because nothing of a staged update is served before. A chunk then costs
+    one operation on arrival, if its tensors lie where those of the last update did.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class DeferredSums:
         self._looks.clear()
 
     def close(self) -> None:
-        """Drops the recorded chunks, and all that was kept of their places."""
+        """Drops the recorded chunks, and everything kept about their places."""
         self._looks.clear()
         self._memo.clear()
 

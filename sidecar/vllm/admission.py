@@ -41,7 +41,7 @@ class AdmissionControl:
         self.found_closed = self.booted_closed = False
 
     async def look(self) -> None:
-        """Reads the state of admission; closes it if an earlier sidecar left a probe running."""
+        """Reads the admission state; closes it if an earlier sidecar left a probe running."""
         answer = await self._ask(SET_ADMISSION, {"served": self._served})
         state = answer[0] if isinstance(answer, list) and answer else None
         self.is_supported = isinstance(state, dict) and "admits" in state

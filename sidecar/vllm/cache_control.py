@@ -25,7 +25,7 @@ class CacheControl:
         self.connectors: Mapping[str, str] = {}  # how updates treat them
 
     def learn(self, facts: WorkerFacts) -> None:
-        """Stores the plugin's facts; the sidecar's environment may trust more connectors."""
+        """Stores the plugin's facts; the sidecar's environment may trust more KV connectors."""
         self._is_salted = not facts.features.get("prefix_cache_versions")
         self.connectors = trust(facts.kv_connectors, trusted_kv_connectors())
 
@@ -44,13 +44,13 @@ class CacheControl:
     def clears(self, asked: bool) -> bool:
         """Returns whether a pause or a swap must drop caches.
 
-        Caches are also dropped where nobody ``asked`` for it: in a vLLM, or with a connector, that
+        ``asked``: the caller wants it. Caches are dropped anyway if this vLLM, or a KV connector,
         would find keys and values of older weights in them.
         """
         return asked or not self._is_salted or CLEARED in self.connectors.values()
 
     async def join_run(self, run: str) -> None:
-        """Salt the caches with the id of a run, see :meth:`sidecar.engine.Engine.join_run`.
+        """Salts the caches with the id of a run; see :meth:`sidecar.engine.Engine.join_run`.
 
         A vLLM without salts drops its caches with each update instead.
         """

@@ -205,7 +205,7 @@ class VllmHttpClient:
 
 
 class HttpConnection(VllmHttpClient):
-    """Makes the calls of :class:`sidecar.vllm.engine.VllmAdapter` by an API server's routes.
+    """Reaches vLLM over an API server's routes, for :class:`sidecar.vllm.engine.VllmAdapter`.
 
     Calls raise :class:`EngineError`, or :class:`EngineDead` if the connection is refused or breaks.
 

@@ -28,7 +28,7 @@ DEATH_CHECK_S: Final = 0.5
 
 
 class InProcessConnection:
-    """Makes the calls of :class:`sidecar.vllm.engine.VllmAdapter` by an ``AsyncLLM``'s methods.
+    """Reaches vLLM by an ``AsyncLLM``'s methods, for :class:`sidecar.vllm.engine.VllmAdapter`.
 
     Calls raise :class:`EngineError`, or :class:`EngineDead` if the engine core is gone.
 

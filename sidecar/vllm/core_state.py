@@ -37,7 +37,7 @@ class CoreLink:
     """Reads and writes the shared-memory pages of one engine's cores.
 
     Args:
-        wanted: the coordinator that the engine's DP group should have.
+        wanted: the DP coordinator that the user has chosen.
     """
 
     def __init__(self, wanted: DpCoordinator) -> None:
@@ -54,12 +54,12 @@ class CoreLink:
 
         Args:
             facts: the plugin's facts about the engine.
-            info: what the engine is.
+            info: the description of the engine.
             cores: how many cores the engine has; several behind an internal load balancer.
             here: the engine runs on this machine.
 
         Raises:
-            EngineError: the bus should coordinate, and doesn't.
+            EngineError: the DP group should have the bus's coordinator, and has another one.
         """
         if self._wanted == "bus":
             _refuse_uncoordinated(facts, info)
@@ -154,7 +154,7 @@ class CoreLink:
             return None
 
     def requests(self) -> int | None:
-        """Return how many requests run or wait in the engine's core.
+        """Returns how many requests run or wait in the engine's core.
 
         None if that is unknown: there is no readable status page, or the engine has several cores.
         """
@@ -224,11 +224,11 @@ def _alive(pid: int) -> bool:
 
 
 def parse_version(text: str) -> int:
-    """Returns the bus's version in vLLM's text; 0 for others, such as ``default``."""
+    """Returns the bus's version in vLLM's version text; 0 for other texts, such as ``default``."""
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def driven_backends(chosen: str) -> tuple[str, ...]:
-    """Returns the backends that can update an engine that was booted with ``chosen``."""
+    """Returns the backends that can update an engine booted with the backend ``chosen``."""
     ours = receiver_backends()
     return ours if chosen == BACKEND else (*ours, native_name(chosen))

@@ -38,7 +38,7 @@ ABORT_SEEN_S: Final = 1.0
 
 
 class VllmAdapter(WorkerClient):
-    """A vLLM engine as a :class:`sidecar.engine.Engine`.
+    """Implements :class:`sidecar.engine.Engine` for a vLLM engine.
 
     Args:
         connection: makes vLLM's calls.
@@ -186,10 +186,10 @@ class VllmAdapter(WorkerClient):
             await self._admission.admit(open=open)
 
     async def abort_requests(self) -> int:
-        """Ends every request; returns how many, once none is counted, or 1 s later.
+        """Ends every request; returns their number when none is left, or after 1 s.
 
-        A server may have several front ends, each of which could end its own requests alone: so
-        the cores end them, where they can.
+        A server may have several front ends, and each could end only its own requests. So the cores
+        end them, if they can.
         """
         ended = await self._admission.end_requests() if self._vllm.is_shared else None
         if ended is None:
@@ -205,7 +205,7 @@ class VllmAdapter(WorkerClient):
             raise EngineError("vLLM could not drop its prefix cache: some of it is in use")
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Opens the transport in all workers; returns how many chunks may be received ahead."""
+        """Opens the transport in all workers; returns how many chunks it may receive ahead."""
         prefetch_depth = await super().open_transfer(backend, params, place)
         if adapter := adapter_of(backend):
             await self._vllm.open_adapter(adapter, params)
@@ -220,7 +220,7 @@ class VllmAdapter(WorkerClient):
         mode: PauseMode,
         clear_cache: bool,
     ) -> tuple[ProbeResult, ...]:
-        """Resumes with admission closed to all but the probes, and pauses again afterwards.
+        """Admits only the probes, resumes, and pauses again afterwards.
 
         A paused vLLM runs no probe, and requests kept by a pause would run beside the probes.
         """

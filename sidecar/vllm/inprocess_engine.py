@@ -17,7 +17,7 @@ __all__ = ["VllmEngine"]
 
 
 class VllmEngine(VllmAdapter):
-    """An ``AsyncLLM`` as a :class:`sidecar.engine.Engine`.
+    """Implements :class:`sidecar.engine.Engine` for an ``AsyncLLM``.
 
     The caller builds the ``AsyncLLM`` with ``weight_transfer_config`` backend ``wavebus`` (or one
     of vLLM's own, such as ``nccl``) and keeps it: requests go to it directly, and closing the

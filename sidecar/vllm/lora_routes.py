@@ -90,7 +90,7 @@ class AdapterRoutes:
         await self._post(LOAD, body)
 
     async def drop(self, name: str) -> None:
-        """Removes the adapter's name, if the server did not have it before."""
+        """Removes the adapter's name from the server, unless the server had it before."""
         if not self._known:
             await self._post(UNLOAD, {"lora_name": name}, but=_NOT_FOUND)
 

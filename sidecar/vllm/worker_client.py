@@ -42,12 +42,12 @@ class WorkerConnection(Protocol):
 
 
 class WorkerClient:
-    """Calls the plugin in one engine's workers: the update half of the engine protocol.
+    """Carries out updates in one engine's workers, by calls of the plugin.
 
-    The protocol is :class:`sidecar.engine.Engine`. Each step is one call of vLLM. Loading a LoRA
-    adapter takes two calls; loading what was loaded on receipt takes none. The client keeps little
-    state of an update: the workers know whether an update session is open, so a restarted sidecar
-    can recover it.
+    This is the update half of :class:`sidecar.engine.Engine`. Each step is one call of vLLM.
+    Loading a LoRA adapter takes two calls; loading what was loaded on receipt takes none. The
+    client keeps little state of an update: the workers know whether an update session is open, so a
+    restarted sidecar can recover it.
 
     A staged update uses the workers' staging channels up to the swap, with as few messages as
     possible, because each message delays steps. A manifest that was armed before is not sent again.
@@ -135,7 +135,7 @@ class WorkerClient:
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False
     ) -> None:
-        """Opens an update session, or allocates staging memory. LoRA adapters need neither."""
+        """Opens an update session, or allocates staging memory; a LoRA adapter needs neither."""
         self._staged = staged
         self._sent.clear()
         if staged:
@@ -269,7 +269,7 @@ class WorkerClient:
         return _room(await self._perform(arm))
 
     async def _rearm(self, digest: str, staging: Staging) -> StagingCapacity | None:
-        """Arms the manifest with this digest again; None if the workers need the whole manifest."""
+        """Arms the manifest with this digest again; returns None if workers need the whole one."""
         try:
             return _room(await self._channels.perform(operations.Rearm(digest, staging)))
         except EngineError:
@@ -293,7 +293,7 @@ class WorkerClient:
 
 
 def _room(armed: list[operations.Done]) -> StagingCapacity:
-    """Returns the largest need of any worker, or why some worker can't stage."""
+    """Returns the largest need of any worker, or why a worker can't stage."""
     unknown = StagingCapacity(why_not="its worker does not say whether it has room")
     return combine([each.room or unknown for each in armed])
 

@@ -125,7 +125,7 @@ class ChaosResult:
 
 
 class Chaos:
-    """One run. ``say`` is called with a line of text for each event."""
+    """Runs the demo with faults. ``say`` is called with a line of text for each event."""
 
     def __init__(self, options: ChaosOptions, say: Callable[[str], None]) -> None:
         self.result = ChaosResult(options)
@@ -249,7 +249,7 @@ class Chaos:
             self._sender.tell(request)
 
     def _ended(self, answer: dict[str, Any] | None) -> bool:
-        """Counts how an update has ended; returns whether it was committed."""
+        """Counts an update by its result; returns whether it was committed."""
         if answer is None:
             self.result.failed += 1
             self.result.errors["killed"] += 1
@@ -269,7 +269,7 @@ class Chaos:
     # -- the oracle -------------------------------------------------------------
 
     def _judge(self) -> None:
-        """Checks all tokens, with the weights that each version has by the journal."""
+        """Checks all tokens with the weights of their versions, as the journal has them."""
         numbers = {0: 0}
         for item in read(self._options.journal):
             if not isinstance(item, Entry) or not isinstance(item.record, FrameSent):
@@ -284,7 +284,7 @@ class Chaos:
         self.result.verdict = judge(PolicyConfig(), weights, self._rollouts)
 
     def _judge_aborted(self) -> None:
-        """Counts as lost the requests that a routable engine has ended early."""
+        """Counts as lost the requests that a routable engine ended early."""
         spans = out_of_service(read(self._options.journal))
         for engine, began_s, ended_s in self._aborted:
             known_s = ended_s + HEARTBEAT_MS / 1000  # the broker may hear of it a little later

@@ -21,8 +21,8 @@ from sidecar.embedded.qwen3 import Qwen3, Qwen3Config, attend_whole, rope_of
 class PolicyConfig(Qwen3Config, frozen=True, kw_only=True):
     """The sizes of the demo's network: lengths in tokens, widths in elements.
 
-    The low ``rope_theta`` gives most rotary pairs a wavelength shorter than a sequence (a few
-    dozen tokens), so the network quickly learns to attend to a fixed distance.
+    ``rope_theta`` is low, so most rotary pairs have a wavelength shorter than a sequence (a few
+    dozen tokens). The network then quickly learns to attend to a fixed distance.
 
     Attributes:
         embed_std: the standard deviation of the embedding's initial weights.
@@ -48,7 +48,7 @@ class PolicyConfig(Qwen3Config, frozen=True, kw_only=True):
 
 
 class Policy(Qwen3):
-    """The network, with initial weights drawn from ``seed``, applied to whole sequences."""
+    """The demo's network, which computes whole sequences; ``seed`` determines its weights."""
 
     config: PolicyConfig
 

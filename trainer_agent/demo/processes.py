@@ -41,7 +41,7 @@ _VLLM_ARGS: Final = (
 
 
 class Processes:
-    """The demo's processes, stopped in reverse order of starting; ``folder`` has their logs.
+    """Starts the demo's processes, and stops them in reverse order; ``folder`` has their logs.
 
     On Linux the kernel sends them SIGTERM when the thread that started them ends, even by SIGKILL.
     """

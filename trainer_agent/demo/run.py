@@ -200,7 +200,7 @@ def run_demo(
 
 
 class _Enough(Exception):
-    """Ends the run when all requested updates are made."""
+    """Raised to end the run when all requested updates are made."""
 
 
 def _wait(agent: SyncTrainerAgent, processes: Processes, count: int) -> list[EngineView]:

@@ -27,7 +27,7 @@ _NEW: Final = multiprocessing.get_context("spawn")  # torch's threads do not sur
 
 
 class TrainerProcess:
-    """A process with a trainer agent, which this class starts, commands and kills.
+    """Starts, commands and kills a process with a trainer agent.
 
     Args:
         broker: the broker's address.

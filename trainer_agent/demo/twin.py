@@ -89,11 +89,11 @@ class TwinResult:
 
     @property
     def clean(self) -> bool:
-        """All answers are there, and are those of the quiet run; each token has its version."""
+        """Whether all answers came, equal those of the quiet run, and have known versions."""
         return bool(self.answers) and not (self.twin_differs or self.unknown_spans or self.lost)
 
     def as_json(self) -> dict[str, object]:
-        """The object that ``demo --sessions --json`` prints."""
+        """Returns the object that ``demo --sessions --json`` prints."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         found |= {"why_lost": dict(self.why_lost), "cut_by": dict(self.cut_by)}
         options: TwinOptions = found.pop("options")
@@ -101,7 +101,7 @@ class TwinResult:
 
 
 class Twin:
-    """One run. ``say`` is called with a line of text for each event."""
+    """Runs sessions twice, and compares. ``say`` is called with a line of text for each event."""
 
     def __init__(
         self, options: TwinOptions, processes: Processes, say: Callable[[str], None]

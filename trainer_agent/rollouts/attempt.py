@@ -39,7 +39,7 @@ _HAND_OVER: Final = {
 
 
 class Cut(Exception):
-    """An attempt ended early; ``how`` as in :class:`~trainer_agent.rollouts.results.Attempt`."""
+    """Raised when an attempt ends early; ``how`` is as in ``Attempt.ended_by``."""
 
     def __init__(self, how: How, detail: str) -> None:
         super().__init__(f"{how}: {detail}")
@@ -47,7 +47,7 @@ class Cut(Exception):
 
 
 class PieceSpan(msgspec.Struct, frozen=True):
-    """The label of the weights (``version``) of an attempt's tokens ``start`` to ``end - 1``."""
+    """The label of the weights (``version``) that sampled tokens ``start`` to ``end - 1``."""
 
     version: str | int | None
     start: int
@@ -165,7 +165,7 @@ async def _posted(
 
 
 def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exception]:
-    """Returns a chunk's pieces, and whether the stream ends here; or the error that ends it."""
+    """Returns a chunk's pieces, and whether the stream has ended; or the error that ends it."""
     batch: list[Piece] = []
     try:
         for data in events.feed(chunk):
@@ -181,7 +181,7 @@ def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exce
 
 
 def refused(status: int, raw: bytes) -> UsageError | Cut:
-    """Returns the error for a status other than 200: ``UsageError`` if the request is invalid."""
+    """Returns the error for an HTTP status; ``UsageError`` if the request is invalid."""
     text = raw[:_SHOWN].decode(errors="replace")
     if status in _LATER:
         return Cut("rejected", f"{status}: {text}")
@@ -193,7 +193,7 @@ def refused(status: int, raw: bytes) -> UsageError | Cut:
 
 
 def _failed(error: Any) -> Exception:
-    """Returns the error of an event: vLLM checks a request after its stream has begun."""
+    """Returns the error for an error event: vLLM may refuse a request in its stream."""
     if is_rejected({"error": error}):
         return Cut("rejected", "the engine takes no requests")
     if isinstance(error, dict) and error.get("code") in _BAD_REQUEST:

@@ -87,7 +87,7 @@ async def ask_any(
 
 
 class ChatClient:
-    """The methods of a rollout client for chat, and for requests to other routes."""
+    """The part of a rollout client for chat, and for requests to other routes."""
 
     _pool: EnginePool
     _http: aiohttp.ClientSession | None
@@ -134,7 +134,7 @@ class ChatClient:
         return ChatCompletion(done.request_id, done.prompt_token_ids, done.choices, answers)
 
     def make_chat(self, messages: Any, **fields: Any) -> Chat:
-        """Returns one turn of a conversation; takes the arguments of :meth:`chat`."""
+        """Makes one turn of a conversation; takes the arguments of :meth:`chat`."""
         return Chat(self.ask, self._tokenizer, {"messages": messages, **fields})
 
     async def ask(self, path: str, body: Any = None) -> Any:
@@ -148,7 +148,7 @@ class ChatClient:
 
 
 class Chat:
-    """Renders one conversation, and makes messages of the tokens generated for it.
+    """Renders a conversation as a prompt, and turns generated tokens into messages.
 
     Args:
         ask: requests JSON from an engine.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """The method of a tokenizer that the client needs; tokenizers of transformers have it."""
+    """The only method of a tokenizer that the client needs, as in transformers."""
 
     def decode(self, token_ids: Sequence[int], /) -> str:
         """Returns the text of tokens."""
@@ -64,12 +64,12 @@ class ChoiceState:
 
     @property
     def gained(self) -> int:
-        """The number of tokens that the last attempt gave."""
+        """The number of tokens that the last attempt has added."""
         return self._attempts[-1].tokens
 
     @property
     def has_ended(self) -> bool:
-        """Whether the engine or a stop string has ended the current attempt."""
+        """Whether the current attempt has ended, by the engine or a stop string."""
         return bool(self._finish)
 
     def take(self, piece: Piece, engine: str) -> TokenDelta | None:
@@ -182,7 +182,7 @@ class ChoiceState:
         )
 
     def _search_stop(self, fresh: list[int]) -> list[int]:
-        """Returns the new tokens up to the end of a stop string, and drops later ones."""
+        """Returns the new tokens up to the end of a stop string; drops the later ones."""
         assert self._stop_search is not None
         first = len(self.token_ids) - len(fresh)
         for place, token in enumerate(fresh):
@@ -198,8 +198,8 @@ class ChoiceState:
 class GrowingText:
     """Decodes tokens to text as they arrive.
 
-    A token may be part of a character, and its text may depend on the tokens before it. So the
-    class decodes a window of recent tokens with and without the new ones; the difference is new.
+    A token may be part of a character, and its text may depend on the tokens before it. So a window
+    of recent tokens is decoded with and without the new one; the difference is its text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -34,7 +34,7 @@ class _Waiter:
 
 @dataclass(eq=False, slots=True)
 class AttemptWatch:
-    """An attempt under way. ``scope`` is cancelled if no token follows the one at ``last_s``."""
+    """An attempt under way; ``scope`` is cancelled if no token follows the one at ``last_s``."""
 
     engine: str
     scope: anyio.CancelScope
@@ -47,8 +47,8 @@ class EnginePool:
     Args:
         group: the group.
         connection: an observer's connection to the broker.
-        stall_s: after how long without a token from a running engine an attempt is cancelled, in
-            seconds.
+        stall_s: how long a running engine may take for the next token, in seconds; then the attempt
+            is cancelled.
         unavailable_s: how long a request waits while no engine is available, in seconds.
 
     Attributes:
@@ -191,7 +191,7 @@ class EnginePool:
             self._timer = asyncio.get_running_loop().call_at(release_s, self._grant)
 
     async def _require_engines(self) -> None:
-        """Checks that an engine gives tokens, or will after its pause.
+        """Checks that an engine generates tokens, or will after a pause.
 
         Raises:
             NoEngine: there is none; the text names the group's engines.

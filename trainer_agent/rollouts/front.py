@@ -115,7 +115,7 @@ class _Asked:
     def choice(
         self, index: int, part: TokenDelta | Choice | None, text: str, message: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns a choice, or a part of one, in the form of all routes."""
+        """Returns a choice, or a part of one, in the form that all routes share."""
         ids, logprobs = (part.token_ids, part.logprobs) if part is not None else ((), None)
         shown = {"index": index, "token_ids": ids, "text": text, "logprobs": None}
         if self.is_chat:
@@ -129,7 +129,7 @@ class _Asked:
 
 
 class _Reader:
-    """Tracks how much of a choice's text was sent in a stream."""
+    """Tracks how much of a choice's text a stream has sent."""
 
     def __init__(self, tokenizer: Any, params: Mapping[str, Any]) -> None:
         self._growing = GrowingText(tokenizer) if tokenizer else None
@@ -141,7 +141,7 @@ class _Reader:
         self.sent = 0
 
     def add(self, delta: TokenDelta) -> str:
-        """Returns the text that may be sent now."""
+        """Returns the text that a stream may send now."""
         if self._growing is not None:
             self._text += "".join(map(self._growing.add, delta.token_ids))
         end = self.sent if delta.finish_reason else max(self.sent, len(self._text) - self._held)

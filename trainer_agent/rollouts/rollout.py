@@ -103,7 +103,7 @@ class RolloutRun:
             await self._attempt([choice])
 
     async def _attempt(self, choices: Sequence[ChoiceState]) -> None:
-        """Sends one request: for several choices from the start, or for one after its tokens."""
+        """Sends one request: for several new choices, or for one choice after its tokens."""
         request, first = self._request, choices[0]
         load = await self._pool.acquire(request.session_id, len(choices), frozenset(self._avoid))
         route = load.route
@@ -134,7 +134,7 @@ class RolloutRun:
         self._judge(choices, load, cut)
 
     def _prepare(self, choice: ChoiceState, reasons: Sequence[str]) -> None:
-        """Decides how a choice with tokens continues, given the reasons why it would be inexact."""
+        """Decides how a choice with tokens continues; ``reasons`` say why not exactly."""
         if not reasons:
             return
         request = self._request
@@ -211,7 +211,7 @@ class RolloutRun:
             raise Cut("stalled", f"no token for {self._pool.stall_s:g} s")
 
     def _blame(self, load: EngineLoad, cut: Cut) -> None:
-        """Records that an engine's answer was cut off, and avoids the engine from now on.
+        """Records that an engine's answer was cut off; the request avoids the engine from now on.
 
         Raises:
             RequestPoisoned: it is the second engine that died.

@@ -141,10 +141,10 @@ class RolloutBuffer(Generic[T]):
         self._has_samples = asyncio.Event()
 
     def capacity(self) -> int:
-        """Returns how many rollouts may start now without becoming too old before their use.
+        """Returns how many rollouts may start now and will not be too old when they are used.
 
-        That assumes that each step uses ``samples_per_step``. Rollouts under way, finished samples
-        and those that this step has taken count.
+        This assumes that each step uses ``samples_per_step``. Rollouts under way, finished samples
+        and samples that this step has taken reduce the capacity.
         """
         ahead = self._taken + len(self._order)
         return max(0, (self.max_age_steps + 1) * self.samples_per_step - ahead)
@@ -266,7 +266,7 @@ class RolloutBuffer(Generic[T]):
         return list(ages.values())
 
     def _age(self, rollout: BufferedRollout[T], current: int | None = None) -> int:
-        """Returns the age in commits; negative if all of it is newer than ``current``."""
+        """Returns the age in commits; negative if all tokens are newer than ``current``."""
         commits, place = self._commits, bisect.bisect_right
         if current is None:
             return len(commits) - place(commits, rollout.version)

@@ -54,11 +54,13 @@ class EngineLoad:
         route: the engine's endpoint and limits.
         window: how many of this client's sequences may be in flight there.
         in_flight: how many of this client's sequences are in flight there.
-        held_until_s: the time before which no request is sent to the engine.
+        held_until_s: until when no request is sent to the engine, in seconds.
         hold_s: how long the next hold lasts, in seconds.
         others: how many sequences of other clients the engine has.
-        peaks: this client's greatest load since the broker's last figures, and before each of them.
-        queued: the engine's requests in the last figures, if some of them waited; else 0.
+        peaks: this client's greatest load since the broker's last figures, and between earlier
+            ones.
+        queued: how many requests the engine had by the last figures, if some of them waited; else
+            0.
         goal: the size up to which the window grows fast.
     """
 
@@ -112,7 +114,7 @@ class Router:
         self.update(())
 
     def update(self, routes: Iterable[Route]) -> None:
-        """Replaces the routable engines."""
+        """Replaces the routable engines by those of the new routes."""
         now: dict[str, EngineLoad] = {}
         for route in routes:
             if not route.endpoint:
@@ -134,11 +136,12 @@ class Router:
         self.limits = _strictest([load.route.limits for load in now.values()])
 
     def take_figures(self, engines: Iterable[EngineView]) -> None:
-        """Takes the number of requests of each engine, as the broker knows it.
+        """Stores each engine's number of requests, as the broker reports it.
 
-        An engine that is not named is assumed to have no requests of other clients. The window of
-        an engine is halved if requests wait there in two reports and the engine has no more than
-        before: it lacks slots or memory. In a single report, they may wait for its next step.
+        An engine without a report counts as one without requests of other clients. An engine's
+        window is halved if requests wait there in two reports in a row, and the engine has no more
+        requests than before: then it lacks slots or memory. In one report alone, they may wait for
+        the next step.
         """
         known = {(each.name, each.endpoint): each for each in engines}
         for key, load in self._loads.items():
@@ -186,7 +189,7 @@ class Router:
         load.in_flight -= sequences
 
     def succeeded(self, load: EngineLoad) -> None:
-        """Records that a sequence has ended there by itself."""
+        """Records that an engine has finished a sequence."""
         grown = load.window + (1 if load.window < load.goal else 1 / load.window)
         load.window = min(load.slots, grown)
         load.hold_s = _HOLD_S
@@ -199,7 +202,7 @@ class Router:
             load.hold_s = min(2 * load.hold_s, _LONGEST_HOLD_S)
 
     def next_release_s(self, now_s: float) -> float | None:
-        """Returns when the next held engine may be tried again; None if no engine is held."""
+        """Returns when the next held engine may get requests again; None if no engine is held."""
         held = [load.held_until_s for load in self.engines.values() if load.held_until_s > now_s]
         return min(held, default=None)
 

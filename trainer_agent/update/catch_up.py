@@ -46,7 +46,7 @@ class CatchUp:
     Args:
         snapshot: the weights to send.
         steps: sends the requests of catch-ups only.
-        transport: the trainer's transport, which engines close when they open that of a catch-up.
+        transport: the trainer's transport, which engines close to open that of a catch-up.
         is_idle: returns whether the trainer has no update or pause under way.
         make_sender: returns a new sender.
         chunk_bytes: as :class:`trainer_agent.TrainerAgent`.
@@ -82,7 +82,7 @@ class CatchUp:
 
     @contextlib.asynccontextmanager
     async def suspend(self) -> AsyncIterator[None]:
-        """Undoes a catch-up under way, and begins none for the length of a block."""
+        """Undoes a catch-up under way, and starts no other for the length of a block."""
         self._suspensions += 1
         try:
             await self.stop()
@@ -112,7 +112,7 @@ class CatchUp:
             self._task = asyncio.create_task(self._catch_up(StaleEngines(stale.version, scope)))
 
     def _due(self, dp_groups: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the DP groups that have not failed before; else one that is due for a retry."""
+        """Returns the DP groups to update now: those without a failure, else one to retry."""
         self._retries = {name: self._retries[name] for name in dp_groups if name in self._retries}
         fresh = tuple(name for name in dp_groups if name not in self._retries)
         if fresh:

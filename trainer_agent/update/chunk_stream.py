@@ -47,13 +47,13 @@ _LOOK_S: Final = 0.5  # how often the progress of the source is checked
 class ChunkStream:
     """Sends a source in chunks, with as many in flight as the sender has buffers.
 
-    Engines receive two messages per chunk: WEIGHT_CHUNK_META before the tensors, so that they
-    receive these, and CHUNK_SENT after them, with the checksums, so that they load them.
+    Engines get two messages per chunk. At WEIGHT_CHUNK_META, before the tensors, they begin to
+    receive. At CHUNK_SENT, after the tensors and with their checksums, they verify and load.
 
     Attributes:
         all_sent: set when the last chunk and its CHUNK_SENT are sent.
-        on_released: called when the trainer may modify the source's tensors: all are in the
-            sender's buffers; or, without buffers, engines have received them.
+        on_released: called when the trainer may modify the source's tensors: when all are in the
+            sender's buffers or, without buffers, when engines have received them.
         copy: receives a copy of every tensor; None: nothing is copied.
         connection: limits how long the source may take for a tensor.
     """
@@ -170,7 +170,7 @@ class ChunkStream:
         return await anyio.to_thread.run_sync(self._fill, seq, await taking)
 
     def _check_stuck(self, seq: int, waited_s: float) -> WavebusError | None:
-        """Returns the error of a source that takes too long; None if it does not."""
+        """Returns the error of a source that takes too long for a tensor; None if it does not."""
         self.connection.tensors_taken = self._taken
         if self.connection.lost_rank is not None:
             return refusal(self.connection.lost_rank)
@@ -202,7 +202,7 @@ class ChunkStream:
 
 
 async def _in_thread(call: Callable[[int], None], seq: int) -> None:
-    """Runs ``call`` in a thread, where it continues even if this is cancelled."""
+    """Runs ``call`` in a thread, which continues even if the caller is cancelled."""
     await anyio.to_thread.run_sync(call, seq, abandon_on_cancel=True)
 
 
@@ -234,7 +234,7 @@ async def send_stream(
 ) -> UpdateReport:
     """Sends a stream's weights to the engines, and commits the update.
 
-    The caller ends the update.
+    The caller must end the update.
     """
     stream.connection = steps.connection
     await transport.open(stream.buffer_bytes)

@@ -111,7 +111,7 @@ async def send_adapter(
     label: str,
     verify: Verify,
 ) -> UpdateReport:
-    """Makes every engine load and serve an adapter, as one update that the caller ends.
+    """Makes every engine load and serve an adapter. The caller must end the update.
 
     When this returns, engines have read the folder and no longer need it.
     """

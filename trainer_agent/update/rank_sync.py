@@ -38,7 +38,7 @@ class RankZero:
         connection.lost_rank = None
 
     async def release(self, drain: Callable[[], None]) -> None:
-        """Permits all ranks to gather tensors, once every engine waits for these.
+        """Permits all ranks to gather tensors, because every engine now waits for these.
 
         Args:
             drain: gathers what rank 0 has not gathered yet; called in a thread if the update fails.

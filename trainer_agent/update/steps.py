@@ -56,14 +56,14 @@ class Steps:
         self._log = bus.log.logger()
 
     def fork(self) -> Steps:
-        """Returns steps for another pause over the same connection, with distinct ids."""
+        """Returns other steps for a second pause over the same connection, with distinct ids."""
         forked = Steps(self.connection, lease_ms=self._lease_ms, timeout_s=self._timeout_s)
         forked._ids = self._ids
         return forked
 
     @property
     def holds_pause(self) -> bool:
-        """Whether this trainer holds the group in a pause."""
+        """Whether this trainer holds its group in a pause."""
         return self.window.is_open
 
     def new_id(self) -> str:
@@ -182,7 +182,7 @@ async def announce_chunk(step: SendStep, meta: WeightChunkMeta) -> AsyncIterator
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Returns the first error of a group; all chunks in flight fail for the same reason."""
+    """Returns the first error of a group, because all chunks in flight fail for one reason."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -119,7 +119,7 @@ class Updates:
 
     @contextlib.asynccontextmanager
     async def with_all_ranks(self) -> AsyncIterator[RankZero]:
-        """Runs a block, as rank 0, in which all ranks connect to the engines.
+        """Runs a block on rank 0 in which all ranks connect to the engines.
 
         The block counts as an update.
         """
@@ -156,7 +156,7 @@ class Updates:
         return report
 
     def count_after(self, version: int) -> int:
-        """Returns the number of committed updates with a greater version."""
+        """Returns how many committed updates have a greater version."""
         return len(self._committed) - bisect.bisect_right(self._committed, version)
 
     def require_idle(self) -> None:
@@ -199,7 +199,7 @@ class Updates:
 
 
 class Update:
-    """One update of the group. A step that raises must be followed by :meth:`end`.
+    """Runs one update of the group. After a step that raises, call :meth:`end`.
 
     Attributes:
         paused: set when every engine is paused, or the update failed.
@@ -355,7 +355,7 @@ class Update:
         await self._steps.undo(*self._machine.undo())
 
     async def _ask(self, messages: Sequence[Message]) -> None:
-        """Sends messages in this order without waiting, then those that each answer requires."""
+        """Sends messages in this order without waiting, then those that their answers require."""
         if len(messages) == 1:
             await self._ask_one(messages[0])
         elif messages:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ClientUpdate:
-    """An update that a trainer engine has started on rank 0.
+    """Tracks an update that a trainer engine has started on rank 0.
 
     Args:
         update: the update on the bus.
@@ -82,7 +82,7 @@ class ClientUpdate:
         """Returns the next tensor; None at the end.
 
         Raises:
-            the error of the update, if it has failed.
+            WavebusError: the update has failed; this is its error.
         """
         with self._take_lock:
             if self.failure is not None:
@@ -97,7 +97,7 @@ class ClientUpdate:
         """Waits until every engine is paused.
 
         Raises:
-            the error of the update, if it has failed.
+            WavebusError: the update has failed; this is its error.
         """
         await self.update.paused.wait()
         if self.failure is not None:
@@ -107,7 +107,7 @@ class ClientUpdate:
         """Waits until every tensor of a chunk was taken, or the update has failed.
 
         Raises:
-            the error of the update, if it has failed.
+            WavebusError: the update has failed; this is its error.
         """
         self._reached = anyio.Event()
         self._awaited = 0 if self._inner is None else self.plan.manifest.chunk_ends[seq]

@@ -33,7 +33,7 @@ _STORAGES: Final = (torch.storage.TypedStorage, torch.storage.UntypedStorage)
 
 @dataclass(frozen=True, slots=True)
 class NativeTransport:
-    """One of vLLM's own transports, opened by the engines.
+    """Describes one of vLLM's own transports, which engines have opened.
 
     Attributes:
         backend: the backend's name on the bus, such as ``vllm:nccl``.
@@ -81,7 +81,8 @@ def require_engines(views: Sequence[EngineView], engine: str) -> None:
     """Checks that every engine was started with vLLM's worker engine ``engine``.
 
     Raises:
-        UsageError: an engine was not, and is named; or the group has no engines.
+        UsageError: an engine was started with another one, and is named; or the group has no
+            engines.
     """
     if not views:
         raise UsageError(f"no engines yet to meet vLLM's {engine!r}: wait_for_engines() first")

@@ -45,7 +45,7 @@ class AnyPatch(Protocol):
 
 
 class NextPatch:
-    """Holds the plan of the patches that were read and are sent next."""
+    """Holds the plan of the patches that were read, until the next update takes it."""
 
     def __init__(self) -> None:
         self._plan: UpdatePlan | None = None
@@ -55,7 +55,7 @@ class NextPatch:
         self._plan = plan
 
     def take(self) -> UpdatePlan:
-        """Returns and removes the plan, for the update that begins.
+        """Returns the plan for the update that begins, and removes it.
 
         Raises:
             UsageError: no patches were read for this update.
@@ -121,7 +121,7 @@ _FLAWS = (
 
 @torch.no_grad()
 def _flaws(patch: AnyPatch) -> torch.Tensor:
-    """Returns which :data:`_FLAWS` a patch has, as booleans on its GPU, without waiting for it."""
+    """Returns which :data:`_FLAWS` a patch has, as booleans on its GPU; does not wait."""
     indices = torch.sort(patch.indices.flatten()).values
     numel = torch.Size(patch.full_shape).numel()
     return torch.stack(

@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 
 class TrainerEngineSession:
-    """Runs the updates of one agent's client and source. Run its coroutines with :meth:`call`."""
+    """Runs the updates of one agent's client and source; run coroutines by :meth:`call`."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class TrainerEngineSession:
             self._transport.invalidate()
 
     async def refuse(self, error: BaseException, options: UpdateOptions) -> None:
-        """Fails an update before it is armed; the other ranks receive the error."""
+        """Fails an update before it is armed; the other ranks get the error."""
         async with self._step_lock:
             await self._undo_unfinished()
             await self._updates.begin(options).end(error)
@@ -345,7 +345,7 @@ class TrainerEngineSession:
                 self._require_everybody(done)
 
     def _require_everybody(self, done: GroupAck) -> None:
-        """Raises if an engine dropped out: vLLM's next collective would wait for it for ever."""
+        """Raises if an engine dropped out, because vLLM's next collective would wait forever."""
         if done.excluded and self._transport.communicator:
             raise _failed(
                 NackCode.TRANSFER_FAILED,

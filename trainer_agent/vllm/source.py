@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SourceReader(Protocol):
-    """The part of :class:`trainer_agent.vllm.session.TrainerEngineSession` that sources need."""
+    """The method of :class:`trainer_agent.vllm.session.TrainerEngineSession` that sources need."""
 
     def read_source(
         self, source: BusWeightSource, *, shards: bool
@@ -32,8 +32,8 @@ class BusWeightSource(EitherForm):
     On every rank of the trainer, iteration yields no tensor until every engine is armed and paused.
     It raises:
 
-    - ``UsageError``: the agent has another source by now; or, on rank 0, the tensors contradict
-      the metadata.
+    - ``UsageError``: the agent now has another source; or, on rank 0, the tensors contradict the
+      metadata.
     - ``Refused``: the update was refused; rank 0 raises the same error.
     - ``BusTimeout``: no update was started within the agent's ``timeout_s``.
 
@@ -48,7 +48,7 @@ class BusWeightSource(EitherForm):
         self._fresh: list[TensorMeta] | None = None
 
     def describe(self) -> list[Any]:
-        """Returns the inner source's metadata, in vLLM's form where it has a layout of shards."""
+        """Returns the wrapped source's metadata, in vLLM's form if it has a layout of shards."""
         described = source_forms.own_metadata(self._inner)
         metas = tensor_metas(self._inner.metadata() if described is None else described)
         self._fresh = metas
@@ -73,14 +73,14 @@ class BusWeightSource(EitherForm):
         return self._session.read_source(self, shards=True)
 
     def tensors(self, *, shards: bool) -> WeightSource:
-        """Returns the inner source, which does not wait for engines.
+        """Returns the wrapped source, whose tensors don't wait for engines.
 
         It yields this rank's shards if it has any and ``shards`` is set, otherwise full tensors.
         """
         return self._shards if shards and self._shards is not None else self._inner
 
     def take_metas(self) -> list[TensorMeta]:
-        """Returns the metadata for the update that begins; reads it if that was not done yet."""
+        """Returns the metadata for the update that begins; reads them unless that was done."""
         if self._fresh is None:
             self.describe()
         metas, self._fresh = self._fresh, None

@@ -124,7 +124,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     # -- the rendezvous -----------------------------------------------------------
 
     def _open(self, plan: UpdatePlan) -> None:
-        """Opens the transport if it is closed, its buffers are too small, or engines changed."""
+        """Opens the transport, if it is closed, its buffers are too small, or engines changed."""
         world = self._info.plan()
         buffer_bytes = plan.buffer_bytes(self._sender)
         if world is None and buffer_bytes <= self._buffer_bytes:
@@ -142,7 +142,7 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self._buffer_bytes = buffer_bytes
 
     def _meet(self, info: dict[str, Any]) -> None:
-        """Makes engines open their ends, while this end waits for them."""
+        """Makes engines open their ends, while this end waits to connect to them."""
 
         def stop_waiting(opening: Future[None]) -> None:
             if opening.exception() is not None:

@@ -38,8 +38,8 @@ class CpuCache:
         weights: the weights to store at once; None: none yet.
         shared: whether to use shared memory, from which ``shm`` sends without a copy if
             ``packed=False``. Shared memory is not pinned for a GPU.
-        keep: False on all ranks but rank 0 of a trainer with several ranks: those gather with
-            rank 0 in :meth:`store`, and have nothing to send.
+        keep: False on all ranks but rank 0 of a trainer with several ranks. These ranks only help
+            rank 0 to gather in :meth:`store`, and have nothing to send.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The tensors of a checkpoint (``outputs``) that the tensors ``inputs`` in memory become."""
+    """Tensors in memory (``inputs``), and the checkpoint tensors that they become (``outputs``)."""
 
     inputs: tuple[str, ...]
     outputs: tuple[TensorMeta, ...]
@@ -154,7 +154,7 @@ def _revert(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[st
 
 
 class _Views(TorchFunctionMode):
-    """Avoids copies in transformers' operations, and records the origins of their results.
+    """Replaces copies in transformers' operations by views, and records results' origins.
 
     Attributes:
         origins: by the ``id`` of a tensor, the names of the tensors of which it is made.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class WeightsCopy:
-    """Memory for all weights of a model; once filled, a ``WeightSource``."""
+    """Holds a copy of all weights of a model; once filled, it is a ``WeightSource``."""
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self._metas = tuple(metas)
@@ -52,7 +52,7 @@ class WeightsCopy:
 
 
 class Snapshot:
-    """The weights of one trainer's last commit.
+    """Keeps the weights of one trainer's last commit.
 
     Attributes:
         version: the version of the kept weights; 0 if none are kept.

@@ -72,9 +72,9 @@ class PairSource:
 
 
 class Devices:
-    """Synchronizes with the GPUs of a source's tensors.
+    """Waits for the GPUs that hold a source's tensors.
 
-    The trainer's work on a GPU, in every stream, is finished before the first tensor is read there.
+    Before the first read on a GPU, waits until the trainer's work there has ended, in all streams.
     A source that computes tensors on demand must itself wait for the inputs.
     """
 
@@ -118,7 +118,7 @@ def tensor_metas(metas: Iterable[AnyMeta]) -> list[TensorMeta]:
 def as_described(
     metas: Iterable[TensorMeta], tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a source's tensors, and checks each against the metadata.
+    """Yields a source's tensors after comparing each with the metadata.
 
     Raises:
         UsageError: a tensor is missing, or differs from its metadata; the text names it.

@@ -45,9 +45,9 @@ class ParamMeta:
 
 
 class Metadata(list[Any]):
-    """Metadata that a trainer engine of either form can read.
+    """Metadata that trainer engines of both forms can read.
 
-    Trainer engines of the property form use it as it is, those of the method form call it.
+    Trainer engines of the property form read it directly; those of the method form call it.
     """
 
     def __call__(self) -> Metadata:
@@ -70,11 +70,11 @@ class EitherForm:
         return self.iter_full() if self.implements_iter_full() else self.iter_local()
 
     def implements_iter_full(self) -> bool:
-        """Returns whether :meth:`iter_full` yields anything."""
+        """Returns whether :meth:`iter_full` is implemented."""
         return True
 
     def implements_iter_local(self) -> bool:
-        """Returns whether :meth:`iter_local` yields anything."""
+        """Returns whether :meth:`iter_local` is implemented."""
         return False
 
     def owned_names(self, rank: int) -> list[str]:
@@ -156,14 +156,14 @@ def has_property_form(source: object) -> bool:
 
 
 def yields_shards_only(source: object) -> bool:
-    """Returns whether ``source`` (as ``as_source`` returns it) can't yield full tensors."""
+    """Returns whether a source made by ``as_source`` can't yield full tensors."""
     if isinstance(source, FullTensors):
         return not source.source.implements_iter_full()
     return is_m2n_source(source)
 
 
 def local_shards(source: object) -> LocalShards | None:
-    """Returns the shards of ``source`` (as ``as_source`` returns it); None if it has none."""
+    """Returns the shards of a source made by ``as_source``; None if it has none."""
     if isinstance(source, FullTensors):
         return LocalShards(source.source) if source.source.implements_iter_local() else None
     return LocalShards(source) if is_m2n_source(source) else None
@@ -177,9 +177,9 @@ def own_metadata(source: Any) -> list[Any] | None:
 
 
 def is_m2n_source(source: object) -> bool:
-    """Returns whether ``source`` is an ``M2NWeightSource``: shards in the method form.
+    """Returns whether ``source`` is vLLM's ``M2NWeightSource`` (shards, method form).
 
-    If one exists, vLLM's module is imported already. Most versions of vLLM have no such class.
+    Imports nothing: if such a source exists, vLLM's module is imported already.
     """
     module = sys.modules.get(_M2N_SOURCE)
     return module is not None and isinstance(source, module.M2NWeightSource)

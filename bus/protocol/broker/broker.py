@@ -44,7 +44,7 @@ WAVE_MESSAGES: Final = (m.FirstReq, m.WaveStarted, m.WaveComplete)
 
 
 class Broker:
-    """The state of the whole broker: all groups and peers.
+    """Handles the frames of all peers, and holds all groups.
 
     ``keys`` are the roles of the authorised keys, and may be replaced at any time. None: there
     are no keys, and the broker trusts the role that a peer names.
@@ -362,7 +362,7 @@ class Broker:
     def _stranger(
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float
     ) -> list[Effect]:
-        """Handles a frame of a peer that has not joined, or that another peer replaced."""
+        """Handles a frame of a peer that has not joined, or whose name another peer has taken."""
         if isinstance(message, m.StatusRequest):
             if not self._views.take(1, now_ms):
                 return self._on_rate_limited(None, route, self._views, now_ms)
@@ -453,7 +453,7 @@ class Broker:
     # -- answers --------------------------------------------------------------
 
     def status(self, now_ms: float) -> m.Status:
-        """The whole view; the shell adds what it knows of the process."""
+        """Returns the status of all groups; the server adds its process's figures."""
         booting = [peer for peer in self.peers if peer.role == "booting"]
         return m.Status(
             broker=BROKER_NAME,

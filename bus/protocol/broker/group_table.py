@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GroupTable(dict[str, Group]):
-    """All groups of the broker.
+    """Holds all groups of the broker.
 
     The epoch and version of a removed group are kept, because they only grow.
 
@@ -70,7 +70,7 @@ class GroupTable(dict[str, Group]):
         return None
 
     def drop_unused(self, now_ms: float, kept_ms: float = GROUP_KEPT_MS) -> None:
-        """Forget the groups that nobody has been in for ``kept_ms``."""
+        """Removes the groups that have had no peer for ``kept_ms``."""
         used = {peer.group for peer in self._peers if peer.role not in WATCHERS}
         self._unused_ms = {n: self._unused_ms.get(n, now_ms) for n in self.keys() - used}
         for name, since_ms in sorted(self._unused_ms.items()):

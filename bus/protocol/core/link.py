@@ -62,10 +62,7 @@ class LinkConfig:
 
 
 class Link:
-    """The membership of one peer.
-
-    ``join`` and ``beat`` return each JOIN and heartbeat to send.
-    """
+    """Keeps one peer joined. ``join`` and ``beat`` return each JOIN and heartbeat to send."""
 
     def __init__(
         self,
@@ -99,7 +96,7 @@ class Link:
         return self._ask(now_ms)
 
     def fresh(self, envelope: m.Envelope, now_ms: float) -> bool:
-        """Whether a frame of the broker is new; others must be dropped."""
+        """Returns whether a frame of the broker is new; others must be dropped."""
         if envelope.boot != self._broker_boot:
             self._broker_boot = envelope.boot
             self._last_seq = 0
@@ -128,7 +125,7 @@ class Link:
         return self._on_refused(nack) if self.state is LinkState.JOINING else []
 
     def leave(self, reason: str) -> list[Effect]:
-        """Go, in order."""
+        """Leaves the bus: sends LEAVE if the broker may know this peer."""
         may_be_in = self._asked and self.state in (LinkState.JOINING, LinkState.JOINED)
         self.state = LinkState.CLOSED
         return [Send(m.Leave(reason))] if may_be_in else []

@@ -116,7 +116,7 @@ class Peer:
             self.last_heard_ms = now_ms
 
     def answers(self, message: Message) -> bool:
-        """Whether a message shows that the engine is no longer overdue.
+        """Returns whether a message shows that the engine is no longer overdue.
 
         That is an answer to the step, an answer to an ABORT of the step (:data:`UNDONE`), or a
         heartbeat that shows the step's end.
@@ -182,7 +182,7 @@ def _places(group: str, host: str, facts: EngineFacts | None) -> list[_Place]:
 
 
 class Membership:
-    """The peers by name and by route."""
+    """Holds the joined peers, by name and by route."""
 
     def __init__(self, peer_timeout_ms: float) -> None:
         self.peer_timeout_ms = peer_timeout_ms

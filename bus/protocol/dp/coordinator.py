@@ -123,7 +123,7 @@ TRANSITIONS: Final[dict[tuple[CoordinatorState, CoordinatorEvent], CoordinatorSt
 
 
 class DpCoordinator:
-    """The coordinator of one DP group. Methods take events, and return effects.
+    """Coordinates the waves of one DP group. Methods take events, and return effects.
 
     Args:
         dp_group: the DP group's name on the bus.

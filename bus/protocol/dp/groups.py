@@ -45,7 +45,7 @@ class DpGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank is present, and all are of the present life."""
+        """Whether every rank is present, and all ranks were started together."""
         return len(self.ranks) == self.size and all(
             self._lives[rank][1] == self._life for rank in self.ranks
         )
@@ -95,7 +95,7 @@ class DpGroup:
 
 
 class DpGroups:
-    """The DP groups of one group with more than one rank. ``epoch``: the group's."""
+    """Holds a group's DP groups of more than one rank. ``epoch`` is the group's fencing epoch."""
 
     def __init__(
         self, group: str, epoch: Callable[[], int], config: WatchdogConfig | None = None
@@ -302,7 +302,7 @@ class DpGroups:
     # -- time, status -----------------------------------------------------------------
 
     def on_stuck(self, peer: Peer, text: str, now_ms: float) -> tuple[str, list[Effect]]:
-        """Restarts an engine whose core stands still; returns the reason as text, and effects."""
+        """Restarts an engine whose core hangs; returns the reason as text, and effects."""
         group = self._of.get(peer.name)
         ranks = [peer] if group is None else [each for _, each in sorted(group.ranks.items())]
         name = peer.name if group is None else group.name

@@ -30,7 +30,7 @@ UNSUPERVISED: Final = "nobody supervises it: restart {}"
 
 
 class Restarts:
-    """The pending restarts of one group. ``epoch`` is the group's."""
+    """Requests the restarts of one group. ``epoch`` is the group's fencing epoch."""
 
     def __init__(self, group: str, epoch: Callable[[], int]) -> None:
         self._group = group

@@ -88,7 +88,7 @@ class _Report:
 
 
 class Watchdog:
-    """The watchdog of one DP group of ``size`` ranks."""
+    """Diagnoses the health of one DP group of ``size`` ranks."""
 
     def __init__(self, size: int, config: WatchdogConfig | None = None) -> None:
         self.size = size

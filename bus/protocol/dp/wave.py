@@ -82,7 +82,7 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
 
 
 class WaveMachine(StateMachine[WaveState, WaveEvent]):
-    """The waves of one DP group. Some methods return whether to START a wave."""
+    """Tracks the waves of one DP group. Methods return whether to send START_DP_WAVE now."""
 
     def __init__(self, wave: int = 0, *, running: bool = False) -> None:
         super().__init__("wave", TRANSITIONS, _S.RUNNING if running else _S.IDLE)
@@ -92,7 +92,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         self.rank: int | None = None  # the rank that began it; None: unknown
 
     def first_req(self, wave: int) -> bool:
-        """A request has come to an idle rank; True: START_DP_WAVE, False: it is kept."""
+        """Records a request at an idle rank; returns whether to send START_DP_WAVE now."""
         self._go(_E.FIRST_REQ)
         self.wave = max(self.wave, wave)
         if self.state in (_S.GLOBAL, _S.DOWN):
@@ -124,7 +124,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return True
 
     def mirror(self, wave: int, *, running: bool, rank: int | None = None) -> None:
-        """Adopts a coordinator's state, whose reports the broker may have missed."""
+        """Adopts a coordinator's wave state, because the broker may have missed its reports."""
         if running:
             self.on_started(wave, rank)
         elif wave > self.wave:

@@ -38,14 +38,14 @@ class CallEscalate:
 
 @dataclass(frozen=True, slots=True)
 class CallSleep:
-    """Gives memory back."""
+    """Frees the engine's memory: level 1 keeps a copy of the weights, level 2 none."""
 
     level: m.SleepLevel
 
 
 @dataclass(frozen=True, slots=True)
 class CallWakeWeights:
-    """Allocates the weights' memory."""
+    """Allocates the memory of sleeping weights again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +115,14 @@ class CallLoad:
 
 @dataclass(frozen=True, slots=True)
 class CallRestore:
-    """Returns to the weights of before the update, of which nothing was loaded."""
+    """Restores the old weights of an update that has loaded nothing."""
 
     target: m.Target
 
 
 @dataclass(frozen=True, slots=True)
 class CallFinish:
-    """Finishes the model after every chunk is loaded."""
+    """Post-processes the model's weights after the last chunk is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class CallSwap:
 class CallCancelSwap:
     """Cancels the swap under way, if it is not made yet.
 
-    It never waits in the queue. The swap's own return shows whether it was made.
+    It never waits in the queue. The result of the swap call shows whether the swap was made.
     """
 
 
@@ -269,7 +269,7 @@ class CallQueue:
         return self._jobs[0].call if self._jobs else None
 
     def end(self, call: Call) -> Job:
-        """Removes the running call, which has returned or raised, and returns its job."""
+        """Removes the running call after it has ended, and returns its job."""
         job = self._jobs.popleft()
         assert job.call is call, f"{call} ended, but {job.call} was running"
         return job

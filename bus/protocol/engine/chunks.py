@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EngineChunks:
-    """The chunks of the present update. Calls go into ``queue``.
+    """Tracks the chunks of an update, and adds their engine calls to ``queue``.
 
     Attributes:
         applied: how many chunks are loaded.
@@ -71,11 +71,11 @@ class EngineChunks:
 
     @property
     def has_sent_all(self) -> bool:
-        """Whether the last one was, and nothing but calls is between it and its ack."""
+        """Whether the trainer has sent the last chunk, so that only engine calls are pending."""
         return self._sent == self.total
 
     def is_new(self, message: WeightChunkMeta | ChunkSent) -> bool:
-        """Whether it was not heard before."""
+        """Returns whether a chunk's message has not been received before."""
         following = self._ack_received if isinstance(message, WeightChunkMeta) else self._sent
         return message.chunk >= following
 

@@ -82,7 +82,7 @@ TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
 
 
 class EngineLease(StateMachine[LeaseState, LeaseEvent]):
-    """The pause lease of one engine. ``peers`` are the other ranks of its DP group."""
+    """Tracks the pause lease of one engine. ``peers`` are the other ranks of its DP group."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__("engine lease", TRANSITIONS, _S.FREE)
@@ -126,7 +126,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
 
     @property
     def over_ms(self) -> float | None:
-        """When the lease is over; None while there is none that could be."""
+        """When a running lease ends; None without one."""
         return self.ran_out_ms if self.state is _S.HELD else None
 
     @property
@@ -136,7 +136,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
 
     @property
     def again_ms(self) -> float | None:
-        """When to retry the end of a pause whose lease is over; None: never."""
+        """When to try again to end a pause whose lease is over; None: never."""
         return self._tried_ms + LEASE_RETRY_MS if self.state is _S.OVER else None
 
     def record_attempt(self, now_ms: float) -> None:
@@ -153,14 +153,14 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         self._votes[vote.dp_rank] = vote
 
     def all_agree(self, version: int) -> bool:
-        """Whether every peer rank is clean or running, at this version."""
+        """Returns whether every peer rank has voted clean or running, at this version."""
         return all(
             self._position(rank) in ("clean", "running") and self._votes[rank].version == version
             for rank in self.peers
         )
 
     def any_partial(self, version: int) -> bool:
-        """Whether a peer rank's vote forbids a resume: partial, or another version."""
+        """Returns whether a vote forbids a resume: a rank is partial, or has another version."""
         return any(
             vote.position == "partial"
             or (vote.position in ("clean", "running") and vote.version != version)

@@ -1,10 +1,12 @@
 """The memory of one engine in a pause: the sidecar's side.
 
-Invariants: an engine sleeps only in a pause that dropped its KV cache, with no update
-under way. Nothing is armed while the weights sleep. One wake call ends both the sleep and the
-pause, whatever sleeps, and no resume is called beside it. From the call of a sleep of level 2 the
-old weights are gone: there is no resume until a whole update is committed
-(:mod:`bus.protocol.engine.session`).
+Invariants:
+
+- An engine sleeps only in a pause that dropped its KV cache, and while no update is under way.
+- Nothing is armed while the weights sleep.
+- One wake call wakes all memory that sleeps and ends the pause; no resume is called in addition.
+- A sleep of level 2 discards the weights as soon as it is called. No resume follows until a whole
+  update is committed (:mod:`bus.protocol.engine.session`).
 """
 
 from __future__ import annotations
@@ -66,9 +68,10 @@ TRANSITIONS: Final[dict[tuple[MemoryState, MemoryEvent], MemoryState]] = {
 
 
 class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
-    """The memory of one engine. Calls go into ``queue``.
+    """Puts one engine to sleep and wakes it; adds the engine calls to ``queue``.
 
-    The caller has checked that the engine is in the pause that a command names, without an update.
+    The caller has checked that the engine is in the pause that the command names, and has no update
+    under way.
     """
 
     def __init__(self, queue: c.CallQueue) -> None:
@@ -88,7 +91,7 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
         return self._level == 2 and not self.awake  # noqa: PLR2004 - the level
 
     def sleep(self, msg_id: int, message: Sleep) -> list[c.SessionEffect]:
-        """Executes a SLEEP."""
+        """Executes a SLEEP command."""
         another = message.update_id != self._pause_id  # else a late duplicate
         if self.state is _S.AWAKE or (self.state is _S.WEIGHTS_AWAKE and another):
             self._go(_E.SLEEP_ASKED)
@@ -105,7 +108,7 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
         raise wrong_state("the engine's weights are about to be awake")
 
     def wake(self, msg_id: int, message: Wake) -> list[c.SessionEffect]:
-        """Executes a WAKE."""
+        """Executes a WAKE command."""
         if self.state in (_S.AWAKE, _S.WEIGHTS_AWAKE):
             return [c.ack(msg_id, Step.WAKE, message.update_id)]
         if self.state is _S.FALLING:

@@ -88,7 +88,7 @@ TRANSITIONS: Final[dict[tuple[EnginePauseState, EnginePauseEvent], EnginePauseSt
 
 
 class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
-    """The pause of one engine. Calls go into ``queue``."""
+    """Pauses and resumes one engine; adds the engine calls to ``queue``."""
 
     def __init__(
         self, queue: c.CallQueue, memory: EngineMemory, lease: EngineLease, admission: Admission
@@ -134,7 +134,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         return [c.ack(msg_id, Step.PAUSE_LOCAL, self.update_id, in_flight=self.in_flight)]
 
     def _strengthen(self, msg_id: int, message: PauseLocal) -> None:
-        """Adds what this pause must drop and the present one, of another owner, has kept."""
+        """Drops what this pause must drop, and the present pause of another owner has kept."""
         made = self.effective_call
         aborts = message.mode == "abort" and made.mode != "abort"
         clears = message.clear_cache and not made.clear_cache
@@ -171,9 +171,9 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._queue.add(self._call, msg_id)
 
     def beside(self, pause_id: str, now_ms: float) -> None:
-        """Pauses together with a peer rank, whose pause can't return without this one.
+        """Pauses this engine because a peer rank's pause can't return without it.
 
-        The broker has not asked for this pause, and its lease is over as soon as it is made.
+        The broker has not asked for this pause, so its lease is over at once.
         """
         if pause_id != self._last_resume:
             self.local(0, _unrequested_pause(pause_id), now_ms)
@@ -221,7 +221,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._waited_for = waited_for
 
     def globally(self, msg_id: int, message: PauseGlobal) -> list[c.SessionEffect]:
-        """Executes a PAUSE_GLOBAL."""
+        """Executes a PAUSE_GLOBAL command."""
         if self.state in (_S.RUNNING, _S.UNKNOWN) or message.update_id != self.update_id:
             raise wrong_state(
                 f"the engine is {self.state.value} (pause {self.update_id or 'none'})", "update_id"
@@ -259,14 +259,14 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._queue.add(c.CallResume(asleep=not self._memory.awake, opens=opens), msg_id)
 
     def on_paused(self, took_ms: float) -> list[c.SessionEffect]:
-        """A pause call is back; with no other one pending, the engine is idle on its device."""
+        """Handles the return of a pause call; with no other pending, the device is idle."""
         self.pending -= 1
         self._returned = True
         self._escalate_ms = None
         return [] if self.pending else self.on_strengthened(took_ms)
 
     def on_strengthened(self, took_ms: float) -> list[c.SessionEffect]:
-        """Completes the pause as soon as it drops everything that was asked."""
+        """Handles a strengthening's return; acknowledges the pause once all is dropped."""
         if self._lacks is not None:
             self._add_what_lacks(self._global_asked)
             return []
@@ -327,7 +327,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         return [failed, *self.run_queued(now_ms)]
 
     def on_found_paused(self, update_id: str, lease_ms: float, now_ms: float) -> None:
-        """Records a pause of an earlier sidecar; it may have dropped no requests or caches."""
+        """Records the pause of an earlier sidecar, which may have kept requests or caches."""
         self._go(_E.FOUND_PAUSED)
         self._call, self._outcome = c.CallPause("keep", clear_cache=False), ""
         self.update_id = update_id
@@ -343,7 +343,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._memory.on_resumed()
 
     def run_queued(self, now_ms: float) -> list[c.SessionEffect]:
-        """Begins the pause that came during the resume, if there is one."""
+        """Begins the pause that was requested during the resume, if there is one."""
         if self._next is None:
             return []
         (msg_id, message), self._next = self._next, None

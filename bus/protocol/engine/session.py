@@ -7,10 +7,10 @@ Invariants, beside those of :mod:`bus.protocol.engine.pause`,
   place.
 - No resume while weights may be mixed: an engine that loaded a part of an update is
   quarantined, and stays paused until a whole update of the same target is committed.
-- An engine that becomes quarantined closes admission: its requests end, and so do new ones. So does
-  a running engine whose group serves a later version. The resume after it has loaded all of that
-  version opens admission. A staged update has no resume; admission is then opened before the commit
-  is acknowledged. A sidecar that finds admission closed takes the engine for quarantined.
+- An engine closes admission when it becomes quarantined, or when it runs and its group serves a
+  later version: its requests end, and new ones are rejected. The resume after a whole update to the
+  group's version opens admission. A staged update has no resume, so admission opens before its
+  commit is acknowledged. A sidecar that finds admission closed treats the engine as quarantined.
 - Commands of an older epoch change nothing.
 - When the pause's lease is over, an engine that loaded nothing aborts the update and resumes
   by itself, waking what sleeps. The ranks of a DP group do so together, or not at all
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class EngineSession:
-    """The state of one engine. Methods take commands and results of calls, and return effects.
+    """Drives one engine. Methods take commands and results of engine calls, and return effects.
 
     ``draft``: the engine has a draft model whose weights can be updated. ``closed``: an earlier
     sidecar has closed its admission.
@@ -83,7 +83,7 @@ class EngineSession:
 
     @property
     def phase(self) -> m.Phase:
-        """One word for heartbeats and status."""
+        """The engine's state in one word, for heartbeats and status."""
         if self.update.in_place:
             return "updating"
         if self.update.partial:
@@ -103,13 +103,13 @@ class EngineSession:
         return self.memory.has_discarded_weights and not self._abandoned
 
     def beat(self) -> m.Heartbeat:
-        """Returns the heartbeat with the engine's present state."""
+        """Returns a heartbeat with the engine's state."""
         in_flight = self.pause.in_flight
         return m.Heartbeat(self.phase, self.version, in_flight, self.shown_id, self.is_closed)
 
     @property
     def shown_id(self) -> str:
-        """The id of the pause or update that :attr:`phase` is about."""
+        """The id of the pause or update to which :attr:`phase` refers; empty without one."""
         if self.phase in ("updating", "armed", "staging"):
             return self.update.update_id
         return self.pause.update_id if self.pause.state is not EnginePauseState.RUNNING else ""
@@ -117,7 +117,7 @@ class EngineSession:
     def command(
         self, msg_id: int, epoch: int, message: m.Message, now_ms: float
     ) -> list[c.SessionEffect]:
-        """One command of the broker."""
+        """Executes one command of the broker; returns the effects."""
         try:
             if epoch < self.epoch:
                 raise decline(
@@ -256,7 +256,7 @@ class EngineSession:
         return self._with_calls(effects, now_ms)
 
     def escalating(self, waited_for: tuple[str, ...]) -> None:
-        """Records that the escalation is about to be called, and which requests still run."""
+        """Records that the escalating pause call begins, and which requests still run."""
         self.pause.on_escalated(waited_for)
 
     def on_escalation_done(
@@ -273,7 +273,7 @@ class EngineSession:
 
     @property
     def at_rest(self) -> bool:
-        """Whether no engine call is under way, or waits."""
+        """Whether no engine call runs or waits."""
         return not (len(self._queue) or self.pause.pending)
 
     def on_found_paused(
@@ -317,7 +317,7 @@ class EngineSession:
         return self._with_calls([*effects, *self._end_lease(now_ms)], now_ms)
 
     def next_deadline_ms(self) -> float | None:
-        """Returns when :meth:`tick` is due; None: there is no pause that it could end."""
+        """Returns when :meth:`tick` is due; None: no lease or escalation is pending."""
         if self.pause.escalate_ms is not None:
             return self.pause.escalate_ms
         if not self._lease_counts:
@@ -340,14 +340,14 @@ class EngineSession:
 
     @property
     def _lease_counts(self) -> bool:
-        """Whether the lease may end the pause. A pause call that runs needs peer ranks for that."""
+        """Whether the lease may end the pause; while the pause call runs, only with peer ranks."""
         if self.pause.state is EnginePauseState.PAUSING:
             return bool(self.lease.peers)
         paused = self.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNKNOWN)
         return paused and not len(self._queue)
 
     def on_lease_renewed(self, epoch: int, pause_id: str, now_ms: float) -> None:
-        """The broker sees to this pause."""
+        """Renews the lease of this pause, because the broker still keeps the pause."""
         if pause_id and pause_id == self.pause.update_id and epoch >= self.epoch:
             self.lease.renew(now_ms)
 
@@ -432,7 +432,7 @@ class EngineSession:
         return [*effects, *self._decide(now_ms), *self._ask_peers()]
 
     def _decide(self, now_ms: float) -> list[c.SessionEffect]:
-        """Whether it resumes, if it is known."""
+        """Resumes or stays paused, once the peer ranks' votes decide it."""
         if self._position() != "clean":
             return []
         if self.lease.any_partial(self.version):

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class EngineTransfer:
-    """The transport of one engine. Calls go into ``queue``; ``name`` is the engine's."""
+    """Opens the transport of one engine; adds the engine calls to ``queue``.
+
+    ``name`` is the engine's name.
+    """
 
     def __init__(self, queue: CallQueue, name: str) -> None:
         self._queue = queue

@@ -84,7 +84,7 @@ _S, _E = EngineUpdateState, EngineUpdateEvent
 
 
 class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
-    """The update of one engine. Calls go into ``queue``."""
+    """Carries out updates of one engine; adds the engine calls to ``queue``."""
 
     def __init__(
         self, queue: c.CallQueue, version: int, name: str, admission: Admission, *, draft: bool
@@ -159,9 +159,9 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self.swap is not None
 
     def about_to_serve(self, version: int) -> bool:
-        """Whether the engine has staged this version, or a later one, and waits for COMMIT.
+        """Returns whether the engine has staged this version or a later one.
 
-        Such an engine is not stale.
+        Such an engine only waits for COMMIT, and is not stale.
         """
         waits = self.staged and self.state in (_S.FINISHED, _S.COMMITTING)
         return waits and self._order.version >= version
@@ -175,7 +175,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     # -- commands -------------------------------------------------------------
 
     def open(self, msg_id: int, message: m.TransferInit) -> list[c.SessionEffect]:
-        """TRANSFER_INIT."""
+        """Executes a TRANSFER_INIT."""
         if self.staged and self.state in MIXED and not self._transfer.is_open(message):
             return self.give_way("the bus opens another transport")
         if self.state in MIXED:
@@ -212,7 +212,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return effects
 
     def give_way(self, why: str) -> list[c.SessionEffect]:
-        """Aborts an update that the broker has ended; the broker repeats the new command."""
+        """Aborts an update that the broker has ended; the broker repeats its new command."""
         return [] if self.state is _S.ABORTING else self.abort(0, m.Abort(self.update_id, why))
 
     def start(self, msg_id: int, message: m.UpdateStart, *, paused: bool) -> list[c.SessionEffect]:
@@ -274,7 +274,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     def commit(
         self, msg_id: int, message: m.Commit, *, swaps: bool = True
     ) -> list[c.SessionEffect]:
-        """Executes a COMMIT. ``swaps``: the engine makes steps, between which it can swap."""
+        """Executes a COMMIT. ``swaps``: the engine runs, so it can swap between two steps."""
         if message.update_id and message.update_id == self._last_commit:
             return [self._commit_ack(msg_id)]
         self._require(message.update_id)
@@ -354,11 +354,11 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         )
 
     def _is_for_peer(self, job: c.Job) -> bool:
-        """Whether requests are ended because of a peer rank, so that this rank's update stays."""
+        """Returns whether requests are ended for a peer rank's sake, so that this update stays."""
         return isinstance(job.call, c.CallAbortRequests) and job.call is not self._undoing
 
     def on_call_failed(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:
-        """One of the update's calls has raised. What was to follow it makes no sense any more."""
+        """Handles the failure of one of the update's calls; drops the calls after it."""
         call = job.call
         step = c.CALL_STEPS[type(call)]
         if isinstance(call, c.CallOpenTransfer):  # what follows is another opening
@@ -403,7 +403,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return [c.nack(job.reply_to, m.Step.COMMIT, failure, self.update_id)]
 
     def on_issued(self, call: object) -> None:
-        """Records that a call begins: it may load weights, discard them, or close admission."""
+        """Records that a call begins which may load or discard weights, or close admission."""
         if isinstance(call, c.CallReceive) and is_loaded_on_receipt(call.backend):
             self._lost_the_old()
         elif isinstance(call, c.CallAbortRequests):
@@ -415,14 +415,14 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
                 self.partial.add("draft")
 
     def abandon_discarded_weights(self) -> None:
-        """Nobody is there to bring the weights that a sleep has discarded."""
+        """Quarantines the engine: no trainer replaces the weights that a sleep has discarded."""
         self._go(_E.WEIGHTS_ABANDONED)
         self._undoing = self._queue.add(c.CallAbortRequests(), 0)
 
     # -- internal -------------------------------------------------------------
 
     def _begin(self, event: EngineUpdateEvent, call: c.Call, msg_id: int) -> list[c.SessionEffect]:
-        """Take the next step, which is acked when its call has returned."""
+        """Begins the next step, which is acknowledged when its call returns."""
         self._require_kept()
         self._go(event)
         self._queue.add(call, msg_id)
@@ -435,12 +435,12 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     def _lost_the_old(self) -> None:
         """Records that new weights may have been loaded over the old ones.
 
-        An engine keeps the adapter before, and all that it serves during a staged update.
+        Not so for an adapter, whose predecessor is kept, nor for a staged update.
         """
         self._loaded = not (self.staged or adapter_of(self._order.backend))
 
     def _run_waiting_abort(self, effects: list[c.SessionEffect]) -> list[c.SessionEffect]:
-        """An ABORT that waited for the call follows it."""
+        """Executes the ABORT that has waited for the end of a call."""
         if self._abort_asked is None:
             return effects
         msg_id, self._abort_asked = self._abort_asked, None

@@ -116,7 +116,7 @@ class UpdateSpec:
             raise decline(NackCode.STAGING_REFUSED, why_not, field="staged")
 
     def has_room(self, room: StagingCapacity, partial: Collection[str], took_ms: float) -> None:
-        """Records the engine's answer whether it can stage the update."""
+        """Records whether the engine can stage the update."""
         if self.staging is None:
             return
         why_not = room.why_not

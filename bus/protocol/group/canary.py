@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def require_probes(
     way: m.CanaryMode, names: Iterable[str], registry: EngineRegistry, *, asleep: bool
 ) -> None:
-    """Checks that these engines can run probes while requests are treated in this ``way``.
+    """Checks that these engines can run probes in a pause that treats requests in this ``way``.
 
     Raises:
         Declined: names the engines that can't.
@@ -69,7 +69,7 @@ def probe_report(update: UpdateMachine, done: m.GroupAck) -> m.ProbeReport:
 
 
 def failures(differing: Iterable[m.Differing]) -> dict[str, Failure]:
-    """Returns, by name, why each engine that differs drops out."""
+    """Returns, by engine name, why an engine that differs drops out."""
     return {
         each.engine: Failure(
             m.NackCode.CANARY_FAILED,

@@ -85,12 +85,12 @@ class GroupVersion:
         self.is_committed = True
 
     def on_owner(self, version: int, registry: EngineRegistry) -> None:
-        """Records a commit that the owner reports, if an engine serves the version."""
+        """Records a commit that the owner reports, provided that an engine serves the version."""
         if version > self.value and any(e.version == version for e in registry.engines.values()):
             self.on_commit(version)
 
     def on_report(self, registry: EngineRegistry, reporter: str = "") -> None:
-        """Computes the version again from the engines' reports, unless a commit has set it.
+        """Computes the version from the engines' reports, unless a commit has set it.
 
         ``reporter`` is the engine that has reported.
         """

@@ -290,7 +290,7 @@ class Commands:
         return self._ask(msg_id, m.Step.WAKE, sleep.wake(message, members, now_ms))
 
     def _window(self, update_id: str) -> dict[str, str]:
-        """Returns the engines in the completed pause, if no update is under way.
+        """Returns the engines of a completed pause without an update.
 
         Raises:
             Declined: the pause is not complete, or an update is under way.

@@ -109,7 +109,7 @@ class EngineRecord:
 
 
 class EngineRegistry:
-    """The engines of one group, by name.
+    """Holds the engines of one group, by name.
 
     Only this class writes an engine's :class:`EngineRecord`, and the phase, version, requests and
     overdue step of its :class:`Peer`.
@@ -154,7 +154,7 @@ class EngineRegistry:
         self._check_admission(record, peer.phase, closed=facts.closed)
 
     def remove(self, peer: Peer) -> bool:
-        """Removes an engine that is gone; False if it is not, or no longer, the known one."""
+        """Removes an engine that has left; returns False if it is unknown or was replaced."""
         if self.engines.get(peer.name) is not peer:
             return False
         del self.engines[peer.name], self._records[peer.name]
@@ -199,7 +199,7 @@ class EngineRegistry:
             self.changes += 1
 
     def on_answered(self, peer: Peer) -> None:
-        """An overdue engine has answered."""
+        """Ends the overdue state of an engine that has answered."""
         peer.overdue = ""
         self.changes += 1
 
@@ -260,8 +260,8 @@ class EngineRegistry:
     ) -> None:
         """Records a commit; ``partial`` engines still lack weights of the other model.
 
-        ``staged``: no resume follows. A stale engine has opened its admission, or says with its
-        next heartbeat that it could not.
+        ``staged``: no resume follows, so a stale engine opens its admission itself; its next
+        heartbeat reports if it could not.
         """
         self.changes += 1
         for name in names:
@@ -279,7 +279,7 @@ class EngineRegistry:
                 self._close_admission(name)
 
     def expel(self, names: Iterable[str], version: int) -> None:
-        """Records that, by the canary, engines of these DP groups serve the version wrong."""
+        """Records that the canary failed on engines of these DP groups at this version."""
         for name in names:
             if name in self._records:
                 self._records[name].differs_at = version
@@ -294,38 +294,38 @@ class EngineRegistry:
     # -- queries of one engine --------------------------------------------------------
 
     def is_quarantined(self, name: str) -> bool:
-        """Whether an engine may hold a part of an update."""
+        """Returns whether an engine may hold a part of an update."""
         record = self._records.get(name)
         return record is not None and record.quarantined is not None
 
     def is_not_admitting(self, name: str) -> bool:
-        """Whether an engine's admission is closed, though it may serve the group's version."""
+        """Returns whether an engine's admission is closed, even at the group's version."""
         return name in self._records and self._records[name].not_admitting
 
     def is_incomplete(self, name: str) -> bool:
-        """Whether an engine's DP group lacks a rank."""
+        """Returns whether an engine's DP group lacks a rank."""
         return name in self._records and self._records[name].incomplete
 
     def is_still_pausing(self, name: str) -> bool:
-        """Whether a rank has been pausing for some heartbeats while a peer rank runs."""
+        """Returns whether a rank has been pausing for some heartbeats while a peer rank runs."""
         return self._records[name].pausing_beats > PENDING_BEATS and any(
             self.engines[peer].phase == "running" for peer in self.dp_peers(name)
         )
 
     def is_pause_unknown(self, name: str) -> bool:
-        """Whether a rank of an engine's DP group reports an unknown pause state."""
+        """Returns whether a rank of an engine's DP group reports an unknown pause state."""
         return any(self._records[peer].pause_unknown for peer in self.dp_peers(name))
 
     def differs(self, name: str, version: int) -> bool:
-        """Whether the canary found that an engine serves this version wrong."""
+        """Returns whether an engine has failed the canary at this version."""
         return self._records[name].differs_at == version
 
     def lacks_model(self, name: str) -> bool:
-        """Whether a whole set of the model's weights may end an engine's quarantine."""
+        """Returns whether a whole update of the model may end an engine's quarantine."""
         return self.is_quarantined(name) and not self._records[name].has_model
 
     def last_heard(self, name: str, now_ms: float) -> str:
-        """Returns the engine's name; if it is present, with the age of its last frame."""
+        """Returns a text: the engine's name and, if it is present, the age of its last frame."""
         peer = self.engines.get(name)
         return f"{name} (heard {now_ms - peer.last_heard_ms:.0f} ms ago)" if peer else name
 
@@ -344,7 +344,7 @@ class EngineRegistry:
         return {name: r.quarantined for name, r in records if r.quarantined is not None}
 
     def unable(self) -> set[str]:
-        """Returns ranks of DP groups that lack a rank, or of which one is overdue with a step."""
+        """Returns the engines whose DP group lacks a rank, or has one that is overdue."""
         out = {name for name, record in self._records.items() if record.incomplete}
         overdue = [name for name, peer in self.engines.items() if peer.overdue]
         return out.union(*map(self.dp_peers, overdue))
@@ -395,7 +395,7 @@ class EngineRegistry:
         raise decline(code, detail, field="group", hint=hint)
 
     def kept_paused(self) -> frozenset[str]:
-        """Returns ranks of DP groups of which one is quarantined, or overdue with a step."""
+        """Returns the engines whose DP group has a rank that is quarantined or overdue."""
         out = [n for n, peer in self.engines.items() if peer.overdue or self.is_quarantined(n)]
         return frozenset[str]().union(*map(self.dp_peers, out))
 
@@ -404,7 +404,7 @@ class EngineRegistry:
         return sorted(name for name in names if self.engines[name].version != version)
 
     def facts(self, names: Iterable[str]) -> dict[str, EngineFacts]:
-        """Returns the facts of those of these engines that are present, by name."""
+        """Returns, by name, the facts of these engines; leaves out those that are not present."""
         engines = ((name, self.engines.get(name)) for name in sorted(names))
         return {name: peer.facts for name, peer in engines if peer is not None and peer.facts}
 
@@ -414,7 +414,7 @@ class EngineRegistry:
         return {"prefill", "decode"} <= roles
 
     def routes(self, names: Iterable[str]) -> tuple[bytes, ...]:
-        """Returns the transport's names of those of these engines that are present."""
+        """Returns the transport's names of these engines; leaves out those that are not present."""
         engines = self.engines
         return tuple(engines[name].route for name in names if name in engines)
 
@@ -450,7 +450,7 @@ class EngineRegistry:
 
 
 class DepartedEngines:
-    """The last :data:`DEPARTED_KEPT` engines that left a group and have not joined again."""
+    """Holds the last :data:`DEPARTED_KEPT` engines that left a group and have not joined again."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
@@ -469,7 +469,7 @@ class DepartedEngines:
         """Returns the departed and the quarantined engines for ``wavebus status``.
 
         Args:
-            quarantined: why each quarantined engine is, by name.
+            quarantined: the reason of each quarantine, by engine name.
         """
         found = [OutView(n, "gone", why[:4096]) for n, why in self._reasons.items()]
         found += [OutView(n, "quarantined", why[:4096]) for n, why in quarantined.items()]

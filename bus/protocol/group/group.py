@@ -148,7 +148,7 @@ class Group(GroupState):
         return effects + self._reconcile(peer, beat)
 
     def on_owner_heartbeat(self, beat: m.Heartbeat, now_ms: float) -> list[Effect]:
-        """A heartbeat of the trainer; with the group's weights, it gets the stale DP groups."""
+        """Handles the trainer's heartbeat; reports stale DP groups if it keeps the weights."""
         if self.owner is not None and self.owner.in_flight != beat.in_flight:
             self.owner.in_flight, self.moved_ms = beat.in_flight, now_ms
         self.served.on_owner(beat.version, self.registry)
@@ -158,7 +158,7 @@ class Group(GroupState):
         return self.session.notify(m.StaleEngines(self.version, names)) if names else []
 
     def pause_held_at(self, name: str) -> str:
-        """Returns the pause that a living trainer holds here, which renews the engine's lease."""
+        """Returns the pause of a living trainer at an engine, to renew the engine's lease."""
         held = self.pause.state is not PauseState.RUNNING and not self.orphaned
         return self.pause.update_id if held and name in self.pause.members else ""
 
@@ -171,7 +171,7 @@ class Group(GroupState):
         return [self.note("reconcile", beat.update_id, "warning", fields), self.send(undo, names)]
 
     def on_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Effect]:
-        """An engine's ack: the hot path; until the last one it changes a set and no more."""
+        """Handles an engine's ACK. Hot path: all but the last ACK of a step only change a set."""
         if ack.step in PAUSE_STEPS:
             if ack.step is m.Step.RESUME and ack.outcome != STILL_CLOSED:
                 self.registry.on_resumed(name)
@@ -215,7 +215,7 @@ class Group(GroupState):
     def _exclude(
         self, name: str, failure: Failure, now_ms: float, *, overdue: bool = False
     ) -> list[Effect]:
-        """An engine can't go on with the update: who falls out for it may hold a part."""
+        """Excludes an engine from the update; quarantines engines that may hold a part of it."""
         before, unsafe = set(self.update.excluded), self.update.is_unsafe
         instructions = self.update.on_refused(name, failure, now_ms, overdue=overdue)
         if unsafe:
@@ -280,7 +280,7 @@ class Group(GroupState):
         return effects + self.run_follow_ups(now_ms) if effects else effects
 
     def run_follow_ups(self, now_ms: float) -> list[Effect]:
-        """Executes follow-ups of the group's state until none is left."""
+        """Executes follow-ups, one after the other, until the state allows no more."""
         effects: list[Effect] = []
         while actions := self._next_follow_up(now_ms):
             effects += self._carry_out(actions, now_ms)
@@ -392,7 +392,7 @@ class Group(GroupState):
         return [note, *self.tell_routes(watchers())]
 
     def tell_routes(self, watchers: tuple[bytes, ...]) -> list[Effect]:
-        """Sends the last announced routes to watchers."""
+        """Sends watchers the routes that were announced last."""
         return [Send(self.routing.now, watchers, 0, self.name, self.epoch)] if watchers else []
 
     def status(self, now_ms: float, booting: Iterable[Peer] = ()) -> m.GroupStatus:

@@ -114,7 +114,7 @@ class GroupState:
         return [*notes, *self.pause.resume(now_ms)]
 
     def abandon_discarded_weights(self, reason: str) -> list[Effect]:
-        """Quarantine the engines whose weights a sleep has discarded: they stay asleep."""
+        """Quarantines the engines whose weights a sleep has discarded; they stay asleep."""
         effects: list[Effect] = []
         for name in sorted(self.sleep.discarded & self.registry.engines.keys()):
             effects += self.quarantine(name, reason, self.pause.update_id)
@@ -128,7 +128,7 @@ class GroupState:
         return [self.note("quarantined", update_id, "error", {"peer": name, "reason": reason})]
 
     def take_back(self, peer: Peer, message: Message, now_ms: float) -> list[Effect]:
-        """Ends an engine's overdue state when it answers; it takes part from now on."""
+        """Ends the overdue state of an engine that answers; it takes part from now on."""
         if not peer.answers(message):
             return []
         fields = {"peer": peer.name, "step": peer.overdue}
@@ -137,13 +137,13 @@ class GroupState:
         return [note, *self.answer_waiters(now_ms)]
 
     def on_follower_gone(self, peer: Peer, reason: str) -> list[Effect]:
-        """Rank 0, which may wait for this rank in a collective, is told by a NACK of no request."""
+        """Notifies rank 0, which may wait for a lost rank in a collective, by a NACK."""
         self.followers.on_gone(peer)
         failure = Failure(NackCode.PEER_LOST, f"a rank of the trainer is gone: {reason}", peer.name)
         return self.session.notify(failure.nack("update", ""))
 
     def answer_waiters(self, now_ms: float) -> list[Effect]:
-        """Answer every WAIT_ENGINES for which enough engines are ready."""
+        """Answers every WAIT_ENGINES for which enough engines are ready."""
         effects: list[Effect] = []
         for msg_id, (wait, _) in list(self.session.requests.waiters.items()):
             if self.registry.ready_count() - self._opening_count() >= wait.count:
@@ -152,7 +152,7 @@ class GroupState:
         return effects
 
     def _opening_count(self) -> int:
-        """Returns how many ready engines booted with closed admission and will open it.
+        """Returns how many ready engines booted closed and have not opened admission yet.
 
         They serve the group's version.
         """
@@ -168,11 +168,11 @@ class GroupState:
         return Note(event, level, {**common, **fields})
 
     def answer_at_once(self, msg_id: int, step: Step, update_id: str) -> list[Effect]:
-        """Answers a request for a step that is already done, or that needs no engine."""
+        """Answers a request for a step that is already done, or that concerns no engine."""
         return self.session.answer_ids([msg_id], self.empty_ack(step, update_id))
 
     def empty_ack(self, step: Step, update_id: str) -> GroupAck:
-        """Returns the acknowledgement of a step for which no engine was asked."""
+        """Returns the acknowledgement of a step that was requested of no engine."""
         engines, excluded = len(self.registry.engines), tuple(self.update.excluded)
         return GroupAck(
             step, update_id, self.version, engines, excluded, 0, "", 0.0, 0.0, 0.0, (), ()

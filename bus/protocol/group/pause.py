@@ -125,7 +125,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return self._resume(_E.RESUME_ASKED, now_ms)
 
     def fail(self, failure: Failure) -> None:
-        """Records why the pause under way is to end; the first reason stays."""
+        """Records why the pause under way must end; keeps the first reason."""
         if self.state in (_S.LOCAL, _S.GLOBAL) and self.failure is None:
             self.failure = failure
 
@@ -155,7 +155,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return []
 
     def retry(self) -> list[Instruction]:
-        """Repeats all unanswered requests, in order, to engines that have not answered."""
+        """Returns all unanswered requests, to be repeated in order."""
         current = self.barrier
         if current is None:
             return []

@@ -55,7 +55,7 @@ class Reconciliation:
         self._state = state
 
     def find(self, peer: Peer, beat: Heartbeat) -> tuple[Message, Iterable[str]] | None:
-        """Returns the message to send after this heartbeat, and its receivers; None: nothing."""
+        """Returns the message that a heartbeat makes necessary, and its receivers; None: none."""
         registry, update, alone = self._state.registry, self._state.update, (peer.name,)
         if beat.phase in _IN_UPDATE and (
             update.state is UpdateState.IDLE or update.update_id != beat.update_id

@@ -43,7 +43,7 @@ def done_ack(
     left_out: tuple[str, ...],
     now_ms: float,
 ) -> m.GroupAck:
-    """Returns the trainer's answer when all engines but those ``left_out`` have done a step."""
+    """Returns the answer to the trainer for a step that all but ``left_out`` have done."""
     step, current = done.step, done.barrier
     in_pause = step in WINDOW_STEPS
     fallen = pause.unresumed if in_pause else update.excluded

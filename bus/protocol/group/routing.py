@@ -64,9 +64,10 @@ class _Held:
 
 
 class Routing:
-    """The routes of one group.
+    """Decides one group's routes, and holds messages to engines that leave them.
 
-    ``now`` holds the routes announced last. ``hold_ms`` is how long watchers are waited for, in ms.
+    ``now`` has the routes that were announced last. ``hold_ms`` is how long the broker waits for
+    watchers, in ms.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Routing:
         self._held: dict[bytes, _Held] = {}  # by the engines' routes
 
     def changed(self, version: int, now_ms: float) -> Routes | None:
-        """The routable engines, if they are others than before; ``version``: the group's."""
+        """Returns the routes if they have changed, else None; ``version`` is the group's."""
         seen = (self._registry.changes, version, self._sleep.state)
         if seen == self._seen or self._update.state is UpdateState.COMMITTING:
             return None
@@ -143,7 +144,7 @@ class Routing:
         return self._release()
 
     def expire(self, now_ms: float) -> tuple[list[bytes], list[Effect]]:
-        """Release engines whose time is over; returns the late watchers, and what is sent now."""
+        """Releases engines whose hold is over; returns the late watchers and the held messages."""
         over = [each.revision for each in self._held.values() if now_ms >= each.until_ms]
         late = [w for w, taken in self._confirmed.items() if taken < max(over, default=-1)]
         return late, self.remove_watchers(late)

@@ -2,13 +2,13 @@
 
 This is the broker's side::
 
-    at ARM, of an update that may be staged        then
-    the group is in a pause, or in a sleep          it can't be; engines are not asked
-    an engine can't (ARMED says why)                it can't be
-    all engines can                                 it can be
-    it can't be, and must (``required``)            the ARM is refused, with the engine's name
-    UPDATE_START(staged)                            it is staged: at once, in no pause
-    UPDATE_START                                    it is not: in a pause, as any other
+    event                                           result
+    ARM in a pause or a sleep of the group          no staging; engines are not asked
+    ARM, and an engine can't stage (ARMED says why) no staging
+    ARM, and all engines can stage                  staging is possible
+    no staging, but the update requires it          the ARM is refused, with the engine's name
+    UPDATE_START(staged)                            the update is staged, at once and in no pause
+    UPDATE_START                                    the update is loaded in a pause
 
 A staged update takes the steps of any other (:mod:`bus.protocol.group.update`), with these
 differences:
@@ -41,13 +41,13 @@ class StagingDecision:
         self.pause_reason = pause_reason
 
     def on_armed(self, name: str, armed: Armed) -> None:
-        """An engine's answer."""
+        """Records an engine's answer to ARM."""
         self.needed_bytes = max(self.needed_bytes, armed.staging_bytes)
         if armed.why_paused and not self.pause_reason:
             self.pause_reason = f"{name}: {armed.why_paused}"
 
     def require(self) -> None:
-        """For a start of the staged update.
+        """Checks that the update can be started as a staged one.
 
         Raises:
             Declined: the update can't be staged.

@@ -36,7 +36,7 @@ SLOW_MS: Final = 10_000.0
 
 
 def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
-    """Whether a step has taken its engines longer than the step timeout."""
+    """Returns whether a step has taken longer than the step timeout."""
     overdue = now_ms - barrier.asked_ms > state.step_timeout_ms
     return overdue and not barrier.waiting_for_trainer
 
@@ -44,11 +44,11 @@ def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
 def overdue_engines(
     state: GroupState, barrier: AckBarrier, now_ms: float
 ) -> Iterator[tuple[str, Failure, list[Effect]]]:
-    """Marks the engines that an overdue step waits for, one after the other.
+    """Marks, one after the other, the engines that have not acknowledged an overdue step.
 
     Yields:
-        The engine's name, the failure with the step and the waiting time, and the log event, with
-        the RESTART of a wedged engine. Handling one engine may change which engine is next.
+        The engine's name; the failure with the step and the waiting time; and the log event, with
+            the RESTART of an engine whose core hangs.
     """
     for name in sorted(barrier.waiting):
         peer = state.registry.engines.get(name)
@@ -68,7 +68,7 @@ def overdue_engines(
 
 
 def slow_steps(state: GroupState, now_ms: float) -> list[Effect]:
-    """Returns log events of steps that take longer than ``SLOW_MS``, once for each step."""
+    """Returns log events of steps that take longer than ``SLOW_MS``, once per step."""
     effects: list[Effect] = []
     for each in state.barriers():
         if each.waiting and not each.is_slow and now_ms - each.asked_ms > SLOW_MS:
@@ -82,7 +82,7 @@ def slow_steps(state: GroupState, now_ms: float) -> list[Effect]:
 
 
 def overdue_trainer(state: GroupState, now_ms: float) -> Failure | None:
-    """Why the update under way is to be given up: the trainer does not go on with it."""
+    """Returns why to abort the update of a trainer that does not continue it; None: no reason."""
     owner, waited_ms = state.owner, now_ms - state.moved_ms
     if state.update.state is UpdateState.IDLE or waited_ms <= 2 * state.step_timeout_ms:
         return None
@@ -132,7 +132,7 @@ def next_deadline_ms(state: GroupState) -> float | None:
 
 
 def _check_wedged(state: GroupState, peer: Peer | None, now_ms: float) -> tuple[str, list[Effect]]:
-    """Returns the diagnosis of an engine whose core stands still, and the RESTART for it."""
+    """Returns the diagnosis of an engine whose core hangs, and the RESTART for it."""
     if peer is None:
         return "", []
     text = describe_stall(peer.core, peer.core_reported_ms, now_ms, state.step_timeout_ms)

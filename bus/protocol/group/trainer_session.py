@@ -60,7 +60,7 @@ class OpenRequests:
         self._answers: dict[int, m.Message] = {}
 
     def answer_of(self, msg_id: int) -> m.Message | None:
-        """Returns the answer that this request got; None: none yet."""
+        """Returns the answer that was sent for this request; None: not answered yet."""
         return self._answers.get(msg_id)
 
     @property
@@ -69,7 +69,7 @@ class OpenRequests:
         return len(self.waiters) + sum(map(len, self._asked.values()))
 
     def is_waiting(self, msg_id: int) -> bool:
-        """Whether this request waits for its answer."""
+        """Returns whether this request waits for its answer."""
         return msg_id in self.waiters or any(msg_id in ids for ids in self._asked.values())
 
     def ask(self, key: Key, msg_id: int) -> None:
@@ -111,7 +111,7 @@ class TrainerSession:
         self._group = group
 
     def claim(self, trainer: Peer, now_ms: float) -> Failure | None:
-        """A trainer takes the group, with a new epoch; or why it can't."""
+        """Makes a trainer the owner, with a new epoch; returns the reason if it can't be."""
         old = self.owner
         if old is not None and old.boot != trainer.boot:
             return Failure(

@@ -133,7 +133,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         """Checks that the update is in one of these states, and has this id.
 
         Raises:
-            Declined: state or id differ; or carries the reason why the update was aborted.
+            Declined: the state or the id differs, or the update was aborted; says why.
         """
         if self.state not in states:
             if self.failure is not None and update_id == self.update_id:
@@ -182,7 +182,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return self._ask(m.Step.START, message, now_ms)
 
     def chunk(self, message: m.WeightChunkMeta, now_ms: float) -> list[Instruction]:
-        """Sends the next chunk's metadata to every engine; the group has checked its number."""
+        """Sends the next chunk's metadata to every engine; the caller has checked its number."""
         if self.state not in TAKES_CHUNKS or message.chunk != self.chunks_asked:
             raise self._illegal(f"chunk {message.chunk}")
         self.chunks_asked += 1
@@ -238,7 +238,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     # -- answers of the engines -----------------------------------------------
 
     def on_ack(self, name: str, ack: m.Ack, now_ms: float) -> list[Instruction]:
-        """An engine has done a step; duplicates and old ones change nothing."""
+        """Records an engine's ACK of a step; duplicate and old ACKs change nothing."""
         if ack.update_id != self.update_id:
             return []
         if ack.step in (m.Step.ABORT, m.Step.COMMIT) and ack.outcome == "partial":
@@ -294,13 +294,13 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
 
     @property
     def has_sent_all(self) -> bool:
-        """Whether the trainer has sent every chunk that was planned."""
+        """Whether the trainer has sent every planned chunk."""
         return self.chunks_asked == self.chunks_planned and not any(
             chunk.waiting_for_trainer for chunk in self.chunks.values()
         )
 
     def barriers(self) -> list[AckBarrier]:
-        """Everything that is waited for."""
+        """Returns the steps that engines have yet to acknowledge."""
         return [*([self.barrier] if self.barrier else []), *self.chunks.values()]
 
     # -- internal -------------------------------------------------------------
@@ -377,7 +377,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return failed
 
     def _check_barrier(self) -> list[Instruction]:
-        """Returns the step's end, once its barrier is done and FINISH has every chunk applied."""
+        """Returns the end of a step that every engine has done; FINISH also needs every chunk."""
         done = self.barrier
         if done is None or not done.is_done or (self.state is _S.FINISHING and self.chunks):
             return []

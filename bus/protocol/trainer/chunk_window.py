@@ -62,7 +62,7 @@ class _Chunk(StateMachine[ChunkState, ChunkEvent]):
 
 
 class ChunkWindow:
-    """The states of all chunks of one update.
+    """Tracks the states of all chunks of one update.
 
     Args:
         chunks: the number of chunks.
@@ -81,16 +81,16 @@ class ChunkWindow:
         return _UNSENT.isdisjoint(chunk.state for chunk in self._chunks)
 
     def has_room(self, seq: int) -> bool:
-        """Whether a buffer is free for a chunk, once all chunks before it have theirs."""
+        """Returns whether a buffer is free for a chunk, after all chunks before it got theirs."""
         return seq < self._depth or self._chunks[seq - self._depth].state in self._freed
 
     def is_next_sent(self, seq: int) -> bool:
-        """Whether a chunk has left, and CHUNK_SENT of the chunk before it was asked for."""
+        """Returns whether CHUNK_SENT of this chunk may be requested now."""
         before = self._chunks[seq - 1].state if seq else None
         return self._chunks[seq].state is _S.LEFT and before not in _UNSENT
 
     def on_announced(self, seq: int) -> None:
-        """WEIGHT_CHUNK_META is asked for."""
+        """Records that WEIGHT_CHUNK_META is requested."""
         if not self.has_room(seq):
             raise self._chunks[seq].refuse("no buffer is free")
         self._chunks[seq].go(_E.ANNOUNCED)

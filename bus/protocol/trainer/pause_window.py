@@ -52,7 +52,7 @@ TRANSITIONS: Final[dict[tuple[PauseWindowState, PauseWindowEvent], PauseWindowSt
 
 
 class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
-    """The pause of one trainer.
+    """Tracks the pause that one trainer holds.
 
     Attributes:
         pause: the PAUSE_LOCAL of the pause that is held; None: none is held.
@@ -95,7 +95,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
             self._go(_E.AWAKE)
 
     def on_over(self, message: Message) -> None:
-        """Records that no caller waits for the answer to a step any more."""
+        """Records that the caller no longer waits for a step's answer."""
         if isinstance(message, Resume):
             self._over_id = message.update_id
             if self.is_open:

@@ -124,7 +124,7 @@ class UpdateRequest:
 
 
 class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
-    """One update, the trainer's side. Methods take events and return the messages to request.
+    """Decides the trainer's messages for one update. Methods take events and return messages.
 
     Attributes:
         request: the update's options.
@@ -169,7 +169,8 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
     def takes_chunks(self) -> bool:
         """Whether chunks may be announced.
 
-        In a pause they may, as soon as UPDATE_START is requested; staged, once it is acknowledged.
+        In a paused update, from the request of UPDATE_START on; in a staged one, from its answer
+        on.
         """
         if self.state is _S.STARTING:
             return self._window.is_open and not self.is_staged
@@ -243,7 +244,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         self._go(_E.PROBE_ASKED)
 
     def commit(self, label: str, differing: tuple[m.Differing, ...]) -> list[m.Message]:
-        """Returns COMMIT for all but ``differing`` engines, and RESUME for its own pause."""
+        """Returns COMMIT for all but ``differing`` engines, and RESUME if this update paused."""
         if self.request.has_canary and not self._has_probed:
             raise self._illegal("commit before the probes")
         self._go(_E.COMMIT_ASKED)
@@ -252,7 +253,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         return [commit, m.Resume(self.id)] if self._owns_pause else [commit]
 
     def undo(self) -> list[m.Abort | m.Resume]:
-        """What gives the update up, as far as it got, and lets the engines go on."""
+        """Returns the messages that undo the update's steps, so that engines continue."""
         messages: list[m.Abort | m.Resume] = []
         if self.state in _KNOWN_TO_BUS:
             messages.append(m.Abort(self.id, "the trainer gave up"))
@@ -294,7 +295,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         """Handles the broker's refusal of a step; returns the messages that follow.
 
         Raises:
-            Refused: nothing does; the same.
+            Refused: no message follows; this is the given error.
         """
         if isinstance(message, m.Arm):
             if refused.code is m.NackCode.ENGINE_ASLEEP and not self._has_woken:
@@ -308,7 +309,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         raise refused
 
     def describe_end(self, error: BaseException) -> None:
-        """Adds the version and the outcome (committed or not) to an error of wavebus."""
+        """Adds the version and the outcome (committed or not) to an error."""
         if not isinstance(error, WavebusError):
             return
         error.version = self.armed.version if self.armed else 0

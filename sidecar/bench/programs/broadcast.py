@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MemoryCopy:
-    """Copies memory into a second buffer, which is written once before the first copy."""
+    """Times copies of a buffer into a second one, which was written once before."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._source = memory
@@ -21,7 +21,7 @@ class MemoryCopy:
 
     @classmethod
     def of_bytes(cls, size_bytes: int) -> Self:
-        """Makes an instance that copies ``size_bytes`` bytes in the host's memory."""
+        """Makes an instance that copies ``size_bytes`` bytes of CPU memory."""
         return cls(torch.ones(size_bytes, dtype=torch.uint8))
 
     def took_ms(self) -> float:
@@ -51,7 +51,7 @@ class BroadcastEnd:
         return (time.monotonic() - since_s) * 1000
 
     def copy_ms(self) -> float:
-        """Returns the time of one copy within this end's memory; the first allocates a buffer."""
+        """Returns the time of one copy within this end's memory; the first allocates memory."""
         if self._copy is None:
             self._copy = MemoryCopy(self._memory)
         return self._copy.took_ms()
@@ -65,7 +65,7 @@ def _synchronize(memory: torch.Tensor) -> None:
 async def broadcast(
     stack: AsyncExitStack, rank: int, count: int, port: int, device: str, size_bytes: int
 ) -> BroadcastEnd:
-    """Meets the other ends, by torch's collectives alone.
+    """Connects this end to the others, by torch's collectives alone.
 
     Args:
         stack: ends the process group.

@@ -57,5 +57,5 @@ async def broker(
 
 
 def _fail(error: OSError) -> None:
-    """Ends the process, because a broker without its journal would give other figures."""
+    """Ends the process, because a broker without its journal would be faster."""
     raise SystemExit(f"the journal can't be written: {error}")

@@ -33,7 +33,7 @@ _LINE_BYTES: Final = 1 << 24  # a manifest of all tensors is one
 
 
 class TimedEngine(EmbeddedEngine):
-    """An embedded engine that records when it received, loaded and swapped.
+    """An embedded engine that records its receive, load and swap calls.
 
     Args:
         folder: the checkpoint's folder.
@@ -50,17 +50,17 @@ class TimedEngine(EmbeddedEngine):
         self._copy: MemoryCopy | None = None
 
     async def receive(self, chunk: Chunk) -> None:
-        """Receives, and records the call."""
+        """Receives a chunk, and records the call."""
         with self._noted("receive"):
             await super().receive(chunk)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Loads, and records the call."""
+        """Loads a chunk, and records the call."""
         with self._noted("load"):
             await super().load(seq, verify, sums)
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
-        """Swaps, and records the call."""
+        """Swaps in the staged weights, and records the call."""
         with self._noted("swap"):
             await super().swap(version, clear_cache=clear_cache)
 
@@ -75,7 +75,7 @@ class TimedEngine(EmbeddedEngine):
         return taken
 
     def swap_ms(self) -> float:
-        """Returns the length of the last swap, which includes the wait for peer ranks."""
+        """Returns how long the last swap took, including the wait for peer ranks."""
         times = [
             until_s - since_s for name, since_s, until_s in self.taken_calls() if name == "swap"
         ]
@@ -105,7 +105,7 @@ class TimedEngine(EmbeddedEngine):
 async def serve_calls(
     engine: TimedEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Executes calls of a trainer in another process, which uses no bus.
+    """Executes the calls of a trainer that runs in another process and uses no bus.
 
     Each line is a call: its name and arguments, pickled, in hexadecimal digits. Each answer is a
     line: empty, or the error's text.

@@ -105,7 +105,7 @@ class DirectTrainer:
         self._version = 0
 
     async def open(self, plan: UpdatePlan) -> None:
-        """Opens both ends of the transport."""
+        """Opens the transport at the trainer and at all engines."""
         sender, count = self._timed, len(self._ends)
         world, places = ALONE, [NO_RANK] * count
         if sender.is_collective:
@@ -166,7 +166,7 @@ class DirectTrainer:
 
 
 class EmbeddedTrainer:
-    """Sends a model that it does not train; its first answer has the model's size."""
+    """Sends a model that it does not train. Its first answer has the model's size."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class EmbeddedTrainer:
         self.hello = {"size_bytes": self._plan.size_bytes, "tensors": len(metas)}
 
     async def open(self, engines: int, sockets: Sequence[str] = ()) -> None:
-        """Waits for ``engines`` engines on the bus, and connects to ``sockets`` of the others."""
+        """Waits for ``engines`` engines on the bus, and connects to other engines' ``sockets``."""
         await self._agent.wait_for_engines(engines, timeout_s=BOOT_S)
         if sockets:
             ends = [await asyncio.open_unix_connection(path) for path in sockets]
@@ -199,7 +199,7 @@ class EmbeddedTrainer:
             await self._direct.open(self._plan)
 
     def memcpy_ms(self) -> float:
-        """Returns the time of a copy of as many bytes as the model has."""
+        """Returns how long a copy of the model's number of bytes takes, in ms."""
         return self._copy.took_ms()
 
     async def update(self, how: How, *, clear_cache: bool = True) -> dict[str, Any]:

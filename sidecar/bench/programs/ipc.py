@@ -1,7 +1,7 @@
 """Replaces vLLM's IPC trainer for a process that has the weights on several GPUs.
 
-A worker opens memory of its own GPU alone. vLLM's trainer has a rank on each GPU: the ranks gather
-each other's handles, and the first one sends all of them to the workers, by GPU. Here one process
+A worker can open memory of its own GPU only. So vLLM's trainer has one rank per GPU: the ranks
+gather each other's handles, and the first rank sends all of them to the workers. Here one process
 has a copy of the weights on each GPU, and makes all handles.
 """
 
@@ -21,7 +21,7 @@ Handles: TypeAlias = "dict[str, tuple[Any, ...]]"  # by the GPU's UUID
 
 
 class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
-    """An IPC trainer engine that does the work of a rank on each GPU."""
+    """An IPC trainer engine that acts as one trainer rank per GPU."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -38,10 +38,10 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
             self._copies.append((device, uuid, weights))
 
     def prepare(self) -> None:
-        """Makes the handles of the copies, which in vLLM other ranks make meanwhile.
+        """Makes the handles of the copies before an update, which vLLM's other ranks would make.
 
-        So that work is no part of the update's time. Packed, one buffer takes one chunk after the
-        other, and nothing can be done in advance.
+        Their time is then not part of the update's. Packed, one buffer takes one chunk after the
+        other, so nothing can be made in advance.
         """
         self._others = []
         for device, uuid, weights in self._copies:
@@ -56,7 +56,7 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
             yield chunk.ipc_handle
 
     def _all_gather_and_merge_handles(self, handles: list[Handles]) -> list[Handles]:
-        """Returns the handles of each tensor or chunk, with those of its copies."""
+        """Returns the handles of each tensor or chunk, including those of its copies."""
         merged = [dict(each) for each in handles]
         for device, others in self._others:
             with torch.cuda.device(device):

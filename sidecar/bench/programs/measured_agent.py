@@ -20,7 +20,7 @@ BOOT_S: Final = 600.0
 
 
 class TimedSender:
-    """A sender that records its puts and transfers, and the last chunk's ack."""
+    """A sender that records its puts and transfers, and the last chunk's acknowledgement."""
 
     def __init__(self, sender: Sender) -> None:
         self.inner = sender
@@ -30,12 +30,12 @@ class TimedSender:
         self._queued_s: dict[int, float] = {}
 
     def begin(self) -> None:
-        """Begins another update."""
+        """Forgets the last update's records, because another update begins."""
         self.puts.clear()
         self.transfers.clear()
 
     def transfer_ms(self) -> float:
-        """Returns :meth:`receive_ms` and the time of earlier puts, in ms.
+        """Returns the sum of :meth:`receive_ms` and the time of earlier puts, in ms.
 
         Those puts are made while the engine still serves.
         """
@@ -51,25 +51,25 @@ class TimedSender:
         return getattr(self.inner, name)
 
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Puts, and records when."""
+        """Puts a chunk, and records the time."""
         since_s = time.monotonic()
         handle = self.inner.put(seq, tensors)
         self.puts.append((since_s, time.monotonic()))
         return handle
 
     def queue(self, seq: int) -> None:
-        """Queues, and records when."""
+        """Queues a chunk, and records the time."""
         self._queued_s[seq] = time.monotonic()
         self.inner.queue(seq)
 
     def transfer(self, seq: int) -> None:
-        """Transfers, and records the time since the chunk was queued."""
+        """Transfers a chunk, and records the time since the chunk was queued."""
         since_s = self._queued_s.pop(seq, None) or time.monotonic()
         self.inner.transfer(seq)
         self.transfers.append((since_s, time.monotonic()))
 
     def on_taken(self, seq: int) -> None:
-        """Records the ack."""
+        """Records the acknowledgement of a chunk."""
         self.acked_s = time.monotonic()
         self.inner.on_taken(seq)
 
@@ -107,7 +107,7 @@ class MeasuredAgent(TrainerAgent):
 
 
 def reported(agent: TrainerAgent) -> dict[str, Any]:
-    """Returns an agent's report of its last update."""
+    """Returns the agent's report of its last update as a dict."""
     report = agent.last_update
     assert report is not None, "an update has just been made"
     return {

@@ -1,7 +1,7 @@
-"""Updates vLLM without a bus: its trainer engine, its client, and a pause around them.
+"""Updates vLLM without a bus: its trainer engine and client, and a pause around the update.
 
-Servers that are ranks of one DP group are called at once, as a driver without a bus must do it:
-each of them waits for the others in its pause.
+Servers that are ranks of one DP group are called at the same time, because each waits for the
+others in its pause.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         self._version = 0
 
     def pause(self, *, clear_cache: bool) -> None:
-        """Pauses, and keeps requests."""
+        """Pauses all servers in mode ``keep``."""
         self._post(f"pause?mode=keep&clear_cache={clear_cache}".lower())
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finishes and sets a version in one call, as an update over the bus does."""
+        """Finishes the update and sets the version in one call, as the bus does."""
         self._version += 1
         super().finish_weight_update(weight_version or str(self._version))
 
     def resume(self) -> None:
-        """Resumes."""
+        """Resumes all servers."""
         self._post("resume")
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
@@ -88,7 +88,7 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
 
 
 class NativeUpdate:
-    """Updates servers as vLLM does.
+    """Updates servers as vLLM does, without a bus.
 
     Args:
         urls: the server's URL, or those of all ranks of a DP group, each with one worker.

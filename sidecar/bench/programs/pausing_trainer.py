@@ -26,10 +26,11 @@ class PausingTrainer:
         self._group = group
 
     async def round(self) -> dict[str, float]:
-        """Pauses and resumes.
+        """Pauses and resumes the group once.
 
         Returns:
-            The times of both together, of the pause, and of the slowest engine's pause, in ms.
+            Times in ms: of pause and resume together, of the pause, and of the slowest engine's
+                pause.
         """
         since_s = time.perf_counter()
         async with self._agent.paused(mode="keep") as ack:
@@ -39,12 +40,12 @@ class PausingTrainer:
         return {"round_ms": took_s * 1000, "pause_ms": pause_ms, "engines_ms": ack.slowest_ms}
 
     async def status(self) -> dict[str, float]:
-        """Returns the broker's own figures."""
+        """Returns the broker's status as a dict."""
         status = await self._agent.status()
         return {"cpu_s": status.cpu_s, "rss_bytes": status.rss_bytes}
 
     async def idle(self, since_s: float) -> None:
-        """Waits until all cores are idle, and have become idle after ``since_s``.
+        """Waits until all cores have become idle after ``since_s``.
 
         The time is in seconds on ``time.monotonic()``'s clock: an older status does not count.
         """

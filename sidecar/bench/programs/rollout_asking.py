@@ -27,7 +27,7 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
 
 
 class Wave(msgspec.Struct):
-    """Streams that begin together.
+    """A wave of request streams that begin together.
 
     Attributes:
         name: the wave's name, which makes its prompts and sessions unique.
@@ -37,7 +37,8 @@ class Wave(msgspec.Struct):
         timed: whether to record when tokens come.
         until_live: whether to disconnect when every stream has a token.
         first_s: when the first token of each stream came.
-        seams: the engine whose answer broke off, and when another's next token came.
+        seams: for each interrupted answer, the first engine, and when the next token came from
+            another.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Wave(msgspec.Struct):
 async def ask(
     asks: RolloutClient | aiohttp.ClientSession, wave: Wave, stream: int, prompt: list[int]
 ) -> list[int]:
-    """Sends a request, and returns its tokens. aiohttp alone parses the same, without checks."""
+    """Sends a request, and returns its tokens; aiohttp alone parses the answer without checks."""
     sampling: dict[str, Any] = {"max_tokens": wave.tokens, "ignore_eos": True, "logprobs": 0}
     session = f"{wave.name}-{stream}"
     if isinstance(asks, RolloutClient):
@@ -134,18 +135,18 @@ def _rss_mb() -> float:
 
 
 class RolloutAsking:
-    """Sends requests, one wave after the other."""
+    """Sends waves of request streams, with the rollout client or aiohttp alone."""
 
     def __init__(self, asks: RolloutClient | aiohttp.ClientSession) -> None:
         self._asks = asks
 
     async def run(self, wave: dict[str, Any]) -> dict[str, object]:
-        """Run the request streams of one :class:`Wave`; return its timings and token count."""
+        """Runs the request streams of one :class:`Wave`; returns their times and token count."""
         return await run(self._asks, msgspec.convert(wave, Wave))
 
 
 async def rollout_asking(stack: AsyncExitStack, broker: str, group: str) -> RolloutAsking:
-    """Makes the client; without a broker, aiohttp alone sends the requests."""
+    """Makes a sender: the rollout client or, without a broker, aiohttp alone."""
     bus.log.configure(level="warning", json=True)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     timeout = aiohttp.ClientTimeout(total=None)

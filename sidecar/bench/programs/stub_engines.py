@@ -36,24 +36,24 @@ class StubEngine:
         return EngineInfo("stub", "wavebus bench", "none", 0, 1, 1, ("shm",), "")
 
     async def died(self) -> str:
-        """Waits for ever."""
+        """Waits forever, because a stub does not die."""
         await asyncio.Event().wait()
         return ""
 
     async def in_flight(self) -> int:
-        """Returns 0."""
+        """Returns 0, because a stub has no requests."""
         return 0
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Returns no ids."""
+        """Returns no ids, because a stub has no requests."""
         return ()
 
     async def version(self) -> int:
-        """Returns 0."""
+        """Returns 0, because a stub has no weights."""
         return 0
 
     async def abort_requests(self) -> int:
-        """Returns 0."""
+        """Returns 0, because a stub has no requests to end."""
         return 0
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:  # noqa: ARG002
@@ -78,7 +78,7 @@ class StubEngine:
         mode: PauseMode,  # noqa: ARG002
         clear_cache: bool,  # noqa: ARG002
     ) -> tuple[ProbeResult, ...]:
-        """Returns no results."""
+        """Returns no results, because a stub generates no tokens."""
         return ()
 
 

@@ -38,7 +38,7 @@ class TimedConnection(HttpConnection):
     async def post(
         self, path: str, body: Any = None, *, query: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """Posts, and records the call."""
+        """Posts a request, and records the call."""
         since_s = time.monotonic()
         try:
             return await super().post(path, body, query=query)
@@ -47,7 +47,7 @@ class TimedConnection(HttpConnection):
 
 
 class TimedVllmEngine:
-    """Reports the recorded calls of an engine to the bench."""
+    """A vLLM engine that reports its recorded calls to the bench."""
 
     def __init__(self, server: SupervisedServer) -> None:
         self.hello: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class TimedVllmEngine:
 
 
 def called(path: str, body: Any) -> str:
-    """Returns a post's name: its operation or its route."""
+    """Returns the name under which a post is recorded: its operation or its route."""
     if path == "/update_weight_version":
         return "commit"
     if path == "/collective_rpc" and body["method"] == worker_rpc.SWAP:
@@ -90,12 +90,12 @@ async def vllm_server(
     dp_rank: int | None = None,
     server: str = "",
 ) -> object:
-    """Starts a server; the first answer has its ``url``, when it takes requests.
+    """Starts a server. The first answer has its ``url``, and comes when it takes requests.
 
     Args:
         stack: ends the server.
         argv: the server's command.
-        variables: environment variables beside those of this process.
+        variables: environment variables in addition to those of this process.
         broker: the broker's address; empty: vLLM alone, as if there were no wavebus.
         group: the server's group, which only the other ranks of its DP group share.
         dp_rank: the server's rank in the DP group.

@@ -80,13 +80,13 @@ def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dic
 
 
 def write_config(config: PolicyConfig, folder: Path) -> None:
-    """Writes only ``config.json``, for a server that draws its own weights."""
+    """Writes only ``config.json``, for a server with random weights of its own."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
 
 
 class BusNative:
-    """Updates over the bus with vLLM's trainer engine and worker engine."""
+    """Sends updates over the bus with vLLM's own trainer engine and worker engine."""
 
     def __init__(self, agent: TrainerAgent, info: Any, weights: dict[str, torch.Tensor]) -> None:
         self._agent = agent

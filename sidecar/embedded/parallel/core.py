@@ -160,7 +160,7 @@ class LockstepCore(EngineCore):
         self._tell(self._waves.on_request(wave))
 
     def _on_rejected(self, wave: int) -> None:
-        """Joins the wave, which the other ranks start and can't run without this one."""
+        """Joins the wave of a rejected request, because the other ranks start it."""
         self._waves.on_start_wave(wave, None)
 
     def _on_pause_requested(self) -> None:

@@ -31,7 +31,7 @@ _COLLECTIVE_TIMEOUT: Final = timedelta(hours=24)
 
 
 class Rendezvous:
-    """The meeting of the ranks at start. Every method blocks; use it from a thread.
+    """Lets the ranks find each other at start. Every method blocks; use it from a thread.
 
     Raises:
         EngineError: from every method: the other ranks did not come in time, or differ.
@@ -52,7 +52,7 @@ class Rendezvous:
         )
 
     def check(self, facts: dict[str, object]) -> None:
-        """Raises an error unless rank 0 has the same facts."""
+        """Checks that rank 0 has the same facts; raises an error otherwise."""
         options = self._options
         if options.rank == 0:
             self.tell("facts", facts)
@@ -65,11 +65,11 @@ class Rendezvous:
                 )
 
     def tell(self, key: str, value: dict[str, Any]) -> None:
-        """Publishes a value for all ranks, once."""
+        """Publishes a value under a key, for all ranks; once per key."""
         self._bounded(lambda: self._store.set(f"{self._options.group}/{key}", json.dumps(value)))
 
     def ask(self, key: str) -> dict[str, Any]:
-        """Waits for a value and returns it."""
+        """Waits until a value is published under a key, and returns it."""
         text = self._bounded(lambda: self._store.get(f"{self._options.group}/{key}"))
         value: dict[str, Any] = json.loads(text)
         return value
@@ -101,7 +101,7 @@ class Rendezvous:
 
 
 class RankGroup:
-    """One rank's end of the collectives. Each call blocks until all ranks have made it.
+    """Carries out collectives as one rank. Each call blocks until all ranks have made it.
 
     Raises:
         EngineDead: from every method: a rank has gone, and with it the group.
@@ -167,7 +167,7 @@ class GroupExchange:
         return self._block(self._group.rank, experts)
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
-        """Exchanges the counts and the rows."""
+        """Exchanges the counts and the rows, and returns those for this rank's experts."""
         group, experts = self._group, len(counts)
         blocks = [self._block(rank, experts) for rank in range(group.size)]
         own = len(blocks[group.rank])
@@ -180,7 +180,7 @@ class GroupExchange:
         return self._swap(rows, self._sent, self._received), of_source
 
     def combine(self, results: Tensor) -> Tensor:
-        """Exchanges the results."""
+        """Exchanges the results, and returns those of this rank's rows."""
         return self._swap(results, self._received, self._sent)
 
     def _swap(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:

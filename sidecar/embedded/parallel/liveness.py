@@ -24,18 +24,21 @@ _MAX_LINE_BYTES: Final = 64
 
 
 class RankLiveness:
-    """One rank's connections.
+    """Connects one rank to the others, and reports when a rank is gone.
 
-    Lines are ``<rank> <what>``: first ``<rank> here``, later ``leaving`` or ``gone`` of any rank.
+    The ranks send lines ``<rank> <what>``: first ``<rank> here``; later ``leaving`` or ``gone``,
+    also
+    about other ranks.
 
     Args:
         group: the DP group's name.
         rank: this rank.
         size: how many ranks there are.
-        lost: called once, with the reason, when a rank has gone; of a rank that has left, later.
+        lost: called once, with the reason, when a rank is gone; a moment later if the rank has
+            announced that it leaves.
 
     Attributes:
-        noticed: set at once when a rank is known to have gone.
+        noticed: set as soon as a rank is known to be gone.
     """
 
     def __init__(self, group: str, rank: int, size: int, lost: Callable[[str], None]) -> None:
@@ -53,13 +56,13 @@ class RankLiveness:
         self._all_here = asyncio.Event()
 
     async def listen(self, host: str) -> tuple[str, int]:
-        """Begins to listen, as rank 0; returns the address for the others."""
+        """Begins to listen, as rank 0; returns the address to which the others connect."""
         self._server = await asyncio.start_server(self._welcome, host, 0, limit=_MAX_LINE_BYTES)
         address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return address
 
     async def connect(self, host: str, port: int) -> None:
-        """Connects to rank 0, as any other rank.
+        """Connects this rank, which is not rank 0, to rank 0.
 
         Raises:
             EngineError: rank 0 does not listen.

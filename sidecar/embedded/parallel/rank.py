@@ -64,7 +64,7 @@ class DpRank:
         self._running = False
 
     async def join(self, facts: dict[str, object]) -> GroupExchange:
-        """Meets the other ranks.
+        """Connects this rank to the others.
 
         Args:
             facts: what must be equal on all ranks.
@@ -114,7 +114,7 @@ class DpRank:
         return self._core
 
     async def ready(self) -> None:
-        """Subscribes to the coordinator, and waits until the cores of all ranks have.
+        """Subscribes to the coordinator, and waits until all ranks' cores have subscribed.
 
         Raises:
             EngineError: some cores have not subscribed in time.
@@ -135,7 +135,7 @@ class DpRank:
         return wave
 
     async def explain(self, reason: str) -> str | None:
-        """Returns why the core died; None if another rank has gone, which ``lost`` reports."""
+        """Returns why the core died; None if a lost rank is the cause, which ``lost`` reports."""
         try:
             await asyncio.wait_for(self._liveness.noticed.wait(), _NOTICE_S)
         except TimeoutError:
@@ -199,7 +199,7 @@ class DpRank:
         return self._coordinator.addresses
 
     def _on_coordinator_died(self, code: int) -> None:
-        """Reports the coordinator's end, after which idle ranks would not wake. Any thread."""
+        """Reports the coordinator's end, because idle ranks would not wake. Safe in any thread."""
         reason = (
             f"the DP coordinator of DP group {self.options.group} has ended with exit code {code}"
         )

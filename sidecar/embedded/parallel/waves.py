@@ -43,7 +43,7 @@ class RankWaves:
         step: how many steps of this wave have been made.
         running: whether a wave runs, so that this rank steps.
         paused: whether this rank has a pause and no resume since.
-        agreed: whether all ranks have a pause, by an agreement.
+        agreed: whether the ranks have agreed that all of them are paused.
     """
 
     def __init__(self, rank: int, size: int, interval: int = DEFAULT_INTERVAL) -> None:
@@ -65,9 +65,9 @@ class RankWaves:
 
     @property
     def owes_wave(self) -> bool:
-        """Whether this rank must act on a START_DP_WAVE after the resume.
+        """Whether this rank has received a START_DP_WAVE that takes effect at the resume.
 
-        Its sender may have no work any more, and would not step in that wave by itself.
+        The rank that caused it may have no work any more, and would not start the wave by itself.
         """
         return self._start is not None and self._start >= self.number
 
@@ -85,7 +85,8 @@ class RankWaves:
     def on_start_wave(self, wave: int, excluded: int | None) -> bool:
         """Handles START_DP_WAVE; returns whether the rank starts the wave now.
 
-        A greater number is adopted, but not in the middle of a wave, where all ranks count alike.
+        A greater wave number is adopted, but not during a wave, in which all ranks count steps
+        together.
         """
         if excluded == self.rank or wave < self.number:
             return False
@@ -97,9 +98,9 @@ class RankWaves:
         return True
 
     def join_in(self) -> CoreReport | None:
-        """Starts a wave unless one runs; returns a report, if any.
+        """Starts a wave unless one runs, so that the ranks can agree; returns a report, if any.
 
-        In a wave the ranks agree.
+        Ranks agree only within a wave.
         """
         if self.running or self.paused:
             return None
@@ -138,15 +139,15 @@ class RankWaves:
         return CoreReport(self.rank, complete=over) if speaks else None
 
     def pause(self) -> None:
-        """Pause this rank; a second pause before a resume changes nothing."""
+        """Pauses this rank; a second pause before a resume changes nothing."""
         if not self.agreed:
             self.paused = self.running = True
 
     def on_resumed(self, *, unfinished: bool) -> None:
-        """Resume with all ranks, after :attr:`is_globally_paused`.
+        """Records that all ranks resume from a global pause.
 
         Args:
-            unfinished: whether any rank has work, or owes a wave.
+            unfinished: whether any rank has work, or a pending START_DP_WAVE.
         """
         kept, self._start = self._start, None
         self.paused = self.agreed = False

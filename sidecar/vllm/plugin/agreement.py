@@ -45,9 +45,9 @@ def run_together(action: Callable[[], None]) -> None:
 
 
 def run_before_any_continues(action: Callable[[], None]) -> None:
-    """Runs an action in every worker before any of them continues. A collective.
+    """Runs an action in every worker; all wait for all. A collective.
 
-    Code that may fail in one worker alone, between two collectives, must run in such a call.
+    Use this for code between two collectives that may fail in one worker alone.
 
     Raises:
         EngineError: in every worker, if any failed.
@@ -56,7 +56,7 @@ def run_before_any_continues(action: Callable[[], None]) -> None:
 
 
 def refuse(failure: WorkerFailure) -> None:
-    """Raises a failure that all workers share, in the last worker only.
+    """Raises a failure that all workers agree on, in the last worker only.
 
     Raises:
         WorkerRefusal: in the last worker.

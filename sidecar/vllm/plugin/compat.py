@@ -30,7 +30,7 @@ def shared_communicators() -> AbstractContextManager[None]:
 
 
 def deferred_layers(model: Any) -> list[Any]:
-    """Returns the layers that vLLM's reload always post-processes at its end.
+    """Returns the layers that vLLM's reload post-processes only at its end.
 
     These are attention layers, which derive their data from other layers' weights.
     """
@@ -44,7 +44,7 @@ def deferred_layers(model: Any) -> list[Any]:
 
 
 def reloading_layers(model: Any) -> list[Any]:
-    """Returns vLLM's records of the layers that are in the middle of its reload."""
+    """Returns vLLM's records of the layers whose reload has begun and not ended."""
     from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: PLC0415 - as above
         get_layerwise_info,
     )
@@ -58,7 +58,7 @@ def check_backend(backend: str, who: str) -> None:
 
     Args:
         backend: the backend chosen at boot, wavebus's or vLLM's; empty for none.
-        who: the engine, in words.
+        who: the engine's name, for the error's text.
 
     Raises:
         EngineError: says why, and how to start the engine instead.

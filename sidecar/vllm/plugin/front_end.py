@@ -53,7 +53,7 @@ def check_token_ids(
 
 
 class DataRoutesOnly:
-    """ASGI middleware that closes all other routes to clients of other hosts.
+    """ASGI middleware that gives clients of other hosts only the data routes.
 
     Used with vLLM's ``--middleware``; if several are given, the last one gets a request first. A
     client is on this host if its connection comes from loopback, or from the address to which it
@@ -64,7 +64,7 @@ class DataRoutesOnly:
         self._app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Pass a request on, or refuse it."""
+        """Passes a request on, or refuses it."""
         kind = scope["type"]
         if kind == "lifespan" or scope["path"] in DATA_ROUTES or _is_local(scope):
             await self._app(scope, receive, send)

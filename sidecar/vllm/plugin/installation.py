@@ -68,13 +68,13 @@ def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:
 
 
 def install(*processes: str) -> None:
-    """Installs, once, every fitting seam of these kinds of process; logs the others."""
+    """Installs every fitting seam for these kinds of process, once; logs the others."""
     names = [seam.name for seam in REGISTRY.seams if seam.process in processes]
     _install(*(name for name in names if not _unfitting_reason(name)))
 
 
 def install_seam(name: str) -> str:
-    """Installs one seam, once.
+    """Installs one seam, unless it is installed already.
 
     Returns:
         Why it does not fit; empty if it is installed.

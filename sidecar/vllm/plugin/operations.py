@@ -106,7 +106,7 @@ class ReceiveChunk(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fi
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fields=True):
-    """Compares a chunk's checksums, if workers can't verify and load in one operation."""
+    """Compares a chunk's checksums, where workers can't verify and load in one operation."""
 
     seq: Count
     verify: VerifyMode
@@ -164,8 +164,8 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknow
 class UndoAdapter(msgspec.Struct, frozen=True, tag="undo_adapter", forbid_unknown_fields=True):
     """Restores the LoRA adapter that the last load replaced.
 
-    Does nothing if no adapter was loaded since the last one was armed. ``settled``: also undo a
-    load that is settled.
+    Does nothing if no adapter was loaded since the last ARM. ``settled``: also undo a load that is
+    settled.
     """
 
     settled: bool
@@ -179,7 +179,7 @@ class SettleAdapter(msgspec.Struct, frozen=True, tag="settle_adapter", forbid_un
 
 
 class Greet(msgspec.Struct, frozen=True, tag="greet", forbid_unknown_fields=True):
-    """Makes this the newest connection, so that older ones are ignored; changes nothing else."""
+    """Makes this connection the newest, so that older ones are ignored; changes nothing else."""
 
 
 class Rearm(msgspec.Struct, frozen=True, tag="arm_again", forbid_unknown_fields=True):
@@ -197,7 +197,7 @@ class StartStaging(msgspec.Struct, frozen=True, tag="start_staging", forbid_unkn
 
 
 class SentChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A chunk that was received, or is on its way; with ``sums``, these must match."""
+    """Names a chunk that has arrived or is on its way; ``sums``, if given, must match."""
 
     seq: Count
     verify: VerifyMode
@@ -246,10 +246,10 @@ def encode(operation: Operation) -> str:
 
 
 def decode(text: str) -> Operation:
-    """Returns the operation in a text of :func:`encode`.
+    """Returns the operation that a text of :func:`encode` carries.
 
     Raises:
-        ValueError: says what is wrong with the text.
+        ValueError: the text carries no operation; the error says why.
     """
     if len(text) > MAX_PAYLOAD_CHARS:
         raise ValueError(f"an operation of {len(text)} characters, at most {MAX_PAYLOAD_CHARS}")
@@ -257,10 +257,10 @@ def decode(text: str) -> Operation:
 
 
 def unpack(blob: bytes) -> Operation:
-    """Returns the operation in MessagePack bytes.
+    """Returns the operation that MessagePack bytes encode.
 
     Raises:
-        ValueError: says what is wrong with them.
+        ValueError: the bytes encode no operation; the text says why.
     """
     return _OPERATIONS.decode(blob)
 
@@ -303,7 +303,7 @@ class WorkerFailure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_f
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> WorkerFailure:
-        """Returns the failure in MessagePack bytes."""
+        """Returns the failure that MessagePack bytes encode."""
         return msgspec.msgpack.decode(blob, type=cls)
 
     def to_text(self) -> str:
@@ -333,9 +333,9 @@ def pack(said: Operation | Answer) -> bytes:
 
 
 def unpack_answer(blob: bytes) -> Answer:
-    """Returns the answer in MessagePack bytes.
+    """Returns the answer that MessagePack bytes encode.
 
     Raises:
-        ValueError: says what is wrong with them.
+        ValueError: the bytes encode no answer; the text says why.
     """
     return _ANSWERS.decode(blob)

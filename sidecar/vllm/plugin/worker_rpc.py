@@ -55,7 +55,7 @@ _TAIL: Final = re.compile(r"-[0-9a-f]{8}\Z")
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
-    """The facts about an engine that its sidecar needs.
+    """Facts about an engine and one of its workers, for the sidecar.
 
     Attributes:
         coordinator: ``vllm`` or ``bus``, whichever coordinates the DP group.
@@ -108,7 +108,7 @@ def read_done(answer: Any) -> list[operations.Done]:
     """Returns each worker's answer to :data:`operations.PERFORM`.
 
     Raises:
-        EngineError: the answer holds none.
+        EngineError: there is no such answer.
     """
     try:
         done = msgspec.convert(answer, list[operations.Done])
@@ -165,14 +165,14 @@ def is_ours(answer: Any) -> bool:
 
 
 def admission(_worker: Any, **_asked: Any) -> None:
-    """Answers None; a core with admission control answers this method itself."""
+    """Answers None, because cores with admission control answer this method themselves."""
 
 
 swap = call_off = run = clear_caches = admission
 
 
 def presence(wrapper: Any) -> str:
-    """Answers :data:`ASK_PRESENCE`."""
+    """Answers :data:`ASK_PRESENCE`, which shows that the plugin is there."""
     engine = getattr(getattr(wrapper, "worker", None), "weight_transfer_engine", None)
     return _PRESENT + getattr(engine, "wavebus_drives", "none")
 
@@ -243,7 +243,7 @@ def _limits(config: Any, features: Mapping[str, str]) -> RequestLimits:
 
 
 def draft(worker: Any) -> bool:
-    """Register the worker's draft model with its weight transfer engine.
+    """Registers the worker's draft model with its weight transfer engine.
 
     Returns:
         Whether the draft model can be updated. False in a vLLM without draft updates, and in

@@ -39,9 +39,10 @@ class CoreAdmission:
     """The admission state of one core.
 
     Attributes:
-        admits: None in a core that booted closed, until a sidecar opens it.
+        admits: whether admission is open; None in a core that booted closed, until a sidecar opens
+            it.
         passes: only requests with this text in their ids are admitted. Empty: no such limit.
-        why: the reason for which admission is closed.
+        why: the reason why admission is closed.
         served: clients reach the engine through an API server.
     """
 
@@ -66,7 +67,7 @@ def _of(core: Any) -> CoreAdmission:
 
 
 def _has_unknown_waves(core: Any) -> bool:
-    """Returns whether it is unknown if front ends or cores start a lockstep core's waves.
+    """Returns whether it is unknown who starts a lockstep core's waves, front ends or cores.
 
     The admission of such a core can't be closed.
     """
@@ -128,8 +129,8 @@ def set_admission(core: Any, *, ends: bool = False, **how: Any) -> list[dict[str
 
     Args:
         core: the engine core.
-        ends: end every request that the core has, whichever front end it came from.
-        how: fields of :class:`CoreAdmission`.
+        ends: whether to end every request of the core, whichever front end it came from.
+        how: new values of fields of :class:`CoreAdmission`.
 
     Returns:
         One state, with the number of ended requests; [None] if the core has no admission control.

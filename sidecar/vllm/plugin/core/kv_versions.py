@@ -104,7 +104,7 @@ def add_request(
 
 
 def note_untagged(core: Any, params: Any) -> None:
-    """Count requests whose keys and values name no version, and warn of the first."""
+    """Counts requests whose keys and values name no version; logs a warning for the first."""
     if core.wavebus_salt and params and params.get("do_remote_prefill") and TAG not in params:
         core.wavebus_untagged += 1
         if core.wavebus_untagged == 1:
@@ -117,7 +117,7 @@ def note_untagged(core: Any, params: Any) -> None:
 
 
 def _salt_of(core: Any, served: str, params: Any) -> tuple[str, bool]:
-    """Returns a new request's salt, and whether it may fetch what it is offered."""
+    """Returns a new request's salt, and whether it may fetch the offered keys and values."""
     if not (params and params.get("do_remote_prefill")):
         return served, True
     tag = str(params.get(TAG, ""))
@@ -127,7 +127,7 @@ def _salt_of(core: Any, served: str, params: Any) -> tuple[str, bool]:
 
 
 def _resalt(core: Any, *, begun: bool) -> None:
-    """Gives each request the salt that matches its keys and values.
+    """Gives each request the salt that its keys and values now need.
 
     ``begun``: requests that have keys and values compute them again.
     """
@@ -231,7 +231,7 @@ def finish_pause(original: Callable[..., Any], core: Any, clear_cache: bool) -> 
 
 
 def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pauses without waiting for decode engines that have yet to fetch blocks.
+    """Pauses without waiting until decode engines have fetched their blocks.
 
     Blocks that are held for decode engines are not work. A sleep must wait for them, because it
     releases their memory.
@@ -246,7 +246,7 @@ def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwarg
 
 
 def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Marks the pause inside a sleep, which must wait for held blocks."""
+    """Marks that a sleep is under way, whose pause must wait for held blocks."""
     core.wavebus_sleeps = True
     try:
         return original(core, *args, **kwargs)
@@ -255,7 +255,7 @@ def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) ->
 
 
 def process_input_queue(original: Callable[..., Any], core: Any) -> None:
-    """Completes the pauses that wait for nothing but held blocks."""
+    """Completes the pauses that wait only for held blocks."""
     if core.wavebus_pauses and _is_quiet(core):
         pauses, core.wavebus_pauses = core.wavebus_pauses, ()
         for complete in reversed(pauses):
@@ -289,7 +289,7 @@ def connector_finished(original: Callable[..., Any], scheduler: Any, request: An
 def matched_tokens(
     original: Callable[..., Any], nixl: Any, request: Any, num_computed_tokens: int
 ) -> Any:
-    """Prevents fetching blocks of another version, or blocks that may be gone."""
+    """Prevents a fetch of blocks of another version, or of blocks that may be gone."""
     params = request.kv_transfer_params
     if params and params.get("do_remote_prefill") and hasattr(request, "wavebus_fetches"):
         if not request.wavebus_fetches:
@@ -302,7 +302,7 @@ def matched_tokens(
 
 
 def build_connector_meta(original: Callable[..., Any], nixl: Any, scheduler_output: Any) -> Any:
-    """Records when leases were last not renewed in time."""
+    """Records when leases were not renewed in time."""
     before = nixl._last_heartbeat_time  # noqa: SLF001
     made = original(nixl, scheduler_output)
     now = nixl._last_heartbeat_time  # noqa: SLF001
@@ -312,7 +312,7 @@ def build_connector_meta(original: Callable[..., Any], nixl: Any, scheduler_outp
 
 
 def update_waiting(original: Callable[..., Any], scheduler: Any, request: Any) -> None:
-    """Makes a request recompute blocks that may have been fetched after their lease."""
+    """Makes a request recompute blocks that it may have fetched after their lease."""
     lender = getattr(request, "wavebus_lender", None)
     if lender is not None and _is_lost(lender, request):
         request.num_computed_tokens = 0
@@ -322,7 +322,7 @@ def update_waiting(original: Callable[..., Any], scheduler: Any, request: Any) -
 
 
 def _is_lost(nixl: Any, request: Any) -> bool:
-    """Returns whether the lease went without renewal for longer than it lasts.
+    """Returns whether the lease on a request's blocks may have run out unrenewed.
 
     The lease began no later than the request arrived here, and heartbeats renew it.
     """

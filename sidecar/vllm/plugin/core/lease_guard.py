@@ -129,7 +129,7 @@ class LeaseGuard:
 
     @contextlib.contextmanager
     def _warns(self) -> Iterator[None]:
-        """Log a failure once; it is tried again, and the core lives on meanwhile."""
+        """Logs a failure once; the guard tries again, and the core lives on."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, the next look may go well
@@ -138,7 +138,7 @@ class LeaseGuard:
                 _log.warning("wavebus: a look at the lease page failed, and is repeated: %r", error)
 
     def void_reason(self) -> str:
-        """Returns why the sidecar's lease is void; empty if it is not."""
+        """Returns why the sidecar's lease is void; empty if it is in force."""
         lease, end = self.page.lease(), self.page.outcome()
         if lease is None or end is None or end.serial != lease.serial:
             return ""
@@ -193,7 +193,7 @@ class LeaseGuard:
             self._write_outcome(lease, state, reason)
 
     def _restore(self, lease: PauseLease) -> None:
-        """Undo what was begun, and take the memory back."""
+        """Undoes what the update had begun, and allocates the memory again."""
         if lease.begun == "adapter":
             self._perform(operations.UndoAdapter(settled=True))
         elif lease.begun:
@@ -249,7 +249,7 @@ class LeaseGuard:
         }
 
     def _verdict(self, mine: PauseLease, peers: Peers) -> tuple[OutcomeState, str]:
-        """Returns the decision of all cores, given that this one has voted."""
+        """Returns what all cores decide together, after this one has voted."""
         waits = ""
         for name, peer in peers.items():
             try:
@@ -265,7 +265,7 @@ class LeaseGuard:
         return "resumed", "nobody renewed the lease, and no peer rank lacks a part"
 
     def _vote_of(self, mine: PauseLease, peer: PeerCore | None) -> tuple[OutcomeState, str]:
-        """Returns the state of one peer rank according to its page.
+        """Returns one peer core's vote, according to its page.
 
         Raises:
             NoPage: there is no such page on this host.

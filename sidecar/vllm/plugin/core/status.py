@@ -156,7 +156,7 @@ def _watched(around: Callable[..., Any]) -> Callable[..., Any]:
 
 @_watched
 def input_queue(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> None:
-    """Shows that the core waits for requests."""
+    """Marks the core as idle while it waits for requests."""
     watch.count(core)
     watch.enter("work" if core.has_work() else "idle")
     original(core)
@@ -172,7 +172,7 @@ def client_request(
     request_type: Any,
     request: Any,
 ) -> None:
-    """Shows that the core is working while it handles a request or worker call."""
+    """Marks the core as working while it handles a request or a worker call."""
     watch.enter("work")
     original(core, request_type, request)
     watch.count(core)
@@ -181,7 +181,7 @@ def client_request(
 
 @_watched
 def outputs_made(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Updates the counts before outputs leave, so that a client never sees its ended request."""
+    """Updates the counts before outputs leave, so that no ended request is still counted."""
     outputs = original(core)
     watch.count(core)
     watch.enter("work")
@@ -200,7 +200,7 @@ def abort_outputs(
 
 @_watched
 def engine_step(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Shows and counts a step; in lockstep, :func:`agreement` counts instead."""
+    """Marks and counts a step; in lockstep, :func:`agreement` counts instead."""
     watch.enter("step")
     executed = original(core)
     if not hasattr(core, "step_counter"):  # in lockstep, agreement() counts
@@ -211,7 +211,7 @@ def engine_step(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 
 @_watched
 def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Shows a dummy step, which runs no request."""
+    """Marks a dummy step, which runs no request."""
     watch.enter("dummy")
     result = original(core)
     watch.enter("work")
@@ -222,7 +222,7 @@ def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 def agreement(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
-    """Counts an all-reduce of the DP group, and shows that the rank waits in it."""
+    """Counts an all-reduce of the DP group, and marks the rank as waiting in it."""
     watch.steps += 1
     watch.count(core)
     watch.enter("sync")
@@ -233,7 +233,7 @@ def agreement(
 
 @_watched
 def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Shows that the rank waits for the others in the barrier of a resume."""
+    """Marks the rank as waiting for the others in the barrier of a resume."""
     watch.enter("barrier")
     try:
         return original(core)

@@ -58,7 +58,7 @@ READY: Final = 1 << 16
 
 
 class SwapRefused(Exception):
-    """Says that a swap was called off; its text holds a ``WorkerFailure`` of ``operations``."""
+    """Raised when a swap was called off; its text holds a ``WorkerFailure`` of ``operations``."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -129,7 +129,7 @@ def call_off(core: Any) -> list[bool]:
 
 
 def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
-    """Swaps while no further step is sent to the workers.
+    """Swaps; no further step is sent to the workers meanwhile.
 
     The workers were checked before. If the swap fails now, some workers or other ranks may have
     swapped.

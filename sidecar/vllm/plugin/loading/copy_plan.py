@@ -118,13 +118,13 @@ def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
 
 
 def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """Returns the view of a contiguous tensor that ``region`` describes."""
+    """Returns the part of a contiguous tensor that ``region`` describes, as a view."""
     offset, sizes, strides = region
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
 
 class CopyBatch:
-    """A list of tensor copies that can be run repeatedly.
+    """A list of tensor copies that can be executed repeatedly.
 
     Small tensors are copied together in one call. On a GPU, large ones are copied one by one, which
     is faster for them.

@@ -82,7 +82,7 @@ class TargetNames:
 
 
 class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the copies of a loader; entered around it for each chunk.
+    """Records the copies that a loader makes; a context manager around each chunk's load.
 
     Args:
         metas: the tensors that the loader will be given.
@@ -131,7 +131,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def current(self) -> TensorMeta:
-        """The tensor that the loader was given last."""
+        """The tensor that the loader got last."""
         return self.metas[self._at]
 
     def feed(self, start: int, end: int, without: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -167,7 +167,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.derived(index) or any(_last(r) == last for r in self._reads.get(index, ()))
 
     def derived(self, index: int) -> bool:
-        """Returns whether the loader computed with a tensor, so that reads can't be counted."""
+        """Returns whether the loader computed with a tensor, so that its reads can't be counted."""
         return index in self._derived
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -277,12 +277,12 @@ _FILLS = frozenset(
 
 
 def refused(tensor: str, reason: str) -> EngineError:
-    """Returns a ``manifest_refused`` error; its text begins with the tensor's name."""
+    """Returns a ``manifest_refused`` error, whose text begins with the tensor's name."""
     return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
 
 
 def shared_refusal(meta: TensorMeta, parameter: str) -> EngineError:
-    """Returns the error for a tensor that fills a parameter shared with the drafted-for model."""
+    """Returns the error for a tensor that fills a parameter shared with the main model."""
     return refused(
         meta.name,
         f"fills {parameter}, which this draft shares with the model that it drafts for: leave it "
@@ -325,7 +325,7 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Returns an identity of a tensor's storage; works for meta tensors, which have no address."""
+    """Returns a value that identifies a tensor's storage, also on the meta device."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public one
 
 

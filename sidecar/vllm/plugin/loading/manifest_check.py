@@ -61,7 +61,7 @@ _log = logging.getLogger("vllm.wavebus")
 
 
 def quiet_loading() -> AbstractContextManager[None]:
-    """Lets a chunk be loaded by itself, where a model expects all tensors at once.
+    """Lets a chunk be loaded by itself, even if a model expects all tensors at once.
 
     vLLM's own backends load chunks in the same context (``nccl_engine.py``, 0.32). Versions without
     that context have no such check.
@@ -82,7 +82,7 @@ class Blueprint:
 
     Attributes:
         vllm_config, model_config, prefix: the arguments of the model's constructor.
-        quantised: its checkpoint is quantised, or vLLM quantises it while loading.
+        quantised: whether the checkpoint is quantised, or vLLM quantises the model while loading.
         shared: names of its parameters that belong to another model.
     """
 
@@ -113,7 +113,7 @@ def tied_head(model_config: Any, model: torch.nn.Module) -> str:
 
 
 class ManifestChecker:
-    """Checks manifests against the model of one worker; builds the meta model once."""
+    """Checks manifests against the model of one worker; builds its meta model only once."""
 
     def __init__(self, built: Blueprint, serving: torch.nn.Module, tied_head: str) -> None:
         self._built = built
@@ -138,7 +138,7 @@ class ManifestChecker:
 
     @property
     def prepared(self) -> bool:
-        """Whether the meta model was built."""
+        """Whether the meta model is built."""
         return self._model is not None
 
     def check(self, manifest: Manifest) -> LoaderTrace:
@@ -281,7 +281,7 @@ class ManifestChecker:
         )
 
     def _may_ignore(self, meta: TensorMeta, manifest: Manifest) -> bool:
-        """Returns whether the model is right to ignore a tensor of the trainer."""
+        """Returns whether the model may ignore a tensor that the trainer sends."""
         if meta.name == self._tied_head:
             embeddings = [m for m in manifest.tensors() if m.name.endswith("embed_tokens.weight")]
             return any((m.shape, m.dtype) == (meta.shape, meta.dtype) for m in embeddings)

@@ -40,18 +40,18 @@ class ParameterRef:
 
     @property
     def owned(self) -> dict[str, Any]:
-        """The module's own dict of parameters or buffers, whichever contains the target."""
+        """The module's own dict that holds the target: its parameters or its buffers."""
         own: dict[str, Any] = self.module._parameters  # noqa: SLF001 - as the docstring says
         return own if own.get(self.key) is not None else self.module._buffers  # noqa: SLF001
 
     @property
     def current(self) -> torch.Tensor | None:
-        """The tensor that the module has under this name now."""
+        """The tensor that the module now has under the target's name."""
         return self.owned.get(self.key)
 
 
 class ParameterFingerprint:
-    """True while the parameters are still those that :func:`find_parameters` found.
+    """Is true while the parameters are those that :func:`find_parameters` has found.
 
     Steps wait during the check, so the compared values are prepared beforehand.
     """

@@ -47,7 +47,7 @@ class PlanEntry:
     Attributes:
         tensors: their names, dtypes and shapes.
         plan: the copy plan; None without one.
-        proven: the plan has been compared with the loader and does the same.
+        proven: whether a comparison has shown that the plan does the same as the loader.
         reason: why there is no plan.
     """
 
@@ -58,7 +58,7 @@ class PlanEntry:
 
 
 class PlanCache:
-    """The copy plan of one worker's model, and how the open update session loads.
+    """Keeps the copy plan of one worker's model, and decides how a session loads.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -174,15 +174,15 @@ class PlanCache:
 
     @property
     def entry(self) -> PlanEntry:
-        """The plan for the tensors that were armed last."""
+        """The entry for the tensors that were armed last."""
         return self._entry or PlanEntry((), reason="nothing was armed")
 
     def account(self) -> dict[str, Any]:
         """Returns how updates are loaded, as JSON-compatible fields.
 
         ``way`` is how the last update was loaded: ``plan``, ``staged`` or ``loader``; empty before
-        the first. ``proven``: the next update of the armed tensors can use the plan. ``reason``:
-        why it never can.
+        the first. ``proven``: whether the next update of the armed tensors can use the plan.
+        ``reason``: why none can.
         """
         known = self.entry
         return {"way": self._way, "proven": known.proven, "reason": known.reason}
@@ -216,7 +216,7 @@ class PlanCache:
         )
 
     def _check_methods(self) -> None:
-        """Raises :class:`NoPlanError` if vLLM changes some layer's weights after loading them."""
+        """Raises :class:`NoPlanError` if vLLM changes a layer's weights after loading them."""
         if self._vllm_config.parallel_config.enable_eplb:
             raise NoPlanError("experts move between workers (EPLB)")
         for name, module in self._model.named_modules():

@@ -28,7 +28,7 @@ Received = list[tuple[str, torch.Tensor]]
 
 
 class RepackedLayer:
-    """A layer that is filled in separate memory and then post-processed by vLLM."""
+    """Fills a layer in separate memory, and then lets vLLM post-process it."""
 
     def __init__(self, module: torch.nn.Module, targets: dict[str, PlanTarget]) -> None:
         self._module = module
@@ -37,14 +37,14 @@ class RepackedLayer:
         self._filled: dict[str, torch.Tensor] = {}
 
     def memory(self, key: str, device: torch.device) -> torch.Tensor:
-        """Returns the separate tensor in which a parameter is filled."""
+        """Returns the tensor to be filled in place of the parameter ``key``; allocates it once."""
         if key not in self._filled:
             target = self._targets[key]
             self._filled[key] = torch.empty(target.shape, dtype=target.dtype, device=device)
         return self._filled[key]
 
     def note(self, numel: int) -> None:
-        """Counts filled elements; when none is missing, gives the weights to the layer."""
+        """Counts filled elements; after the last one, gives all tensors to the layer."""
         self._missing -= numel
         if not self._missing:
             filled, self._filled = self._filled, {}
@@ -52,7 +52,7 @@ class RepackedLayer:
 
 
 def put(module: torch.nn.Module, filled: dict[str, torch.Tensor]) -> None:
-    """Sets the weights of a layer that repacks, by their names in the module."""
+    """Sets the weights of a repacking layer, by their names in the module."""
     own: dict[str, Any] = module._parameters  # noqa: SLF001 - see Place
     kept = {key: own[key] for key in filled}
     try:
@@ -67,7 +67,7 @@ def put(module: torch.nn.Module, filled: dict[str, torch.Tensor]) -> None:
 
 
 class PlannedUpdate:
-    """An update session that copies chunks into the model by a plan.
+    """Copies the chunks of an update session into the model, by a plan.
 
     Args:
         plan: where each element goes.
@@ -119,7 +119,7 @@ class PlannedUpdate:
 
 
 class PlanComparison:
-    """Compares what vLLM's loader does in an update session with the plan.
+    """Compares the work of vLLM's loader in an update session with the plan.
 
     Each element that the plan would have copied must be where the plan would have put it. A chunk's
     tensors are kept until their layers are complete, as vLLM's reload keeps them too. A layer that
@@ -153,7 +153,7 @@ class PlanComparison:
                 self._waiting.setdefault(target, []).append((name, tensor))
 
     def compare_loaded(self) -> None:
-        """Compares the tensors that have arrived in their parameters."""
+        """Compares the tensors that the loader has already put into their parameters."""
         for name in [name for name in self._waiting if name not in self._repacked]:
             place = self._places[name]
             if place.current is place.tensor:
@@ -161,11 +161,11 @@ class PlanComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether everything came, and is where the plan would have copied it."""
+        """Returns whether every element arrived where the plan would have copied it."""
         return not (self._missing or self._waiting or self.difference)
 
     def finish(self) -> None:
-        """Compare the rest: the loader is done."""
+        """Compares the remaining tensors after the loader has finished."""
         self.close()
         for name in list(self._waiting):
             current = None if name in self._repacked else self._places[name].current
@@ -273,7 +273,7 @@ def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
 
 
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors have equal bits, after a cast of ``other``.
+    """Returns whether two tensors have equal bits, after a cast of ``other`` to one dtype.
 
     NaN equals NaN of the same bits.
     """

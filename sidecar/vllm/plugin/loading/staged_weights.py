@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class StagedWeights:
-    """The staged weights of one model; their memory can be reused by the next update.
+    """Holds the staged weights of one model, in memory that the next update can reuse.
 
     Args:
         model: the serving model.
@@ -118,7 +118,7 @@ class StagedWeights:
     def prove(
         self, tensors: Received, load: Callable[[Received], None], names: TargetNames
     ) -> None:
-        """Compares the staged elements of a chunk with what the model's own loader does.
+        """Compares a chunk's staged elements with the copies that the model's loader makes.
 
         Args:
             tensors: the chunk's tensors as they arrived.
@@ -161,8 +161,7 @@ class StagedWeights:
         """Checks that a swap would succeed.
 
         Raises:
-            EngineError: code ``called_off``: not all is staged, or the model's weights are not
-                where the plan wants them.
+            EngineError: code ``called_off``: not all is staged, or the model's weights have moved.
         """
         if not self._sealed:
             raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
@@ -197,7 +196,7 @@ class StagedWeights:
                     self._layout[0].discard()
 
     def _prepare(self, places: dict[str, ParameterRef]) -> CopyBatch:
-        """Returns the copies that a swap runs; reuses the last ones if nothing moved."""
+        """Returns the copies that a swap makes; reuses the last ones if nothing has moved."""
         layout, memory = self._require_layout(), self.memory.tensors
         if self._swap is not None:
             known, copies = self._swap

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class StagingBuffers:
-    """The staging memory of one model.
+    """Allocates and releases the staging memory of one model.
 
     Attributes:
         tensors: by name. A new dict whenever the tensors are created anew.
@@ -41,7 +41,7 @@ class StagingBuffers:
 
     @property
     def released_bytes(self) -> int:
-        """Size of the released memory that the same tensors would take again, in bytes."""
+        """Size of the released memory that the tensors will take again, in bytes."""
         return 0 if self._held else sum(each.nbytes for each in self.tensors.values())
 
     def allocate(self, shapes: Shapes) -> None:
@@ -81,6 +81,6 @@ class StagingBuffers:
             each.untyped_storage().resize_(0)
 
     def _discard(self) -> None:
-        """Releases the memory and forgets the tensors; views that still exist keep no memory."""
+        """Releases the memory and drops the tensors; remaining views keep no memory."""
         self.release()
         self.tensors = {}

@@ -110,7 +110,7 @@ class StagingLayout(ABC):
 
     @abstractmethod
     def into(self, targets: Memory) -> CopyBatch:
-        """Return the copies that move all staged weights into ``targets``.
+        """Returns the copies that move all staged weights into ``targets``.
 
         Args:
             targets: tensors with the names and shapes of the copy plan's targets.
@@ -127,7 +127,7 @@ class StagingLayout(ABC):
 
 
 class ByTarget(StagingLayout):
-    """Staging memory with one tensor per target of the plan, in the target's shape."""
+    """Keeps one tensor per target of the plan in staging memory, in the target's shape."""
 
     def __init__(self, plan: CopyPlan) -> None:
         super().__init__(plan)
@@ -139,7 +139,7 @@ class ByTarget(StagingLayout):
         return None if there is None else part(there, region)
 
     def into(self, targets: Memory) -> CopyBatch:
-        """Return the copies that move all staged weights into ``targets``.
+        """Returns the copies that move all staged weights into ``targets``.
 
         Args:
             targets: tensors with the names and shapes of the copy plan's targets.
@@ -155,7 +155,7 @@ class ByTarget(StagingLayout):
 
 
 class AsSent(StagingLayout):
-    """Staging memory with all chunks one after another, each as it was packed."""
+    """Keeps chunks in staging memory one after another, each as it was packed."""
 
     def __init__(self, plan: CopyPlan, chunks: Sequence[tuple[TensorMeta, ...]]) -> None:
         super().__init__(plan)
@@ -198,7 +198,7 @@ class AsSent(StagingLayout):
         return part(dict(self._own(seq))[name], source)
 
     def into(self, targets: Memory) -> CopyBatch:
-        """Return the copies that move all staged weights into ``targets``.
+        """Returns the copies that move all staged weights into ``targets``.
 
         Args:
             targets: tensors with the names and shapes of the copy plan's targets.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TargetModel:
-    """One model of the worker (served model or draft), with everything needed to load it."""
+    """Holds everything that is needed to load one model of the worker (served model or draft)."""
 
     def __init__(self, model: torch.nn.Module, built: Blueprint, device: torch.device) -> None:
         self.model = model
@@ -49,8 +49,7 @@ class TargetModel:
     def discard(self) -> None:
         """Drops the tensors that vLLM's reload has buffered for incomplete layers.
 
-        Otherwise every later finish would try again to load a tensor that can't be loaded, and
-        fail.
+        Otherwise every later finish would try to load them again, and fail again.
         """
         self.plans.close_comparison()
         for info in reloading_layers(self.model):
@@ -64,9 +63,9 @@ class TargetModel:
 
 
 class ArmedManifest:
-    """A manifest with its chunks, which are the same objects in every update of it.
+    """A manifest with its chunks, which stay the same objects in all its updates.
 
-    So everything that was derived from one update's chunks can be reused by the next one.
+    So the next update can reuse everything that was derived from these chunks.
     """
 
     def __init__(self, manifest: Manifest) -> None:

@@ -79,7 +79,7 @@ class StagingChannelServer:
 
     @contextlib.contextmanager
     def preempted(self) -> Iterator[None]:
-        """Carry out nothing during a block; what is under way is interrupted first."""
+        """Interrupts the running operation, and begins no other for the length of a block."""
         wait_s = 0.0
         while not self._worker_lock.acquire(timeout=wait_s):
             self._interrupt()  # again: the next one may just have begun
@@ -143,8 +143,8 @@ class StagingChannelServer:
     def _locks_for(self, asked: operations.Operation | WorkerFailure) -> list[threading.Lock]:
         """Returns the locks that an operation holds while it is carried out.
 
-        Opening a transport may wait for other processes. The core, and with it all steps, need not
-        wait for that. Neither need a connection that only greets.
+        Opening a transport may wait for other processes, so neither the core, and with it all
+        steps, nor a greeting connection waits for it.
         """
         match asked:
             case operations.Greet():
@@ -167,7 +167,7 @@ def _attempt(work: Callable[[], T]) -> T | WorkerFailure:
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end is of this user, or of root."""
+    """Returns whether the process at the other end runs as this user, or as root."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return uid in (os.getuid(), 0)

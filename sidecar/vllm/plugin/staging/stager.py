@@ -169,7 +169,7 @@ class Stager:
         return memory.held_bytes
 
     def _is_refused_again(self, needed: int) -> bool:
-        """Returns whether an allocation would probably fail as the last one did.
+        """Returns whether an allocation would probably fail again.
 
         Free memory may be fragmented, or reserved for CUDA graphs. So staging is not tried again
         until at least 10 % of the needed size more is free.
@@ -186,8 +186,8 @@ class Stager:
     def swap(self) -> None:
         """Swaps in all workers, or in none.
 
-        If the swap fails after the check, the engine must not go on: the error's code is then not
-        :data:`NackCode.CALLED_OFF`.
+        If the swap fails after the check, the engine must not continue; the error's code is then
+        not :data:`NackCode.CALLED_OFF`.
         """
         loadable = self._target
         agreement.run_before_any_continues(loadable.staged.require_sealed)
@@ -245,7 +245,7 @@ class Stager:
             return Done()
 
     def _start(self, armed: ArmedUpdate | None) -> bool:
-        """Allocates memory for the armed update; returns whether chunks are received into it.
+        """Allocates memory for the armed update; returns whether the transport receives into it.
 
         Raises:
             EngineError: code ``wrong_state``: no update that can be staged is armed.

@@ -24,7 +24,7 @@ def introduce(worker: Any) -> bool:
     """Registers the worker's draft model with the worker's engine.
 
     Returns:
-        False if this vLLM does not show how the draft was built, or the engine can't use it.
+        False if this vLLM hides how the draft was built, or the engine can't use the draft.
     """
     try:
         draft = worker.get_draft_model()

@@ -79,14 +79,14 @@ _NOT_YOURS = operations.WorkerFailure(
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """``init_info`` of a caller that is not a sidecar, unparsed."""
+    """Holds the unparsed ``init_info`` of a caller that is not a sidecar."""
 
     raw: dict[str, Any]
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """``update_info`` of a caller that is not a sidecar, unparsed."""
+    """Holds the unparsed ``update_info`` of a caller that is not a sidecar."""
 
     raw: dict[str, Any]
 
@@ -135,11 +135,11 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     # -- entry points of vLLM ---------------------------------------------------------------
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
-        """Keeps the dict of a caller that is not a sidecar, to be refused later."""
+        """Keeps an ``init_info``, which no sidecar sends, to refuse it later."""
         return InitInfo(init_dict)
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
-        """Keeps the dict of a caller that is not a sidecar, to be refused later."""
+        """Keeps an ``update_info``, which no sidecar sends, to refuse it later."""
         return UpdateInfo(update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:  # noqa: ARG002 - not for us
@@ -227,14 +227,14 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def wavebus_room(self) -> StagingCapacity:
-        """How much memory staging the armed update needs, or why it can't be staged."""
+        """Returns how much memory staging the armed update needs, or why it can't be staged."""
         if self._began:
             self._began = self._loadable["model"].is_reloading
         return self._stager.capacity(self.armed, is_partial=self.session.open or self._began)
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
-        """:meth:`PlanCache.account`, the last swap in ms, and the staging memory in bytes."""
+        """Returns :meth:`PlanCache.account`, the last swap in ms, and staging memory in bytes."""
         model = self._loadable["model"]
         swap_ms, staging_bytes = round(self._stager.swap_ms, 3), model.staged.memory.held_bytes
         return {**model.plans.account(), "swap_ms": swap_ms, "staging_bytes": staging_bytes}
@@ -430,7 +430,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _take(
         self, operation: operations.LoadChunk | operations.LoadAdapter, check: Callable[[], None]
     ) -> Tensors:
-        """Returns a chunk once all workers have it, if ``check`` raised in none."""
+        """Returns a chunk when all workers have it; raises if ``check`` raised in any of them."""
         arrived: Tensors = []
 
         def prepare() -> None:
@@ -482,7 +482,7 @@ def _check_protocol(theirs: int) -> None:
 
 
 def worker_index(parallel: Any) -> int:
-    """Return this worker's index among all workers of its engine.
+    """Returns this worker's index among all workers of its engine.
 
     Behind an external load balancer, each data parallel rank is an engine of its own. Behind an
     internal one, all ranks are one engine.

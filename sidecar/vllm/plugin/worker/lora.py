@@ -39,7 +39,7 @@ _OURS = os.path.join(SHM_FOLDER, FOLDER_PREFIX)  # noqa: PTH118 - a prefix of pa
 
 @dataclass(frozen=True, slots=True)
 class HeldAdapter:
-    """An adapter's config, and its tensors by PEFT's names, in CPU memory."""
+    """An adapter in CPU memory: its config, and its tensors by PEFT's names."""
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -47,18 +47,18 @@ class HeldAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _PreviousAdapter:
-    """An adapter before the update; ``held`` is None if the bus had brought none."""
+    """The adapter that an update replaces; ``held`` is None if it did not come over the bus."""
 
     name: str
     held: HeldAdapter | None
 
 
 class LoraAdapters:
-    """The LoRA adapters of one worker.
+    """Keeps the LoRA adapters that came over the bus, in one worker.
 
     Args:
         manager: vLLM's ``LoRAModelManager``; None where LoRA is not enabled.
-        lacking: why this vLLM's LoRA can't be driven; empty if it can.
+        lacking: why adapters can't be updated in this vLLM; empty if they can.
     """
 
     def __init__(self, manager: Any, lacking: str = "") -> None:
@@ -173,7 +173,7 @@ class LoraAdapters:
         return None, request
 
     def _built(self, held: HeldAdapter, adapter_id: int) -> Any:
-        """Returns vLLM's model of an adapter, built of copies because vLLM modifies its tensors."""
+        """Returns vLLM's model of an adapter, made of copies because vLLM modifies its tensors."""
         from vllm.lora.lora_model import LoRAModel  # noqa: PLC0415 - only where LoRA is enabled
 
         manager = self._manager

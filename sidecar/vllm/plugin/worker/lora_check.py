@@ -133,7 +133,8 @@ def _locations(manager: Any) -> dict[str, tuple[str, int]]:
 def _sizes(manager: Any, place: tuple[str, int] | None) -> tuple[int, int] | None:
     """Returns the input and output size of a whole module.
 
-    None if the module is on another worker, or is not linear (experts): its own loader then checks.
+    Returns None if the module is on another worker, or is not linear (experts), whose own loader
+    checks.
     """
     if place is None:
         return None

@@ -37,7 +37,7 @@ __all__ = ["NativeUpdates", "guarded"]
 
 @dataclass(frozen=True, slots=True)
 class OriginalMethods:
-    """The methods of vLLM's engine class, without what its guarded subclass adds."""
+    """Calls the methods of vLLM's engine class, past those of its guarded subclass."""
 
     parse_init_info: Callable[[dict[str, Any]], Any]
     init_transfer_engine: Callable[[Any, Any], None]  # info, parallel config
@@ -49,7 +49,7 @@ class OriginalMethods:
 
 
 class NativeUpdates(WavebusWeightTransferEngine):
-    """The sidecar's half of a guarded engine of vLLM; also runs wavebus's own backends."""
+    """Serves the sidecar in a guarded engine of vLLM; also runs wavebus's own backends."""
 
     def __init__(self, name: str, original: OriginalMethods, *args: Any) -> None:
         super().__init__(*args)
@@ -63,7 +63,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     @property
     def wavebus_room(self) -> StagingCapacity:
-        """Always a refusal: vLLM's own engines stage nothing."""
+        """Returns a refusal, because vLLM's own engines stage nothing."""
         return StagingCapacity(why_not="vLLM's own worker engine")
 
     def _start(self) -> None:
@@ -119,9 +119,9 @@ class NativeUpdates(WavebusWeightTransferEngine):
             self._original.shutdown()
 
     def closed_with_theirs(self) -> None:
-        """Close wavebus's receiver, because some caller shuts the guarded engine down.
+        """Closes wavebus's receiver, because a caller shuts down the guarded engine.
 
-        That caller closes vLLM's own transport.
+        The caller itself closes vLLM's own transport.
         """
         self._opened = False
         self.shutdown()
@@ -179,7 +179,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         return {**info, "rank_offset": offset, "world_size": place.world_size}
 
     def _in_mesh(self, info: dict[str, Any], place: RankAssignment) -> tuple[dict[str, Any], Any]:
-        """Return the init info and parallel config that place this worker in the mesh.
+        """Returns the init info and parallel config that place this worker in the mesh.
 
         The mesh has the trainer's ranks first, then the workers of all engines. ``rank_offset`` is
         the number of the first worker in it. The broker's numbers count the whole trainer as one

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class UpdateSession:
-    """Whether an update session is open, and whether the sidecar is opening or closing it.
+    """Tracks whether an update session is open, and whether the sidecar opens or closes it.
 
     Attributes:
         open: the sidecar's session is open.
