@@ -10,6 +10,7 @@ import ast
 import graphlib
 import re
 import subprocess
+import symtable
 import sys
 from collections import Counter, defaultdict
 from functools import cache
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("bus", "sidecar", "trainer_agent")
+INLINED = ("listcomp", "dictcomp", "setcomp")
 
 MAX_LINES = 500
 MAX_MODULES = 16
@@ -205,6 +207,34 @@ def test_a_help_text_loads_no_machines() -> None:
     )
     assert "bus.cli.broker" in loaded
     assert loaded & {"bus.protocol.group.group", "structlog", "rich", "torch", "vllm"} == set()
+
+
+def hidden_names(table: symtable.SymbolTable) -> Iterator[str]:
+    """Names that a comprehension binds in a function that hands the same name on from outside."""
+    for child in table.get_children():
+        yield from hidden_names(child)
+        if isinstance(table, symtable.Function) and child.get_name() in INLINED:
+            bound = {each.get_name() for each in child.get_symbols() if each.is_local()}
+            yield from (f"{table.get_name()}: {name}" for name in bound & {*table.get_frees()})
+
+
+def test_no_comprehension_hides_a_name_from_a_function_beside_it() -> None:
+    """Python 3.12 and 3.13 run a comprehension in its function, where its names then hide those of
+    the functions around, also from a nested function that needs one: a NameError at its call."""
+    example = """
+def outer(name):
+    def middle():
+        def inner():
+            return name
+        return inner, [name for name in "ab"]
+"""
+    assert list(hidden_names(symtable.symtable(example, "", "exec"))) == ["middle: name"]
+    found = [
+        f"{path}: {name}"
+        for path in (*modules(), *sorted((ROOT / "tests").rglob("*.py")))
+        for name in hidden_names(symtable.symtable(path.read_text(), str(path), "exec"))
+    ]
+    assert found == []
 
 
 def test_no_class_name_stands_twice() -> None:
