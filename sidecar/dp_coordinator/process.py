@@ -70,7 +70,7 @@ class DpCoordinatorProcess:
         env: Mapping[str, str] = os.environ,
         on_death: Callable[[int], None] = lambda _code: None,
     ) -> None:
-        self.name = f"wavebus_gateway_{dp_group}"
+        self.name = f"wavebus_coordinator_{dp_group}"
         self._owner = os.getpid()
         self._stopping = False
         self._on_death = on_death

@@ -149,5 +149,5 @@ def _kill_group(group: int, signum: int) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) <= ARGUMENTS:
-        sys.exit("usage: guard.py PARENT_PID GRACE_S COMMAND...")
+        sys.exit("usage: python -m sidecar.supervision.reaper PARENT_PID GRACE_S COMMAND...")
     sys.exit(main(sys.argv[1:]))
