@@ -122,12 +122,11 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         if self.state is _S.RESUMING or waits:
             self._next = (msg_id, message)
             return []
-        begins = self.state in (_S.RUNNING, _S.UNKNOWN)
-        is_new = begins or message.update_id != self.update_id
-        # One phase that is asked for again renews no lease, as a repeated PAUSE_GLOBAL does not.
-        if not self._lease.has_promised and (is_new or not message.one_phase):
+        if not self._lease.has_promised:
             self._lease.begin(float(message.lease_ms), now_ms)
-        if is_new:  # it may take over a half-made pause that was left behind
+        begins = self.state in (_S.RUNNING, _S.UNKNOWN)
+        if begins or message.update_id != self.update_id:
+            # A new pause; or this pause takes over a half-made one that was left behind.
             self.update_id = message.update_id
             self._global_asked, self._resume_asked = 0, None
             self._in_flight_before = self.in_flight
