@@ -55,14 +55,13 @@ class PauseLeaseWriter:
         self._dp_group = dp_group
         self._serial = 0
 
-    def write(self, left_ms: float, now_ms: float, call: Call | None = None) -> list[Note]:
+    def write(self, now_ms: float, call: Call | None = None) -> list[Note]:
         """Writes the lease of the engine's pause.
 
         If the engine has ended the pause by itself, the session's state is corrected as soon as no
         call is under way.
 
         Args:
-            left_ms: for how long the engine stays paused if this sidecar dies now, in ms.
             now_ms: the session's time, in ms.
             call: the engine call that is about to be made.
 
@@ -79,7 +78,8 @@ class PauseLeaseWriter:
             return []
         if isinstance(call, CallPause) or not self._serial:
             self._serial = secrets.randbits(_SERIAL_BITS)
-        end = self._engine.write_pause_lease(self._lease(left_ms, call))
+        lease = self._lease(self._session.held_for_ms(now_ms), call)
+        end = self._engine.write_pause_lease(lease)
         if end is None:
             return []
         if isinstance(call, _UPDATE_CALLS):

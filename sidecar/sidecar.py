@@ -379,8 +379,7 @@ class Sidecar:
         Raises:
             EngineError: see :meth:`PauseLeaseWriter.write`.
         """
-        now_ms = self._client.now_ms()
-        for note in self._lease_writer.write(self.session.held_for_ms(now_ms), now_ms, call):
+        for note in self._lease_writer.write(self._client.now_ms(), call):
             self._client.note(note)
 
     # -- engine calls -----------------------------------------------------------

@@ -38,7 +38,7 @@ LONG_CLASSES = {
     "DpGroups": 265,
     "EmbeddedEngine": 399,
     "EngineCore": 364,
-    "EnginePause": 272,
+    "EnginePause": 270,
     "EngineRegistry": 339,
     "EngineSession": 448,
     "EngineUpdate": 396,

@@ -20,6 +20,7 @@ from bus.messages import (
     Armed,
     Message,
     Nack,
+    PauseLocal,
     PlanTransfer,
     Probed,
     Step,
@@ -165,6 +166,8 @@ class _Life:
             result = message.code.value if isinstance(message, Nack) else "done"
             return self._on_answered(peer, request, result)
         step = STEPS.get(type(message))
+        if isinstance(message, PauseLocal) and message.one_phase:
+            step = Step.PAUSE_GLOBAL  # the step that is acknowledged
         if step is not None:
             key = (step, decoded.update_id, getattr(message, "chunk", 0))
             for peer in decoded.peers:

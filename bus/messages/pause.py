@@ -1,4 +1,4 @@
-"""Messages of the two-phase pause, of sleep and wake within it, and of its end."""
+"""Messages of the pause, of sleep and wake within it, and of its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class PauseLocal(Message):
-    """Trainer to broker to engines: pause, phase 1. Engines stop scheduling requests.
+    """Trainer to broker to engines: pause; with two phases, the first one.
+
+    An engine acknowledges it when its pause call is queued; with ``one_phase``, when that call has
+    returned.
 
     Attributes:
         update_id: the pause's id; that of the update that needs the pause, if one does.
@@ -30,6 +33,8 @@ class PauseLocal(Message):
         wait_ms: mode ``wait`` only: after this many ms, if requests still run, the pause becomes
             ``escalate``. 0: no limit.
         scope: pause only these DP groups, which are stale and catch up. Empty: all.
+        one_phase: set by the broker: no PAUSE_GLOBAL follows, because no engine of this pause has
+            peer ranks.
     """
 
     update_id: UpdateId
@@ -40,11 +45,12 @@ class PauseLocal(Message):
     wait_ms: Count
     escalate: Escalation
     scope: Scope = ()
+    one_phase: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PauseGlobal(Message):
-    """Broker to engines: pause, phase 2. Acknowledged when the engine's device is idle."""
+    """Broker to engines: pause, phase 2. Acknowledged when the pause call has returned."""
 
     update_id: UpdateId
 

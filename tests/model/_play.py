@@ -210,6 +210,7 @@ class Play:
                     max_ms=float(schedule.slow_ms),
                     fail_rate=dict(rate),
                     prefetch_depth=1 + schedule.seed // 16 % 2,
+                    older=(schedule.seed // 32 + len(self.world.engines)) % 4 == 0,
                 )
         self.trainer = self._add_trainer("trainer")
 

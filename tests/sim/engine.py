@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -81,6 +81,7 @@ class Behaviour:
         ahead: how many chunks it may receive ahead of their load.
         twist_next: the next update is loaded wrongly, which only probes show.
         stages: it has room to stage an update.
+        older: its sidecar is of the wire version before, and knows pauses of two phases alone.
     """
 
     min_ms: float = 1.0
@@ -93,6 +94,7 @@ class Behaviour:
     prefetch_depth: int = 1
     twist_next: bool = False
     stages: bool = True
+    older: bool = False
 
 
 class SimEngine:
@@ -258,6 +260,8 @@ class SimEngine:
         if not self.is_joined or not envelope.group or type(message) not in COMMANDS:
             return
         self.commands.append(message)
+        if self.behaviour.older and isinstance(message, PauseLocal):
+            message = replace(message, one_phase=False)  # a field that it reads over
         if isinstance(message, Resume):
             self.truth.group_version = max(self.truth.group_version, message.version)
         if isinstance(message, ChunkSent):

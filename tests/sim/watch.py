@@ -252,10 +252,23 @@ class Watch:
                 self._require_idle(group, name, "a resume is asked")
             if self._pause is not PauseState.PAUSED:
                 self.reach["recovered forward"] += 1
-        if state is PauseState.GLOBAL and self._pause is not PauseState.GLOBAL:
+        if state is PauseState.GLOBAL and self._pause is PauseState.LOCAL:
             for name in group.pause.members:
                 self._require_asked(group, name)
+        elif state is PauseState.GLOBAL and self._pause is not PauseState.GLOBAL:
+            self._check_one_phase(group)
         self._pause = state
+
+    def _check_one_phase(self, group: Group) -> None:
+        """Nobody waits for a peer rank in a pause of one phase."""
+        members = group.pause.members
+        if any(facts.dp_size > 1 for facts in group.registry.facts(members).values()):
+            raise InvariantViolation(f"{members} are paused in one phase")
+        engines = [self._member(group, name) for name in members]
+        self.reach["paused in one phase"] += 1
+        self.reach["with an older sidecar"] += any(
+            e is not None and e.behaviour.older for e in engines
+        )
 
     def _check_window(self, group: Group) -> None:
         """A trainer that was told of a pause, and still holds the group, holds it truly."""

@@ -18,7 +18,7 @@ HANG: Final = Path(__file__).resolve().parents[1] / "data" / "hang.journal"
 
 
 def recorded() -> bytes:
-    """An update that goes well; then a pause that ``e1`` acks the first phase of, and no more."""
+    """An update that goes well; then a pause that ``e1`` is asked for, and never acks."""
     world = SimWorld(seed=7, faults=Faults(delay_ms=1.0))
     for _ in range(3):
         world.add_dp_group(1)

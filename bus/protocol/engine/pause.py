@@ -3,7 +3,8 @@
 Invariants:
 
 - An engine gets a resume only after its pause has returned, and one resume per pause.
-- PAUSE_GLOBAL is acknowledged by that return and by nothing else.
+- The step pause_global is acknowledged by that return and by nothing else. PAUSE_GLOBAL asks for
+  that ack, and so does a PAUSE_LOCAL with ``one_phase``, whose step pause_local has no ack.
 - A paused engine has dropped everything that its present pause asks to drop, even if an earlier
   pause of another trainer kept it.
 - A repeated command is acknowledged again and calls nothing.
@@ -66,6 +67,7 @@ _S, _E = EnginePauseState, EnginePauseEvent
 # RESUME in PAUSING; PAUSE_LOCAL in RESUMING, or while peer ranks count on this pause
 # (:mod:`bus.protocol.engine.lease`). So is what a PAUSE_LOCAL in PAUSING wants dropped beyond the
 # pause under way. When the time of a `wait` is over, pause(escalate) is called beside it.
+# A PAUSE_LOCAL with `one_phase` is PAUSE_LOCAL without its ack, followed by PAUSE_GLOBAL.
 TRANSITIONS: Final[dict[tuple[EnginePauseState, EnginePauseEvent], EnginePauseState]] = {
     # pause(mode, clear_cache); ack pause_local when it is issued. For a peer rank's pause, which
     # can't return without it, pause(keep).
@@ -96,6 +98,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         super().__init__("engine pause", TRANSITIONS, _S.RUNNING)
         self.update_id = ""
         self.in_flight = 0
+        self._in_flight_before = 0  # when the present pause was asked: it may end requests
         self._queue = queue
         self._memory = memory
         self._lease = lease
@@ -103,13 +106,13 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._last_resume = ""
         self._call = c.CallPause("keep", clear_cache=False)  # the last pause call
         self._escalation: Escalation = "keep"
-        self._escalate_ms: float | None = None  # when a `wait` pause changes to it
+        self.escalate_ms: float | None = None  # when a `wait` pause changes to it
         self.pending = 0  # pause calls that have not returned: two after an escalation
         self._returned = False  # one of them has returned
         self._lacks: c.CallStrengthenPause | None = None  # what the next pause must drop, too
         self._outcome = ""
         self._waited_for: tuple[str, ...] = ()
-        self._global_asked = 0  # id of the PAUSE_GLOBAL that waits for the pause's return
+        self._global_asked = 0  # id of the message to answer with pause_global at the return
         self._resume_asked: int | None = None  # id of the RESUME that waits for that return
         self._next: tuple[int, PauseLocal] | None = None  # waits for the resume's return
 
@@ -122,15 +125,17 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         if not self._lease.has_promised:
             self._lease.begin(float(message.lease_ms), now_ms)
         begins = self.state in (_S.RUNNING, _S.UNKNOWN)
+        if begins or message.update_id != self.update_id:
+            # A new pause; or this pause takes over a half-made one that was left behind.
+            self.update_id = message.update_id
+            self._global_asked, self._resume_asked = 0, None
+            self._in_flight_before = self.in_flight
         if begins:
             self._begin(msg_id, message, now_ms)
         else:
             self._strengthen(msg_id, message)
-        if message.update_id != self.update_id:
-            # A new pause; or this pause takes over a half-made one that was left behind.
-            self.update_id = message.update_id
-            self._global_asked = 0
-            self._resume_asked = None
+        if message.one_phase:
+            return self.globally(msg_id, PauseGlobal(self.update_id))
         return [c.ack(msg_id, Step.PAUSE_LOCAL, self.update_id, in_flight=self.in_flight)]
 
     def _strengthen(self, msg_id: int, message: PauseLocal) -> None:
@@ -162,12 +167,12 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._lacks = None
         self._waited_for = ()
         self._outcome = ""
-        self._escalate_ms = None
+        self.escalate_ms = None
         if message.mode == "wait":
             self._outcome = DRAINED
             self._escalation = message.escalate
             if message.wait_ms:
-                self._escalate_ms = now_ms + message.wait_ms
+                self.escalate_ms = now_ms + message.wait_ms
         self._queue.add(self._call, msg_id)
 
     def beside(self, pause_id: str, now_ms: float) -> None:
@@ -204,14 +209,9 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         """Whether the pause drops KV caches."""
         return self._call.clear_cache
 
-    @property
-    def escalate_ms(self) -> float | None:
-        """When :meth:`escalate` is due; None: never."""
-        return self._escalate_ms
-
     def escalate(self) -> list[c.SessionEffect]:
         """Pauses again after a `wait` pause's deadline, in the mode that the caller chose."""
-        self._escalate_ms = None
+        self.escalate_ms = None
         self.pending += 1
         return [c.CallEscalate(self._escalation, self._call.clear_cache)]
 
@@ -262,7 +262,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         """Handles the return of a pause call; with no other pending, the device is idle."""
         self.pending -= 1
         self._returned = True
-        self._escalate_ms = None
+        self.escalate_ms = None
         return [] if self.pending else self.on_strengthened(took_ms)
 
     def on_strengthened(self, took_ms: float) -> list[c.SessionEffect]:
@@ -288,7 +288,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
     def on_pause_failed(self, reply_to: int, failure: Failure) -> list[c.SessionEffect]:
         """Handles a failed pause call; if a second one is pending, its result decides."""
         self.pending -= 1
-        self._escalate_ms = None
+        self.escalate_ms = None
         if self.pending:
             return []
         if self._returned:
@@ -354,7 +354,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
             msg_id,
             Step.PAUSE_GLOBAL,
             self.update_id,
-            in_flight=self.in_flight,
+            in_flight=max(self.in_flight, self._in_flight_before),
             took_ms=took_ms,
             outcome=self._outcome,
             waited_for=self._waited_for,

@@ -1,10 +1,15 @@
-"""Pauses a group in two phases, and resumes it: the broker's side.
+"""Pauses a group in one phase or two, and resumes it: the broker's side.
+
+Two phases keep a rank from waiting in a collective for a peer rank that never pauses. If every DP
+group of the pause has one rank, there are no peer ranks, and one phase is enough: PAUSE_LOCAL with
+``one_phase`` asks for what PAUSE_GLOBAL asks for. A sidecar of an older wire version acknowledges
+it as the first phase. It then gets PAUSE_GLOBAL.
 
 Invariants:
 
-- PAUSE_GLOBAL is sent only after every rank has acknowledged PAUSE_LOCAL, and RESUME only after
-  every rank has acknowledged PAUSE_GLOBAL. So no engine gets a resume without a completed pause,
-  and the group counts as paused only when every engine in it is.
+- With two phases, PAUSE_GLOBAL is sent only after every rank has acknowledged PAUSE_LOCAL.
+- RESUME is sent only after every engine has acknowledged the step pause_global. So no engine gets a
+  resume without a completed pause, and the group counts as paused only when every engine in it is.
 - An engine that can't resume does not delay the others: their resume ends without it, and the
   trainer gets its name. It stays paused, and is asked again later
   (:mod:`bus.protocol.group.group`).
@@ -18,6 +23,7 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -47,6 +53,7 @@ class PauseEvent(StrEnum):
     """Events that change the state of a group's pause."""
 
     ASKED = "asked"
+    ONE_PHASE_ASKED = "one_phase_asked"
     ALL_LOCAL = "all_local"
     ALL_GLOBAL = "all_global"
     ALL_GLOBAL_FAILED = "all_global_failed"
@@ -60,6 +67,8 @@ _S, _E = PauseState, PauseEvent
 TRANSITIONS: Final[dict[tuple[PauseState, PauseEvent], PauseState]] = {
     (_S.RUNNING, _E.ASKED): _S.LOCAL,  # PAUSE_LOCAL to every rank, at once
     (_S.LOCAL, _E.ALL_LOCAL): _S.GLOBAL,  # PAUSE_GLOBAL to every rank
+    # No engine has peer ranks: PAUSE_LOCAL(one_phase) to every engine.
+    (_S.RUNNING, _E.ONE_PHASE_ASKED): _S.GLOBAL,
     (_S.GLOBAL, _E.ALL_GLOBAL): _S.PAUSED,  # the trainer gets: paused
     (_S.GLOBAL, _E.ALL_GLOBAL_FAILED): _S.RESUMING,  # RESUME to every rank: the failed pause ends
     (_S.PAUSED, _E.RESUME_ASKED): _S.RESUMING,  # RESUME to every rank
@@ -91,22 +100,23 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         self.unresumed: dict[str, Failure] = {}  # engines that did not resume, and why
         self.asked_ms = 0.0
         self.deadline_ms: float | None = None
-        self._in_flight = 0
         self._asked: PauseLocal | None = None
         self._again: set[str] = set()  # ranks whose pause failed, to ask again
 
     def ask(self, message: PauseLocal, members: dict[str, str], now_ms: float) -> list[Instruction]:
-        """Starts phase 1 on every engine in ``members`` (name to DP group) at once."""
-        self._go(_E.ASKED)
+        """Asks every engine in ``members`` (name to DP group) to pause, at once."""
+        one_phase = len(set(members.values())) == len(members)
+        self._go(_E.ONE_PHASE_ASKED if one_phase else _E.ASKED)
         self.update_id = message.update_id
         self.members = dict(members)
         self.failure = None
         self.unresumed = {}
         self.asked_ms = now_ms
         self.deadline_ms = now_ms + message.timeout_ms
-        self._asked = message
+        self._asked = replace(message, one_phase=one_phase)
         self._again.clear()
-        return self._ask(Step.PAUSE_LOCAL, message, now_ms)
+        step = Step.PAUSE_GLOBAL if one_phase else Step.PAUSE_LOCAL
+        return self._ask(step, self._asked, now_ms)
 
     @property
     def clears_cache(self) -> bool:
@@ -132,8 +142,13 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> list[Instruction]:
         """Records an engine's ACK of a step; duplicate and old ACKs change nothing."""
         current = self.barrier
-        if current is None or ack.step is not current.step or ack.update_id != self.update_id:
+        if current is None or ack.update_id != self.update_id:
             return []
+        if ack.step is not current.step:
+            # The first of two phases, though one was asked for: an older sidecar.
+            first = ack.step is Step.PAUSE_LOCAL and isinstance(current.messages[0], PauseLocal)
+            waits = first and name in current.waiting
+            return [Ask(PauseGlobal(self.update_id), (name,))] if waits else []
         if not current.on_ack(name, ack, now_ms) or current.waiting:
             return []
         return self._check_barrier(now_ms)
@@ -213,7 +228,6 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         done = self.barrier
         self.barrier = None
         if self.state is _S.LOCAL:
-            self._in_flight = done.in_flight
             self._go(_E.ALL_LOCAL)
             return [
                 StepDone(Step.PAUSE_LOCAL, done),
@@ -222,7 +236,6 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         if self.state is _S.GLOBAL and self.failure is None:
             self._go(_E.ALL_GLOBAL)
             self.deadline_ms = None
-            done.in_flight = max(done.in_flight, self._in_flight)
             return [StepDone(Step.PAUSE_GLOBAL, done)]
         if self.state is _S.GLOBAL:
             self.deadline_ms = None

@@ -83,7 +83,10 @@ class Reconciliation:
         return None
 
     def _is_abandoned(self, peer: Peer, beat: Heartbeat) -> bool:
-        """Whether the engine is still in an earlier pause, whose lease is over."""
+        """Whether the engine is still in an earlier pause, whose lease is over.
+
+        Only an engine with peer ranks waits so, and its next pause has two phases.
+        """
         pause = self._state.pause
         return (
             pause.state is PauseState.LOCAL

@@ -14,7 +14,7 @@ from typing import Final, Self
 
 import zmq
 
-from bus.messages import Ack, Message, PauseGlobal, PauseLocal, Resume, Step, codec
+from bus.messages import Ack, Message, PauseLocal, Resume, Step, codec
 from bus.runtime.json_lines import write_answer
 from bus.runtime.zmq_transport import MAX_PEERS
 
@@ -31,11 +31,13 @@ def _frame(message: Message, *, sender: str, reply_to: int) -> bytes:
     )
 
 
-def phases() -> list[tuple[bytes, bytes]]:
-    """Returns a round's frames: the command of each phase, and its ack."""
+def steps() -> list[tuple[bytes, bytes]]:
+    """Returns a round's frames: the command of each step, and its ack."""
     commands: list[tuple[Message, Step]] = [
-        (PauseLocal(_UPDATE_ID, "keep", True, 30_000, 300_000, 0, "keep"), Step.PAUSE_LOCAL),
-        (PauseGlobal(_UPDATE_ID), Step.PAUSE_GLOBAL),
+        (
+            PauseLocal(_UPDATE_ID, "keep", True, 30_000, 300_000, 0, "keep", one_phase=True),
+            Step.PAUSE_GLOBAL,
+        ),
         (Resume(_UPDATE_ID), Step.RESUME),
     ]
     return [
@@ -60,7 +62,7 @@ class RawRouter:
         self._socket.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
         self._socket.bind("tcp://127.0.0.1:*")
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\x00")
-        self._commands = [command for command, _ in phases()]
+        self._commands = [command for command, _ in steps()]
         self._routes: list[bytes] = []
 
     def __enter__(self) -> Self:
@@ -77,7 +79,7 @@ class RawRouter:
             self._socket.recv()
 
     async def round_ms(self) -> float:
-        """Makes a round of three phases, each sent to all and acked by all. Blocks the loop."""
+        """Makes a round of two steps, each sent to all and acked by all. Blocks the loop."""
         send, recv, routes = self._socket.send, self._socket.recv, self._routes
         since_s = time.perf_counter()
         for command in self._commands:
@@ -95,7 +97,7 @@ def raw_zmq(address: str, engines: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as bus.runtime.json_lines does, and why
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_PEERS)
-    acks = dict(phases())
+    acks = dict(steps())
     with selectors.DefaultSelector() as selector:
         for index in range(engines):
             socket = context.socket(zmq.DEALER)

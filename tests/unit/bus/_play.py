@@ -112,6 +112,13 @@ ACTIONS: Final[dict[str, Callable[[AnyOrder], object]]] = {
         for mode in get_args(PauseMode)
         for clear in (False, True)
     },
+    **{
+        f"pause {p} {mode} in one phase": _command(
+            PauseLocal(p, mode, True, 5_000, 60_000, 100, "abort", one_phase=True)
+        )
+        for p in _PAUSES
+        for mode in get_args(PauseMode)
+    },
     **{f"pause global {p}": _command(PauseGlobal(p)) for p in _PAUSES},
     **{f"resume {p}": _command(Resume(p)) for p in _PAUSES},
     **{f"sleep {p} {level}": _command(Sleep(p, level)) for p in _PAUSES for level in (1, 2)},

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sidecar.shared_pages.pause_lease import Begun, OutcomeState
 
 _S = EnginePauseState
-LEFT_MS = 4_000.0
+LEFT_MS = 7_000.0  # the lease's 5 s, and how long a living sidecar may take to end it
 NOBODY = 2**22 + 1  # no process has this number
 
 
@@ -74,8 +74,8 @@ class Kept(Driver):
         self.now_ms = 0.0
         self.owner = PauseLeaseWriter(self.page, self.session, "e0")  # type: ignore[arg-type]
 
-    def keep(self, call: Call | None = None, left_ms: float = LEFT_MS) -> list[Note]:
-        return self.owner.write(left_ms, self.now_ms, call)
+    def keep(self, call: Call | None = None) -> list[Note]:
+        return self.owner.write(self.now_ms, call)
 
     @property
     def held(self) -> PauseLease:

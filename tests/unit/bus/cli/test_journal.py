@@ -63,7 +63,8 @@ def test_show_has_every_record(sh: Shell, journal: Path) -> None:
     assert sh.out == whole
     assert len(whole.splitlines()) == len(sh.lines("journal", "show", journal))
     assert "PAUSE_LOCAL to e0, e1" in whole
-    assert "step=pause_local" in whole
+    assert "one_phase=True" in whole
+    assert "step=pause_global" in whole
 
 
 def test_timers_are_shown_only_where_they_are_asked_for(sh: Shell, journal: Path) -> None:

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from bus.messages import Message
 
 
-def world_of(engines: int = 2) -> SimWorld:
-    """Engines and a trainer that have joined, on an honest network."""
+def world_of(engines: int = 2, *, ranks: int = 1) -> SimWorld:
+    """Engines, or DP groups of so many ``ranks``, and a trainer, on an honest network; all have
+    joined."""
     world = SimWorld(faults=Faults(delay_ms=1.0))
     for _ in range(engines):
-        world.add_dp_group(1)
+        world.add_dp_group(ranks)
     world.add_trainer()
     assert world.run_until(lambda: world.trainers["trainer"].is_joined and world.has_joined())
     return world

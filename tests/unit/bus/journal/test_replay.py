@@ -44,8 +44,8 @@ STEPS = (
 
 @pytest.fixture(scope="module")
 def recorded() -> list[Entry]:
-    """A whole update of two engines."""
-    world = world_of()
+    """A whole update of two ranks, whose pause has two phases."""
+    world = world_of(1, ranks=2)
     updated(world)
     return world.journals[0].entries()
 
@@ -76,6 +76,17 @@ def test_an_ack_taken_out_is_missed(recorded: list[Entry], step: Step, peer: str
     assert found.entry.number > taken.number
     assert isinstance(found.entry.record, FrameSent)
     assert any(f"{peer} has not acked {_word(step)} of" in text for text in found.waits), found
+
+
+def test_an_ack_of_a_pause_in_one_phase_taken_out_is_missed() -> None:
+    """Of engines alone. It is the step's that is named, not the message's."""
+    world = world_of()
+    updated(world)
+    entries = world.journals[0].entries()
+    assert difference(entries) is None
+    found = difference(without(entries, is_ack(Step.PAUSE_GLOBAL, "e1")))
+    assert found is not None
+    assert any("e1 has not acked pause_global of" in text for text in found.waits), found
 
 
 def _word(step: Step) -> str:

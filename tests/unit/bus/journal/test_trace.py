@@ -138,6 +138,23 @@ def test_what_is_not_finished_is_drawn_to_the_end() -> None:
     assert all(span.end_ms - span.begin_ms > 4000 for span in hanging)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_pause_has_the_spans_of_its_phases(ranks: int, older: bool) -> None:
+    """That of one phase has one, also where an older sidecar needs two."""
+    world = world_of(1, ranks=ranks)
+    world.engines["e0"].behaviour.older = older
+    trainer = world.trainers["trainer"]
+    trainer.run(trainer.pause(hold_ms=1.0))
+    assert world.settle()
+    mine = [span for span in the_spans(world) if span.peer == "e0"]
+    phases = ["pause_global"] if ranks == 1 else ["pause_local", "pause_global"]
+    assert [(span.name, span.result) for span in mine] == [
+        (name, "done") for name in (*phases, "resume")
+    ]
+    assert all(span.end_ms > span.begin_ms for span in mine)
+
+
 def test_what_was_refused_says_so() -> None:
     """With the code."""
     world = world_of()

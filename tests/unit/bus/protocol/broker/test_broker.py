@@ -153,7 +153,6 @@ class Bench:
         self.engine("e1")
         self.trainer()
         self.say("t", PAUSE, msg_id=1)
-        self.all_ack(Step.PAUSE_LOCAL)
         told = only(self.all_ack(Step.PAUSE_GLOBAL), GroupAck)
         assert told.step is Step.PAUSE_GLOBAL
         return self
@@ -665,7 +664,6 @@ def test_a_command_asked_again_is_answered_the_same_and_done_once(bench: Bench) 
     asked = bench.say("t", PAUSE, msg_id=1)
     assert only(asked, PauseLocal)
     assert bench.say("t", PAUSE, msg_id=1) == []
-    bench.all_ack(Step.PAUSE_LOCAL)
     first = only(bench.all_ack(Step.PAUSE_GLOBAL), GroupAck)
     for _ in range(3):
         again = bench.say("t", PAUSE, msg_id=1)
@@ -716,11 +714,11 @@ def test_engines_that_do_not_answer_are_asked_again_and_the_others_are_not(bench
     bench.engine("e1")
     bench.trainer()
     bench.say("t", PAUSE)
-    bench.ack("e0", Step.PAUSE_LOCAL)
+    bench.ack("e0", Step.PAUSE_GLOBAL)
     assert messages(bench.broker.tick(999.0)) == []
     for now_ms in (1000.0, 2000.0):
         (again,) = [each for each in bench.broker.tick(now_ms) if isinstance(each, Send)]
-        assert (again.message, again.routes) == (PAUSE, (b"e1#1",))
+        assert (again.message, again.routes) == (replace(PAUSE, one_phase=True), (b"e1#1",))
     assert bench.broker.next_deadline_ms() <= 3000.0
 
 
@@ -805,7 +803,6 @@ def test_a_resume_that_waits_for_an_abort_and_for_its_pause_comes(bench: Bench) 
     """The update ends first, then the pause is made: nobody has to ask again."""
     armed(bench)
     bench.say("t", PAUSE)
-    bench.all_ack(Step.PAUSE_LOCAL)
     bench.say("t", Abort("u1", "given up"))
     bench.say("t", Resume("u1"), msg_id=9)
     bench.all_ack(Step.ABORT)
@@ -823,7 +820,6 @@ def test_an_update_starts_in_a_pause(bench: Bench, first: str) -> None:
     asks: dict[str, Message] = {"pause": PAUSE, "start": UpdateStart("u1")}
     effects = bench.say("t", asks.pop(first), msg_id=1)
     effects += bench.say("t", *asks.values(), msg_id=2)
-    effects += bench.all_ack(Step.PAUSE_LOCAL)
     effects += bench.ack("e0", Step.PAUSE_GLOBAL)
     assert not [each for each in messages(effects) if isinstance(each, UpdateStart | Nack)]
     paused = bench.ack("e1", Step.PAUSE_GLOBAL)
@@ -836,7 +832,6 @@ def test_an_update_does_not_start_in_a_pause_that_ends(bench: Bench) -> None:
     """The engines are being resumed."""
     armed(bench)
     bench.say("t", PAUSE)
-    bench.all_ack(Step.PAUSE_LOCAL)
     bench.all_ack(Step.PAUSE_GLOBAL)
     bench.say("t", Resume("u1"))
     nack = nack_in(bench.say("t", UpdateStart("u1")))
@@ -852,7 +847,7 @@ def test_a_start_before_its_turn_ends_with_the_update(bench: Bench) -> None:
     sends = [each for each in effects if isinstance(each, Send)]
     assert [each.reply_to for each in sends if isinstance(each.message, Nack)] == [7]
     bench.say("t", PAUSE)
-    effects = bench.all_ack(Step.PAUSE_LOCAL) + bench.all_ack(Step.PAUSE_GLOBAL)
+    effects = bench.all_ack(Step.PAUSE_GLOBAL)
     assert not [each for each in messages(effects) if isinstance(each, UpdateStart)]
 
 
@@ -866,7 +861,7 @@ def test_a_start_before_its_turn_does_not_outlive_its_trainer(bench: Bench) -> N
     bench.say("t2", make_arm("u2", MANIFEST))
     bench.all_ack(Step.ARM, "u2")
     bench.say("t2", replace(PAUSE, update_id="u2"))
-    effects = bench.all_ack(Step.PAUSE_LOCAL, "u2") + bench.all_ack(Step.PAUSE_GLOBAL, "u2")
+    effects = bench.all_ack(Step.PAUSE_GLOBAL, "u2")
     assert not [each for each in messages(effects) if isinstance(each, UpdateStart)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -42,6 +43,11 @@ class Driver:
 
     def local(self, update_id: str = "u1", msg_id: int = 1, lease_ms: int = 5000) -> list[object]:
         return self.ask(PauseLocal(update_id, "keep", True, lease_ms, 60_000, 0, "keep"), msg_id)
+
+    def once(self, update_id: str = "u1", msg_id: int = 1, lease_ms: int = 5000) -> list[object]:
+        """The same in one phase."""
+        asked = PauseLocal(update_id, "keep", True, lease_ms, 60_000, 0, "keep", one_phase=True)
+        return self.ask(asked, msg_id)
 
     def ask(self, message: PauseLocal, msg_id: int = 1) -> list[object]:
         return self._issue(self.pause.local(msg_id, message, self.now_ms))
@@ -237,6 +243,135 @@ def test_a_pause_left_behind_is_taken_over_by_the_next(state: EnginePauseState) 
     assert [type(call) for call in driver.calls] == [CallPause]
 
 
+def told(effects: list[object]) -> list[tuple[Step, str, int]]:
+    """Of each ack its step, its pause, and what it answers."""
+    sent = [each for each in effects if isinstance(each, Send)]
+    return [
+        (each.message.step, each.message.update_id, each.reply_to)
+        for each in sent
+        if isinstance(each.message, Ack)
+    ]
+
+
+def test_a_pause_in_one_phase_is_acked_once_when_it_has_returned() -> None:
+    """And not before, however often it is asked."""
+    driver = Driver()
+    for msg_id in (1, 2, 3):
+        assert driver.once(msg_id=msg_id) == []
+    assert driver.calls == [CallPause("keep", True)]
+    assert told(driver.returned()) == [(Step.PAUSE_GLOBAL, "u1", 3)]
+    assert driver.pause.state is _S.PAUSED
+
+
+@pytest.mark.parametrize("state", EnginePauseState)
+@pytest.mark.parametrize("update_id", ["u1", "u2"])
+def test_a_pause_in_one_phase_is_answered_from_every_state(
+    state: EnginePauseState, update_id: str
+) -> None:
+    """Asked again, or by another owner. Paused: at once. Else when the pause has returned, for
+    which a resume, or a pause that has failed, is followed by a new one."""
+    driver = Driver().to(state)
+    before = list(driver.calls)
+    effects = driver.once(update_id, msg_id=9)
+    paused = (Step.PAUSE_GLOBAL, update_id, 9)
+    if state is _S.PAUSED:
+        assert told(effects) == [paused]
+    else:
+        assert effects == []
+        resumed = [(Step.RESUME, "u1", 3)] if state is _S.RESUMING else []
+        assert told([*driver.returned(), *(driver.returned() if resumed else [])]) == [
+            *resumed,
+            paused,
+        ]
+    anew = [] if state in (_S.PAUSING, _S.PAUSED) else [CallPause("keep", True)]
+    assert driver.calls == [*before, *anew]
+    assert driver.pause.state is _S.PAUSED
+    assert driver.pause.update_id == update_id
+
+
+@pytest.mark.parametrize("update_id", ["u1", "u2"])
+def test_a_resume_that_fails_leaves_the_pause_to_who_asked_in_one_phase(update_id: str) -> None:
+    """It is paused already: no second call."""
+    driver = Driver().to(_S.RESUMING)
+    assert driver.once(update_id, msg_id=9) == []
+    assert told(driver.failed()) == [(Step.PAUSE_GLOBAL, update_id, 9)]
+    assert [type(call) for call in driver.calls] == [CallPause, CallResume]
+
+
+def test_what_was_to_follow_a_pause_taken_over_in_one_phase_does_not() -> None:
+    """Neither its ack, nor its resume."""
+    driver = Driver()
+    driver.once("u1", msg_id=2)
+    driver.resume("u1")
+    driver.once("u2", msg_id=5)
+    assert told(driver.returned()) == [(Step.PAUSE_GLOBAL, "u2", 5)]
+    assert [type(call) for call in driver.calls] == [CallPause]
+
+
+def test_a_resume_that_comes_too_early_waits_for_the_one_phase() -> None:
+    """As for two."""
+    driver = Driver()
+    driver.once(msg_id=2)
+    assert driver.resume() == []
+    assert told(driver.returned()) == [(Step.PAUSE_GLOBAL, "u1", 2)]
+    assert driver.calls[1:] == [CallResume()]
+
+
+def test_a_pause_in_one_phase_that_fails_is_refused_and_made_anew_when_it_is_asked_again() -> None:
+    """Whose refusal is lost, may still hear that it has paused: by a call that returned."""
+    driver = Driver()
+    driver.once(msg_id=7)
+    (sent,) = [each for each in driver.failed() if isinstance(each, Send)]
+    assert isinstance(sent.message, Nack)
+    assert (sent.message.step, sent.reply_to) == (Step.PAUSE_GLOBAL, 7)
+    assert driver.pause.state is _S.UNKNOWN
+    assert driver.once(msg_id=8) == []
+    assert told(driver.returned()) == [(Step.PAUSE_GLOBAL, "u1", 8)]
+
+
+@pytest.mark.parametrize("state", [_S.PAUSING, _S.PAUSED])
+def test_a_pause_in_one_phase_that_is_asked_again_begins_its_lease_anew(
+    state: EnginePauseState,
+) -> None:
+    """It may be the first ask of another broker, after which nobody renews what is left."""
+    driver = Driver()
+    driver.once(lease_ms=7000)
+    if state is _S.PAUSED:
+        driver.returned()
+    for update_id, lease_ms in (("u1", 7000), ("u2", 9000)):
+        driver.now_ms += 400.0
+        driver.once(update_id, lease_ms=lease_ms)
+        assert driver.lease.over_ms == driver.now_ms + lease_ms
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_pause_taken_over_in_one_phase_is_acked_when_it_drops_as_much(made: bool) -> None:
+    """And by the ack that stands for both phases."""
+    driver = Driver()
+    driver.ask(weak())
+    if made:
+        driver.returned()
+    assert driver.ask(replace(strong("abort"), one_phase=True), 7) == []
+    if not made:
+        assert driver.returned() == []
+    assert driver.calls[-1] == CallStrengthenPause(aborts=True, clears=True)
+    assert told(driver.returned()) == [(Step.PAUSE_GLOBAL, "u1", 7)]
+
+
+@pytest.mark.parametrize("one_phase", [False, True])
+def test_a_pause_that_ends_requests_says_how_many_there_were(one_phase: bool) -> None:
+    """They are gone when it has returned."""
+    driver = Driver()
+    driver.pause.in_flight = 6
+    driver.ask(PauseLocal("u1", "abort", True, 5000, 60_000, 0, "keep", one_phase=one_phase))
+    driver.pause.in_flight = 0
+    effects = [*driver.returned(), *([] if one_phase else driver.globally())]
+    assert only(effects, Ack).in_flight == 6
+    driver.pause.in_flight = 2
+    driver.ask(replace(strong("abort", "u2"), one_phase=True))
+    assert only(driver.globally("u2"), Ack).in_flight == 2
+
+
 WAIT = PauseLocal("u1", "wait", True, 5_000, 60_000, 300, "abort")
 
 
@@ -251,12 +386,14 @@ def test_a_wait_that_drains_in_time_does_not_escalate() -> None:
     assert driver.pause.escalate_ms is None
 
 
+@pytest.mark.parametrize("one_phase", [False, True])
 @pytest.mark.parametrize("first", ["wait", "escalation"])
-def test_of_two_pauses_the_later_return_counts(first: str) -> None:
+def test_of_two_pauses_the_later_return_counts(first: str, one_phase: bool) -> None:
     """An old `wait` may come back while the engine still aborts, and the other way round."""
     driver = Driver()
-    driver.ask(WAIT)
-    driver.globally()
+    driver.ask(replace(WAIT, one_phase=one_phase))
+    if not one_phase:
+        driver.globally()
     assert driver.pause.escalate() == [CallEscalate("abort", clear_cache=True)]
     driver.pause.on_escalated(("r1", "r2"))
     second = driver.pause.on_paused

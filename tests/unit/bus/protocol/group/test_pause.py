@@ -18,17 +18,20 @@ from tests.unit.bus._tables import check_event
 MEMBERS = {"e0": "e0", "e1": "dp1", "e2": "dp1"}
 VERSION = 7  # that the group serves
 ASK = PauseLocal("u1", "keep", True, 30_000, 60_000, 0, "keep")
+ALONE = {"e0": "e0", "e1": "e1", "e2": "e2"}  # engines without peer ranks
+ASK_ONCE = replace(ASK, one_phase=True)
 
 
-def machine(state: PauseState) -> PauseMachine:
+def machine(state: PauseState, members: dict[str, str] = MEMBERS) -> PauseMachine:
     """A machine that was brought to this state the long way."""
     pause = PauseMachine(version=lambda: VERSION)
     if state is PauseState.RUNNING:
         return pause
-    pause.ask(ASK, MEMBERS, 0.0)
+    pause.ask(ASK, members, 0.0)
     if state is PauseState.LOCAL:
         return pause
-    all_ack(pause, Step.PAUSE_LOCAL)
+    if members is not ALONE:
+        all_ack(pause, Step.PAUSE_LOCAL)
     if state is PauseState.GLOBAL:
         return pause
     all_ack(pause, Step.PAUSE_GLOBAL)
@@ -114,6 +117,71 @@ def test_all_ranks_are_asked_at_once() -> None:
     assert pause.state is PauseState.LOCAL
 
 
+def test_engines_without_peer_ranks_pause_in_one_phase() -> None:
+    """They are asked once, and paused is said after the last ack, as of two phases."""
+    pause = PauseMachine()
+    assert pause.ask(ASK, ALONE, 0.0) == [Ask(ASK_ONCE, ("e0", "e1", "e2"))]
+    assert pause.state is PauseState.GLOBAL
+    for name in ("e2", "e0"):
+        assert pause.on_ack(name, ack(Step.PAUSE_GLOBAL), 1.0) == []
+    (done,) = pause.on_ack("e1", ack(Step.PAUSE_GLOBAL), 7.0)
+    assert isinstance(done, StepDone)
+    assert (done.step, done.barrier.slowest, done.barrier.engines) == (Step.PAUSE_GLOBAL, "e1", 3)
+    assert pause.state is PauseState.PAUSED
+    assert pause.deadline_ms is None
+
+
+@pytest.mark.parametrize("asked", [ASK, ASK_ONCE])
+@pytest.mark.parametrize("members", [MEMBERS, {"e1": "dp1", "e2": "dp1"}])
+def test_one_dp_group_of_two_ranks_gives_the_whole_pause_two_phases(
+    asked: PauseLocal, members: dict[str, str]
+) -> None:
+    """Whatever a trainer has put into the broker's field."""
+    pause = PauseMachine()
+    assert pause.ask(asked, members, 0.0) == [Ask(ASK, tuple(members))]
+    assert pause.state is PauseState.LOCAL
+
+
+def test_who_has_not_answered_is_asked_for_the_one_phase_again() -> None:
+    """And nobody else."""
+    pause = machine(PauseState.GLOBAL, ALONE)
+    pause.on_ack("e1", ack(Step.PAUSE_GLOBAL), 1.0)
+    assert pause.retry() == [Ask(ASK_ONCE, ("e0", "e2"))]
+
+
+def test_an_older_sidecar_in_a_pause_of_one_phase_is_asked_for_the_second() -> None:
+    """It acks the first phase, each time that it is asked; it alone gets PAUSE_GLOBAL."""
+    pause = machine(PauseState.GLOBAL, ALONE)
+    pause.on_ack("e0", ack(Step.PAUSE_GLOBAL), 1.0)
+    for _ in range(2):
+        assert pause.on_ack("e1", ack(Step.PAUSE_LOCAL), 2.0) == [Ask(PauseGlobal("u1"), ("e1",))]
+        assert pause.barrier is not None
+        assert pause.barrier.waiting == {"e1", "e2"}
+    before = snapshot(pause)
+    for name, update_id in (("e0", "u1"), ("e1", "u0"), ("stranger", "u1")):
+        assert pause.on_ack(name, ack(Step.PAUSE_LOCAL, update_id), 3.0) == []
+    assert snapshot(pause) == before
+    pause.on_ack("e1", ack(Step.PAUSE_GLOBAL), 4.0)
+    (done,) = pause.on_ack("e2", ack(Step.PAUSE_GLOBAL), 5.0)
+    assert isinstance(done, StepDone)
+    assert pause.on_ack("e1", ack(Step.PAUSE_LOCAL), 6.0) == []
+    pause.resume(7.0)
+    assert pause.on_ack("e1", ack(Step.PAUSE_LOCAL), 8.0) == []
+    assert pause.state is PauseState.RESUMING
+
+
+def test_a_pause_of_one_phase_and_one_of_two_follow_each_other() -> None:
+    """Nothing of the first is left for the second."""
+    pause = machine(PauseState.PAUSED, ALONE)
+    pause.resume(2.0)
+    all_ack(pause, Step.RESUME)
+    assert pause.ask(ASK, MEMBERS, 3.0) == [Ask(ASK, ("e0", "e1", "e2"))]
+    all_ack(pause, Step.PAUSE_LOCAL)
+    assert pause.on_ack("e1", ack(Step.PAUSE_LOCAL), 4.0) == []
+    all_ack(pause, Step.PAUSE_GLOBAL)
+    assert pause.state is PauseState.PAUSED
+
+
 def test_phase_two_follows_the_last_ack_of_phase_one() -> None:
     """PAUSE_GLOBAL is asked of nobody while one rank has not acked PAUSE_LOCAL."""
     pause = machine(PauseState.LOCAL)
@@ -150,10 +218,19 @@ def test_a_resume_is_asked_of_everybody_and_told_when_all_have_resumed() -> None
     assert not pause.members
 
 
-@pytest.mark.parametrize("state", [PauseState.LOCAL, PauseState.GLOBAL])
-def test_a_resume_asked_too_early_undoes_nothing(state: PauseState) -> None:
+HALF_MADE = [
+    (PauseState.LOCAL, MEMBERS),
+    (PauseState.GLOBAL, MEMBERS),
+    (PauseState.GLOBAL, ALONE),
+]
+
+
+@pytest.mark.parametrize(("state", "members"), HALF_MADE)
+def test_a_resume_asked_too_early_undoes_nothing(
+    state: PauseState, members: dict[str, str]
+) -> None:
     """It is noted as the failure; the pause is completed on all, then all resume."""
-    pause = machine(state)
+    pause = machine(state, members)
     assert pause.resume(2.0) == []
     assert pause.state is state
     assert pause.failure is not None
@@ -208,11 +285,19 @@ def test_an_engine_lost_while_resuming_is_not_waited_for() -> None:
     assert pause.state is PauseState.RUNNING
 
 
-@pytest.mark.parametrize("state", [s for s in PauseState if s is not PauseState.RUNNING])
-def test_with_nobody_left_the_machine_runs_and_says_why(state: PauseState) -> None:
+@pytest.mark.parametrize(
+    ("state", "members"),
+    [(s, MEMBERS) for s in PauseState if s is not PauseState.RUNNING]
+    + [(PauseState.GLOBAL, ALONE)],
+)
+def test_with_nobody_left_the_machine_runs_and_says_why(
+    state: PauseState, members: dict[str, str]
+) -> None:
     """An empty pause is over at once."""
-    pause = machine(state)
+    pause = machine(state, members)
     pause.on_lost("e0", LOST, 3.0)
+    if members is ALONE:
+        pause.on_lost("e2", LOST, 3.0)
     said = pause.on_lost("e1", LOST, 3.0)
     made = state in (PauseState.PAUSED, PauseState.RESUMING)
     expected = [Step.RESUME] if made else [Step.PAUSE_GLOBAL, Step.RESUME]
@@ -243,10 +328,12 @@ def test_an_engine_that_cannot_pause_fails_the_pause_and_the_first_reason_stays(
     assert failed == StepFailed(Step.PAUSE_GLOBAL, why)
 
 
-@pytest.mark.parametrize("state", [PauseState.LOCAL, PauseState.GLOBAL])
-def test_when_time_is_over_the_caller_hears_it_and_the_pause_goes_on(state: PauseState) -> None:
+@pytest.mark.parametrize(("state", "members"), HALF_MADE)
+def test_when_time_is_over_the_caller_hears_it_and_the_pause_goes_on(
+    state: PauseState, members: dict[str, str]
+) -> None:
     """A call that timed out is still pending: it is completed, then resumed."""
-    pause = machine(state)
+    pause = machine(state, members)
     assert pause.expire(59_999.0) == []
     (failed,) = pause.expire(60_000.0)
     assert isinstance(failed, StepFailed)
@@ -343,13 +430,24 @@ def test_a_pause_that_a_rank_refused_is_completed_then_resumed_once_and_has_fail
     assert pause.state is PauseState.RUNNING
 
 
-@pytest.mark.parametrize("state", [PauseState.LOCAL, PauseState.GLOBAL])
-def test_an_engine_alone_that_refuses_falls_out(state: PauseState) -> None:
+@pytest.mark.parametrize(("state", "members"), HALF_MADE)
+def test_an_engine_alone_that_refuses_falls_out(state: PauseState, members: dict[str, str]) -> None:
     """Nobody waits for it: the others go on, and it is asked nothing more."""
-    pause = machine(state)
+    pause = machine(state, members)
     assert pause.on_refused("e0", replace(CANNOT, peer="e0"), 2.0) == []
-    assert pause.members == {"e1": "dp1", "e2": "dp1"}
+    assert pause.members == {name: members[name] for name in ("e1", "e2")}
     assert all("e0" not in ask.names for ask in pause.retry() if isinstance(ask, Ask))
+
+
+def test_an_engine_lost_in_the_one_phase_leaves_the_others_to_complete_it() -> None:
+    """The pause has failed: they are paused, and then resumed once."""
+    pause = machine(PauseState.GLOBAL, ALONE)
+    pause.on_ack("e0", ack(Step.PAUSE_GLOBAL), 2.0)
+    assert pause.on_lost("e1", LOST, 3.0) == []
+    (ask,) = pause.on_ack("e2", ack(Step.PAUSE_GLOBAL), 4.0)
+    assert ask == Ask(Resume("u1", VERSION), ("e0", "e2"))
+    failed, _ = all_ack(pause, Step.RESUME)
+    assert failed == StepFailed(Step.PAUSE_GLOBAL, LOST)
 
 
 def test_a_rank_that_is_given_up_takes_its_peers_along_and_is_asked_no_more() -> None:
