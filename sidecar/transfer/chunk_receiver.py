@@ -126,7 +126,7 @@ class ChunkReceiver:
         receiver, metas = self.receiver, chunks[seq]
         if receiver is None or backend != self.backend:
             raise transfer_failed(f"transport {backend!r} is not open in this worker")
-        self._release(seq)  # a repeated request receives the chunk again
+        self.release(seq)  # a repeated request receives the chunk again
         if into is None and len(self._chunks) >= receiver.prefetch_depth:
             raise EngineError(
                 f"chunks {sorted(self._chunks)} are received and not loaded yet",
@@ -206,16 +206,13 @@ class ChunkReceiver:
                 f"{self._device} has no room for a copy of chunk {seq}: lower chunk_bytes"
             ) from error
 
-    def release(self, seq: int) -> None:
-        """Frees the buffer of the chunk ``seq``, which is loaded."""
-        self._release(seq)
-
     def clear(self) -> None:
         """Drops all chunks, after waiting for those that are still arriving."""
         for seq in list(self._chunks):
-            self._release(seq)
+            self.release(seq)
 
-    def _release(self, seq: int) -> None:
+    def release(self, seq: int) -> None:
+        """Frees the buffer of the chunk ``seq``, which is loaded or no longer wanted."""
         self._wait_for(seq)
         coming = self._chunks.pop(seq, None)
         if coming is None or self.receiver is None:
