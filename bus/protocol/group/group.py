@@ -387,7 +387,7 @@ class Group(GroupState):
     def review(self, effects: list[Effect], watchers: Watchers, now_ms: float) -> list[Effect]:
         """Sends changed routes to watchers; may hold messages to engines that have left them."""
         routes = self.routing.changed(self.version, now_ms)
-        effects = self.routing.hold(effects)
+        effects = self.routing.hold(effects) if self.routing.is_holding else effects
         if routes is None:
             return effects
         fields = {"version": routes.version, "engines": [each.engine for each in routes.engines]}

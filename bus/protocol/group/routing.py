@@ -105,14 +105,17 @@ class Routing:
     # -- held messages -----------------------------------------------------------
 
     @property
+    def is_holding(self) -> bool:
+        """Whether messages to an engine are held."""
+        return bool(self._held)
+
+    @property
     def due_ms(self) -> float | None:
         """When :meth:`expire` is due."""
         return min((each.until_ms for each in self._held.values()), default=None)
 
     def hold(self, effects: list[Effect]) -> list[Effect]:
         """Keeps the messages to held engines, and returns the other effects."""
-        if not self._held:
-            return effects
         passed: list[Effect] = []
         for effect in effects:
             if not isinstance(effect, Send) or self._held.keys().isdisjoint(effect.routes):
