@@ -9,7 +9,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from sidecar.embedded.parallel.options import DataParallel
     from sidecar.engine import Engine
     from sidecar.vllm.plugin.environment import DpCoordinator
-
-# For tests alone: ranks of the embedded engine pause in one phase, which is wrong. No option of the
-# command, so that nobody chooses it.
-ONE_PHASE_PAUSE: Final = "WAVEBUS_TEST_ONE_PHASE_PAUSE"
 
 
 @dataclass(frozen=True)
@@ -231,5 +227,4 @@ def _data_parallel(plan: SidecarPlan) -> DataParallel | None:
         dp_group,
         broker="" if plan.dp_coordinator == "vllm" else plan.broker,
         bus_group=plan.group,
-        one_phase_pause=os.environ.get(ONE_PHASE_PAUSE) == "1",
     )

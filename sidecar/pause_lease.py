@@ -15,17 +15,8 @@ from bus.errors import EngineError
 from bus.lora import PREFIX as ADAPTERS
 from bus.messages import NackCode
 from bus.protocol.core.effects import Note
-from bus.protocol.engine.calls import (
-    CallCommit,
-    CallFinish,
-    CallLoad,
-    CallPause,
-    CallReceive,
-    CallResume,
-    CallStart,
-)
+from bus.protocol.engine.calls import CallCommit, CallFinish, CallLoad, CallReceive, CallStart
 from bus.protocol.engine.pause import EnginePauseState
-from bus.vllm_payloads import is_loaded_on_receipt
 from sidecar.shared_pages.pause_lease import (
     AbandonedPause,
     Begun,
@@ -36,14 +27,13 @@ from sidecar.shared_pages.pause_lease import (
 )
 
 if TYPE_CHECKING:
-    from bus.protocol.engine.calls import Call
     from bus.protocol.engine.session import EngineSession
     from sidecar.engine import Engine
 
 _SERIAL_BITS: Final = 53
 _MIN_LEASE_MS: Final = 1000.0
-# Calls that must not be made after the engine has ended the pause.
-_UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit)
+# Calls that must not be made after the engine has ended the pause by itself.
+UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit)
 
 
 class PauseLeaseWriter:
@@ -54,8 +44,13 @@ class PauseLeaseWriter:
         self._session = session
         self._dp_group = dp_group
         self._serial = 0
+        self._outcome: LeaseOutcome | None = None  # of the present pause: the engine has ended it
 
-    def write(self, now_ms: float, call: Call | None = None) -> list[Note]:
+    def begin_pause(self) -> None:
+        """Makes the next write begin a new lease, because the engine is about to be paused."""
+        self._serial = 0
+
+    def write(self, now_ms: float) -> list[Note]:
         """Writes the lease of the engine's pause.
 
         If the engine has ended the pause by itself, the session's state is corrected as soon as no
@@ -63,31 +58,29 @@ class PauseLeaseWriter:
 
         Args:
             now_ms: the session's time, in ms.
-            call: the engine call that is about to be made.
 
         Returns:
             Notes for the log.
-
-        Raises:
-            EngineError: code ``wrong_state``: the engine has ended the pause, and the call is one
-                of an update.
         """
         if self._session.pause.state is EnginePauseState.RUNNING:
-            self._serial = 0
+            self._serial, self._outcome = 0, None
             self._engine.write_pause_lease(None)
             return []
-        if isinstance(call, CallPause) or not self._serial:
-            self._serial = secrets.randbits(_SERIAL_BITS)
-        lease = self._lease(self._session.held_for_ms(now_ms), call)
-        end = self._engine.write_pause_lease(lease)
-        if end is None:
-            return []
-        if isinstance(call, _UPDATE_CALLS):
+        self._serial = self._serial or secrets.randbits(_SERIAL_BITS)
+        self._outcome = end = self._engine.write_pause_lease(self._lease(now_ms))
+        return self._on_outcome(end, now_ms) if end and self._session.at_rest else []
+
+    def require_held(self) -> None:
+        """Checks that the last write found the engine in the pause; for :data:`UPDATE_CALLS`.
+
+        Raises:
+            EngineError: code ``wrong_state``: the engine has ended the pause by itself.
+        """
+        if (end := self._outcome) is not None:
             raise EngineError(
                 f"the pause's lease was over, and the engine is {end.state}: {end.reason}",
                 code=NackCode.WRONG_STATE,
             )
-        return self._on_outcome(end, now_ms) if self._session.at_rest else []
 
     async def release(self, *, runs_on: bool = True) -> None:
         """Ends the pause of an engine alone; opens admission if it ``runs_on`` without a sidecar.
@@ -167,7 +160,7 @@ class PauseLeaseWriter:
         self._serial = 0
         return [Note("engine_decided", "warning", {"state": end.state, "reason": end.reason})]
 
-    def _lease(self, left_ms: float, call: Call | None) -> PauseLease:
+    def _lease(self, now_ms: float) -> PauseLease:
         session, update = self._session, self._session.update
         part, partial = update.part_in_place, update.partial
         begun: Begun = ""
@@ -175,25 +168,17 @@ class PauseLeaseWriter:
             begun = "draft" if part == "draft" else "model"
             if part.startswith(ADAPTERS):
                 begun = "adapter"
-            elif update.has_loaded or _loads(call):
+            elif update.has_loaded:
                 partial = partial | {part}
         return PauseLease(
             serial=self._serial,
             pause_id=session.pause.update_id,
-            until_ns=deadline_ns(left_ms),
+            until_ns=deadline_ns(session.held_for_ms(now_ms)),
             writer_pid=os.getpid(),
             dp_group=self._dp_group,
             version=session.version,
             begun=begun,
             partial=tuple(sorted(partial)),
             asleep=not session.memory.awake,
-            resuming=isinstance(call, CallResume)
-            or session.pause.state is EnginePauseState.RESUMING,
+            resuming=session.pause.state is EnginePauseState.RESUMING,
         )
-
-
-def _loads(call: Call | None) -> bool:
-    """Returns whether the old weights are lost once this call has begun."""
-    if isinstance(call, CallReceive):
-        return is_loaded_on_receipt(call.backend)
-    return isinstance(call, CallLoad)

@@ -39,6 +39,7 @@ from bus.protocol.engine.calls import (
     Call,
     CallCancelSwap,
     CallEscalate,
+    CallPause,
     CallSwap,
     SendToPeers,
     SessionEffect,
@@ -51,7 +52,7 @@ from sidecar.cache_run import CacheRun
 from sidecar.departure import Departure
 from sidecar.dispatch import dispatch
 from sidecar.engine import START_ANSWER_S, answers_within
-from sidecar.pause_lease import PauseLeaseWriter
+from sidecar.pause_lease import UPDATE_CALLS, PauseLeaseWriter
 from sidecar.peer_links import PeerLinks
 from sidecar.supervised_tasks import SupervisedTasks
 
@@ -373,13 +374,8 @@ class Sidecar:
         if due_ms is not None:
             peer.arm_by(due_ms)
 
-    def _write_lease(self, call: Call | None = None) -> None:
-        """Writes the engine's lease page, before ``call`` if there is one.
-
-        Raises:
-            EngineError: see :meth:`PauseLeaseWriter.write`.
-        """
-        for note in self._lease_writer.write(self._client.now_ms(), call):
+    def _write_lease(self) -> None:
+        for note in self._lease_writer.write(self._client.now_ms()):
             self._client.note(note)
 
     # -- engine calls -----------------------------------------------------------
@@ -416,7 +412,11 @@ class Sidecar:
 
     async def _make(self, call: Call) -> None:
         try:
-            self._write_lease(call)
+            if isinstance(call, CallPause):
+                self._lease_writer.begin_pause()
+            self._write_lease()
+            if isinstance(call, UPDATE_CALLS):
+                self._lease_writer.require_held()
             result = await dispatch(self.engine, call)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
             failure = self._failure(type(call).__name__, error)

@@ -1,6 +1,6 @@
 """Timers on an asyncio event loop, and one timer for all of a machine's deadlines.
 
-The interfaces are in :mod:`bus.runtime.interfaces`; simulated time is in :mod:`bus.testing.clock`.
+The interfaces are in :mod:`bus.runtime.interfaces`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from sidecar.transfer.streams import own_stream, within
 from sidecar.transfer.verification import check_delivered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from bus.manifest import TensorMeta
@@ -102,7 +102,7 @@ class ChunkReceiver:
     def begin(
         self,
         seq: int,
-        metas: tuple[TensorMeta, ...],
+        chunks: Sequence[tuple[TensorMeta, ...]],
         backend: str,
         handle: bytes,
         into: ReceivedChunk | None = None,
@@ -111,20 +111,22 @@ class ChunkReceiver:
 
         Args:
             seq: number of the chunk in its update. If it was begun before, it is received again.
-            metas: names, dtypes and shapes of the chunk's tensors.
+            chunks: names, dtypes and shapes of the tensors of each chunk of the armed manifest.
             backend: the backend that must be open.
             handle: the sender's handle of the chunk.
             into: where the tensors are to lie, for receivers that can receive there. If the device
                 receives, it does so in the caller's stream.
 
         Raises:
-            EngineError: code ``transfer_failed`` if the transport is not open or failed;
-                ``wrong_state`` if all buffers are in use.
+            EngineError: code ``transfer_failed`` if there is no such chunk, or the transport is not
+                open or failed; ``wrong_state`` if all buffers are in use.
         """
-        receiver = self.receiver
+        if seq >= len(chunks):
+            raise transfer_failed(f"chunk {seq} is not one of the armed manifest")
+        receiver, metas = self.receiver, chunks[seq]
         if receiver is None or backend != self.backend:
             raise transfer_failed(f"transport {backend!r} is not open in this worker")
-        self._release(seq)  # a repeated request receives the chunk again
+        self.release(seq)  # a repeated request receives the chunk again
         if into is None and len(self._chunks) >= receiver.prefetch_depth:
             raise EngineError(
                 f"chunks {sorted(self._chunks)} are received and not loaded yet",
@@ -204,16 +206,13 @@ class ChunkReceiver:
                 f"{self._device} has no room for a copy of chunk {seq}: lower chunk_bytes"
             ) from error
 
-    def release(self, seq: int) -> None:
-        """Frees the buffer of the chunk ``seq``, which is loaded."""
-        self._release(seq)
-
     def clear(self) -> None:
         """Drops all chunks, after waiting for those that are still arriving."""
         for seq in list(self._chunks):
-            self._release(seq)
+            self.release(seq)
 
-    def _release(self, seq: int) -> None:
+    def release(self, seq: int) -> None:
+        """Frees the buffer of the chunk ``seq``, which is loaded or no longer wanted."""
         self._wait_for(seq)
         coming = self._chunks.pop(seq, None)
         if coming is None or self.receiver is None:

@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 WORLD, PLACE = World(1, 2, "127.0.0.1"), RankAssignment(1, 2, 1)
 METAS = (meta_of("a", torch.zeros(3, 4)), meta_of("b", torch.zeros(5)))
 BYTES = [meta.size_bytes for meta in METAS]
+CHUNKS = (METAS,) * 10
 
 
 class Link:
@@ -55,7 +56,7 @@ class Link:
     def begin(self, seq: int, into: ReceivedChunk | None = None) -> None:
         """A chunk is put, and announced."""
         handle = self.sender.put(seq, tensors_of(seq))
-        self.inbox.begin(seq, METAS, self.backend, handle, into)
+        self.inbox.begin(seq, CHUNKS, self.backend, handle, into)
 
     def arrived(self, seq: int) -> bool:
         """Take it; whether it is what was put."""
@@ -163,7 +164,7 @@ def test_more_chunks_than_there_is_room_for_are_refused(
     for seq in range(at.inbox.prefetch_depth):
         at.begin(seq)
     with pytest.raises(EngineError, match="not loaded yet") as refused:
-        at.inbox.begin(9, METAS, at.backend, b"")
+        at.inbox.begin(9, CHUNKS, at.backend, b"")
     assert refused.value.code is NackCode.WRONG_STATE
     for seq in range(at.inbox.prefetch_depth):
         at.sender.transfer(seq)
@@ -223,7 +224,7 @@ def test_a_close_does_not_wait_for_what_never_comes() -> None:
         closing.join(LIMIT_S)
         assert not closing.is_alive()
         with pytest.raises(EngineError) as failed:
-            channel.inbox.begin(0, METAS, "shm", b"")
+            channel.inbox.begin(0, CHUNKS, "shm", b"")
         assert failed.value.code is NackCode.TRANSFER_FAILED
     finally:
         receiver.let_go.set()
@@ -263,10 +264,16 @@ def test_an_interruption_leaves_a_transport_that_waits_for_nobody(shm: Link) -> 
     assert shm.arrived(1)
 
 
+def test_a_chunk_that_was_not_armed_is_refused(shm: Link) -> None:
+    with pytest.raises(EngineError, match="chunk 10 is not one of the armed manifest") as refused:
+        shm.inbox.begin(len(CHUNKS), CHUNKS, "shm", b"")
+    assert refused.value.code is NackCode.TRANSFER_FAILED
+
+
 def test_another_transport_than_the_open_one_is_refused(shm: Link) -> None:
     """By its name."""
     with pytest.raises(EngineError, match="'gloo' is not open"):
-        shm.inbox.begin(0, METAS, "gloo", b"")
+        shm.inbox.begin(0, CHUNKS, "gloo", b"")
 
 
 def test_what_is_taken_to_keep_is_a_copy(shm: Link) -> None:

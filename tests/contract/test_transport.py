@@ -26,7 +26,7 @@ from bus.runtime import zmq_transport
 from bus.runtime.broker_server import BrokerServer
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.zmq_transport import ZmqClient, ZmqServer
-from bus.testing.memory_network import MemoryNetwork
+from tests.sim.memory_network import MemoryNetwork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -31,7 +31,6 @@ from safetensors.torch import load_file
 
 # The implementation, wherever it lives: the one place to edit when modules move.
 from bus import errors
-from bus.cli.diagrams import diagrams
 from bus.cli.main import main, wavebus
 from bus.errors import DecodeError, EngineDead, EngineError, Refused, WavebusError, refusal
 from bus.journal import records
@@ -142,7 +141,7 @@ CHOICES = {
     "CanaryWay": CanaryMode,
 }
 # Programs of their own, by what they are called in the snapshots.
-PROGRAMS = {"DP coordinator": coordinator, "state diagrams": diagrams}
+PROGRAMS = {"DP coordinator": coordinator}
 # Commands that refuse to run without arguments in their body, after parsing.
 REFUSES_IN_ITS_BODY = ("sidecar",)
 PARSED = 99

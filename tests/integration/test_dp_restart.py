@@ -27,12 +27,13 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return make_checkpoint(tmp_path_factory.mktemp("moe"), seed=8, experts=4)
 
 
-def group(bus: Bus, moe: Checkpoint, name: str = "moe") -> Proc:
+def group(bus: Bus, moe: Checkpoint, name: str = "moe", env: dict[str, str] | None = None) -> Proc:
     """Two supervised ranks, joined."""
     started = bus.add(
         wavebus(
             *("sidecar", "--broker", bus.address, "--dp-group", name, "--dp-size", "2"),
             *("--engine", "embedded", "--model", str(moe.folder)),
+            env=env,
         )
     )
     for _ in range(2):

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sidecar.cli_plan import ONE_PHASE_PAUSE
 from tests.integration.test_dp_restart import PROMPT, group
 from tests.integration.test_killed import LEASE_MS, engines, generate
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.support.procs import wavebus
+from tests.support.rank_start import at_start
 from trainer_agent import TrainerAgent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.integration.conftest import Bus
 
 
@@ -48,13 +50,11 @@ def load(endpoint: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_deadlock_are_restarted(
-    bus: Bus, moe: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_deadlock_are_restarted(bus: Bus, moe: Checkpoint, tmp_path: Path) -> None:
     """They pause in one phase, as they must not: one waits in its step for one that is paused.
     The broker finds out which, has all of them ended, and they serve again."""
-    monkeypatch.setenv(ONE_PHASE_PAUSE, "1")
-    supervisor = group(bus, moe)
+    env = at_start(tmp_path, "one_phase", "pause_in_one_phase", {})
+    supervisor = group(bus, moe, env=env)
     before = {name: engine.pid for name, engine in engines(bus).items()}
     load(engines(bus)["moe-0"].endpoint)
 

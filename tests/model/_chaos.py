@@ -17,11 +17,11 @@ from bus.journal.replay import Unplayable, replay_lives
 from bus.messages import Staging
 from bus.protocol.core.link import LinkState
 from bus.protocol.group.catch_up import stale_dp_groups
-from bus.testing.memory_network import Faults
 from tests.model import test_wave_model as waves
 from tests.model._play import Action, Play, Schedule
 from tests.model.test_whole_model import KINDS as WHOLE_KINDS
 from tests.sim.ground_truth import InvariantViolation
+from tests.sim.memory_network import Faults
 from tests.sim.process import Died
 
 if TYPE_CHECKING:

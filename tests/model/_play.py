@@ -41,8 +41,8 @@ from bus.protocol.engine.calls import (
     CallStart,
     CallWakeWeights,
 )
-from bus.testing.memory_network import Faults
 from tests.sim.engine import Behaviour, SimEngine
+from tests.sim.memory_network import Faults
 from tests.sim.watch import Watch
 from tests.sim.world import GROUP, SimWorld
 

@@ -13,10 +13,10 @@ from bus.protocol.core.link import LinkState
 from bus.protocol.dp.wave import WaveState
 from bus.protocol.engine.calls import CallPause
 from bus.protocol.group.pause import PauseState
-from bus.testing.memory_network import Faults
 from tests.model._lockstep import LockstepGroup
 from tests.model._play import SETTLE_MS, play_all, reached
 from tests.sim.ground_truth import InvariantViolation
+from tests.sim.memory_network import Faults
 from tests.sim.watch import Watch
 from tests.sim.world import SimWorld
 

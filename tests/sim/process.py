@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus.runtime.interfaces import Handle, OnFrame, OnRoutedFrame, Scheduler
-    from bus.testing.memory_network import MemoryClient, MemoryNetwork, MemoryServer
+    from tests.sim.memory_network import MemoryClient, MemoryNetwork, MemoryServer
 
 
 class Died(BaseException):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bus.testing.clock import SimScheduler
-from bus.testing.memory_network import MemoryNetwork
+from tests.sim.clock import SimScheduler
+from tests.sim.memory_network import MemoryNetwork
 from tests.sim.process import Process
 
 

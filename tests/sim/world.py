@@ -17,10 +17,10 @@ from bus.protocol.engine.update_states import EngineUpdateState
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
 from bus.runtime.broker_server import BrokerServer
-from bus.testing.clock import SimScheduler
-from bus.testing.memory_network import Faults, MemoryNetwork
+from tests.sim.clock import SimScheduler
 from tests.sim.engine import Behaviour, SimEngine
 from tests.sim.memory_journal import MemoryJournal
+from tests.sim.memory_network import Faults, MemoryNetwork
 from tests.sim.process import Process
 from tests.sim.trainer import SimTrainer
 

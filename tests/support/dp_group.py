@@ -231,7 +231,8 @@ class DpGroup:
         folder: where their status pages are.
         model: the checkpoint's folder.
         size: how many.
-        options: more arguments of ``DataParallel``, such as ``coordinator``.
+        options: more arguments of ``DataParallel``, such as ``coordinator``; or
+            ``one_phase_pause``.
     """
 
     def __init__(self, folder: Path, model: Path, size: int, **options: Any) -> None:

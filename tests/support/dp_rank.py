@@ -30,6 +30,7 @@ from sidecar.embedded.engine import EmbeddedEngine
 from sidecar.embedded.parallel.options import DataParallel
 from sidecar.embedded.sampling import SamplingParams
 from sidecar.engine import Chunk
+from tests.support.one_phase import pause_in_one_phase
 
 if TYPE_CHECKING:
     from bus.messages import Verify
@@ -39,6 +40,8 @@ class Rank:
     """The engine, and what a call does with it."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
+        if spec.pop("one_phase_pause", False):
+            pause_in_one_phase()
         coordinator = spec.pop("coordinator", None)
         options = {key: spec.pop(key) for key in ("model", "max_num_seqs") if key in spec}
         page = spec.pop("core_page", None)

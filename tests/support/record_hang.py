@@ -11,7 +11,7 @@ from typing import Final
 
 import bus.log
 from bus.protocol.engine.calls import CallPause
-from bus.testing.memory_network import Faults
+from tests.sim.memory_network import Faults
 from tests.sim.world import SimWorld
 
 HANG: Final = Path(__file__).resolve().parents[1] / "data" / "hang.journal"

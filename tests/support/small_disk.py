@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bus.journal.writer import LEAST_BYTES, JournalWriter
 from bus.protocol.broker.config import BrokerConfig
-from bus.testing.clock import SimScheduler
+from tests.sim.clock import SimScheduler
 
 RECORDS = 20
 SIZE_BYTES = 1000

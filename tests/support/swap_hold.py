@@ -11,24 +11,15 @@ import asyncio
 import contextlib
 import os
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
+
+from tests.support.rank_start import at_start
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 _SOCKET: Final = "WAVEBUS_TESTS_SWAPS"
-_ROOT: Final = Path(__file__).resolve().parents[2]
-# Python runs this at its start. A rank is known by its command line, and nobody else waits for the
-# imports.
-_AT_START: Final = """\
-import sys
-
-if "--dp-rank" in sys.orig_argv:
-    from tests.support.swap_hold import hold_embedded
-
-    hold_embedded()
-"""
 
 
 def _place(folder: Path) -> Path:
@@ -37,15 +28,8 @@ def _place(folder: Path) -> Path:
 
 def environment(folder: Path, others: Mapping[str, str]) -> dict[str, str]:
     """``others``, and what makes ranks ask; of vLLM's cores :func:`hold_vllm` must be a plugin."""
-    here = folder / "at_start"
-    here.mkdir(exist_ok=True)
-    (here / "sitecustomize.py").write_text(_AT_START, encoding="utf-8")
-    path = [str(here), str(_ROOT), others.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
-    return {
-        **others,
-        _SOCKET: str(_place(folder)),
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-    }
+    started = at_start(folder, "swap_hold", "hold_embedded", others)
+    return {**started, _SOCKET: str(_place(folder))}
 
 
 def hold_embedded() -> None:

@@ -286,7 +286,7 @@ def test_steps_do_not_wait_for_the_chunks_of_an_update_that_is_let_go() -> None:
     cpu = torch.device("cpu")
     inbox, staged = ChunkReceiver(cpu), Staged()
     inbox.use("silent", Silent())
-    inbox.begin(0, (), "silent", b"")
+    inbox.begin(0, ((),), "silent", b"")
     loadable: Any = SimpleNamespace(staged=staged)
     arms: Any = None  # nobody asks
     stager = Stager(loadable, inbox, None, cpu, arms)

@@ -23,7 +23,7 @@ from bus.errors import BusTimeout, WavebusError, refusal
 from bus.messages import ChunkSent, Step
 from bus.protocol.trainer.chunk_window import ChunkWindow
 from trainer_agent.update.plan import UpdatePlan
-from trainer_agent.update.steps import announce_chunk, flat_task_group
+from trainer_agent.update.steps import flat_task_group
 from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.source import Devices, as_described, tensor_metas
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bus.weight_transfer.base import Sender
     from trainer_agent.connection import Connection
     from trainer_agent.report import UpdateReport
-    from trainer_agent.update.steps import SendStep, Steps
+    from trainer_agent.update.steps import Steps
     from trainer_agent.update.transport import Transport
     from trainer_agent.update.update import Update
     from trainer_agent.weights.snapshot import WeightsCopy
@@ -84,14 +84,14 @@ class ChunkStream:
         while len(self._filled) < min(self._sender.prefetch_depth, self.plan.chunks):
             self._filled.append(await self._put(len(self._filled)))
 
-    async def send(self, update: Update, step: SendStep) -> None:
+    async def send(self, update: Update, steps: Steps) -> None:
         """Announces every chunk once engines are paused, and sends it once they have started.
 
         Returns when every engine has applied every chunk.
 
         Args:
             update: the update.
-            step: sends one message and waits until all engines have acknowledged it.
+            steps: sends the chunk's messages, and waits until all engines have acknowledged them.
         """
         sender = self._sender
         window = ChunkWindow(
@@ -104,16 +104,16 @@ class ChunkStream:
                 if sender.packed and seq + 1 == self.plan.chunks:
                     self.on_released()
                 await update.paused.wait()
-                tasks.start_soon(self._send, update, chunk, step, window)
+                tasks.start_soon(self._send, update, chunk, steps, window)
         self.on_released()
 
     async def _send(
-        self, update: Update, chunk: _FilledChunk, step: SendStep, window: ChunkWindow
+        self, update: Update, chunk: _FilledChunk, steps: Steps, window: ChunkWindow
     ) -> None:
         """Announces and sends a chunk, then CHUNK_SENT; waits until engines have applied it."""
         seq = chunk.seq
         window.on_announced(seq)
-        async with announce_chunk(step, self.plan.chunk_meta(update.id, seq, chunk.handle)):
+        async with steps.announce_chunk(self.plan.chunk_meta(update.id, seq, chunk.handle)):
             await update.started.wait()
             async with self._send_lock:
                 if self._sender.can_queue:
@@ -128,7 +128,8 @@ class ChunkStream:
             # The previous chunk's thread may return later than this one's.
             await self._wait_until(window.is_next_sent, seq)
             async with flat_task_group() as tasks:
-                tasks.start_soon(step, ChunkSent(update.id, seq, self.verify, chunk.sums))
+                sent = ChunkSent(update.id, seq, self.verify, chunk.sums)
+                tasks.start_soon(steps.send_chunk, sent)
                 await anyio.lowlevel.checkpoint()  # lets CHUNK_SENT leave first
                 self._note(window.on_sent, seq)
                 if window.has_sent_all:
@@ -245,7 +246,7 @@ async def send_stream(
     try:
         async with flat_task_group() as tasks:
             tasks.start_soon(update.start)
-            tasks.start_soon(stream.send, update, steps.step)
+            tasks.start_soon(stream.send, update, steps)
             await stream.all_sent.wait()
             stream.plan.warn_of_nonfinite(update.id)
             return await update.commit(label, stream.verify)

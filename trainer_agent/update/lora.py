@@ -29,7 +29,6 @@ from bus.messages import ChunkSent, TransferInit
 from bus.weight_transfer.formats import SHM_FOLDER, encode
 from trainer_agent.update.chunk_stream import do_nothing
 from trainer_agent.update.plan import UpdatePlan
-from trainer_agent.update.steps import announce_chunk
 from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.source import meta_of
 
@@ -127,10 +126,8 @@ async def send_adapter(
         sums = await anyio.to_thread.run_sync(adapter.sums, verify)
         await update.release_ranks(do_nothing)
         await update.start()
-        async with announce_chunk(
-            steps.step, adapter.plan.chunk_meta(update.id, 0, written.handle)
-        ):
-            await steps.step(ChunkSent(update.id, 0, verify, sums))
+        async with steps.announce_chunk(adapter.plan.chunk_meta(update.id, 0, written.handle)):
+            await steps.send_chunk(ChunkSent(update.id, 0, verify, sums))
         adapter.plan.warn_of_nonfinite(update.id)
         return await update.commit(label, verify)
     finally:

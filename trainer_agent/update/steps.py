@@ -6,10 +6,9 @@ requests in that order. The functions at the end send several requests at once.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from bus.errors import WavebusError
-    from bus.messages import WeightChunkMeta
+    from bus.messages import ChunkSent, WeightChunkMeta
     from trainer_agent.connection import Connection
     from trainer_agent.options import PauseOptions
 
@@ -94,7 +93,7 @@ class Steps:
         async with self.resume_on_failure(update_id):
             return await self.step(self.pause_message(update_id, options))
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def resume_on_failure(self, update_id: str) -> AsyncIterator[None]:
         """Ends a pause if a step in the block fails or is cancelled."""
         try:
@@ -138,6 +137,28 @@ class Steps:
             self._log.warning("engines_not_resumed", engines=list(done.excluded))
         return done
 
+    async def send_chunk(self, message: WeightChunkMeta | ChunkSent) -> GroupAck:
+        """Sends one of a chunk's two messages, which change nothing of the pause.
+
+        Raises:
+            Refused: as :meth:`step`.
+            BusTimeout: as :meth:`step`.
+        """
+        await self.connection.wait_until_delivered(message, self._timeout_s)
+        self.window.require_epoch(self.connection.epoch, message.update_id)
+        return await self.connection.ask(message, GroupAck)
+
+    @asynccontextmanager
+    async def announce_chunk(self, meta: WeightChunkMeta) -> AsyncIterator[None]:
+        """Announces a chunk, and after the block waits until engines have applied it.
+
+        The block must send the chunk, and CHUNK_SENT.
+        """
+        async with flat_task_group() as tasks:
+            tasks.start_soon(self.send_chunk, meta)
+            await anyio.lowlevel.checkpoint()  # the request has left
+            yield
+
     async def probe(self, probe: Probe) -> ProbeReport:
         """Runs the canary's probes on all engines, and returns their results.
 
@@ -145,11 +166,8 @@ class Steps:
             Refused: as :meth:`step`.
             BusTimeout: as :meth:`step`.
         """
-        self.window.on_asked(probe, self.connection.epoch)
+        self.window.require_epoch(self.connection.epoch, probe.update_id)
         return await self.connection.ask(probe, ProbeReport)
-
-
-SendStep: TypeAlias = "Callable[[Message], Coroutine[object, object, GroupAck]]"
 
 
 @asynccontextmanager
@@ -167,18 +185,6 @@ async def ask_in_order(*asks: Callable[[], Coroutine[object, object, object]]) -
     async with flat_task_group() as tasks:
         for ask in asks:
             tasks.start_soon(ask)
-
-
-@asynccontextmanager
-async def announce_chunk(step: SendStep, meta: WeightChunkMeta) -> AsyncIterator[None]:
-    """Announces a chunk, and after the block waits until engines have applied it.
-
-    The block must send the chunk, and CHUNK_SENT.
-    """
-    async with flat_task_group() as tasks:
-        tasks.start_soon(step, meta)
-        await anyio.lowlevel.checkpoint()  # the request has left
-        yield
 
 
 def first_error(error: BaseException) -> BaseException:

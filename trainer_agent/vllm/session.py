@@ -42,7 +42,7 @@ from bus.weight_transfer.allocation import ALONE
 from trainer_agent.failures import own_nack
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.rank_sync import wait_for_rank_zero
-from trainer_agent.update.steps import announce_chunk, first_error
+from trainer_agent.update.steps import first_error
 from trainer_agent.vllm import native_payloads, payloads
 from trainer_agent.vllm.client_update import ClientUpdate, copy_of_error
 from trainer_agent.vllm.patches import NextPatch
@@ -330,11 +330,11 @@ class TrainerEngineSession:
                 )
             current.verified = sent.verify
             await current.wait_until_paused()
-            async with announce_chunk(self._steps.step, meta):
+            async with self._steps.announce_chunk(meta):
                 if self._native_transport is not None:
                     with anyio.move_on_after(self._timeout_s):  # gathering is the trainer's time
                         await current.wait_until_taken(meta.chunk)
-                answer = asyncio.ensure_future(self._steps.step(sent))
+                answer = asyncio.ensure_future(self._steps.send_chunk(sent))
                 if meta.chunk + 1 == current.plan.chunks:
                     current.update.finish()
                 done = await answer

@@ -22,7 +22,6 @@ from bus.protocol.core.access import (
     STRANGERS_FRAME_BYTES,
     Bucket,
     cost_of,
-    outside_bounds,
     outside_key,
     outside_role,
 )
@@ -33,7 +32,7 @@ from bus.protocol.core.membership import WATCHERS, Membership, Peer, place_of
 from bus.protocol.group.replies import engine_fields, lacking
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from bus.errors import DecodeError
     from bus.protocol.core.access import KeyRole
@@ -57,7 +56,7 @@ class Broker:
         self.keys = keys
         self.peers = Membership(self.config.peer_timeout_ms)
         self.groups = GroupTable(self.config, self.peers)
-        self._sweep_ms = 0.0
+        self._sweep_ms = self._due_ms = 0.0  # of the next tick, at the latest
         self._strangers: dict[bytes, Bucket] = {}
         self._views = Bucket(self.config.limits.status, 0.0)
 
@@ -94,15 +93,16 @@ class Broker:
         # A frame costs the same however many groups there are: it changes its sender's, which may
         # have been another one before a JOIN.
         touched = {envelope.group, known.group} if known else {envelope.group}
-        return self.groups.review(touched, effects, now_ms)
+        return self._review(touched, effects, now_ms)
 
     def _on_message(
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float, user: str
     ) -> list[Effect]:
-        if self.keys is not None:
-            outside = outside_key(self.keys, user, message)
-            if outside is not None:
-                return self._reject_key(route, envelope, message, outside, user, now_ms)
+        joins_as = message.role if isinstance(message, m.Join) else None
+        if self.keys is not None and (
+            outside := outside_key(self.keys, user, type(message), joins_as)
+        ):
+            return self._reject_key(route, envelope, message, outside, user, now_ms)
         if type(message) is m.Join:
             return self._join(route, envelope, message, now_ms, user)
         peer = self.peers.by_route.get(route)
@@ -113,8 +113,7 @@ class Broker:
             or peer.user != user
         ):
             return self._stranger(route, envelope, message, now_ms)
-        outside = outside_role(peer.role, message)
-        if outside is not None:
+        if outside := outside_role(peer.role, type(message)):
             return self._forbidden(route, envelope, outside, now_ms)
         if envelope.seq <= peer.last_seq:
             if type(message) is m.Nack:
@@ -313,7 +312,11 @@ class Broker:
     def _admit(
         self, route: bytes, envelope: m.Envelope, join: m.Join, now_ms: float, user: str
     ) -> tuple[Peer, Group | None] | Failure:
-        if refused := self._refuse_more(route, envelope, join, now_ms):
+        other = self.peers.by_route.get(route)
+        if other is not None and other.name != envelope.sender:
+            detail = f"this connection is {other.name}'s"
+            return Failure(m.NackCode.FORBIDDEN, detail, field="sender", peer=other.name)
+        if refused := self.groups.refuse_more(envelope, join, now_ms):
             return refused
         peer = self.peers.join(
             name=envelope.sender,
@@ -344,20 +347,6 @@ class Broker:
                 self._drop_peer(peer)
                 return refused
         return peer, group
-
-    def _refuse_more(
-        self, route: bytes, envelope: m.Envelope, join: m.Join, now_ms: float
-    ) -> Failure | None:
-        """Returns why a JOIN exceeds limits of connections, groups, epochs or versions."""
-        other = self.peers.by_route.get(route)
-        if other is not None and other.name != envelope.sender:
-            detail = f"this connection is {other.name}'s"
-            return Failure(m.NackCode.FORBIDDEN, detail, field="sender", peer=other.name)
-        epoch, version = self.groups.numbers(envelope.group)
-        refused = outside_bounds("epoch", envelope.epoch, epoch)
-        if join.engine is not None:
-            refused = refused or outside_bounds("version", join.engine.version, version)
-        return refused or self.groups.refuse_more(envelope.group, now_ms)
 
     def _stranger(
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float
@@ -393,7 +382,7 @@ class Broker:
             key = keys.get(peer.user)
             if key is None or peer.role not in JOINS_AS[key]:
                 effects += self._remove_peer(peer, "peer_lost", "its key was taken away", now_ms)
-        return self.groups.review(self.groups, effects, now_ms)
+        return self._review(self.groups, effects, now_ms)
 
     # -- time -----------------------------------------------------------------
 
@@ -413,12 +402,20 @@ class Broker:
             self.groups.drop_unused(now_ms)
         for group in self.groups.values():
             effects += group.tick(now_ms)
-        self.groups.due_ms = self._sweep_ms
-        return self.groups.review(self.groups, effects, now_ms)
+        self._due_ms = self._sweep_ms
+        return self._review(self.groups, effects, now_ms)
 
     def next_deadline_ms(self) -> float:
         """Returns when :meth:`tick` is due at the latest."""
-        return self.groups.due_ms
+        return self._due_ms
+
+    def _review(self, names: Iterable[str], effects: list[Effect], now_ms: float) -> list[Effect]:
+        """Processes what has changed of these groups: routes, and when the next tick is due."""
+        for group in (self.groups[name] for name in names if name in self.groups):
+            effects = group.review(effects, self.peers.watchers, now_ms)
+            if (due_ms := group.next_deadline_ms()) is not None:
+                self._due_ms = min(self._due_ms, due_ms)
+        return effects
 
     def _drop_peer(self, peer: Peer) -> None:
         self.peers.remove(peer)

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from bus.messages import NackCode
 from bus.protocol.broker.config import GROUP_KEPT_MS, LEASE_PER_PEER_TIMEOUT, MAX_GROUPS
+from bus.protocol.core.access import outside_bounds
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.membership import WATCHERS
 from bus.protocol.group.catch_up import GroupVersion
 from bus.protocol.group.group import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from bus.messages import Envelope, Join
     from bus.protocol.broker.config import BrokerConfig
     from bus.protocol.core.effects import Effect
     from bus.protocol.core.membership import Membership
@@ -23,26 +23,14 @@ class GroupTable(dict[str, Group]):
     """Holds all groups of the broker.
 
     The epoch and version of a removed group are kept, because they only grow.
-
-    Attributes:
-        due_ms: when the next tick is due, at the latest.
     """
 
     def __init__(self, config: BrokerConfig, peers: Membership) -> None:
         super().__init__()
         self._config = config
         self._peers = peers
-        self.due_ms = 0.0
         self._unused_ms: dict[str, float] = {}  # groups without peers, since when
         self._forgotten: dict[str, tuple[int, GroupVersion]] = {}  # of removed groups
-
-    def numbers(self, name: str) -> tuple[int, int]:
-        """Returns the epoch and version of the named group, even if removed; zeros if unknown."""
-        group = self.get(name)
-        if group is not None:
-            return group.epoch, group.version
-        epoch, served = self._forgotten.get(name, (0, GroupVersion()))
-        return epoch, served.value
 
     def get_or_make(self, name: str) -> Group:
         """Returns the group of that name; makes it if there is none."""
@@ -60,14 +48,25 @@ class GroupTable(dict[str, Group]):
                 group.session.epoch, group.served = self._forgotten.pop(name)
         return group
 
-    def refuse_more(self, name: str, now_ms: float) -> Failure | None:
-        """Returns why no group of that name can be made; None: it can."""
-        if name not in self and len(self) >= MAX_GROUPS:
-            self.drop_unused(now_ms, kept_ms=0.0)
-            if len(self) >= MAX_GROUPS:
-                detail = f"there are {len(self)} groups"
-                return Failure(NackCode.RATE_LIMITED, detail, field="group")
-        return None
+    def refuse_more(self, envelope: Envelope, join: Join, now_ms: float) -> Failure | None:
+        """Returns why a JOIN exceeds the limits of epochs, versions or groups; None: it does not.
+
+        A removed group has its epoch and version, and an unknown one has zeros.
+        """
+        name, group = envelope.group, self.get(envelope.group)
+        epoch, served = self._forgotten.get(name, (0, GroupVersion()))
+        version = served.value
+        if group is not None:
+            epoch, version = group.epoch, group.version
+        refused = outside_bounds("epoch", envelope.epoch, epoch)
+        if join.engine is not None:
+            refused = refused or outside_bounds("version", join.engine.version, version)
+        if refused or group is not None or len(self) < MAX_GROUPS:
+            return refused
+        self.drop_unused(now_ms, kept_ms=0.0)
+        if len(self) < MAX_GROUPS:
+            return None
+        return Failure(NackCode.RATE_LIMITED, f"there are {len(self)} groups", field="group")
 
     def drop_unused(self, now_ms: float, kept_ms: float = GROUP_KEPT_MS) -> None:
         """Removes the groups that have had no peer for ``kept_ms``."""
@@ -81,25 +80,6 @@ class GroupTable(dict[str, Group]):
         while len(self._forgotten) > MAX_GROUPS:
             del self._forgotten[next(iter(self._forgotten))]
 
-    def review(self, names: Iterable[str], effects: list[Effect], now_ms: float) -> list[Effect]:
-        """Processes changes of these groups' routes.
-
-        Watchers get the new routes, messages to engines that have left the routes may be held, and
-        the next tick may be due earlier.
-        """
-        for group in (self[name] for name in names if name in self):
-            rerouted = group.reroute(self._watchers, now_ms)
-            if group.routing.is_holding:
-                effects = group.routing.hold(effects)
-            effects = effects + rerouted
-            due_ms = group.next_deadline_ms()
-            if due_ms is not None and due_ms < self.due_ms:
-                self.due_ms = due_ms
-        return effects
-
     def remove_watcher(self, watcher: bytes) -> list[Effect]:
         """Removes a watcher that has left, so that no group waits for its confirmation."""
         return [e for each in self.values() for e in each.routing.remove_watchers((watcher,))]
-
-    def _watchers(self) -> tuple[bytes, ...]:
-        return tuple(peer.route for peer in self._peers if peer.role in WATCHERS)

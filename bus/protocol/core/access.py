@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from bus.messages import MAX_FRAME_BYTES, VERBS, WIRE_NAMES, Join, Message, NackCode, Role
+from bus.messages import MAX_FRAME_BYTES, VERBS, WIRE_NAMES, Message, NackCode, Role
 from bus.protocol.core.failures import Failure
 
 if TYPE_CHECKING:
@@ -151,28 +151,31 @@ KEY_VERBS: Final[dict[KeyRole, Verbs]] = {
 }
 
 
-def outside_role(role: Role, message: Message) -> Failure | None:
-    """Returns why a peer of this role must not send a message; None: it may."""
-    if type(message) in VERBS[role]:
+def outside_role(role: Role, kind: type[Message]) -> Failure | None:
+    """Returns why a peer of this role must not send a message of this kind; None: it may."""
+    if kind in VERBS[role]:
         return None
-    return _forbidden(f"a peer of role {role} does not send {WIRE_NAMES[type(message)]}")
+    return _forbidden(f"a peer of role {role} does not send {WIRE_NAMES[kind]}")
 
 
-def outside_key(keys: Mapping[str, KeyRole], user: str, message: Message) -> Failure | None:
-    """Returns why a key forbids a message; None: it does not.
+def outside_key(
+    keys: Mapping[str, KeyRole], user: str, kind: type[Message], joins_as: Role | None = None
+) -> Failure | None:
+    """Returns why a key forbids a message of this kind; None: it does not.
 
     Args:
         keys: the authorised keys, with their roles.
         user: the key that the sender has proven to have.
-        message: the message.
+        kind: the message's class.
+        joins_as: the role that a JOIN names; None: it is no JOIN.
     """
     role = keys.get(user)
     if role is None:
         return _forbidden("the key is not authorised", field="sender")
-    if type(message) not in KEY_VERBS[role]:
-        return _forbidden(f"a key of role {role} does not send {WIRE_NAMES[type(message)]}")
-    if isinstance(message, Join) and message.role not in JOINS_AS[role]:
-        return _forbidden(f"a key of role {role} does not join as {message.role}", field="role")
+    if kind not in KEY_VERBS[role]:
+        return _forbidden(f"a key of role {role} does not send {WIRE_NAMES[kind]}")
+    if joins_as is not None and joins_as not in JOINS_AS[role]:
+        return _forbidden(f"a key of role {role} does not join as {joins_as}", field="role")
     return None
 
 

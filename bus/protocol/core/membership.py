@@ -339,3 +339,7 @@ class Membership:
         """Returns the peers that were silent for longer than ``peer_timeout_ms``."""
         limit = now_ms - self.peer_timeout_ms
         return [peer for peer in self.by_name.values() if peer.last_heard_ms < limit]
+
+    def watchers(self) -> tuple[bytes, ...]:
+        """Returns the routes of all peers that are told of routable engines."""
+        return tuple(peer.route for peer in self.by_name.values() if peer.role in WATCHERS)

@@ -1,8 +1,7 @@
-"""Executes transition tables of machines, reports illegal events, and draws diagrams."""
+"""Executes transition tables of machines, and reports illegal events."""
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
@@ -54,29 +53,6 @@ class StateMachine(Generic[S, E]):
 
     def _illegal(self, event: str) -> IllegalTransition:
         return IllegalTransition(self._name, self._state, event, self._story)
-
-
-def state_diagram(transitions: Mapping[tuple[S, E], S], initial: S) -> str:
-    """Returns a Mermaid ``stateDiagram-v2`` of the table's transitions, in the table's order.
-
-    Events that lead from one state to the same next state share an arrow.
-    """
-    arrows: dict[tuple[S, S], list[str]] = {}
-    for (state, event), following in transitions.items():
-        arrows.setdefault((state, following), []).append(event.name)
-    states = dict.fromkeys(state for arrow in arrows for state in arrow)
-    lines = ["stateDiagram-v2"]
-    lines += [f'    state "{s.value}" as {_id(s)}' for s in states if s.value != _id(s)]
-    lines.append(f"    [*] --> {_id(initial)}")
-    lines += [
-        f"    {_id(state)} --> {_id(following)}: {', '.join(events)}"
-        for (state, following), events in arrows.items()
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _id(state: StrEnum) -> str:
-    return re.sub(r"\W+", "_", state.value)
 
 
 class IllegalTransition(ProtocolError):

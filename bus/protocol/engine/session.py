@@ -183,7 +183,7 @@ class EngineSession:
 
     def _pause_first(self) -> list[c.SessionEffect]:
         """A swap that waits for peer ranks would hold up the pause that was asked for."""
-        return [c.CallCancelSwap()] if self.lease.peers and self.update.swapping else []
+        return [c.CallCancelSwap()] if self.lease.peers and self.update.swap else []
 
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
         if self.update.state is not EngineUpdateState.NONE:

@@ -144,19 +144,15 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     @property
     def has_loaded(self) -> bool:
-        """Whether some of that part's new weights may have been loaded."""
-        return self._loaded and self.in_place
+        """Whether some of that part's new weights are loaded, or are being loaded now."""
+        loads = self._loaded or isinstance(self._queue.running(), c.CallLoad)
+        return loads and self.in_place
 
     @property
     def swap(self) -> c.CallSwap | None:
         """The swap call that runs; None: none."""
         running = self._queue.running()
         return running if isinstance(running, c.CallSwap) else None
-
-    @property
-    def swapping(self) -> bool:
-        """Whether a swap call runs."""
-        return self.swap is not None
 
     def about_to_serve(self, version: int) -> bool:
         """Returns whether the engine has staged this version or a later one.
@@ -304,7 +300,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         self._queue.drop_waiting()
         if isinstance(self._queue.running(), _UPDATE_CALLS):
             self._abort_asked = msg_id
-            return [c.CallCancelSwap()] if self.swapping else []
+            return [c.CallCancelSwap()] if self.swap else []
         return self._begin_abort(msg_id)
 
     # -- results --------------------------------------------------------------

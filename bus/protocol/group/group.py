@@ -19,7 +19,7 @@ Methods take an event, with ``now_ms``, and return effects.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus import messages as m
 from bus.protocol.core.ack_barrier import STILL_CLOSED
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.membership import Peer
     from bus.protocol.group.group_state import Action
+
+    Watchers: TypeAlias = Callable[[], tuple[bytes, ...]]  # returns their routes
 
 # These steps change engines' phases and versions, and so possibly which engines are routable.
 _MOVES: Final = frozenset({m.Step.SLEEP, m.Step.RESUME, m.Step.COMMIT, m.Step.ABORT})
@@ -382,14 +384,14 @@ class Group(GroupState):
 
     # -- what others see ---------------------------------------------------------
 
-    def reroute(self, watchers: Callable[[], tuple[bytes, ...]], now_ms: float) -> list[Effect]:
-        """Sends the routable engines to watchers, if they have changed."""
+    def review(self, effects: list[Effect], watchers: Watchers, now_ms: float) -> list[Effect]:
+        """Sends changed routes to watchers; may hold messages to engines that have left them."""
         routes = self.routing.changed(self.version, now_ms)
+        effects = self.routing.hold(effects) if self.routing.is_holding else effects
         if routes is None:
-            return []
-        engines = [route.engine for route in routes.engines]
-        note = self.note("routes", "", "info", {"version": routes.version, "engines": engines})
-        return [note, *self.tell_routes(watchers())]
+            return effects
+        fields = {"version": routes.version, "engines": [each.engine for each in routes.engines]}
+        return [*effects, self.note("routes", "", "info", fields), *self.tell_routes(watchers())]
 
     def tell_routes(self, watchers: tuple[bytes, ...]) -> list[Effect]:
         """Sends watchers the routes that were announced last."""

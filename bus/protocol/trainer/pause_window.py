@@ -69,8 +69,8 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
         """Whether the trainer holds its group paused."""
         return self.state is not _S.NONE
 
-    def on_asked(self, message: Message, epoch: int) -> None:
-        """Checks the epoch of a step before its request; records a SLEEP.
+    def require_epoch(self, epoch: int, update_id: str) -> None:
+        """Checks the epoch of a step of ``update_id`` before its request.
 
         Raises:
             UpdateFailed: with code ``fenced``, if the pause was made in another epoch.
@@ -80,7 +80,15 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
             detail = "the bus took this trainer for dead, and has resumed its engines"
             hint = "keep the event loop free, or use SyncTrainerAgent"
             failure = Failure(NackCode.FENCED, detail, field="epoch", hint=hint)
-            raise UpdateFailed(failure.nack("update", getattr(message, "update_id", "")))
+            raise UpdateFailed(failure.nack("update", update_id))
+
+    def on_asked(self, message: Message, epoch: int) -> None:
+        """Records that a step is about to be requested; chunks need :meth:`require_epoch` alone.
+
+        Raises:
+            UpdateFailed: as :meth:`require_epoch`.
+        """
+        self.require_epoch(epoch, getattr(message, "update_id", ""))
         if isinstance(message, Sleep):
             self._go(_E.SLEEP_ASKED)
 

@@ -18,10 +18,6 @@ and reports that at the agreements. When all are ready, all swap at once. So no 
 in advance, which a rank might have passed. If one rank is not ready (it got no swap, can't swap, or
 had it cancelled), all ranks continue with the old weights. An idle group starts a wave for a swap.
 A pause has no step at which to agree: a swap that waits when all ranks have paused is cancelled.
-
-:class:`OnePhaseCore` pauses in one phase, which is wrong: tests show the deadlock that follows. Its
-pause is acknowledged at once, whatever the core is doing. The rank makes no more steps, and ignores
-START_DP_WAVE. If another rank is in a step, that rank blocks there for ever.
 """
 
 from __future__ import annotations
@@ -39,7 +35,6 @@ from sidecar.embedded.core import EngineCore
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bus.messages import PauseMode
     from sidecar.dp_coordinator.frames import CoreReport
     from sidecar.embedded.model import ModelRunner
     from sidecar.embedded.parallel.group import RankGroup
@@ -236,28 +231,3 @@ class LockstepCore(EngineCore):
 
     def _note(self, event: str, **fields: object) -> None:
         self._log.debug(event, wave=self._waves.number, step=self._waves.step, **fields)
-
-
-class OnePhaseCore(LockstepCore):
-    """Pauses in one phase, as engines did before pauses had two."""
-
-    def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
-        """Pauses, and acknowledges at once."""
-        super().pause(mode, clear_cache=clear_cache)
-        at_once: Future[None] = Future()
-        at_once.set_result(None)
-        return at_once
-
-    def resume(self) -> None:
-        """Resumes without the other ranks."""
-        self.require_paused("resume")
-        self._mode = None
-        self._waves.on_resumed(unfinished=False)
-
-    def _on_pause_requested(self) -> None:
-        self._waves.paused = self._waves.agreed = True
-        self._waves.running = False
-        self._note("locally_paused", mode=self._mode)
-
-    def _has_step(self) -> bool:
-        return not self._waves.paused and super()._has_step()

@@ -30,8 +30,6 @@ class DataParallel:
         bus_group: the group on the bus that the DP group belongs to.
         sync_interval: steps between two agreements; equal on all ranks.
         join_timeout_s: how long the ranks wait for each other at the start, in seconds.
-        one_phase_pause: for tests alone: pause in one phase, which is wrong
-            (:mod:`sidecar.embedded.parallel.core`).
 
     Raises:
         UsageError: a field is wrong. The text names the field.
@@ -46,7 +44,6 @@ class DataParallel:
     bus_group: str = "policy"
     sync_interval: int = DEFAULT_INTERVAL
     join_timeout_s: float = 120.0
-    one_phase_pause: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 2:  # noqa: PLR2004 - one rank is no group

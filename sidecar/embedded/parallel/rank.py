@@ -22,7 +22,7 @@ from sidecar.dp_coordinator.process import (
     DpCoordinatorFailed,
     DpCoordinatorProcess,
 )
-from sidecar.embedded.parallel.core import LockstepCore, OnePhaseCore
+from sidecar.embedded.parallel.core import LockstepCore
 from sidecar.embedded.parallel.group import GroupExchange, Rendezvous
 from sidecar.embedded.parallel.liveness import RankLiveness
 from sidecar.embedded.parallel.waves import RankWaves
@@ -100,8 +100,7 @@ class DpRank:
     ) -> LockstepCore:
         """Makes the core of this rank; see :class:`LockstepCore`."""
         options = self.options
-        kind = OnePhaseCore if options.one_phase_pause else LockstepCore
-        self._core = kind(
+        self._core = LockstepCore(
             model,
             slots=slots,
             publish=publish,

@@ -9,7 +9,7 @@ from bus.errors import Refused
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.update import UpdateState
-from bus.testing.memory_network import Faults
+from tests.sim.memory_network import Faults
 from tests.sim.watch import Watch
 from tests.sim.world import SimWorld
 

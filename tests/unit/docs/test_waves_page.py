@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bus.protocol.diagrams import diagrams, fill_page
+from tests.support.diagrams import diagrams, fill_page
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/waves.md").read_text(encoding="utf-8")
 
 
 def test_its_diagrams_are_the_machines_tables() -> None:
-    """Else: ``python -m bus.cli.diagrams --write docs/waves.md``."""
+    """Else: ``python -m tests.support.diagrams --write docs/waves.md``."""
     assert fill_page(PAGE) == PAGE
 
 

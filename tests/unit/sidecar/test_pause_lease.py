@@ -22,14 +22,14 @@ from bus.protocol.engine.calls import (
     CallStart,
 )
 from bus.protocol.engine.pause import EnginePauseState
-from sidecar.pause_lease import PauseLeaseWriter
+from sidecar.pause_lease import UPDATE_CALLS, PauseLeaseWriter
 from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease, deadline_ns
 from tests.sim.makers import make_chunk, make_sent
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
 
 if TYPE_CHECKING:
     from bus.protocol.core.effects import Note
-    from bus.protocol.engine.calls import Call
+    from bus.protocol.engine.calls import SessionEffect
     from sidecar.shared_pages.pause_lease import Begun, OutcomeState
 
 _S = EnginePauseState
@@ -74,12 +74,18 @@ class Kept(Driver):
         self.now_ms = 0.0
         self.owner = PauseLeaseWriter(self.page, self.session, "e0")  # type: ignore[arg-type]
 
-    def keep(self, call: Call | None = None) -> list[Note]:
-        return self.owner.write(self.now_ms, call)
+    def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
+        """As a driver's. A pause call begins a lease of its own."""
+        if any(isinstance(each, CallPause) for each in effects):
+            self.owner.begin_pause()
+        return super().take(effects)
+
+    def keep(self) -> list[Note]:
+        return self.owner.write(self.now_ms)
 
     @property
     def held(self) -> PauseLease:
-        self.keep(self.running)
+        self.keep()
         assert self.page.held is not None
         return self.page.held
 
@@ -175,12 +181,14 @@ def test_under_a_hold_that_is_void_no_update_is_called(kept: Kept, state: Outcom
     kept.armed().paused()
     kept.ends(state)
     kept.command(UpdateStart("u1"))
+    assert isinstance(kept.running, UPDATE_CALLS)
+    kept.keep()
     with pytest.raises(EngineError, match="the pause's lease was over, and the engine is") as found:
-        kept.keep(kept.running)
+        kept.owner.require_held()
     assert found.value.code is NackCode.WRONG_STATE
     kept.failed()
     kept.command(Resume("u1"))
-    kept.keep(CallResume(asleep=False))  # that it may
+    assert not isinstance(kept.running, UPDATE_CALLS)
 
 
 def test_an_engine_that_another_living_sidecar_holds_is_not_taken_over(kept: Kept) -> None:

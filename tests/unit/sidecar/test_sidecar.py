@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from bus.errors import EngineError, Refused
 from bus.messages import NackCode, PauseLocal, StartDpWave
@@ -19,6 +20,7 @@ from sidecar import Sidecar
 from sidecar import sidecar as module
 from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
+from sidecar.shared_pages.pause_lease import LeaseOutcome
 from tests.support.broker import a_broker
 from trainer_agent import TrainerAgent
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from bus.messages import PauseMode
     from bus.protocol.core.effects import Note
+    from sidecar.shared_pages.pause_lease import PauseLease
 
 TIMEOUT_S = 60.0
 REQUESTS = tuple(f"{n:0300}" for n in range(MAX_REQUEST_IDS + 1))
@@ -77,6 +80,40 @@ class Joining(Recorded):
         if self.refusals:
             self.refusals -= 1
             raise EngineError("no")
+
+
+class Leased(Recorded):
+    """Keeps its lease page, and may end its pause by itself before an update begins. A load ends
+    when the page has been written during it."""
+
+    def __init__(self, *, ends_pause: bool = False) -> None:
+        super().__init__()
+        self.page: PauseLease | None = None
+        self.serials: list[int] = []  # of its pause calls
+        self.partial: list[tuple[str, ...]] = []  # on the page: before, and in each load
+        self._ends_pause = ends_pause
+        self._written = asyncio.Event()
+
+    def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
+        if self._ends_pause and lease is not None and lease.begun:
+            return LeaseOutcome(lease.serial, "resumed", "nobody renewed the lease")
+        self.page = lease
+        self._written.set()
+        return None
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:  # noqa: ARG002
+        assert self.page is not None
+        self.serials.append(self.page.serial)
+
+    async def start_update(self, **_: object) -> None:
+        self.calls.append("start")
+
+    async def load(self, *_: object) -> None:
+        for _moment in ("before", "during"):
+            assert self.page is not None
+            self.partial.append(self.page.partial)
+            self._written.clear()
+            await self._written.wait()
 
 
 def run(scenario: Coroutine[None, None, None]) -> None:
@@ -155,6 +192,45 @@ def test_an_engine_that_can_not_join_its_run_serves_and_is_asked_again() -> None
                 pass
         assert engine.calls[:3] == ["join run", "open", "join run"]
         assert engine.runs[0] == engine.runs[1]
+
+    run(scenario())
+
+
+def test_the_page_says_what_is_loaded_for_as_long_as_that_takes() -> None:
+    """Should the sidecar die in the middle, the engine must not take its weights for whole. Each
+    pause has a lease of its own."""
+
+    async def scenario() -> None:
+        engine = Leased()
+        async with (
+            a_broker(config=BrokerConfig(heartbeat_ms=100)) as (_, address),
+            Sidecar(engine, broker=address, name="engine"),
+            TrainerAgent(address, name="trainer", timeout_s=20) as agent,
+        ):
+            await agent.wait_for_engines(1)
+            for _ in range(2):
+                await agent.update_weights({"w": torch.ones(4)})
+        assert engine.partial == [("model",)] * 4
+        assert len(set(engine.serials)) == 2
+
+    run(scenario())
+
+
+def test_no_update_is_begun_in_an_engine_that_has_ended_its_pause() -> None:
+    """It runs steps again."""
+
+    async def scenario() -> None:
+        engine = Leased(ends_pause=True)
+        async with (
+            a_broker() as (_, address),
+            Sidecar(engine, broker=address, name="engine"),
+            TrainerAgent(address, name="trainer", timeout_s=20) as agent,
+        ):
+            await agent.wait_for_engines(1)
+            with pytest.raises(Refused, match="the pause's lease was over") as found:
+                await agent.update_weights({"w": torch.ones(4)})
+        assert found.value.code is NackCode.WRONG_STATE
+        assert "start" not in engine.calls
 
     run(scenario())
 

@@ -17,7 +17,7 @@ from sidecar.vllm.plugin.loading.staged_weights import StagedWeights
 if TYPE_CHECKING:
     import torch
 
-    from bus.manifest import Manifest, TensorMeta
+    from bus.manifest import Manifest
     from bus.messages import Staging, Target
     from bus.weight_transfer.base import Receiver
     from bus.weight_transfer.packing import Tensors
@@ -80,18 +80,6 @@ class ArmedManifest:
         if fits is None or fits != self._fits:
             check_room(backend, receiver, self.manifest)
             self._fits = fits
-
-    def chunk_at(self, seq: int) -> tuple[TensorMeta, ...]:
-        """Returns the tensors of chunk ``seq``.
-
-        Raises:
-            EngineError: code ``transfer_failed``: the manifest has no such chunk.
-        """
-        if seq >= len(self.chunks):
-            raise EngineError(
-                f"chunk {seq} is not the one of the armed manifest", code=NackCode.TRANSFER_FAILED
-            )
-        return self.chunks[seq]
 
 
 @dataclass(frozen=True, slots=True)

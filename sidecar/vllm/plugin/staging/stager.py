@@ -267,9 +267,9 @@ class Stager:
         return launches and known.proven and staged.buffer_for(0) is not None
 
     def _receive(self, asked: ReceiveChunk) -> None:
-        metas = require_armed(self._armed).announced.chunk_at(asked.seq)
+        chunks = require_armed(self._armed).announced.chunks
         into = self._target.staged.buffer_for(asked.seq)
-        self._receiver.begin(asked.seq, metas, asked.backend, asked.handle, into)
+        self._receiver.begin(asked.seq, chunks, asked.backend, asked.handle, into)
 
     def _stage(self, chunks: Sequence[SentChunk]) -> None:
         """Stages chunks that have arrived.

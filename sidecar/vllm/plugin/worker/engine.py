@@ -410,8 +410,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:  # noqa: ARG002 - see native
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
-        metas = require_armed(self.armed).announced.chunk_at(operation.seq)
-        self._receiver.begin(operation.seq, metas, operation.backend, operation.handle)
+        chunks = require_armed(self.armed).announced.chunks
+        self._receiver.begin(operation.seq, chunks, operation.backend, operation.handle)
 
     def _loads_in_place(self) -> bool:
         if isinstance(self._receiver.receiver, LoraReceiver):  # vLLM keeps adapters in CPU memory

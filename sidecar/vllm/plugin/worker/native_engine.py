@@ -96,9 +96,8 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._opened or operation.backend != self._backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         armed = require_armed(self.armed)
-        metas = armed.announced.chunk_at(operation.seq)
         self._require_its_session()
-        columns = _columns(metas, armed.counts(operation.seq))
+        columns = _columns(armed.announced.chunks[operation.seq], armed.counts(operation.seq))
         return rebuildable(vllm_payloads.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
 
     def _post_process(self) -> None:

@@ -9,7 +9,7 @@ from bus.journal.render import decode_frame
 from bus.journal.replay import Difference, Unplayable, replay_lives
 from bus.messages import WIRE_MAJOR, WIRE_MINOR, Ack, Envelope, StatusRequest, Step
 from bus.messages.codec import encode, encode_body
-from bus.testing.memory_network import Faults
+from tests.sim.memory_network import Faults
 from tests.sim.world import SimWorld
 
 if TYPE_CHECKING:

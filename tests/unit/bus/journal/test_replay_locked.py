@@ -25,9 +25,9 @@ from bus.messages.codec import encode
 from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.access import STRANGERS_FRAME_BYTES, Limits, Rate
 from bus.runtime.broker_server import BrokerServer
-from bus.testing.clock import SimScheduler
-from bus.testing.memory_network import MemoryNetwork
+from tests.sim.clock import SimScheduler
 from tests.sim.memory_journal import MemoryJournal
+from tests.sim.memory_network import MemoryNetwork
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, envelope
 from tests.unit.bus.journal._recorded import difference, message_of
 

@@ -34,7 +34,7 @@ from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, JournalWriter, journa
 from bus.messages import MAX_FRAME_BYTES
 from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.access import KeyRole, Limits, Rate
-from bus.testing.clock import SimScheduler
+from tests.sim.clock import SimScheduler
 from tests.support.procs import ROOT
 
 if TYPE_CHECKING:

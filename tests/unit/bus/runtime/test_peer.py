@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bus.messages import Heartbeat, Join, Message, NackCode, Role, WaitEngines, Welcome, codec
 from bus.protocol.core.link import LinkState
 from bus.runtime.peer import PeerClient
-from bus.testing.clock import SimScheduler
+from tests.sim.clock import SimScheduler
 from tests.sim.makers import make_nack
 from tests.unit.bus._builders import envelope
 

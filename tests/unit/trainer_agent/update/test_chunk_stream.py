@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from bus.errors import WavebusError
-from bus.messages import NackCode
+from bus.messages import GroupAck, NackCode, Step
 from bus.weight_transfer.base import Sender
 from trainer_agent.connection import Connection
 from trainer_agent.failures import own_nack
 from trainer_agent.update.chunk_stream import ChunkStream
+from trainer_agent.update.steps import Steps
 from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.source import PairSource
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bus.messages import ChunkSent, WeightChunkMeta
     from bus.weight_transfer.allocation import World
 
 LIMIT_S = 30.0
@@ -77,17 +79,18 @@ def test_engines_hear_in_order_what_was_sent() -> None:
     """They take a word that comes out of turn for a late one, and wait until it is said again."""
     told: list[tuple[str, int]] = []
 
-    async def step(message: Any) -> None:
-        told.append((type(message).__name__, message.chunk))
+    class Answered(Steps):
+        async def send_chunk(self, message: WeightChunkMeta | ChunkSent) -> GroupAck:
+            told.append((type(message).__name__, message.chunk))
+            return GroupAck(Step.CHUNK, "u1", 0, 1, (), 0, "", 0.0, 0.0, 0.0, (), ())
 
     async def scenario() -> None:
         tensors = {str(number): torch.zeros(16) for number in range(CHUNKS)}
         stream = ChunkStream(as_source(tensors), Queueing(), chunk_bytes=64, verify="off")
         stream.connection = Connection("", role="trainer", name="t", group="g", timeout_s=LIMIT_S)
         update: Any = Running()
-        answered: Any = step
         async with asyncio.timeout(LIMIT_S):
-            await stream.send(update, answered)
+            await stream.send(update, Answered(stream.connection, lease_ms=1, timeout_s=LIMIT_S))
 
     asyncio.run(scenario())
     assert [seq for name, seq in told if name == "ChunkSent"] == list(range(CHUNKS))

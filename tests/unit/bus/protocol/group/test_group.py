@@ -42,8 +42,8 @@ from bus.protocol.engine.calls import (
 )
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
-from bus.testing.memory_network import Faults
 from tests.sim.makers import make_arm, make_manifest
+from tests.sim.memory_network import Faults
 from tests.sim.world import GROUP
 from tests.unit.bus._scene import Scene, code_of
 

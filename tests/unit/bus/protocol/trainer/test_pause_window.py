@@ -46,10 +46,15 @@ def test_in_another_epoch_nothing_is_asked_for_in_the_pause() -> None:
     """The broker took the trainer for dead, and has resumed its engines. What comes next begins
     anew."""
     window = held()
+    window.require_epoch(1, "u1")
+    with pytest.raises(UpdateFailed):
+        window.require_epoch(2, "u1")  # of a chunk
+    window = held()
     with pytest.raises(UpdateFailed) as caught:
         window.on_asked(UpdateStart("u1"), 2)
     assert (caught.value.code, caught.value.nack.update_id) == (NackCode.FENCED, "u1")
     assert not window.is_open
+    window.require_epoch(2, "u1")
     window.on_asked(PAUSE, 2)
     window.on_acked(PAUSE, 2)
     window.on_asked(UpdateStart("u1"), 2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bus.testing.clock import SimScheduler
-from bus.testing.memory_network import Faults, MemoryNetwork
+from tests.sim.clock import SimScheduler
+from tests.sim.memory_network import Faults, MemoryNetwork
 
 
 def carried(faults: Faults, seed: int = 1) -> tuple[list[bytes], dict[str, int]]:

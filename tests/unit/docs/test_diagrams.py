@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 from click.testing import CliRunner
 
-from bus.cli.diagrams import diagrams as command
 from bus.errors import UsageError
-from bus.protocol.core.state_table import state_diagram
-from bus.protocol.diagrams import diagrams, fill_page
 from bus.protocol.dp import coordinator, wave
 from bus.protocol.engine import lease, memory, update_states
 from bus.protocol.engine import pause as engine_pause
 from bus.protocol.group import pause, sleep, update
 from bus.protocol.trainer import chunk_window, pause_window
 from bus.protocol.trainer import update as trainer_update
+from tests.support.diagrams import command, diagrams, fill_page, state_diagram
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

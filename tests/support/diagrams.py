@@ -1,20 +1,25 @@
-"""Draws the machines' diagrams, and updates the diagrams in a page.
+"""Draws the machines' tables as diagrams, into the pages of the docs.
 
 A page marks the place of a diagram by two lines; the lines between them are generated::
 
     <!-- diagram: wave -->
     <!-- end of diagram -->
 
-``python -m bus.cli.diagrams`` writes them; a test compares.
+``python -m tests.support.diagrams --write docs/waves.md`` updates a page; without ``--write`` the
+exit code 1 says that it is outdated.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Final
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import click
 
 from bus.errors import UsageError
-from bus.protocol.core.state_table import state_diagram
 from bus.protocol.dp import coordinator, wave
 from bus.protocol.engine import lease, memory, update_states
 from bus.protocol.engine import pause as engine_pause
@@ -22,10 +27,39 @@ from bus.protocol.group import pause, sleep, update
 from bus.protocol.trainer import chunk_window, pause_window
 from bus.protocol.trainer import update as trainer_update
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+S = TypeVar("S", bound=StrEnum)
+E = TypeVar("E", bound=StrEnum)
+
 _MARKED: Final = re.compile(
     r"(?P<begin><!-- diagram: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of diagram -->)",
     re.DOTALL,
 )
+
+
+def state_diagram(transitions: Mapping[tuple[S, E], S], initial: S) -> str:
+    """Returns a Mermaid ``stateDiagram-v2`` of the table's transitions, in the table's order.
+
+    Events that lead from one state to the same next state share an arrow.
+    """
+    arrows: dict[tuple[S, S], list[str]] = {}
+    for (state, event), following in transitions.items():
+        arrows.setdefault((state, following), []).append(event.name)
+    states = dict.fromkeys(state for arrow in arrows for state in arrow)
+    lines = ["stateDiagram-v2"]
+    lines += [f'    state "{s.value}" as {_id(s)}' for s in states if s.value != _id(s)]
+    lines.append(f"    [*] --> {_id(initial)}")
+    lines += [
+        f"    {_id(state)} --> {_id(following)}: {', '.join(events)}"
+        for (state, following), events in arrows.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _id(state: StrEnum) -> str:
+    return re.sub(r"\W+", "_", state.value)
 
 
 def diagrams() -> dict[str, str]:
@@ -72,3 +106,22 @@ def fill_page(page: str) -> str:
     if not count:
         raise UsageError("no `<!-- diagram: NAME -->` … `<!-- end of diagram -->` in this page")
     return text
+
+
+@click.command()
+@click.argument("page", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--write", is_flag=True, help="Change the page; without it, only compare.")
+def command(page: Path, write: bool) -> None:
+    """Draw the machines' tables into PAGE, between its markers."""
+    before = page.read_text(encoding="utf-8")
+    after = fill_page(before)
+    if after == before:
+        return
+    if not write:
+        click.echo(f"{page}: a diagram is not what the tables say; run with --write", err=True)
+        sys.exit(1)
+    page.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    command()

@@ -43,7 +43,7 @@ class MemoryNetwork:
         self.faults = faults or Faults()
         self.counts = {"sent": 0, "dropped": 0, "duplicated": 0, "delivered": 0}
         self._scheduler = scheduler
-        self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self._random = random.Random(seed)
         self._server: MemoryServer | None = None
         self._clients: dict[bytes, MemoryClient] = {}
         self._cut: set[tuple[bytes, bytes]] = set()  # from whom to whom nothing passes

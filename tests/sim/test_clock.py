@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from bus.testing.clock import SimScheduler
+from tests.sim.clock import SimScheduler
 
 
 def test_timers_run_in_order_and_ties_as_they_were_set() -> None:

@@ -1,1 +1,0 @@
-"""Simulated time and a network in memory, for tests of programs that use the bus."""
