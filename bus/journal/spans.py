@@ -56,9 +56,16 @@ class TraceSpan:
     """One step of one peer. Times are in ms since the journal's first record.
 
     Attributes:
+        life: the random number of the broker's life.
+        group: the group of the peer.
+        peer: the name of the engine or trainer.
+        role: whether the peer is a trainer or an engine.
         name: the step; for a chunk, with its number.
         phase: the part of the update to which the step belongs: ``pause``, ``transfer``, or the
             step itself.
+        update_id: the update or pause of the step.
+        begin_ms: when the step was requested, or when the previous step ended, if that was later.
+        end_ms: when the step was answered.
         result: ``done``, a NACK's code, or ``unfinished``.
     """
 

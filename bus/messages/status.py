@@ -26,7 +26,12 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class WaitEngines(Message):
-    """Trainer to broker: answer with GROUP_VIEW when ``count`` engines are ready."""
+    """Trainer to broker: answer with GROUP_VIEW as soon as enough engines are ready.
+
+    Attributes:
+        count: how many engines must be ready.
+        timeout_ms: how long the trainer waits, in ms. After that, the broker refuses the request.
+    """
 
     count: Count
     timeout_ms: Count
@@ -73,7 +78,13 @@ class DpGroupView:
     """The broker's view of one DP group.
 
     Attributes:
+        name: the DP group's name.
         state: the state of its wave machine.
+        wave: the number of the running wave, or of the next one.
+        ranks: how many ranks have joined.
+        size: how many ranks the DP group has.
+        first_req: a request waits for the end of the pause.
+        coordinator: the name of its DP coordinator on the bus; empty: none.
         health: ``ok``, ``slow``, ``wedged``, ``down`` or ``unknown``.
         diagnosis: the reason for ``health``, as text.
         started_by: the rank that began the running wave; None: no wave runs, or it is unknown.
@@ -106,9 +117,15 @@ class StatusRequest(Message):
 
 @dataclass(frozen=True, slots=True)
 class WaitView:
-    """One missing acknowledgement. ``waited_ms`` counts from the first request for it.
+    """An acknowledgement, or a trainer's chunk, that the group waits for.
 
-    ``engine`` is empty for a chunk that the trainer has not sent yet: no engine can acknowledge it.
+    Attributes:
+        engine: the engine that has not acknowledged the step; empty: the trainer has not sent the
+            chunk.
+        step: the step.
+        update_id: the pause or update of the step.
+        chunk: the chunk's number, if the step is one.
+        waited_ms: how long ago the step was first requested, in ms.
     """
 
     engine: ShortText
@@ -120,7 +137,13 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True)
 class OutView:
-    """An engine that does not serve, or still boots, with the reason or host."""
+    """An engine of the group that does not serve.
+
+    Attributes:
+        engine: the engine's name.
+        state: ``quarantined``, ``gone``, or ``booting``: its server is still starting.
+        reason: why it does not serve; for ``booting``, the host and process.
+    """
 
     engine: ShortText
     state: Literal["quarantined", "gone", "booting"]
@@ -129,9 +152,14 @@ class OutView:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A routable engine. ``endpoint`` takes its requests; empty: unknown.
+    """A routable engine.
 
-    ``limits`` and ``pd_role`` are those of :class:`bus.messages.EngineFacts`.
+    Attributes:
+        engine: the engine's name.
+        dp_group: its DP group.
+        endpoint: the URL that takes its requests; empty: unknown.
+        limits: as in :class:`bus.messages.EngineFacts`.
+        pd_role: as in :class:`bus.messages.EngineFacts`.
     """
 
     engine: ShortText
@@ -155,11 +183,11 @@ class Routes(Message):
 
 @dataclass(frozen=True, slots=True)
 class RoutesTaken(Message):
-    """Watcher to broker: engines that left the routes by ``revision`` get no more requests.
+    """Watcher to broker: the watcher uses the routes of ``revision`` from now on.
 
-    With its first ROUTES_TAKEN a watcher asks the broker to wait for its confirmations: the broker
-    then holds its messages to an engine that leaves the routes until the confirmations come, for at
-    most one heartbeat.
+    It sends no more requests to engines that are not in these routes. With its first ROUTES_TAKEN a
+    watcher asks the broker to wait for its confirmations. The broker then holds its messages to an
+    engine that leaves the routes until these watchers have confirmed, for at most one heartbeat.
     """
 
     group: Name
@@ -171,10 +199,21 @@ class GroupStatus:
     """The broker's view of one group.
 
     Attributes:
+        name: the group's name.
+        epoch: its fencing epoch.
+        version: the version that it serves.
         owner: its trainer; empty: none.
         owner_heard_ms: how long ago the owner was last heard from, in ms; 0: no owner.
+        pause: the state of its pause.
+        update: the state of its update.
+        update_id: the running or last pause or update.
         update_target: the model of the running update; ``model`` without one.
+        waiting_for: names of the engines that have not acknowledged the present step.
+        waits: the missing acknowledgements, one by one.
+        out: the engines that do not serve.
         routable: names of the engines in ``routes``.
+        engines: all engines that have joined.
+        dp_groups: its DP groups of more than one rank.
         routes: the routes that watchers got last; during a commit those of the version before.
         run: as in :class:`bus.messages.Welcome`.
     """

@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 def choose_loop(loop: LoopChoice = "auto") -> Literal["asyncio", "uvloop"]:
-    """Returns the event loop that ``auto`` chooses on this host.
+    """Returns the event loop to use on this host.
+
+    Args:
+        loop: the user's choice; ``auto`` is uvloop if it is installed.
 
     Raises:
         UsageError: ``loop`` is ``uvloop``, which is not installed.

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class GroupTable(dict[str, Group]):
-    """Holds all groups of the broker.
+    """Holds all groups of the broker, by name.
 
-    The epoch and version of a removed group are kept, because they only grow.
+    The epoch and version of a removed group are kept, because they may only grow.
 
     Attributes:
         due_ms: when the next tick is due, at the latest.
@@ -61,7 +61,10 @@ class GroupTable(dict[str, Group]):
         return group
 
     def refuse_more(self, name: str, now_ms: float) -> Failure | None:
-        """Returns why no group of that name can be made; None: it can."""
+        """Returns why the group can't be made: there are too many groups.
+
+        None: it exists or can be made.
+        """
         if name not in self and len(self) >= MAX_GROUPS:
             self.drop_unused(now_ms, kept_ms=0.0)
             if len(self) >= MAX_GROUPS:
@@ -82,10 +85,18 @@ class GroupTable(dict[str, Group]):
             del self._forgotten[next(iter(self._forgotten))]
 
     def review(self, names: Iterable[str], effects: list[Effect], now_ms: float) -> list[Effect]:
-        """Processes changes of these groups' routes.
+        """Handles what a frame or a tick changed in the routes of these groups.
 
-        Watchers get the new routes, messages to engines that have left the routes may be held, and
-        the next tick may be due earlier.
+        Watchers get the new routes. While a group waits for a watcher's confirmation, its messages
+        to engines that left the routes are held. The next tick may be due earlier.
+
+        Args:
+            names: the groups that may have changed.
+            effects: the effects so far.
+            now_ms: the time.
+
+        Returns:
+            the effects without the held messages, and with those for watchers.
         """
         for group in (self[name] for name in names if name in self):
             rerouted = group.reroute(self._watchers, now_ms)

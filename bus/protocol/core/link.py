@@ -53,8 +53,11 @@ class LinkState(StrEnum):
 class LinkConfig:
     """Times of a link, in ms.
 
-    ``patience_ms``: how long the link at least retries a name or group that another peer holds.
-    That peer may be lost and not detected yet; the broker's NACK may give more time.
+    Attributes:
+        retry_ms: how often an unanswered JOIN is repeated.
+        patience_ms: how long the link at least retries a name or group that another peer holds. The
+            other peer may be dead without the broker having noticed. The broker's NACK may give
+            more time.
     """
 
     retry_ms: int = 500

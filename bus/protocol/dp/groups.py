@@ -45,7 +45,7 @@ class DpGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank is present, and all ranks were started together."""
+        """Whether every rank is present, and none is left from before the last restart."""
         return len(self.ranks) == self.size and all(
             self._lives[rank][1] == self._life for rank in self.ranks
         )
@@ -53,8 +53,8 @@ class DpGroup:
     def add(self, facts: m.EngineFacts, peer: Peer) -> None:
         """Adds a rank that joined, or joined again.
 
-        If a supervised rank has another boot, all ranks were restarted. A rank of the life before
-        that is still listed is dead, and not detected yet.
+        If a supervised rank has another boot, its supervisor has restarted all ranks. A rank with
+        its old boot is then dead, although the broker has not detected the loss yet.
         """
         boot, life = self._lives.get(facts.dp_rank, (peer.boot, self._life))
         if boot != peer.boot:
@@ -65,9 +65,9 @@ class DpGroup:
         self._lives[facts.dp_rank] = (peer.boot, life)
 
     def is_idle(self) -> bool:
-        """Returns whether all ranks are present, and none steps before it is resumed.
+        """Returns whether all ranks are present, and each is paused, updating or quarantined.
 
-        Each reports that it is paused, updating or quarantined.
+        None of these ranks steps before it is resumed.
         """
         return self.is_complete and all(peer.phase in _STILL for peer in self.ranks.values())
 
@@ -79,7 +79,7 @@ class DpGroup:
         )
 
     def view(self) -> m.DpGroupView:
-        """Returns the DP group's view for a status."""
+        """Returns the DP group's entry in a status."""
         return m.DpGroupView(
             name=self.name,
             state=self.wave.state.value,

@@ -45,10 +45,11 @@ _MEETING: Final[dict[CorePhase, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class WatchdogConfig:
-    """Thresholds of the watchdog, in ms; see the module.
+    """Thresholds of the watchdog, in ms; the module says what each decides.
 
     A forward pass with a long prompt takes seconds. A collective on a working host never takes
-    ``stuck_ms``. Pages come with heartbeats; an old page does not show the present state.
+    ``stuck_ms``. Status pages come with heartbeats; a page older than ``silent_ms`` does not show
+    the present state.
     """
 
     silent_ms: float = 5_000.0
@@ -184,9 +185,15 @@ class Watchdog:
 def describe_stall(
     status: CoreStatus | None, heard_ms: float, now_ms: float, limit_ms: float
 ) -> str:
-    """Returns a text about an engine core that has stood still for ``limit_ms`` or more.
+    """Returns a text about an engine core that stands still for too long.
 
-    Empty: the core moves, is idle, or has no page.
+    Empty: the core moves, is idle, or has no status page.
+
+    Args:
+        status: the core's last status page; None: none was reported.
+        heard_ms: when the page was reported.
+        now_ms: the time.
+        limit_ms: how long a core may be in one phase of one step.
     """
     if status is None or status.phase in ("", "idle"):
         return ""

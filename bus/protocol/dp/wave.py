@@ -82,7 +82,12 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
 
 
 class WaveMachine(StateMachine[WaveState, WaveEvent]):
-    """Tracks the waves of one DP group. Methods return whether to send START_DP_WAVE now."""
+    """Tracks the waves of one DP group for the broker.
+
+    Args:
+        wave: the number of the running wave, or of the next one.
+        running: whether a wave runs.
+    """
 
     def __init__(self, wave: int = 0, *, running: bool = False) -> None:
         super().__init__("wave", TRANSITIONS, _S.RUNNING if running else _S.IDLE)
@@ -124,7 +129,13 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return True
 
     def mirror(self, wave: int, *, running: bool, rank: int | None = None) -> None:
-        """Adopts a coordinator's wave state, because the broker may have missed its reports."""
+        """Adopts a coordinator's wave state, because the broker may have missed its reports.
+
+        Args:
+            wave: the number of the running wave, or of the next one.
+            running: whether a wave runs.
+            rank: the rank that began the running wave; None: unknown.
+        """
         if running:
             self.on_started(wave, rank)
         elif wave > self.wave:
@@ -154,7 +165,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return self.first_req(self.wave)
 
     def on_rank_lost(self) -> None:
-        """Records a lost rank."""
+        """Records that a rank was lost, so that the DP group is down."""
         self._go(_E.LOST)
         self.kept = self.under_way = False
 

@@ -327,10 +327,10 @@ class EngineSession:
     def held_for_ms(self, now_ms: float) -> float:
         """Returns how long the engine stays paused if this sidecar dies now, in ms.
 
-        Negative: for how long the cores may have ended the pause already. A living sidecar ends a
-        lease itself. Only if this rank has voted "clean" and misses a peer rank's vote, it touches
-        no weights before its resume, and the cores may end the pause
-        themselves.
+        A living sidecar ends the lease itself, so its death counts only after a margin. If this
+        rank has voted "clean" and misses a peer rank's vote, there is no margin: no weights change
+        before the resume, so the engine cores may end the pause when the lease is over. A negative
+        number says for how long they may have done so.
         """
         left_ms = self.lease.ran_out_ms - now_ms
         if self.lease.has_promised:

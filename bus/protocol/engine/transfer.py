@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 class EngineTransfer:
-    """Opens the transport of one engine; adds the engine calls to ``queue``.
-
-    ``name`` is the engine's name.
-    """
+    """Opens the transport of the engine ``name``; adds the engine calls to ``queue``."""
 
     def __init__(self, queue: CallQueue, name: str) -> None:
         self._queue = queue

@@ -144,7 +144,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     @property
     def has_loaded(self) -> bool:
-        """Whether some of that part's new weights may have been loaded."""
+        """Whether new weights of :attr:`part_in_place` may have been loaded."""
         return self._loaded and self.in_place
 
     @property
@@ -257,7 +257,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._begin(_E.FINISH_ASKED, c.CallFinish(), msg_id)
 
     def probe(self, msg_id: int, message: m.Probe, pause: c.CallPause) -> list[c.SessionEffect]:
-        """Executes a PROBE. The caller has checked that the engine is paused as by ``pause``."""
+        """Executes a PROBE. The caller has checked that the engine is paused by ``pause``."""
         self._require(message.update_id)
         if self.state is _S.PROBING:
             return []

@@ -63,8 +63,8 @@ class GroupVersion:
         Args:
             update_id: the update.
             asked: the version that the trainer asks to exceed; 0 for none.
-            reported: the versions that its engines serve. A version too far above the group's is
-                ignored here; the engine that serves it refuses the update.
+            reported: the versions that the update's engines serve. A version too far above the
+                group's is ignored here; the engine that serves it refuses the update.
 
         Raises:
             Declined: ``asked`` is too far above the group's version.
@@ -85,14 +85,19 @@ class GroupVersion:
         self.is_committed = True
 
     def on_owner(self, version: int, registry: EngineRegistry) -> None:
-        """Records a commit that the owner reports, provided that an engine serves the version."""
+        """Records the version of weights that the owner reports as committed.
+
+        It counts only if it is later than the group's, and an engine serves it.
+        """
         if version > self.value and any(e.version == version for e in registry.engines.values()):
             self.on_commit(version)
 
     def on_report(self, registry: EngineRegistry, reporter: str = "") -> None:
         """Computes the version from the engines' reports, unless a commit has set it.
 
-        ``reporter`` is the engine that has reported.
+        Args:
+            registry: the group's engines, with the versions that they report.
+            reporter: the engine that has just reported; empty: none.
         """
         if self.is_committed or not registry.engines:
             return
@@ -116,10 +121,16 @@ def stale_dp_groups(registry: EngineRegistry, version: int) -> tuple[str, ...]:
 
 
 def members(registry: EngineRegistry, scope: Iterable[str], version: int) -> dict[str, str]:
-    """Returns the ready engines of the DP groups in ``scope``; empty scope: all.
+    """Returns the ready engines that an update is for, each with its DP group.
+
+    Args:
+        registry: the group's engines.
+        scope: the stale DP groups that catch up; empty: all DP groups.
+        version: the version that the group serves.
 
     Raises:
-        Declined: there are none; or names a DP group that is not stale, or is not present.
+        Declined: the group has no version yet, or a DP group in ``scope`` is not stale or not
+            complete; or no engine is ready.
     """
     everybody = registry.members()
     wanted = frozenset(scope)

@@ -60,7 +60,7 @@ class OpenRequests:
         self._answers: dict[int, m.Message] = {}
 
     def answer_of(self, msg_id: int) -> m.Message | None:
-        """Returns the answer that was sent for this request; None: not answered yet."""
+        """Returns the answer that was sent for this request; None: there is no answer yet."""
         return self._answers.get(msg_id)
 
     @property
