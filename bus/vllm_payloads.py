@@ -83,7 +83,7 @@ def is_patching(backend: str) -> bool:
 
 
 def is_sharding(backend: str) -> bool:
-    """Returns whether every rank of the trainer sends its own shards over a backend."""
+    """Returns whether each rank of the trainer sends its own shards over this backend."""
     return engine_of(backend) in SHARDING
 
 
@@ -138,6 +138,10 @@ def encode_chunk(columns: Sequence[str], rest: Mapping[str, Any]) -> bytes:
 
 def decode_chunk(blob: bytes, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Decodes an ``update_info``, and takes its missing values from ``columns``.
+
+    Args:
+        blob: what :func:`encode_chunk` returned.
+        columns: the values that WEIGHT_CHUNK_META carries, by their keys in the dict.
 
     Raises:
         ValueError: the bytes are no ``update_info``.

@@ -46,7 +46,7 @@ def default_name(role: str) -> str:
 
 
 def route_of(name: str, boot: int) -> bytes:
-    """Returns the route on the transport of one life of a peer: its name and ``boot``."""
+    """Returns the route of one life of a peer: its name and ``boot``."""
     return f"{name}#{boot:x}".encode()
 
 

@@ -62,8 +62,10 @@ class ChaosOptions:
 
     Attributes:
         journal: the folder of the broker's journal, which remains after the run.
+        engines: how many engines there are.
         rounds: how often each process is killed.
         seconds: the longest duration of the run.
+        seed: decides the moments of the kills, the policy's first weights and the tasks.
     """
 
     journal: Path
@@ -75,7 +77,26 @@ class ChaosOptions:
 
 @dataclass(slots=True)
 class ChaosResult:
-    """The results of a run; ``errors`` counts the errors of failed updates by class."""
+    """The results of a run.
+
+    Attributes:
+        options: the run's options.
+        kills: how often each process was killed.
+        updates: how many updates the trainer knows to be committed.
+        staged: how many of ``updates`` were staged.
+        committed: how many versions have a COMMIT in the journal.
+        failed: how many updates failed.
+        errors: how often updates failed, by class of the error.
+        requests: how many requests were made.
+        requests_lost: how many requests were lost.
+        why_lost: how many requests were lost, by reason.
+        cut_short: how many requests were ended early, by reason.
+        versions: the versions of the tokens, ascending.
+        healed: all engines serve again at the end.
+        verdict: the result of the check of all tokens.
+        reward: the mean reward of the last step.
+        seconds: how long the run took.
+    """
 
     options: ChaosOptions
     kills: Counter[str] = field(default_factory=Counter)

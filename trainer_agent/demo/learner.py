@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled response, with one entry of ``logprobs`` and ``versions`` per response token.
+    """One sampled response to a prompt.
 
     Attributes:
-        logprobs: the tokens' log-probabilities (natural, temperature 1) when they were sampled.
+        prompt_ids: the prompt's token ids.
+        response_ids: the response's token ids.
+        logprobs: the response tokens' log-probabilities (natural, temperature 1) when sampled.
         reward: the reward, in [0, 1].
-        versions: the versions of the weights that sampled the tokens.
+        versions: the version of the weights that sampled each response token.
     """
 
     prompt_ids: tuple[int, ...]
@@ -84,7 +86,15 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rollouts as right-padded tensors (rollouts, time); ``weight`` is 1 for sampled targets."""
+    """Rollouts as right-padded tensors.
+
+    Attributes:
+        inputs: token ids, of shape (rollouts, time).
+        target: the token id that follows each input, of the same shape.
+        weight: 1 where the target is a token of the response, else 0; same shape.
+        behaviour: the target's log-probability when it was sampled; same shape.
+        advantage: each rollout's advantage, of shape (rollouts,).
+    """
 
     inputs: Tensor
     target: Tensor

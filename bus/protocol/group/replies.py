@@ -104,7 +104,13 @@ def done_fields(done: StepDone, answer: m.GroupAck, update: UpdateMachine) -> di
 
 
 def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]:
-    """Returns the log fields of a step that has failed; ``chunk`` is its number, if it is one."""
+    """Returns the log fields of a step that has failed.
+
+    Args:
+        step: the step.
+        failure: why it has failed.
+        chunk: the chunk's number, if the step is one.
+    """
     fields: dict[str, object] = {
         "step": step,
         "code": failure.code.value,

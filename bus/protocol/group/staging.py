@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class StagingDecision:
-    """Whether one update can be staged, and if not, why it is loaded in a pause.
+    """Whether one update can be staged; if not, why it needs a pause.
 
     Args:
         wanted: whether the trainer asks for staging.
