@@ -95,7 +95,7 @@ class MemoryNetwork:
         self._carry(route, BROKER, frame)
 
     def send_to_client(self, route: bytes, frame: bytes) -> bool:
-        """Carries a frame from the broker to a peer; returns False if no peer has the route."""
+        """Carries a frame from the broker to a peer; returns False without such a peer."""
         if route not in self._clients:
             return False
         self._carry(BROKER, route, frame)
@@ -190,7 +190,7 @@ class MemoryClient:
         self.on_frame = on_frame
 
     def send(self, frame: bytes) -> bool:
-        """Sends a frame to the broker, and returns True, even if the frame will be dropped."""
+        """Sends a frame to the broker. Returns True, even if the frame will be dropped."""
         self._network.send_to_server(self.route, frame)
         return True
 

@@ -94,10 +94,16 @@ class ChatCompletion(Completion):
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens of choice ``index``, or its end, or both.
+    """New tokens of a choice, or its end, or both, as a stream yields them.
 
-    ``version`` is as in :class:`Span`. It is None too if the engine reports the version only at
-    the end; the :class:`Completion` then has it.
+    Attributes:
+        index: the index of the choice.
+        token_ids: the new tokens.
+        logprobs: their log-probabilities; None if the sampling parameters request none.
+        version: the version that sampled the last token; None if it is unknown, or if the engine
+            reports versions only at the end. The :class:`Completion` then has the versions.
+        engine: the engine's name.
+        finish_reason: ``stop`` or ``length`` if the choice has ended; else None.
     """
 
     index: int
