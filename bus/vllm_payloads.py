@@ -88,7 +88,7 @@ def is_sharding(backend: str) -> bool:
 
 
 def is_loaded_on_receipt(backend: str) -> bool:
-    """Returns whether a chunk is loaded as soon as it is received.
+    """Returns whether engines load a chunk of this backend as soon as they receive it.
 
     vLLM's engines have one call for both, so nothing can be verified in between.
     """

@@ -239,12 +239,8 @@ class Connection:
     async def wait_until_delivered(self, message: Message, timeout_s: float) -> None:
         """Waits until all undo commands are answered, so that ``message`` can't overtake them.
 
-        Args:
-            message: the message that is to be sent next, for the error's text.
-            timeout_s: how long to wait.
-
         Raises:
-            BusTimeout: an undo command is still unanswered.
+            BusTimeout: an undo command is still unanswered after ``timeout_s``.
         """
         if not await self.delivery.drain(timeout_s):
             raise await self._explain_timeout(message, timeout_s)

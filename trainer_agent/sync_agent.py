@@ -51,8 +51,7 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         super().__init__(functools.partial(TrainerAgent, *args, **self._kwargs))
 
     def wait_for_engines(self, count: int, timeout_s: float = 60.0) -> list[EngineView]:
-        """Waits until ``count`` engines have joined, as :meth:`TrainerAgent.wait_for_engines` does.
-        """
+        """Waits until ``count`` engines have joined. See :meth:`TrainerAgent.wait_for_engines`."""
         return self._call(lambda: self._async.wait_for_engines(count, timeout_s))
 
     def update_weights(
@@ -124,7 +123,7 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
             yield ack
 
     def init_info(self, engine: str = "wavebus", **fields: Any) -> Any:
-        """See :meth:`TrainerAgent.init_info`."""
+        """Returns the init info of a vLLM trainer engine. See :meth:`TrainerAgent.init_info`."""
         portal, agent = self._connected()
         return portal.call(functools.partial(agent.init_info, engine, **fields))
 
@@ -137,17 +136,17 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         quorum: Quorum = None,
         **options: Unpack[PauseArguments],
     ) -> BusWeightSyncClient:
-        """See :meth:`TrainerAgent.client`."""
+        """Returns a ``client`` for vLLM's trainer engines. See :meth:`TrainerAgent.client`."""
         return self._async.client(
             chunk_bytes=chunk_bytes, target=target, canary=canary, quorum=quorum, **options
         )
 
     def source(self, weights: Weights) -> BusWeightSource:
-        """See :meth:`TrainerAgent.source`."""
+        """Returns a ``source`` for vLLM's trainer engines. See :meth:`TrainerAgent.source`."""
         return self._async.source(weights)
 
     def patches(self, patches: Iterable[AnyPatch], *, base: int | None = None) -> BusPatches:
-        """See :meth:`TrainerAgent.patches`."""
+        """Returns patches for vLLM's ``sparse_nccl`` engine. See :meth:`TrainerAgent.patches`."""
         return self._async.patches(patches, base=base)
 
     def close_transport(self) -> None:

@@ -26,7 +26,7 @@ class Finding:
         group: the group's name.
         peer: the engine or trainer that delays the group, or the engine that takes no part.
         state: the state of ``peer``; ``trainer``: the next step is the trainer's.
-        step: the step that ``peer`` has not acknowledged; empty if no acknowledgement is missing.
+        step: the step that the group waits for; empty if no acknowledgement is missing.
         update_id: the update or pause of the step.
         chunk: the number of the chunk, if the step is one.
         waited_ms: how long the acknowledgement has been missing, in ms.

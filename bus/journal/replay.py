@@ -74,7 +74,7 @@ class ReplayStep:
 
     Attributes:
         entry: the record.
-        notes: what the broker logged when it received the record.
+        notes: what the replayed broker logs at this record.
         difference: how the replay and the journal disagree here; None: they agree.
     """
 
@@ -198,8 +198,8 @@ class Unplayable:
 
     Attributes:
         reason: the reason, as text.
-        damaged: True: bytes of a file are damaged. False: records are missing, because the file was
-            deleted or the disk was full.
+        damaged: True: bytes of a file are damaged. False: records are missing, because a file was
+            deleted or could not be written.
     """
 
     reason: str

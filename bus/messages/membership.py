@@ -171,7 +171,7 @@ class CoreStatus(Message):
 
     Attributes:
         phase: what the core does.
-        since_ms: how long the core has been in ``phase`` and ``step``, in ms.
+        since_ms: how long the core has been in ``phase``, in ms.
         step: how many steps the core has run.
         wave: the number of the core's wave.
         requests: how many requests the core has, with those that wait.

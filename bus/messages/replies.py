@@ -54,11 +54,11 @@ class Ack(Message, msgspec.Struct, frozen=True):
         in_flight: how many requests the engine has.
         duration_ms: how long the engine took, in ms.
         outcome: how the step ended, where it can end in several ways; else empty. ABORT:
-            ``untouched`` (nothing had been loaded), ``restored`` (the old weights are back),
-            ``partial`` (weights are missing), or ``committed`` (a staged update had been swapped in
-            before). COMMIT: ``partial`` if another part of the engine's weights is incomplete. A
-            ``wait`` pause: ``drained`` or ``escalated``. RESUME: ``closed`` if the engine is stale
-            and keeps admission closed.
+            ``untouched`` (the served weights were not touched), ``restored`` (the old weights are
+            back), ``partial`` (the engine lacks weights), or ``committed`` (a staged update had
+            been swapped in before). COMMIT: ``partial`` if the engine lacks weights of another
+            part. A ``wait`` pause: ``drained`` or ``escalated``. RESUME: ``closed`` if the engine
+            is stale and keeps admission closed.
         waited_for: ids of the requests that still ran at the deadline of a ``wait`` pause.
     """
 
@@ -159,7 +159,12 @@ class TrainerStep(Message):
 
 @dataclass(frozen=True, slots=True)
 class AwaitStep(Message):
-    """Follower to broker: answer with this TRAINER_STEP as soon as rank 0 has sent it."""
+    """Follower to broker: answer with this TRAINER_STEP as soon as rank 0 has sent it.
+
+    Attributes:
+        number: the number of the update, as in :class:`TrainerStep`.
+        point: the point of the update for which the follower waits.
+    """
 
     number: Count
     point: TrainerPoint

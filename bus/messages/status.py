@@ -41,9 +41,24 @@ class WaitEngines(Message):
 class EngineView:
     """The broker's view of one engine.
 
-    ``core_since_ms``: how long its core has been in ``core_phase``, in ms, by the sidecar's last
-    report. ``waiting``: requests that wait in the core. ``features``, ``untested``, ``dtype``,
-    ``pd_role`` and ``kv_connectors`` are those of :class:`bus.messages.EngineFacts`.
+    Attributes:
+        name: the engine's name.
+        dp_group: its DP group, in which it is rank ``dp_rank``.
+        endpoint, kind, software, draft: as in :class:`bus.messages.EngineFacts`.
+        version: the version that it serves.
+        phase: its state.
+        in_flight: how many requests it has.
+        host, pid: the host and process id of its sidecar.
+        last_heard_ms: how long ago the broker received a sign of life, in ms.
+        backends: as in :class:`bus.messages.EngineFacts`.
+        core_phase: what its core does, by the sidecar's last report; empty: there is no report.
+        core_since_ms: how long the core has been in ``core_phase``, in ms.
+        core_step: how many steps the core has run.
+        core_wave: the number of the core's wave.
+        features, untested, dtype: as in :class:`bus.messages.EngineFacts`.
+        waiting: how many requests wait in the core.
+        pd_role, kv_connectors: as in :class:`bus.messages.EngineFacts`.
+        untagged: as in :class:`bus.messages.CoreStatus`.
     """
 
     name: ShortText
@@ -104,7 +119,7 @@ class DpGroupView:
 
 @dataclass(frozen=True, slots=True)
 class GroupView(Message):
-    """Broker to trainer: the ready engines of the group."""
+    """Broker to trainer: the ready engines of the group, and the version that it serves."""
 
     engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
     version: Count
@@ -204,11 +219,11 @@ class GroupStatus:
         version: the version that it serves.
         owner: its trainer; empty: none.
         owner_heard_ms: how long ago the owner was last heard from, in ms; 0: no owner.
-        pause: the state of its pause.
+        pause: the state of its pause, or of its sleep if it sleeps.
         update: the state of its update.
-        update_id: the running or last pause or update.
+        update_id: the running update, or else the pause; empty: neither.
         update_target: the model of the running update; ``model`` without one.
-        waiting_for: names of the engines that have not acknowledged the present step.
+        waiting_for: names of the engines that have not acknowledged a step.
         waits: the missing acknowledgements, one by one.
         out: the engines that do not serve.
         routable: names of the engines in ``routes``.
@@ -241,8 +256,15 @@ class GroupStatus:
 class Status(Message):
     """Broker to any peer: all groups, and the broker's own process.
 
-    ``cpu_s`` and ``rss_bytes`` are the broker process's. Peers send a heartbeat every
-    ``heartbeat_ms``, and count as lost after ``peer_timeout_ms`` of silence.
+    Attributes:
+        broker: the broker's name.
+        uptime_s: how long the broker has been running, in seconds.
+        cpu_s: the CPU time of the broker's process, in seconds.
+        rss_bytes: the resident memory of the broker's process.
+        heartbeat_ms: how often peers send a heartbeat.
+        peer_timeout_ms: the silence after which a peer counts as lost.
+        peers: how many peers have joined.
+        groups: the groups, by name.
     """
 
     broker: ShortText

@@ -30,7 +30,7 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class PlanTransfer(Message):
-    """Trainer to broker: number a new communicator, for a transport that uses collectives.
+    """Trainer to broker: plan the communicator of a transport that uses collectives.
 
     ``scope`` names the DP groups in the communicator, as in :class:`Arm`.
     """

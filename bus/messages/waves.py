@@ -34,14 +34,14 @@ class FirstReqHeld(Message):
 
 @dataclass(frozen=True, slots=True)
 class StartDpWave(Message):
-    """Broker to DP coordinator: every rank joins the wave.
+    """Broker to DP coordinator: every rank but ``excluded`` joins the wave.
 
     Ranks without requests run dummy batches until all ranks are idle.
 
     Attributes:
         dp_group: the DP group.
         wave: the number of the wave.
-        excluded: a rank that does not get the start, because it steps already; None: all get it.
+        excluded: the number of a rank that does not join; None: all ranks join.
     """
 
     dp_group: Name

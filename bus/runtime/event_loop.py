@@ -36,6 +36,10 @@ def choose_loop(loop: LoopChoice = "auto") -> Literal["asyncio", "uvloop"]:
 def run(main: Coroutine[None, None, T], *, loop: LoopChoice = "auto") -> T:
     """Runs ``main`` to its end, as :func:`asyncio.run` does.
 
+    Args:
+        main: the coroutine.
+        loop: the event loop, as in :func:`choose_loop`.
+
     Raises:
         UsageError: as :func:`choose_loop`.
     """

@@ -106,7 +106,7 @@ class MemoryNetwork:
         self._clients.pop(route, None)
 
     def discard_server(self, server: MemoryServer) -> None:
-        """Removes the broker's end."""
+        """Removes the broker's end, unless another one has replaced it."""
         if self._server is server:
             self._server = None
 

@@ -90,7 +90,7 @@ class ChaosResult:
         requests: how many requests were made.
         requests_lost: how many requests were lost.
         why_lost: how many requests were lost, by reason.
-        cut_short: how many requests were ended early, by reason.
+        cut_short: how often an engine interrupted a request, which was then continued, by reason.
         versions: the versions of the tokens, ascending.
         healed: all engines serve again at the end.
         verdict: the result of the check of all tokens.
@@ -146,7 +146,12 @@ class ChaosResult:
 
 
 class Chaos:
-    """Runs the demo with faults. ``say`` is called with a line of text for each event."""
+    """Runs the demo with faults.
+
+    Args:
+        options: the run's options.
+        say: called with a line of text for each event.
+    """
 
     def __init__(self, options: ChaosOptions, say: Callable[[str], None]) -> None:
         self.result = ChaosResult(options)
@@ -355,5 +360,5 @@ def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float
 
 
 def run_chaos(options: ChaosOptions, *, say: Callable[[str], None]) -> ChaosResult:
-    """Runs the demo with faults; see :meth:`Chaos.run`."""
+    """Runs the demo with faults; arguments and errors are those of :class:`Chaos`."""
     return Chaos(options, say).run()

@@ -55,6 +55,7 @@ class GrpoConfig:
         group_size: the number of responses per prompt.
         lr: the peak of the learning rate, after ``warmup_steps``. The rate then falls linearly to
             ``final_lr_share`` of the peak at ``decay_steps``.
+        betas: the betas of the optimizer, AdamW.
         clip_low, clip_high: how far a token's ratio may be below and above 1.
         negative_cap: the greatest ratio of tokens with a negative advantage.
         entropy: the weight of the mean token entropy, in nats, in the loss.
@@ -77,7 +78,13 @@ class GrpoConfig:
 
 @dataclass(frozen=True)
 class StepStats:
-    """A step's mean reward and gradient norm, and whether the weights changed."""
+    """The result of one optimizer step.
+
+    Attributes:
+        reward: the mean reward of its rollouts.
+        grad_norm: the norm of the gradient before it was clipped.
+        updated: whether the weights changed; they don't if the loss is not finite.
+    """
 
     reward: float
     grad_norm: float

@@ -46,7 +46,8 @@ class Counts:
     Attributes:
         requests: how many requests were made.
         lost: how many requests failed.
-        cut_short: how many attempts were interrupted, and continued by another, by the reason.
+        cut_short: how often an engine interrupted a request, which was then continued, by the
+            reason.
         aborted: for each engine that ended a request early: its name, and the request's begin and
             end on the wall clock, in seconds.
         why_lost: how many requests failed, by the error.

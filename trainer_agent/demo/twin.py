@@ -118,7 +118,13 @@ class TwinResult:
 
 
 class Twin:
-    """Runs sessions twice, and compares. ``say`` is called with a line of text for each event."""
+    """Runs sessions twice, undisturbed and disturbed, and compares the answers.
+
+    Args:
+        options: the run's options.
+        processes: starts the broker and the engines.
+        say: called with a line of text for each event.
+    """
 
     def __init__(
         self, options: TwinOptions, processes: Processes, say: Callable[[str], None]

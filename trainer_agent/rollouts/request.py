@@ -102,9 +102,9 @@ class RolloutRequest:
         return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
     def budget(self, limits: RequestLimits) -> int | None:
-        """Returns the most output tokens of a choice, by the request and by the model's length.
+        """Returns the most output tokens that a choice may have; None if unknown.
 
-        None if neither limits the output.
+        Both ``max_tokens`` and the model's length in ``limits`` bound the output.
         """
         room = limits.max_model_len - len(self.prompt) if limits.max_model_len else None
         known = [each for each in (self.params.max_tokens, room) if each is not None]
@@ -239,7 +239,7 @@ def make_request(
 
 
 def named(field: str, error: Exception) -> str:
-    """Returns the text of a msgspec error, with the full name of the wrong field first.
+    """Returns the text of a msgspec error, after the wrong field's full name.
 
     Args:
         field: the name of the decoded object, such as ``sampling_params``; empty: none.

@@ -75,7 +75,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answer to one request: ``n`` choices, in the order of their indexes."""
+    """The answer to one request.
+
+    Attributes:
+        request_id: the request's id in engines' logs.
+        prompt_token_ids: the token ids of the prompt.
+        choices: the ``n`` choices, in the order of their indexes.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -86,7 +92,9 @@ class Completion:
 class ChatCompletion(Completion):
     """A completion with the message of each choice.
 
-    A message has ``role``, ``content``, and ``tool_calls`` and ``reasoning`` if engines parse them.
+    Attributes:
+        messages: for each choice its message, with ``role``, ``content``, and ``tool_calls`` and
+            ``reasoning`` if engines parse them.
     """
 
     messages: tuple[Mapping[str, Any], ...]

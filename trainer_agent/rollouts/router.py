@@ -193,7 +193,7 @@ class Router:
         load.in_flight -= sequences
 
     def succeeded(self, load: EngineLoad) -> None:
-        """Records that an engine has finished a sequence."""
+        """Records that an engine has finished a sequence, so that its window grows."""
         grown = load.window + (1 if load.window < load.goal else 1 / load.window)
         load.window = min(load.slots, grown)
         load.hold_s = _HOLD_S

@@ -61,14 +61,15 @@ class Transport:
         self._scope = scope
 
     async def open(self, buffer_bytes: int) -> None:
-        """Opens the agent's transport, unless it is open with buffers of that size."""
+        """Opens the agent's transport, unless its buffers have ``buffer_bytes`` or more."""
         if self._buffer_bytes < buffer_bytes:
             await self.reopen(buffer_bytes)
 
     async def reopen(self, buffer_bytes: int) -> None:
         """Opens the agent's transport to the engines that have joined.
 
-        Starts again if an engine joins or leaves meanwhile.
+        Starts again if an engine joins or leaves meanwhile. ``buffer_bytes`` is the size of each
+        buffer.
         """
         self.invalidate()
         for left in reversed(range(_OPENINGS)):
@@ -91,7 +92,14 @@ class Transport:
         self.communicator = world.number
 
     async def open_foreign(self, init: TransferInit) -> None:
-        """Makes engines open their ends of a vLLM trainer engine's transport."""
+        """Makes engines open their ends of a transport that this agent's sender does not serve.
+
+        That is the transport of a vLLM trainer engine or of an adapter. The agent's own sender is
+        closed.
+
+        Args:
+            init: the message to engines.
+        """
         self.invalidate()
         self.sender.close()
         await self._steps.step(init)
@@ -104,7 +112,13 @@ class Transport:
     ) -> None:
         """Arms an update over the open transport.
 
-        Opens the transport again, once, if an engine has joined since and has not opened its end.
+        If an engine has joined since the transport was opened, opens the transport again, once.
+
+        Args:
+            update: the update.
+            plan: the tensors that it sends.
+            label: the trainer's own name of the weights.
+            reopen: opens the transport again.
         """
         try:
             await update.arm(plan, self.backend, self.communicator, label)
@@ -121,14 +135,14 @@ class Transport:
         return World(plan.communicator, plan.world_size - 1 + senders, address, senders)
 
     def invalidate(self) -> None:
-        """Marks the open transport as unusable."""
+        """Marks the open transport as unusable, so that the next update opens it again."""
         self._buffer_bytes = 0
         self.is_foreign = False
 
     async def discard(self) -> None:
         """Invalidates the transport and closes the sender.
 
-        With NCCL that aborts a broadcast under way. With gloo it does not.
+        With NCCL, closing the sender aborts a broadcast under way. With gloo it does not.
         """
         self.invalidate()
         with anyio.CancelScope(shield=True):

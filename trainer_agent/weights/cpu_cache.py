@@ -103,7 +103,7 @@ class CpuCache:
 
 
 def cpu_buffers(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-    """Allocates CPU memory for tensors; pinned if this host has a GPU."""
+    """Allocates CPU memory for these tensors; pinned if this host has a GPU."""
     pinned = torch.cuda.is_available()
     return [
         torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), pin_memory=pinned)

@@ -202,7 +202,11 @@ def _places(group: str, host: str, facts: EngineFacts | None) -> list[_Place]:
 
 
 class Membership:
-    """Holds the joined peers, by name and by route."""
+    """Holds the joined peers, by name and by route.
+
+    Args:
+        peer_timeout_ms: the silence after which a peer is lost.
+    """
 
     def __init__(self, peer_timeout_ms: float) -> None:
         self.peer_timeout_ms = peer_timeout_ms

@@ -29,7 +29,13 @@ _LEVELS: Final = {"ok": "info", "slow": "warning", "unknown": "debug"}
 
 
 class DpGroup:
-    """One DP group: its ranks by number, and its DP coordinator if it has one."""
+    """One DP group: its ranks by number, and its DP coordinator if it has one.
+
+    Args:
+        name: the DP group's name.
+        size: how many ranks it has.
+        config: the thresholds of its watchdog.
+    """
 
     def __init__(self, name: str, size: int, config: WatchdogConfig) -> None:
         self.name = name

@@ -89,7 +89,12 @@ class _Report:
 
 
 class Watchdog:
-    """Diagnoses the health of one DP group of ``size`` ranks."""
+    """Diagnoses the health of one DP group.
+
+    Args:
+        size: how many ranks the DP group has.
+        config: the thresholds.
+    """
 
     def __init__(self, size: int, config: WatchdogConfig | None = None) -> None:
         self.size = size
@@ -102,7 +107,7 @@ class Watchdog:
         self._reports[rank] = _Report(name, status, now_ms)
 
     def on_rank_lost(self, rank: int, name: str, reason: str, now_ms: float) -> None:
-        """Records a lost rank."""
+        """Records that a rank was lost, with its name and the reason for the diagnosis."""
         self._lost[rank] = (name, reason, now_ms)
 
     def whole(self) -> None:

@@ -97,7 +97,11 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         self.rank: int | None = None  # the rank that began it; None: unknown
 
     def first_req(self, wave: int) -> bool:
-        """Records a request at an idle rank; returns whether to send START_DP_WAVE now."""
+        """Records that an idle rank got a request and asks for this wave.
+
+        Returns:
+            whether to send START_DP_WAVE now. In a pause the request is kept for the resume.
+        """
         self._go(_E.FIRST_REQ)
         self.wave = max(self.wave, wave)
         if self.state in (_S.GLOBAL, _S.DOWN):
@@ -120,7 +124,10 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return True
 
     def complete(self, wave: int) -> bool:
-        """Records that all ranks are idle; returns False if the report is old."""
+        """Records that this wave is over, because all ranks are idle.
+
+        Returns False if the report is old.
+        """
         if wave < self.wave:
             return False
         self._go(_E.COMPLETE)

@@ -122,8 +122,8 @@ class CallStart:
     """Engine call: begin an update, so that chunks can be loaded.
 
     Attributes:
-        recover: the engine lacks weights, because an earlier update was interrupted or a sleep
-            discarded them. The update must bring a whole set.
+        recover: the engine lacks weights of some part, because an earlier update was interrupted or
+            a sleep discarded them.
         target: the model that the update is for.
         staged: True: load into spare memory. False: overwrite the served weights.
     """
@@ -316,12 +316,22 @@ class CallQueue:
         return len(self._jobs)
 
     def add(self, call: Call, reply_to: int) -> Call:
-        """Adds a call after all others, and returns it."""
+        """Adds a call after all others, and returns it.
+
+        Args:
+            call: the call.
+            reply_to: the id of the command to answer when the call has returned; 0: none.
+        """
         self._jobs.append(Job(call, reply_to))
         return call
 
     def add_first(self, call: Call, reply_to: int) -> None:
-        """Adds a call before those that wait. No call may be running."""
+        """Adds a call before those that wait. No call may be running.
+
+        Args:
+            call: the call.
+            reply_to: as in :meth:`add`.
+        """
         assert not (self._jobs and self._jobs[0].issued), "a call runs"
         self._jobs.appendleft(Job(call, reply_to))
 
@@ -392,5 +402,13 @@ def ack(
 
 
 def nack(reply_to: int, step: str, failure: Failure, update_id: str, chunk: int = 0) -> Send:
-    """Returns the effect that sends an engine's NACK to the command with the id ``reply_to``."""
+    """Returns the effect that sends an engine's NACK.
+
+    Args:
+        reply_to: the id of the command that is refused.
+        step: the step of the command; empty: none.
+        failure: why it is refused.
+        update_id: the pause or update of the step.
+        chunk: the chunk's number, if the step is one.
+    """
     return Send(failure.nack(step, update_id, chunk), reply_to=reply_to)

@@ -51,7 +51,13 @@ class EngineChunks:
         self._checks: deque[tuple[int, ChunkSent]] = deque()
 
     def begin(self, update_id: str, backend: str, manifest: Manifest) -> None:
-        """Starts with the first chunk of another update, whose manifest was armed."""
+        """Starts with the first chunk of another update.
+
+        Args:
+            update_id: the update.
+            backend: the transport that brings the chunks.
+            manifest: the armed manifest.
+        """
         self._update_id = update_id
         self._backend = backend
         self._manifest = manifest

@@ -117,7 +117,7 @@ class EngineSession:
     def command(
         self, msg_id: int, epoch: int, message: m.Message, now_ms: float
     ) -> list[c.SessionEffect]:
-        """Executes one command of the broker; returns the effects."""
+        """Executes a command of the broker, sent with the id ``msg_id`` under this ``epoch``."""
         try:
             if epoch < self.epoch:
                 raise decline(
@@ -206,7 +206,7 @@ class EngineSession:
     def on_call_done(
         self, call: c.Call, now_ms: float, *, result: c.CallResult = None
     ) -> list[c.SessionEffect]:
-        """Handles the return of the running engine call."""
+        """Handles the return of the running engine call, with its ``result``."""
         if isinstance(result, int) and isinstance(call, c.CallPause | c.CallStrengthenPause):
             self.pause.in_flight = result
         job = self._queue.end(call)
@@ -262,7 +262,7 @@ class EngineSession:
     def on_escalation_done(
         self, failure: Failure | None, now_ms: float, *, in_flight: int | None = None
     ) -> list[c.SessionEffect]:
-        """Handles the return or failure of the escalation's pause call."""
+        """Handles the end of the escalation's pause call; ``failure`` says why it failed."""
         if in_flight is not None:
             self.pause.in_flight = in_flight
         if failure is None:
@@ -287,7 +287,7 @@ class EngineSession:
     ) -> None:
         """Records a pause that an earlier sidecar, or the engine itself, has left.
 
-        ``partial``: the parts whose weights the engine lacks. Call this only :attr:`at_rest`.
+        ``partial``: the parts that lack weights. ``asleep``: memory sleeps. Only :attr:`at_rest`.
         """
         self.pause.on_found_paused(pause_id, lease_ms, now_ms)
         self.update.on_found(partial)

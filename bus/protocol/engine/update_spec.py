@@ -71,6 +71,9 @@ class UpdateSpec:
     def require_target(self, *, draft: bool) -> None:
         """Checks that the engine has the model that the update is for.
 
+        Args:
+            draft: whether the engine has a draft model whose weights can be updated.
+
         Raises:
             Declined: code ``draft_missing``.
         """
@@ -129,8 +132,7 @@ class UpdateSpec:
         there is nothing to decide.
 
         Args:
-            room: the engine's result of ARM: how much memory staging needs, and why it can't be
-                had.
+            room: the engine's result of ARM: the memory that staging needs, or why it can't stage.
             partial: the parts of which the engine lacks weights. If there are any, it can't stage.
             took_ms: how long ARM took.
         """

@@ -1,10 +1,9 @@
 """Defines which DP groups are stale, and the update by which they catch up.
 
 A DP group is stale if one of its ranks serves an older version than the group, or is quarantined
-and lacks the model's weights. Two cases don't count as stale: a quarantined rank that has got the
-model's weights and lacks only its draft's, and a rank that serves just these weights wrong by
-the canary. A stale DP group catches up by an update of its own, with the weights that the group
-serves already:
+and lacks the model's weights. Two cases don't count as stale: a quarantined rank that lacks only
+the draft's weights, and a rank that failed the canary with the group's present weights. A stale DP
+group catches up by an update of its own, which brings the weights that the group serves:
 
 ============================== ===============================================================
 engines                        the ranks of stale DP groups (``scope``), and no others: the

@@ -133,8 +133,7 @@ class EngineRegistry:
     # -- joins, reports and losses -----------------------------------------------
 
     def add(self, peer: Peer, *, joined_late: bool) -> None:
-        """Adds an engine that joined or rejoined; ``joined_late``: in a pause or update of others.
-        """
+        """Adds an engine that joined or rejoined; ``joined_late``: others are paused or updated."""
         self._had_engines = True
         self.changes += 1
         is_new = peer.name not in self.engines

@@ -89,7 +89,11 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
             self._go(_E.SLEEP_ASKED)
 
     def on_acked(self, message: Message, epoch: int) -> None:
-        """Records that the broker has acknowledged a step; ``epoch`` is the trainer's at that time.
+        """Records that the broker has acknowledged a step.
+
+        Args:
+            message: the step's message.
+            epoch: the trainer's present fencing epoch.
         """
         if isinstance(message, PauseLocal):
             if message.update_id == self._over_id:
