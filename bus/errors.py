@@ -114,7 +114,7 @@ class PauseFailed(Refused):
 
 
 class UpdateFailed(Refused):
-    """The update failed and was aborted."""
+    """The update failed and was aborted. Engines that hold a part of it are quarantined."""
 
 
 class CanaryFailed(UpdateFailed):

@@ -78,7 +78,7 @@ def engine_of(backend: str) -> str:
 
 
 def is_patching(backend: str) -> bool:
-    """Returns whether a transfer backend carries patches only; the others carry none."""
+    """Returns whether a transfer backend carries patches only. All others carry no patches."""
     return engine_of(backend) in PATCHING
 
 

@@ -78,7 +78,7 @@ def decode_frame(record: FrameReceived | FrameSent) -> DecodedFrame:
 
 
 def describe(record: Record) -> str:
-    """Returns a record as one line, without its time."""
+    """Describes a record in one line of text, without its time."""
     match record:
         case FileBegan():
             return f"the broker's life {record.boot:x} begins, or its file {record.file}"

@@ -92,7 +92,11 @@ class _Track:
 
 
 def spans(items: Iterable[Item]) -> list[TraceSpan]:
-    """Returns all spans of a journal, in the order of their ends."""
+    """Returns how long each step of every peer took, in the order of their ends.
+
+    Args:
+        items: the journal, from :func:`bus.journal.reader.read`.
+    """
     found: list[TraceSpan] = []
     first: FileBegan | None = None
     life: _Life | None = None

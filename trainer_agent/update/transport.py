@@ -40,7 +40,8 @@ class Transport:
         own_backend: the agent's backend.
         backend: the backend of the open transport.
         communicator: the number of the open transport's communicator.
-        is_foreign: whether a vLLM trainer engine has opened it.
+        is_foreign: whether the open transport is not the agent's own, but that of a vLLM trainer
+            engine or of an adapter.
     """
 
     def __init__(

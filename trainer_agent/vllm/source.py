@@ -53,7 +53,10 @@ class BusWeightSource(EitherForm):
         self._fresh: list[TensorMeta] | None = None
 
     def describe(self) -> list[Any]:
-        """Returns the wrapped source's metadata, in vLLM's form if it has a layout of shards."""
+        """Returns the wrapped source's metadata.
+
+        A source of vLLM keeps its own metadata, which have the layout of its shards.
+        """
         described = source_forms.own_metadata(self._inner)
         metas = tensor_metas(self._inner.metadata() if described is None else described)
         self._fresh = metas
@@ -99,7 +102,7 @@ class BusWeightSource(EitherForm):
 
 
 class BusShardSource(BusWeightSource):
-    """A :class:`BusWeightSource` around vLLM's ``M2NWeightSource``."""
+    """A :class:`BusWeightSource` for vLLM's ``M2NWeightSource``, whose type vLLM checks."""
 
     _inner: Any
 

@@ -42,7 +42,12 @@ class WeightsCopy:
         return self._metas == tuple(metas)
 
     def copy_from(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies consecutive tensors; ``first`` is the index of the first one."""
+        """Copies consecutive tensors of the model into this copy.
+
+        Args:
+            first: the index of the first one among all tensors.
+            tensors: the tensors.
+        """
         for place, tensor in enumerate(tensors, first):
             self._buffers[place].copy_(tensor)
 

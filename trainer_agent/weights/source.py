@@ -103,7 +103,7 @@ class Devices:
 
 
 def copy_source(source: WeightSource) -> PairSource:
-    """Copies a source's tensors, each on its device."""
+    """Returns a source of copies: each tensor is copied now, on its own device."""
     devices = Devices()
     copies: dict[str, torch.Tensor] = {}
     with torch.no_grad():

@@ -74,7 +74,7 @@ class EitherForm:
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata of all tensors, in the order of iteration; gathers nothing."""
+        """The metadata of all tensors, in the order of iteration. No tensor is gathered for it."""
         return Metadata(self.describe())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

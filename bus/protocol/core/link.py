@@ -124,7 +124,10 @@ class Link:
         return []
 
     def other_version(self, nack: m.Nack) -> list[Effect]:
-        """Handles frames of the broker in a wire version that this side can't read."""
+        """Handles a frame of the broker that has an unreadable wire version.
+
+        While the peer joins, its membership ends as refused, with the reason in ``nack``.
+        """
         return self._on_refused(nack) if self.state is LinkState.JOINING else []
 
     def leave(self, reason: str) -> list[Effect]:

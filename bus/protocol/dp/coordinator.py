@@ -163,7 +163,7 @@ class DpCoordinator:
     # -- from the DP group ------------------------------------------------------
 
     def on_core_subscribed(self) -> list[CoordinatorEffect]:
-        """Records a core's subscription; messages sent before did not reach the core."""
+        """Records that a core has subscribed. Once all cores have, they get READY."""
         self.cores += 1
         if not self.ready:
             return []
@@ -257,7 +257,10 @@ class DpCoordinator:
         return []
 
     def on_joined(self, now_ms: float) -> list[CoordinatorEffect]:
-        """Repeats a waiting FIRST_REQ, because the bus was joined (again)."""
+        """Repeats a FIRST_REQ that waits for an answer.
+
+        Called after each join, because a new broker does not know the FIRST_REQ.
+        """
         if not self._go(_E.JOINED):
             return []
         self._due_ms = now_ms + BROKER_PATIENCE_MS

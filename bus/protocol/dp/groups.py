@@ -174,7 +174,7 @@ class DpGroups:
         return effects
 
     def on_coordinator_lost(self, peer: Peer) -> list[Effect]:
-        """Records a lost coordinator; unless it still runs, no process wakes its idle cores."""
+        """Records that a DP coordinator was lost. Unless its process lives, no idle core wakes."""
         for group in self.dp_groups.values():
             if group.coordinator is peer:
                 group.coordinator = None
@@ -308,7 +308,7 @@ class DpGroups:
     # -- time, status -----------------------------------------------------------------
 
     def on_stuck(self, peer: Peer, text: str, now_ms: float) -> tuple[str, list[Effect]]:
-        """Restarts an engine whose core hangs; returns the reason as text, and effects."""
+        """Restarts an engine whose core hangs, as ``text`` says; returns the reason and effects."""
         group = self._of.get(peer.name)
         ranks = [peer] if group is None else [each for _, each in sorted(group.ranks.items())]
         name = peer.name if group is None else group.name

@@ -63,10 +63,10 @@ class Diagnosis:
     """The health of a DP group.
 
     Attributes:
-        health: see the module.
+        health: ``ok``, ``slow``, ``wedged``, ``down`` or ``unknown``; the module explains them.
         text: the reason, for people.
         absent: the ranks that the others wait for.
-        stuck: only a restart of all ranks helps.
+        stuck: True: only a restart of all ranks helps.
     """
 
     health: Health

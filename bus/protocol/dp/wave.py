@@ -160,7 +160,11 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
             self.under_way = False
 
     def on_resumed(self) -> bool:
-        """Records that every rank schedules again; returns whether to START a kept wave."""
+        """Records that every rank schedules requests again.
+
+        Returns:
+            whether to send START_DP_WAVE now, for a request that was kept over the pause.
+        """
         if self.state in (_S.IDLE, _S.RUNNING, _S.DOWN):
             return False
         self._go(_E.RESUMED)

@@ -140,7 +140,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
 
     @property
     def ran_out_ms(self) -> float:
-        """When the present or last lease ends."""
+        """When the present lease ends, or the last one ended."""
         return self._renewed_ms + self._lease_ms
 
     @property
@@ -177,7 +177,10 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         )
 
     def missing(self) -> Iterable[tuple[int, str]]:
-        """Returns the peer ranks whose vote is missing, with their last known positions."""
+        """Returns the peer ranks that have not voted clean or running.
+
+        Each comes with the position of its last vote; empty: it has not voted.
+        """
         return [
             (rank, self._position(rank))
             for rank in self.peers

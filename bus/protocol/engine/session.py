@@ -41,7 +41,7 @@ class EngineSession:
     """Drives one engine. Methods take commands and results of engine calls, and return effects.
 
     ``draft``: the engine has a draft model whose weights can be updated. ``closed``: an earlier
-    sidecar has closed its admission.
+    sidecar has closed the engine's admission.
     """
 
     def __init__(

@@ -38,14 +38,15 @@ if TYPE_CHECKING:
 class GroupVersion:
     """The version that a group serves, in ``value``.
 
-    A commit sets it, and from then on only commits raise it, so that the report of one engine can't
-    put the others out of service. A restarted broker knows no commit. Until one comes, the version
-    is the highest one that more than half of the DP groups serve, or a later one, and may fall. A
-    DP group counts with the lowest version of its ranks.
+    A commit sets the version, and from then on only commits raise it, so that the report of one
+    engine can't put the others out of service. A restarted broker knows no commit. Until one comes,
+    the version is the lower median of the versions that the DP groups serve: more than half of them
+    serve it, or a later one. So it may fall when a DP group joins. A DP group counts with the
+    lowest version of its ranks.
 
     Only DP groups count whose sidecars joined with an epoch, so that they were in the group of an
-    earlier broker, and with open admission, so that they were not stale. If there are none, all
-    DP groups count.
+    earlier broker, and with open admission, so that they were not stale. If there are none, all DP
+    groups count.
     """
 
     def __init__(self) -> None:

@@ -367,7 +367,7 @@ class EngineRegistry:
         """Returns the DP group of each ready engine, by engine name.
 
         Raises:
-            Declined: no engine is ready; names a DP group that lacks ranks.
+            Declined: no engine is ready. The error says why, as when a DP group lacks ranks.
         """
         out = self._left_out()
         members = {

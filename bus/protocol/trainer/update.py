@@ -201,7 +201,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
 
         Args:
             manifest: names, shapes and dtypes of the tensors, in chunks.
-            version: the last one that the trainer knows.
+            version: the last version that the trainer knows.
             label: the trainer's own name of the weights.
             backend: the transport that is open.
             communicator: the number of the transport's communicator; 0: it has none.
@@ -231,7 +231,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         return self._wake() if self._window.state is PauseWindowState.ASLEEP else self._ask_arm()
 
     def start(self) -> list[m.Message]:
-        """Returns UPDATE_START, after a pause if one is needed."""
+        """Returns UPDATE_START, after PAUSE_LOCAL if the update needs a pause."""
         self._go(_E.START_ASKED)
         pause = [] if self.is_staged else self._pause_unless_paused()
         return [*pause, m.UpdateStart(self.id, self.is_staged)]
