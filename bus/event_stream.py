@@ -23,7 +23,7 @@ class EventStream:
             chunk: the next bytes of the answer's body. They may end in the middle of a line.
 
         Returns:
-            the data without ``data: ``, one entry per event. The last event's data is :data:`END`.
+            The data without ``data: ``, one entry per event. The last event's data is :data:`END`.
 
         Raises:
             ValueError: a line is longer than a megabyte.

@@ -218,7 +218,7 @@ def replay_lives(
         upto: the number of the last record to replay in each life; None: all.
 
     Yields:
-        for each replayed record, the life's replay and the result; or why a life can't be replayed.
+        For each replayed record, the life's replay and the result; or why a life can't be replayed.
     """
     replay: Replay | None = None
     boot = file = 0

@@ -65,7 +65,7 @@ class SimScheduler:
         """Runs timers until the condition holds.
 
         Returns:
-            whether it holds within ``within_ms`` of simulated time.
+            Whether it holds within ``within_ms`` of simulated time.
         """
         until_ms = self._now_ms + within_ms
         while not condition():

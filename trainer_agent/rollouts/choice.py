@@ -85,7 +85,7 @@ class ChoiceState:
             engine: the engine's name.
 
         Returns:
-            what is new for the caller: tokens, or the choice's end; None if nothing is.
+            What is new for the caller: tokens, or the choice's end; None if nothing is.
 
         Raises:
             Cut: the piece is invalid.

@@ -30,7 +30,8 @@ _DRAIN_S: Final = 30.0
 class RankZero:
     """Rank 0's part in one update of a trainer with several ranks.
 
-    Rank 0 sends the weights. The other ranks only help it to gather full tensors from their shards.
+    Rank 0 leads the update and sends the weights. The other ranks gather full tensors together with
+    rank 0, or send their own shards (vLLM's ``nccl_m2n``).
 
     Args:
         connection: rank 0's connection to the broker.

@@ -134,7 +134,7 @@ def opened_for(info: object, engine: str) -> tuple[Any, ...]:
     vLLM's ``nccl_m2n`` opens a transport for certain tensors only.
 
     Returns:
-        their names, dtypes and shapes; empty if the transport takes any tensors.
+        Their names, dtypes and shapes; empty if the transport takes any tensors.
     """
     if engine not in vllm_payloads.SHARDING or not isinstance(info, dict):
         return ()

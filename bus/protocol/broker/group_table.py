@@ -96,7 +96,7 @@ class GroupTable(dict[str, Group]):
             now_ms: the time.
 
         Returns:
-            the effects without the held messages, and with those for watchers.
+            The effects without the held messages, and with those for watchers.
         """
         for group in (self[name] for name in names if name in self):
             rerouted = group.reroute(self._watchers, now_ms)

@@ -245,7 +245,7 @@ class Membership:
             user: the public key of the connection; empty without keys.
 
         Returns:
-            the peer's new record, or why it can't join.
+            The peer's new record, or why it can't join.
         """
         refused = self._refuse(name, group, boot, user, join, now_ms)
         if refused is not None:

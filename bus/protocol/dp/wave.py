@@ -100,7 +100,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         """Records that an idle rank got a request and asks for this wave.
 
         Returns:
-            whether to send START_DP_WAVE now. In a pause the request is kept for the resume.
+            Whether to send START_DP_WAVE now. In a pause the request is kept for the resume.
         """
         self._go(_E.FIRST_REQ)
         self.wave = max(self.wave, wave)
@@ -163,7 +163,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         """Records that every rank schedules requests again.
 
         Returns:
-            whether to send START_DP_WAVE now, for a request that was kept over the pause.
+            Whether to send START_DP_WAVE now, for a request that was kept over the pause.
         """
         if self.state in (_S.IDLE, _S.RUNNING, _S.DOWN):
             return False

@@ -62,7 +62,7 @@ class Reconciliation:
             beat: its heartbeat.
 
         Returns:
-            the message and the names of its receivers; None if there is nothing to end.
+            The message and the names of its receivers; None if there is nothing to end.
         """
         registry, update, alone = self._state.registry, self._state.update, (peer.name,)
         if beat.phase in _IN_UPDATE and (

@@ -76,7 +76,7 @@ def before_engines(message: Arm, pause: str) -> str:
         pause: the state of the group's pause, such as ``running``.
 
     Returns:
-        the reason, as text. Empty if the group has none, or if the ARM does not ask for staging.
+        The reason, as text. Empty if the group has none, or if the ARM does not ask for staging.
 
     Raises:
         Declined: the group has a reason, and the ARM requires staging.
