@@ -130,7 +130,11 @@ class Transport:
             await update.arm(plan, self.backend, self.communicator, label)
 
     async def plan(self, senders: int = 1) -> World:
-        """Returns the members of a new communicator with ``senders`` ranks of the trainer."""
+        """Asks the broker for a communicator, and returns its members.
+
+        Args:
+            senders: how many ranks of the trainer take part in it.
+        """
         plan = await self._connection.ask(PlanTransfer(self._scope), TransferPlan)
         address = address_towards(host_of(self._connection.broker))
         return World(plan.communicator, plan.world_size - 1 + senders, address, senders)

@@ -112,7 +112,12 @@ class BusShardSource(BusWeightSource):
 
 
 def wrap_source(session: SourceReader, source: WeightSource) -> BusWeightSource:
-    """Returns ``source``, wrapped for vLLM's trainer engines."""
+    """Wraps a source of weights for vLLM's trainer engines.
+
+    Args:
+        session: reads the source once engines are ready.
+        source: the source.
+    """
     if not source_forms.is_m2n_source(source):
         return BusWeightSource(session, source)
     source_forms.accept_as_m2n_source(BusShardSource)
