@@ -256,8 +256,7 @@ class EngineSession:
         return self._with_calls(effects, now_ms)
 
     def escalating(self, waited_for: tuple[str, ...]) -> None:
-        """Records that the escalation's pause call is about to be made, while these requests run.
-        """
+        """Records that the escalation's pause call is about to be made, and which requests run."""
         self.pause.on_escalated(waited_for)
 
     def on_escalation_done(
