@@ -51,7 +51,11 @@ class UsageError(WavebusError):
 
 
 class NonFiniteWeights(WavebusError):
-    """The weights contain NaN or Inf, first in ``tensor``; raised with ``check_finite``."""
+    """The weights to be sent contain NaN or Inf. Raised only if ``check_finite`` is set.
+
+    Attributes:
+        tensor: the name of the first tensor with NaN or Inf.
+    """
 
     def __init__(self, tensor: str) -> None:
         super().__init__(f"source: {tensor} has a NaN or an Inf; nothing was committed")
@@ -59,17 +63,17 @@ class NonFiniteWeights(WavebusError):
 
 
 class ProtocolError(WavebusError):
-    """A peer broke the protocol."""
+    """A peer sent something that the protocol does not allow."""
 
 
 class DecodeError(ProtocolError):
-    """A frame that is not a valid message.
+    """A received frame is not a valid message.
 
     Attributes:
-        code: the code for the NACK.
-        field: the field at fault, as a path (``names[3]``), or empty.
-        detail: what is wrong with it.
-        reply_to: the frame's id, if that could be read; else 0.
+        code: the code of the NACK that answers the frame.
+        field: the path of the wrong field (``names[3]``); empty if no field is at fault.
+        detail: what is wrong with the field or the frame.
+        reply_to: the frame's id, for the NACK; 0 if the id could not be read.
     """
 
     reply_to = 0
@@ -102,15 +106,15 @@ class Refused(WavebusError):
 
 
 class ManifestRefused(Refused):
-    """An engine's model doesn't take these tensors. Engines serve the old weights."""
+    """An engine's model doesn't take the tensors of the update. Engines serve the old weights."""
 
 
 class PauseFailed(Refused):
-    """The group could not be paused. Paused engines have resumed."""
+    """The group could not be paused. Engines that had paused have resumed."""
 
 
 class UpdateFailed(Refused):
-    """The update failed and was aborted."""
+    """The update failed and was aborted. Engines that hold a part of it are quarantined."""
 
 
 class CanaryFailed(UpdateFailed):
@@ -156,7 +160,10 @@ class NoEngine(RolloutFailed):
 
 
 class RolloutsTooOld(WavebusError):
-    """Samples were older than the trainer accepts, and were dropped. The text has their ages."""
+    """Samples were dropped, because they are older than the trainer accepts.
+
+    The text has their ages.
+    """
 
 
 class JournalError(WavebusError):
@@ -164,11 +171,17 @@ class JournalError(WavebusError):
 
 
 class BusClosed(WavebusError):
-    """The connection to the bus is closed."""
+    """The connection to the bus is closed, or not open yet."""
 
 
 class EngineError(WavebusError):
-    """An engine call failed. ``code`` and ``tensor`` are sent in the NACK."""
+    """A call of the engine failed. The sidecar answers the broker's request with a NACK.
+
+    Attributes:
+        detail: the reason, as text.
+        code: the code of the NACK.
+        tensor: the name of the tensor at fault; empty: none.
+    """
 
     def __init__(
         self, detail: str, *, code: NackCode = NackCode.ENGINE_FAILED, tensor: str = ""
@@ -180,7 +193,7 @@ class EngineError(WavebusError):
 
 
 class EngineDead(EngineError):
-    """The engine is gone."""
+    """The engine has died, so it can't carry out the call."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, code=NackCode.ENGINE_DEAD)

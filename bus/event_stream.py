@@ -11,13 +11,19 @@ _LINE_BYTES: Final = 1 << 20
 
 
 class EventStream:
-    """Splits a streamed HTTP answer into the data of its events."""
+    """Splits a streamed HTTP answer into the data of its server-sent events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Returns the data of the events whose line ends in this chunk.
+        """Returns the data of each event that is complete with this part of the answer.
+
+        Args:
+            chunk: the next bytes of the answer's body. They may end in the middle of a line.
+
+        Returns:
+            The data without ``data: ``, one entry per event. The last event's data is :data:`END`.
 
         Raises:
             ValueError: a line is longer than a megabyte.

@@ -12,12 +12,20 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
 def new_boot() -> int:
-    """Returns a random number of 48 bits for one life of one process."""
+    """Returns a random number of 48 bits that identifies one life of a process.
+
+    A process that restarts has a new number, so that peers can tell its frames from earlier ones.
+    """
     return secrets.randbits(48)
 
 
 def new_update_id(boot: int, count: int) -> str:
-    """Returns the id of the ``count``-th pause or update of the trainer process ``boot``."""
+    """Returns an id for a pause or an update of a trainer.
+
+    Args:
+        boot: the number of the trainer's process, from :func:`new_boot`.
+        count: the number of the pause or update in that process.
+    """
     return f"u{count}-{boot & 0xFFFFFF:06x}"
 
 
@@ -28,8 +36,12 @@ BOOT_SUFFIX: Final = ":boot"
 def check_name(value: str, option: str) -> str:
     """Returns ``value`` if it is a valid name of a peer or group.
 
+    Args:
+        value: the name.
+        option: the option that the error's text names, such as ``--group``.
+
     Raises:
-        UsageError: the name is invalid; the text names ``option``.
+        UsageError: the name is invalid.
     """
     if not _NAME.fullmatch(value):
         raise UsageError(

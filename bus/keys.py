@@ -58,7 +58,14 @@ class _KeyFile(msgspec.Struct, rename="kebab", kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The content of a key file. ``secret`` is empty for a public file."""
+    """The content of a key file.
+
+    Attributes:
+        name: the name of the key's owner.
+        role: what the owner may do on the bus.
+        public: the public key, as 40 characters of Z85.
+        secret: the secret key, likewise; empty for a public file.
+    """
 
     name: str
     role: FileRole
@@ -71,7 +78,13 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """The keys of a peer's connection. With ``insecure``, none are needed beyond loopback."""
+    """The keys of a peer's connection to the broker.
+
+    Attributes:
+        own: the peer's own key pair; None: the connection has no keys.
+        broker: the broker's public key, as 40 characters of Z85; empty without keys.
+        insecure: True permits a connection beyond loopback without keys.
+    """
 
     own: Key | None = None
     broker: str = ""
@@ -91,9 +104,13 @@ class Keyring:
 
 
 def write_pair(folder: Path, key: Key) -> tuple[Path, Path]:
-    """Writes a secret and a public key file, and returns their paths.
+    """Writes ``NAME.secret`` and ``NAME.pub`` for a key, and returns their paths.
 
     Only their owner can read the secret file.
+
+    Args:
+        folder: where the files are written; made if it does not exist.
+        key: the key pair.
 
     Raises:
         UsageError: the name is no valid file name, or a file already exists or can't be written.
@@ -137,8 +154,8 @@ def read_key(path: Path, *, secret: bool, option: str = "") -> Key:
 
     Args:
         path: the file.
-        secret: whether it must be a secret file.
-        option: the command's option, for the error's text.
+        secret: True: the file must have a secret key. False: a public file will do.
+        option: the command's option that the error's text names; empty: none.
 
     Raises:
         UsageError: the file can't be read, is malformed, lacks the secret, or has a secret that
@@ -202,7 +219,13 @@ def read_keyring(folder: Path) -> Keyring:
 
 
 def silence_hint(security: Security | None) -> str:
-    """Returns a hint about keys for errors of silent brokers: wrong keys get no answer."""
+    """Returns the hint about keys that errors of a silent broker end with.
+
+    A broker does not answer a peer with a wrong key, so wrong keys look like an absent broker.
+
+    Args:
+        security: the keys of the connection that got no answer.
+    """
     if security is None or security.own is None:
         return ". A broker with keys answers nobody who has none (--key, --broker-key)"
     return (
@@ -227,7 +250,7 @@ def security(
         env: the environment variables.
 
     Raises:
-        UsageError: a file is wrong, or only one of the two is given.
+        UsageError: a file is wrong, or only one of ``key`` and ``broker_key`` is given.
     """
     key = key or env.get(KEY_VARIABLE) or None
     broker_key = broker_key or env.get(BROKER_KEY_VARIABLE) or None

@@ -1,7 +1,7 @@
 """Removes files and folders that dead processes have left behind.
 
-The process that makes one holds an advisory lock (``flock``) on it, which the kernel releases when
-the process ends. So a path without a lock is left over.
+A process holds an advisory lock (``flock``) on each file or folder that it makes, and the kernel
+releases the lock when the process ends. So a path without a lock is left over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ SHM_PREFIX: Final = "wavebus-"
 
 
 def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
-    """Removes unlocked paths, and returns their names. Skips other users' paths."""
+    """Removes the paths that no process has locked, and returns their names.
+
+    Args:
+        paths: files or folders, each made by a process that locks it. Those of other users are
+            skipped.
+        remove: removes one path.
+    """
     removed: list[str] = []
     for path in paths:
         try:
@@ -42,10 +48,10 @@ def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
 class LockedFolder:
     """A new folder that this process locks, and removes on :meth:`close`.
 
-    If the process is killed, the folder remains until the next one with the same prefix is made.
+    If the process is killed, the folder remains until a process makes one with the same prefix.
 
     Args:
-        prefix: the beginning of its name; the process id follows.
+        prefix: the beginning of the folder's name; the process id follows.
         parent: the folder in which it is made.
     """
 

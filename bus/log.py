@@ -34,7 +34,12 @@ _settings = _Settings()
 def configure(*, level: str = "info", json: bool | None = None) -> None:
     """Configures wavebus's own loggers in this process, and no others.
 
-    ``json=None``: JSON unless stderr is a terminal. Existing loggers are not changed.
+    Loggers that exist already are not changed.
+
+    Args:
+        level: the least important level that is logged.
+        json: True: one JSON object per line. False: readable text. None: JSON unless stderr is a
+            terminal.
     """
     global _settings  # noqa: PLW0603 - one per process, like stderr
     _settings = _Settings(level, json)

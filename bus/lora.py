@@ -53,7 +53,7 @@ def adapter_backend(name: str) -> str:
     """Returns the transfer backend that carries the adapter ``name``.
 
     Raises:
-        UsageError: see :func:`check_adapter_name`.
+        UsageError: the name is no valid name of an adapter.
     """
     return PREFIX + check_adapter_name(name)
 

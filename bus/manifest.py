@@ -66,11 +66,16 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Names, dtypes, shapes and chunk plan of an update.
+    """The tensors of an update, in the order of sending, and their division into chunks.
 
-    ``chunk_ends[k]`` is the index after the last tensor of chunk ``k``: strictly
-    growing, the last one equal to the number of tensors. In the manifest of a patch, ``counts``
-    says how many elements of each tensor are sent, each with its index. Empty: full tensors.
+    Attributes:
+        names: the tensors' Hugging Face names.
+        dtypes: their dtypes, by torch's names.
+        shapes: their full shapes.
+        chunk_ends: for each chunk, the index after its last tensor. The indexes grow strictly, and
+            the last one is the number of tensors.
+        counts: in the manifest of a patch, how many elements of each tensor are sent, each with its
+            index. Empty: full tensors are sent.
     """
 
     names: tuple[str, ...]
@@ -112,9 +117,11 @@ class Manifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> Manifest:
-        """Plans chunks of at most ``chunk_bytes`` for ``tensors``, in their order.
+        """Plans chunks for tensors, in their order.
 
-        A tensor larger than that gets a chunk of its own.
+        Args:
+            tensors: names, dtypes and shapes.
+            chunk_bytes: the most bytes in one chunk. A larger tensor gets a chunk of its own.
 
         Raises:
             ValueError: as the constructor does.
@@ -135,7 +142,11 @@ class Manifest:
 
     @classmethod
     def of_patch(cls, tensors: Iterable[TensorMeta], counts: Iterable[int]) -> Manifest:
-        """Returns the manifest of a patch: one chunk with ``counts`` elements of each tensor.
+        """Returns the manifest of a patch, which is sent as one chunk.
+
+        Args:
+            tensors: names, dtypes and full shapes of the tensors that the patch changes.
+            counts: how many elements of each tensor are sent.
 
         Raises:
             ValueError: as the constructor does.

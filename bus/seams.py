@@ -43,7 +43,7 @@ class Has:
     attributes: tuple[str, ...] = ()
 
     def gap(self, tree: SourceTree) -> str:
-        """See :meth:`Expectation.gap`."""
+        """Returns why vLLM's source does not fulfil the expectation; empty: it does."""
         if tree.find(self.target) is None:
             return tree.absent(self.target)
         where = f"{self.target}." if ":" in self.target else f"{self.target}:"
@@ -59,7 +59,7 @@ class Takes:
     parameters: str
 
     def gap(self, tree: SourceTree) -> str:
-        """See :meth:`Expectation.gap`."""
+        """Returns why vLLM's source does not fulfil the expectation; empty: it does."""
         node = tree.find(self.target)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return tree.absent(self.target, "function ")
@@ -77,7 +77,7 @@ class Says:
     texts: tuple[str, ...]
 
     def gap(self, tree: SourceTree) -> str:
-        """See :meth:`Expectation.gap`."""
+        """Returns why vLLM's source does not fulfil the expectation; empty: it does."""
         source = tree.source(self.target)
         if source is None:
             return tree.absent(self.target)
@@ -93,7 +93,7 @@ class SaysNot:
     texts: tuple[str, ...]
 
     def gap(self, tree: SourceTree) -> str:
-        """See :meth:`Expectation.gap`."""
+        """Returns why vLLM's source does not fulfil the expectation; empty: it does."""
         source = tree.source(self.target)
         if source is None:
             return tree.absent(self.target)
@@ -103,13 +103,18 @@ class SaysNot:
 
 @dataclass(frozen=True)
 class Fields:
-    """Expects a class with these annotated fields, each at the given index in its body."""
+    """Expects a class with certain annotated fields in certain places.
+
+    Attributes:
+        target: the class.
+        at: for each expected field, its index among the class's annotated fields and its name.
+    """
 
     target: str
     at: tuple[tuple[int, str], ...]
 
     def gap(self, tree: SourceTree) -> str:
-        """See :meth:`Expectation.gap`."""
+        """Returns why vLLM's source does not fulfil the expectation; empty: it does."""
         node = tree.find(self.target)
         if not isinstance(node, ast.ClassDef):
             return tree.absent(self.target, "class ")
@@ -222,8 +227,8 @@ class Seam:
 
         Returns:
             The form's name and no gaps; or, if no form fits, an empty name and the gaps in words.
-            The gaps are those that all forms share, if any; otherwise those of the form with the
-            fewest.
+            The gaps are those that all forms share; if there are none, those of the form with the
+            fewest gaps.
         """
         common = self.common.gaps(tree)
         if not self.forms or common:
@@ -264,10 +269,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Registry:
-    """Holds the seams of one role, in an order in which each follows those that it needs.
+    """Holds the seams of one role. Each seam follows those that it needs.
 
     Attributes:
         features: the features that depend on seams, each with a description.
+        seams: the seams.
         nesting: for each method that several seams wrap, the seams' names from the innermost
             wrapper, which calls vLLM's own method, to the outermost, which is called first.
     """

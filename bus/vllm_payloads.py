@@ -78,17 +78,17 @@ def engine_of(backend: str) -> str:
 
 
 def is_patching(backend: str) -> bool:
-    """Returns whether a transfer backend carries patches only; the others carry none."""
+    """Returns whether a transfer backend carries patches only. All others carry no patches."""
     return engine_of(backend) in PATCHING
 
 
 def is_sharding(backend: str) -> bool:
-    """Returns whether every rank of the trainer sends its own shards over a backend."""
+    """Returns whether each rank of the trainer sends its own shards over this backend."""
     return engine_of(backend) in SHARDING
 
 
 def is_loaded_on_receipt(backend: str) -> bool:
-    """Returns whether a chunk is loaded as soon as it is received.
+    """Returns whether engines load a chunk of this backend as soon as they receive it.
 
     vLLM's engines have one call for both, so nothing can be verified in between.
     """
@@ -138,6 +138,10 @@ def encode_chunk(columns: Sequence[str], rest: Mapping[str, Any]) -> bytes:
 
 def decode_chunk(blob: bytes, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Decodes an ``update_info``, and takes its missing values from ``columns``.
+
+    Args:
+        blob: what :func:`encode_chunk` returned.
+        columns: the values that WEIGHT_CHUNK_META carries, by their keys in the dict.
 
     Raises:
         ValueError: the bytes are no ``update_info``.

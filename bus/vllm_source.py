@@ -136,7 +136,7 @@ class SourceTree:
         return self.locate(target)[1]
 
     def locate(self, target: str) -> tuple[str, Node | None]:
-        """Returns a definition's module and syntax tree; finds it as :meth:`find` does."""
+        """Returns the module and the syntax tree of a definition, named as in :meth:`find`."""
         module, _, path = target.partition(":")
         if not path:
             return module, self._module(module)
@@ -159,7 +159,12 @@ class SourceTree:
         return self._modules[module]
 
     def absent(self, target: str, kind: str = "") -> str:
-        """Returns a text: the target is undefined, or its file can't be read."""
+        """Returns the text that says that a target was not found.
+
+        Args:
+            target: the definition, named as in :meth:`find`.
+            kind: what was expected, such as ``"class "``; empty: any definition.
+        """
         module = target.partition(":")[0]
         why = " (this Python can't parse its file)" if module in self._unreadable else ""
         return f"there is no {kind}{short_name(target)}{why}"

@@ -45,7 +45,7 @@ def require_supported(version: str) -> None:
     """Checks that a vLLM is not too old.
 
     Raises:
-        EngineError: it is; the text names its version and the one to install.
+        EngineError: the vLLM is too old. The text names its version and the one to install.
     """
     reason = unsupported_reason(version)
     if reason:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class Adapters:
-    """Mixin of :class:`trainer_agent.TrainerAgent`, which defines the attributes used here."""
+    """Adds :meth:`update_adapter` to :class:`trainer_agent.TrainerAgent`.
+
+    The agent defines the attributes that are used here.
+    """
 
     ranks: int
     verify: Verify

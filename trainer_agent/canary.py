@@ -78,22 +78,31 @@ class Canary:
 
     @property
     def token_ids(self) -> tuple[Tokens, ...]:
-        """The prompts in the form of :class:`bus.messages.Probe`."""
+        """The prompts as tuples of token ids, as :class:`bus.messages.Probe` takes them."""
         return tuple(tuple(int(token) for token in prompt) for prompt in self.prompts)
 
     def probe(self, update_id: str, version: int) -> Probe:
-        """Returns the request to run the probes on every engine."""
+        """Returns the request to run the probes on every engine.
+
+        Args:
+            update_id: the update.
+            version: the version that the bus assigned to the update.
+        """
         salt = f"wavebus-{update_id}-{version}"
         return Probe(update_id, self.token_ids, self.max_tokens, salt)
 
 
 def digest(tokens: Sequence[int]) -> str:
-    """Returns a short hash of tokens."""
+    """Returns a short hash of token ids, for texts."""
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:12]
 
 
 def compare(canary: Canary, report: ProbeReport) -> tuple[Differing, ...]:
-    """Returns the engines that fail, each with its first differing probe.
+    """Returns the engines that fail the canary, each with its first differing probe.
+
+    Args:
+        canary: the probes, with the score and tolerance.
+        report: the engines' results.
 
     Raises:
         CanaryFailed: all engines differ from the trainer; or, without a score, two equally large

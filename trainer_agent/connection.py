@@ -240,7 +240,7 @@ class Connection:
         """Waits until all undo commands are answered, so that ``message`` can't overtake them.
 
         Raises:
-            BusTimeout: one of them is still unanswered.
+            BusTimeout: an undo command is still unanswered after ``timeout_s``.
         """
         if not await self.delivery.drain(timeout_s):
             raise await self._explain_timeout(message, timeout_s)

@@ -35,7 +35,10 @@ def own_nack(
     peer: str = "",
     hint: str = "",
 ) -> Nack:
-    """Returns a NACK that the trainer's process itself makes."""
+    """Returns a NACK that the trainer's process itself makes.
+
+    The arguments are fields of :class:`bus.messages.Nack`.
+    """
     return Nack(
         code=code,
         step=step,
@@ -66,7 +69,14 @@ _MAX_NAMED = 8
 
 
 def silent_broker(asked: Message, wait_s: float, address: str, heard_s: float) -> BusTimeout:
-    """Returns the error for a silent broker, last heard ``heard_s`` seconds ago."""
+    """Returns the error for a request that the broker has not answered in time.
+
+    Args:
+        asked: the request.
+        wait_s: how long the trainer has waited for the answer, in seconds.
+        address: the broker's address.
+        heard_s: how long ago the broker was last heard, in seconds.
+    """
     return BusTimeout(
         f"no answer to {_request(asked)} within {wait_s:g} s; the broker at {address} is silent, "
         f"last heard {heard_s:.1f} s ago",

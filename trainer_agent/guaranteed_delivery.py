@@ -41,7 +41,7 @@ class Requester(Protocol):
         timeout_s: float | None = None,
         even_if_silent: bool = False,
     ) -> M:
-        """Sends a request until it is answered."""
+        """Repeats a request until it is answered, as :meth:`Connection.ask` does."""
 
 
 class GuaranteedDelivery:
@@ -72,7 +72,7 @@ class GuaranteedDelivery:
         return BusTimeout("the broker has not answered; it is told when it does", peer=BROKER_NAME)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Waits until all messages are answered; returns whether they are."""
+        """Waits until all messages are answered; returns False if ``timeout_s`` ends first."""
         if self._open_tasks:
             await asyncio.wait(self._open_tasks, timeout=timeout_s)
         return all(each.done() for each in self._open_tasks)

@@ -72,7 +72,8 @@ class PauseOptions:
 class UpdateOptions:
     """The checked arguments of :meth:`TrainerAgent.update_weights`.
 
-    ``pause`` is used only if the update needs a pause.
+    The attributes are named as the arguments are; ``pause`` has those of a pause, and is used only
+    if the update needs one.
 
     Raises:
         UsageError: an argument is wrong, or the update must be ``staged`` and needs a pause.
@@ -103,7 +104,7 @@ class UpdateOptions:
 
     @property
     def needs_pause(self) -> str:
-        """Returns why these options rule out staging; empty if they allow it.
+        """Why these options rule out staging; empty if they allow it.
 
         Engines may have reasons of their own, such as too little memory.
         """

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Pauses:
-    """Mixin of :class:`trainer_agent.TrainerAgent`, which defines the attributes used here."""
+    """Adds :meth:`paused` and :meth:`asleep` to :class:`trainer_agent.TrainerAgent`.
+
+    The agent defines the attributes that are used here.
+    """
 
     _steps: Steps
     _sending: asyncio.Task[int] | None

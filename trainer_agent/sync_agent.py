@@ -51,7 +51,7 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         super().__init__(functools.partial(TrainerAgent, *args, **self._kwargs))
 
     def wait_for_engines(self, count: int, timeout_s: float = 60.0) -> list[EngineView]:
-        """See :meth:`TrainerAgent.wait_for_engines`."""
+        """Waits until ``count`` engines have joined. See :meth:`TrainerAgent.wait_for_engines`."""
         return self._call(lambda: self._async.wait_for_engines(count, timeout_s))
 
     def update_weights(
@@ -61,13 +61,20 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         on_sent: Callable[[], None] = do_nothing,
         **options: Unpack[UpdateArguments],
     ) -> int:
-        """See :meth:`TrainerAgent.update_weights`. ``on_sent`` is called in the bus's thread."""
+        """Sends weights to every engine, as :meth:`TrainerAgent.update_weights` does.
+
+        ``on_sent`` is called in the bus's thread.
+        """
         return self._call(lambda: self._async.update_weights(source, on_sent=on_sent, **options))
 
     def send_weights(
         self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateArguments]
     ) -> Future[int]:
-        """See :meth:`TrainerAgent.send_weights`; the version is the future's result."""
+        """Starts an update, as :meth:`TrainerAgent.send_weights` does.
+
+        Returns:
+            A future, whose result is the version. Cancelling it aborts the update.
+        """
         portal, agent = self._connected()
         update = self._call(lambda: agent.send_weights(source, snapshot=snapshot, **options))
 
@@ -85,7 +92,7 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         label: str = "",
         **options: Unpack[PauseArguments],
     ) -> int:
-        """See :meth:`TrainerAgent.update_adapter`."""
+        """Sends a LoRA adapter to every engine, as :meth:`TrainerAgent.update_adapter` does."""
         return self._call(
             lambda: self._async.update_adapter(
                 adapter, source, config=config, label=label, **options
@@ -94,7 +101,7 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
 
     @contextlib.contextmanager
     def paused(self, **options: Unpack[PauseArguments]) -> Iterator[GroupAck]:
-        """See :meth:`TrainerAgent.paused`."""
+        """Keeps the group paused for the length of a block, as :meth:`TrainerAgent.paused` does."""
         with self._block(self._async.paused(**options)) as ack:
             yield ack
 
@@ -107,13 +114,16 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
     ) -> Iterator[GroupAck]:
-        """See :meth:`TrainerAgent.asleep`. The connection to the bus stays alive meanwhile."""
+        """Keeps the group asleep for the length of a block, as :meth:`TrainerAgent.asleep` does.
+
+        The connection to the bus stays alive meanwhile.
+        """
         sleep = self._async.asleep(level=level, mode=mode, wait_s=wait_s, escalate=escalate)
         with self._block(sleep) as ack:
             yield ack
 
     def init_info(self, engine: str = "wavebus", **fields: Any) -> Any:
-        """See :meth:`TrainerAgent.init_info`."""
+        """Returns the init info of a vLLM trainer engine. See :meth:`TrainerAgent.init_info`."""
         portal, agent = self._connected()
         return portal.call(functools.partial(agent.init_info, engine, **fields))
 
@@ -126,32 +136,35 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         quorum: Quorum = None,
         **options: Unpack[PauseArguments],
     ) -> BusWeightSyncClient:
-        """See :meth:`TrainerAgent.client`."""
+        """Returns a ``client`` for vLLM's trainer engines. See :meth:`TrainerAgent.client`."""
         return self._async.client(
             chunk_bytes=chunk_bytes, target=target, canary=canary, quorum=quorum, **options
         )
 
     def source(self, weights: Weights) -> BusWeightSource:
-        """See :meth:`TrainerAgent.source`."""
+        """Returns a ``source`` for vLLM's trainer engines. See :meth:`TrainerAgent.source`."""
         return self._async.source(weights)
 
     def patches(self, patches: Iterable[AnyPatch], *, base: int | None = None) -> BusPatches:
-        """See :meth:`TrainerAgent.patches`."""
+        """Returns patches for vLLM's ``sparse_nccl`` engine. See :meth:`TrainerAgent.patches`."""
         return self._async.patches(patches, base=base)
 
     def close_transport(self) -> None:
-        """See :meth:`TrainerAgent.close_transport`."""
+        """Frees the transport's memory, as :meth:`TrainerAgent.close_transport` does."""
         self._call(self._async.close_transport)
 
     def commits_since(self, version: int) -> int:
-        """See :meth:`TrainerAgent.commits_since`."""
+        """Returns how many versions newer than ``version`` this agent has committed.
+
+        See :meth:`TrainerAgent.commits_since`.
+        """
         return self._async.commits_since(version)
 
     def status(self) -> Status:
-        """See :meth:`TrainerAgent.status`."""
+        """Returns the broker's view of all groups and engines."""
         return self._call(self._async.status)
 
     @property
     def last_update(self) -> UpdateReport | None:
-        """See :attr:`TrainerAgent.last_update`."""
+        """The report of the last committed update; None before the first."""
         return self._async.last_update

@@ -132,7 +132,15 @@ def broker(plan: BrokerPlan) -> None:
 
 
 def reload_keys(folder: Path, transport: ZmqServer, server: BrokerServer) -> None:
-    """Reads the folder of keys again; keeps the old keys if a file is wrong."""
+    """Reads the broker's key folder again, and applies it to the running broker.
+
+    If a file is wrong, logs the error and keeps the old keys.
+
+    Args:
+        folder: the folder of ``--curve-keys``.
+        transport: the broker's socket, which admits new connections by these keys.
+        server: the broker, which removes peers whose key is gone or has another role.
+    """
     log = bus.log.logger()
     try:
         keyring = read_keyring(folder)

@@ -38,7 +38,14 @@ _COLOURS: Final[dict[str, str]] = {"ok": "green", "note": "cyan", "warn": "yello
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. ``hint`` says what to do if ``state`` is not ok."""
+    """Result of one check that `wavebus doctor` made on this host.
+
+    Attributes:
+        name: what was checked, such as ``event loop``.
+        state: ``ok``; ``note``: works, but could be better; ``warn``: may fail; ``fail``: broken.
+        detail: what was found.
+        hint: what to do if ``state`` is not ``ok``.
+    """
 
     name: str
     state: State
@@ -48,7 +55,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `wavebus doctor`, for the checks of every role."""
+    """The options of `wavebus doctor`, for the checks of every role.
+
+    Attributes:
+        broker: the address at which a broker is looked for.
+        attach: the base URL of a vLLM server to check; None: none.
+        security: the keys for the connection to the broker; None: no keys.
+    """
 
     broker: str
     attach: str | None
@@ -127,7 +140,13 @@ def _show_features(wheels: tuple[Path, ...], *, markdown: bool, as_json: bool) -
 
 
 def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]:
-    """Returns one check for all features, and one for each feature that is off."""
+    """Returns one check for all features, and one for each feature that is off.
+
+    Args:
+        name: the name of the check for all features.
+        registry: the role's features, each with the places in vLLM on which it depends.
+        report: which of these features the installed vLLM supports.
+    """
     off = report.off
     works = len(registry.features) - len(off)
     return [
@@ -140,7 +159,7 @@ def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]
 
 
 def bus_checks(options: Options) -> list[Check]:
-    """Returns the checks that every host of the bus needs."""
+    """Checks what a host needs in any role: packages, clock, file limit, broker."""
     return [
         _python(),
         _packages(),

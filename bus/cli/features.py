@@ -51,7 +51,12 @@ def _all_seams() -> Registry:
 
 
 def as_json(paths: Sequence[Path], found: Sequence[Report]) -> list[dict[str, Any]]:
-    """Returns the reports as JSON objects."""
+    """Returns the reports as JSON objects.
+
+    Args:
+        paths: the wheels that were checked.
+        found: the report of each path, in the same order.
+    """
     return [
         {
             "path": str(path),
@@ -65,7 +70,7 @@ def as_json(paths: Sequence[Path], found: Sequence[Report]) -> list[dict[str, An
 
 
 def has_all_features(report: Report) -> bool:
-    """Returns whether this vLLM supports every feature."""
+    """Returns whether wavebus supports this version of vLLM, with every feature."""
     return not unsupported_reason(report.version) and not report.off
 
 

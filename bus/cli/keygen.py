@@ -42,7 +42,7 @@ Files that are there are never overwritten.
     help="The folder that the files are written to.",
 )
 def keygen(name: str, role: FileRole, output: Path) -> None:
-    """Runs `wavebus keygen`."""
+    """Makes a key pair, and prints where to copy its files."""
     public, secret = new_pair()
     secret_path, public_path = write_pair(output, Key(name, role, public, secret))
     click.echo(f"{secret_path}: keep it secret")

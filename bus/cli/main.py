@@ -45,7 +45,11 @@ class CommandGroup(click.Group):
         return [*_OWN, *sorted(_entries())]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Returns a command, whose defaults come from the TOML file."""
+        """Returns the command of that name, with its defaults from the TOML file.
+
+        If a package is missing for the command, the returned command only raises an error that says
+        what to install. Returns None if there is no such command.
+        """
         if cmd_name in _OWN:
             _defaults_of(ctx, cmd_name, _OWN[cmd_name])
             return _OWN[cmd_name]
@@ -123,7 +127,11 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs a command; reports an error as one line on stderr, and returns the exit code."""
+    """Runs a command, and returns the exit code; an error becomes one line on stderr.
+
+    Args:
+        arguments: the words of the command line after ``wavebus``.
+    """
     try:
         code = wavebus.main(arguments, prog_name="wavebus", standalone_mode=False)
     except click.exceptions.Exit as leaving:

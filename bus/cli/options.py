@@ -1,4 +1,7 @@
-"""Options of commands: shared ones, those made of dataclasses; and the commands' main loop."""
+"""What several commands share: their options, and the main loop.
+
+Most options are declared as fields of dataclasses, so that commands can inherit and pass them on.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def option(default: Any, help: str, *names: str, **more: Any) -> Any:  # noqa: A
         default: default value of the field and of the option.
         help: the option's help text.
         names: the option's flags. Default: the field's name.
-        more: ``min`` and ``max`` bound a number; all others are passed to :func:`click.option`.
+        more: ``min`` and ``max`` bound a number; :func:`click.option` gets the other arguments.
     """
     return field(default=default, metadata={"help": help, "names": names, **more})
 
@@ -53,11 +56,14 @@ def option(default: Any, help: str, *names: str, **more: Any) -> Any:  # noqa: A
 def options_of(
     plan: type[Any], name: str = "plan"
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command one option for each declared field of a dataclass.
+    """Returns a decorator that gives a command the fields of a dataclass as options.
 
-    The command receives an instance of the dataclass as its argument ``name``. Fields that
-    :func:`option` has not declared keep their defaults. The annotation chooses the option's type:
-    a number, a ``Literal``, a path, or a flag.
+    The annotation of a field chooses the option's type: a number, a ``Literal``, a path, or a flag.
+
+    Args:
+        plan: the dataclass. A field that :func:`option` has not declared becomes no option and
+            keeps its default.
+        name: the command's argument that receives the dataclass with the options' values.
     """
     hints, declared = get_type_hints(plan), [each for each in fields(plan) if each.metadata]
 
@@ -90,7 +96,7 @@ def options_of(
 
 @dataclass(frozen=True)
 class BrokerAddress:
-    """The broker that a command asks."""
+    """The option ``--broker``: the address of the broker to which a command connects."""
 
     broker: str = option(
         DEFAULT_BROKER,
@@ -102,7 +108,7 @@ class BrokerAddress:
 
 @dataclass(frozen=True)
 class GroupPlan(BrokerAddress):
-    """The group of engines that a command is about, and its broker."""
+    """The options ``--broker`` and ``--group`` of commands that concern one group."""
 
     group: str = option(
         "policy",
@@ -113,7 +119,7 @@ class GroupPlan(BrokerAddress):
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that a command connects with."""
+    """The options of the CURVE keys with which a command connects to the broker."""
 
     key: Path | None = option(
         None,
@@ -130,10 +136,10 @@ class Keys:
     insecure: bool = option(False, INSECURE_HELP, envvar=INSECURE_VARIABLE)
 
     def security(self) -> Security:
-        """Reads the keys.
+        """Reads the key files, and returns the keys for the connection to the broker.
 
         Raises:
-            UsageError: a file is missing or wrong.
+            UsageError: a file is missing or wrong, or only one of the two keys is given.
         """
         return security(self.key, self.broker_key, insecure=self.insecure)
 
@@ -170,14 +176,17 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def configure_log(log_level: str, log_format: str) -> None:
-    """Configures logging from the options' values."""
+    """Configures logging from the values of ``--log-level`` and ``--log-format``."""
     bus.log.configure(level=log_level, json=None if log_format == "auto" else log_format == "json")
 
 
 def run_until_stopped(
     main: Callable[[asyncio.Event], Coroutine[Any, Any, None]],
 ) -> None:
-    """Runs ``main(stop)`` to its end; SIGINT and SIGTERM set ``stop``."""
+    """Runs a command's coroutine ``main(stop)`` until it returns.
+
+    SIGINT and SIGTERM set the event ``stop``, so that ``main`` can end in order.
+    """
 
     async def guarded() -> None:
         stop = asyncio.Event()

@@ -22,14 +22,14 @@ _REJOIN_S: Final = 30.0  # time for engines to join a restarted broker
 
 
 class RouterWorkers:
-    """Adds routable engines to a router's list of workers, and removes the others.
+    """Keeps a vllm-router's list of workers equal to the routable engines of a group.
 
     The list is read and corrected every second, so the router may restart. Workers that never
     belonged to the group are not changed.
 
     Args:
         url: the router's base URL.
-        group: the group of engines.
+        group: the name of the group.
 
     Raises:
         UsageError: the URL is malformed.
@@ -50,13 +50,17 @@ class RouterWorkers:
         self._log = bus.log.logger(group=group, router=url)
 
     def on_rejoined(self) -> None:
-        """Handles a join at another broker, which does not know all engines for a while."""
+        """Notes that this process has joined a restarted broker, or another one.
+
+        That broker does not know all engines yet. For 30 s, only engines that its status names are
+        removed from the router's list.
+        """
         self._absent_until_s = asyncio.get_running_loop().time() + _REJOIN_S
         self._present = set()  # the broker before said who was there
         self._revision = None
 
     def on_routes(self, group: str, routes: Routes) -> None:
-        """Stores the new routes of a group."""
+        """Stores the new routes of ``group``; ignores other groups."""
         if group == self._group:
             self._routed = {each.endpoint for each in routes.engines if each.endpoint}
             self._known |= self._routed
@@ -64,7 +68,7 @@ class RouterWorkers:
             self._changed.set()
 
     def on_status(self, status: Status) -> None:
-        """Learns from the broker's status which engines the group has."""
+        """Stores which engines of the group the broker's status names, routable or not."""
         engines = (
             each for group in status.groups if group.name == self._group for each in group.engines
         )
@@ -78,7 +82,8 @@ class RouterWorkers:
 
         Args:
             ask_status: requests the broker's status, which names all engines, routable or not.
-            confirm: reports to the broker which revision of the routes the router has.
+            confirm: reports to the broker the revision of the routes that the router's list now
+                has.
         """
         is_reachable = True
         try:

@@ -20,9 +20,17 @@ _IDLE: Final = ("running", "idle")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One reason for a delay: ``peer`` has not acknowledged ``step`` for ``waited_ms``.
+    """One reason why a group makes no progress, or an engine that takes no part.
 
-    An engine that takes no part in an update (quarantined, dead) has an empty ``step``.
+    Attributes:
+        group: the group's name.
+        peer: the engine or trainer that delays the group, or the engine that takes no part.
+        state: the state of ``peer``; ``trainer``: the next step is the trainer's.
+        step: the step that the group waits for; empty if no acknowledgement is missing.
+        update_id: the update or pause of the step.
+        chunk: the number of the chunk, if the step is one.
+        waited_ms: how long the acknowledgement has been missing, in ms.
+        text: the finding as a sentence.
     """
 
     group: str
@@ -36,7 +44,7 @@ class Finding:
 
     @property
     def waiting(self) -> bool:
-        """Whether this peer delays its group; an engine that takes no part does not."""
+        """Whether ``peer`` delays its group. An engine that takes no part delays nobody."""
         return bool(self.step) or self.state == "trainer"
 
 

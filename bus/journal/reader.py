@@ -1,8 +1,8 @@
 """Reads a journal record by record, and reports torn and damaged records.
 
-A record is **torn** if the file ends in the middle of it, because the process died during a write.
-A record with a wrong checksum, or bytes that are no record, with other records after them, are
-**damaged**; reading continues with the next whole record.
+A record is **torn** if the file ends in the middle of the record, because the process died during a
+write. Bytes that are no valid record, with valid records after them, are **damaged**; reading
+continues with the next valid record.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A whole record of a journal.
+    """A whole record of a journal, with its place.
 
     Attributes:
-        path: the file of the record.
-        offset: the position in the file, in bytes.
+        path: the file that has the record.
+        offset: where the record begins in the file, in bytes.
         number: the record's number in this life of the broker, from 1; a :class:`FileBegan` has 0.
         record: the record.
-        began: the first record of the file; None if that is damaged.
+        began: the first record of the file; None if the first record is damaged.
     """
 
     path: Path
@@ -40,7 +40,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A range of bytes in a journal that is no record."""
+    """A range of bytes in a journal's file that is no valid record.
+
+    Attributes:
+        path: the file.
+        offset: where the range begins in the file, in bytes.
+        size_bytes: the length of the range.
+        kind: ``torn`` or ``damaged``; see the module.
+    """
 
     path: Path
     offset: int
@@ -63,7 +70,10 @@ Item: TypeAlias = Entry | Gap
 
 
 def read(source: Path) -> Iterator[Item]:
-    """Yields the records of a file, or of a folder's files, in the order of writing.
+    """Yields a journal's records and gaps in the order of writing.
+
+    Args:
+        source: a file, or a folder whose files are read in order.
 
     Raises:
         JournalError: there is no journal, or it can't be read.

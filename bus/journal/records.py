@@ -27,13 +27,13 @@ PREFIX_BYTES: Final = _PREFIX.size
 
 
 class FileBegan(msgspec.Struct, frozen=True, array_like=True, tag="began"):
-    """The first record of a file.
+    """The first record of each file.
 
     Attributes:
         boot: the random number of this life of the broker.
         file: the number of the file in this life, from 0.
         records: how many records of this life are in earlier files.
-        now_ms: the time on the broker's clock, as in all other records.
+        now_ms: when the file began, in ms on the broker's clock. All other records use this clock.
         wall_s: the same moment on the wall clock, in seconds since 1970.
         software: the version of wavebus.
         config: the broker's configuration.
@@ -51,7 +51,13 @@ class FileBegan(msgspec.Struct, frozen=True, array_like=True, tag="began"):
 
 
 class FrameReceived(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="in"):
-    """The broker received a frame; ``user`` is the public key of its connection, or empty."""
+    """The broker received a frame.
+
+    Attributes:
+        route: ZeroMQ's routing id of the connection; it begins with the sender's name.
+        frame: the frame's bytes.
+        user: the public key of the connection; empty without keys.
+    """
 
     now_ms: float
     route: bytes
@@ -60,10 +66,14 @@ class FrameReceived(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=
 
 
 class FrameRefused(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="refused"):
-    """The broker refused a frame unread, because of its size or its sender's rate.
+    """The broker refused a frame unread, because of the frame's size or its sender's rate.
 
     Frames that are dropped without an answer are not recorded, because they change nothing
     (:meth:`bus.protocol.broker.broker.Broker.admit`).
+
+    Attributes:
+        route: ZeroMQ's routing id of the connection; it begins with the sender's name.
+        size_bytes: the frame's size.
     """
 
     now_ms: float
@@ -85,7 +95,7 @@ class TimerFired(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="ti
 
 
 class FrameSent(msgspec.Struct, frozen=True, array_like=True, tag="out"):
-    """The broker sent a frame to the peers with these routes."""
+    """The broker sent one frame to the peers of these routes (ZeroMQ's routing ids)."""
 
     now_ms: float
     routes: tuple[bytes, ...]
@@ -99,7 +109,7 @@ class BrokerClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 
 class RecordsLost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
-    """Records before this one are missing, because they could not be written to disk."""
+    """``count`` records before this one are missing: they could not be written to disk."""
 
     now_ms: float
     count: int
@@ -127,9 +137,10 @@ def pack(record: Record) -> bytes:
 
 
 def body_span(data: bytes, offset: int) -> tuple[int, int] | None:
-    """Returns the begin and end of the body of the record at ``offset``.
+    """Returns where the body of the record at ``offset`` begins and ends in ``data``.
 
-    The end may lie beyond ``data``. Returns None if no record begins at ``offset``.
+    The end may lie beyond ``data``, if the record is torn. Returns None if no record begins at
+    ``offset``.
     """
     begin = offset + PREFIX_BYTES
     if begin > len(data):
@@ -139,7 +150,10 @@ def body_span(data: bytes, offset: int) -> tuple[int, int] | None:
 
 
 def unpack(data: bytes, offset: int) -> tuple[Record, int] | None:
-    """Returns the record at ``offset`` and the next offset; None without a whole record."""
+    """Returns the record at ``offset``, and the offset of the next record.
+
+    Returns None if no valid record begins there: the record is torn or damaged, or there is none.
+    """
     span = body_span(data, offset)
     if span is None or span[1] > len(data):
         return None

@@ -34,7 +34,14 @@ _SHOWN_AS_ZERO: Final = ("chunk", "version", "wave", "rank")
 
 @dataclass(frozen=True, slots=True)
 class DecodedFrame:
-    """A frame of a journal, decoded; ``fault`` says why that failed, or is empty."""
+    """A frame of a journal, decoded.
+
+    Attributes:
+        peers: the sender of a received frame, or the receivers of a sent one, by name.
+        envelope: the frame's envelope; None if it can't be decoded.
+        message: the frame's message; None if it can't be decoded.
+        fault: why decoding failed; empty if it did not.
+    """
 
     peers: tuple[str, ...]
     envelope: Envelope | None = None
@@ -54,12 +61,12 @@ class DecodedFrame:
 
 
 def peer_of(route: bytes) -> str:
-    """Returns the peer's name that a route contains."""
+    """Returns the peer's name, with which a ZeroMQ route begins."""
     return route.decode(errors="backslashreplace").rsplit("#", 1)[0]
 
 
 def decode_frame(record: FrameReceived | FrameSent) -> DecodedFrame:
-    """Decodes the frame of a record."""
+    """Decodes the frame of a record. A failure is stored in ``fault`` and raises nothing."""
     routes = (record.route,) if isinstance(record, FrameReceived) else record.routes
     peers = tuple(peer_of(route) for route in routes)
     envelope = None
@@ -71,7 +78,7 @@ def decode_frame(record: FrameReceived | FrameSent) -> DecodedFrame:
 
 
 def describe(record: Record) -> str:
-    """Returns a record as one line, without its time."""
+    """Describes a record in one line of text, without its time."""
     match record:
         case FileBegan():
             return f"the broker's life {record.boot:x} begins, or its file {record.file}"
@@ -121,7 +128,13 @@ def line(entry: Entry) -> str:
 
 
 def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
-    """Returns a record as a JSON object; ``full`` keeps long lists, such as a manifest's."""
+    """Returns a record as a JSON object.
+
+    Args:
+        entry: the record.
+        full: True keeps long lists, such as a manifest's names. False replaces each list of more
+            than 8 entries by their number.
+    """
     record = entry.record
     found: dict[str, Any] = {
         "record": entry.number,
@@ -159,7 +172,11 @@ def as_json(entry: Entry, *, full: bool = False) -> dict[str, Any]:
 
 
 def wall_s(entry: Entry) -> float | None:
-    """Returns a record's wall-clock time in seconds since 1970; None if the head is damaged."""
+    """Returns a record's wall-clock time, in seconds since 1970.
+
+    Returns None if the first record of its file is damaged, because only that one has a wall-clock
+    time.
+    """
     if entry.began is None:
         return None
     return entry.began.wall_s + (entry.record.now_ms - entry.began.now_ms) / 1000

@@ -42,7 +42,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference at ``entry``: the machine's effect (expected), and the journal's (found)."""
+    """The point at which a replay and the journal disagree.
+
+    Attributes:
+        entry: the journal's record.
+        expected: what the replayed broker did, as text.
+        found: what the journal has instead, as text.
+        waits: why groups make no progress at that moment, one sentence per engine.
+    """
 
     entry: Entry
     expected: str
@@ -63,7 +70,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """One replayed record. ``notes`` are the log lines that the machine makes of it."""
+    """The result of one replayed record.
+
+    Attributes:
+        entry: the record.
+        notes: what the replayed broker logs at this record.
+        difference: how the replay and the journal disagree here; None: they agree.
+    """
 
     entry: Entry
     notes: tuple[Note, ...] = ()
@@ -71,7 +84,19 @@ class ReplayStep:
 
 
 class Replay:
-    """Replays one life of a broker. :meth:`feed` takes its records in order."""
+    """Replays one life of a broker: gives its received frames to a new state machine.
+
+    Args:
+        began: the first record of that life. :meth:`feed` takes the records after it, in order.
+
+    Attributes:
+        boot: the random number of that life.
+        machine: the state machine of the broker.
+        now_ms: the time of the last replayed record, on the broker's clock.
+        closed: the broker was shut down in order.
+        received: how many frames were given to the machine.
+        sent: how many sent frames the journal has so far.
+    """
 
     def __init__(self, began: FileBegan) -> None:
         self.boot = began.boot
@@ -89,7 +114,7 @@ class Replay:
         return len(self._due)
 
     def status(self) -> Status:
-        """Returns the machine's status."""
+        """Returns the status of the replayed broker at the last record."""
         return self.machine.status(self.now_ms)
 
     def feed(self, entry: Entry) -> ReplayStep:
@@ -169,7 +194,13 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Unplayable:
-    """The reason why a broker's life, or the rest of one, can't be replayed."""
+    """The reason why a broker's life, or its rest, can't be replayed.
+
+    Attributes:
+        reason: the reason, as text.
+        damaged: True: bytes of a file are damaged. False: records are missing, because a file was
+            deleted or could not be written.
+    """
 
     reason: str
     damaged: bool
@@ -180,11 +211,14 @@ def replay_lives(
 ) -> Iterator[tuple[Replay, ReplayStep] | Unplayable]:
     """Replays all lives in a journal, each from its beginning, up to the first difference.
 
-    Neither a life without its first file nor the records after a damaged one can be replayed.
+    A life without its first file can't be replayed, nor can the records after a damaged one.
 
     Args:
         items: the records, from :func:`bus.journal.reader.read`.
-        upto: the number of the last record of a life to replay.
+        upto: the number of the last record to replay in each life; None: all.
+
+    Yields:
+        For each replayed record, the life's replay and the result; or why a life can't be replayed.
     """
     replay: Replay | None = None
     boot = file = 0

@@ -57,9 +57,16 @@ class TraceSpan:
     """One step of one peer. Times are in ms since the journal's first record.
 
     Attributes:
+        life: the random number of the broker's life.
+        group: the group of the peer.
+        peer: the name of the engine or trainer.
+        role: whether the peer is a trainer or an engine.
         name: the step; for a chunk, with its number.
         phase: the part of the update to which the step belongs: ``pause``, ``transfer``, or the
             step itself.
+        update_id: the update or pause of the step.
+        begin_ms: when the step was requested, or when the previous step ended, if that was later.
+        end_ms: when the step was answered.
         result: ``done``, a NACK's code, or ``unfinished``.
     """
 
@@ -86,7 +93,11 @@ class _Track:
 
 
 def spans(items: Iterable[Item]) -> list[TraceSpan]:
-    """Returns all spans of a journal, in the order of their ends."""
+    """Returns how long each step of every peer took, in the order of their ends.
+
+    Args:
+        items: the journal, from :func:`bus.journal.reader.read`.
+    """
     found: list[TraceSpan] = []
     first: FileBegan | None = None
     life: _Life | None = None

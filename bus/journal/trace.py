@@ -19,7 +19,7 @@ Event: TypeAlias = dict[str, Any]
 
 
 def trace(spans: Iterable[TraceSpan]) -> dict[str, Any]:
-    """Returns the trace as a JSON object, with times in microseconds."""
+    """Returns the spans as a trace: a JSON object in Chrome's format. Times are in µs."""
     tracks: dict[tuple[int, str, str], list[TraceSpan]] = {}
     for span in spans:
         tracks.setdefault((span.life, span.group, span.peer), []).append(span)

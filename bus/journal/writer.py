@@ -51,10 +51,11 @@ _RETRY_MS: Final = 1000.0
 
 
 class JournalWriter:
-    """Implements :class:`bus.runtime.interfaces.Journal` in a folder.
+    """Writes a broker's journal: all frames that it receives and sends, for a later replay.
 
-    The files of all lives of a broker together take at most ``limit_bytes``; or the size of
-    one frame, or twice that of the authorised keys, if that is more.
+    Implements :class:`bus.runtime.interfaces.Journal`. The files of all lives of a broker together
+    take at most ``limit_bytes``; or the size of one frame, or twice that of the authorised keys, if
+    that is more.
 
     Args:
         folder: the folder, made if it does not exist. Only one broker at a time may write in it.
@@ -62,6 +63,7 @@ class JournalWriter:
         boot: the random number of this life of the broker.
         config: the broker's configuration, which a replay needs.
         keys: the authorised public keys with their roles, which a replay needs; None: no keys.
+        scheduler: the broker's clock, and the timer that writes the buffer after 5 ms.
         on_failure: called when writing begins to fail. Records are lost from then on.
         on_recovery: called when writing works again, with the number of lost records.
 
@@ -121,28 +123,28 @@ class JournalWriter:
     # -- what is recorded -----------------------------------------------------
 
     def on_received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
-        """Records a received frame."""
+        """Records a received frame; ``user`` is the public key of its connection, or empty."""
         self._append(pack(FrameReceived(now_ms, route, frame, user)))
 
     def on_refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
-        """Records a frame that was refused unread."""
+        """Records that a frame from ``route`` was refused unread."""
         self._append(pack(FrameRefused(now_ms, route, size_bytes)))
 
     def on_keys_changed(self, now_ms: float, keys: Mapping[str, KeyRole]) -> None:
-        """Records the authorised keys."""
+        """Records that these keys (roles by public key) replaced the authorised keys."""
         self._append(pack(KeysChanged(now_ms, dict(keys))))
         self._keys = keys
 
     def on_timer(self, now_ms: float) -> None:
-        """Records that the timer fired."""
+        """Records that the broker's timer fired."""
         self._append(pack(TimerFired(now_ms)))
 
     def on_sent(self, now_ms: float, routes: tuple[bytes, ...], frame: bytes) -> None:
-        """Records a frame that is about to be sent."""
+        """Records a frame that is about to be sent to the peers of these routes."""
         self._append(pack(FrameSent(now_ms, routes, frame)))
 
     def flush(self) -> None:
-        """Passes all records to the operating system."""
+        """Writes the buffered records to the file now, so that they outlive a killed broker."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

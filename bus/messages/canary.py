@@ -40,7 +40,7 @@ class Probe(Message):
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The result of one prompt: greedy tokens, and the log-probability of each."""
+    """The result of one prompt: the generated tokens, and the log-probability of each."""
 
     tokens: Annotated[tuple[Count, ...], Meta(max_length=MAX_PROBE_TOKENS)]
     logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_PROBE_TOKENS)]
@@ -51,7 +51,7 @@ ProbeResults = Annotated[tuple[ProbeResult, ...], Meta(max_length=MAX_PROBES)]
 
 @dataclass(frozen=True, slots=True)
 class Probed(Message):
-    """Engine to broker: one result per prompt."""
+    """Engine to broker: one result per prompt. ``duration_ms``: how long all probes took."""
 
     update_id: UpdateId
     results: ProbeResults
@@ -68,7 +68,15 @@ class EngineProbes:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport(Message):
-    """Broker to trainer: the results of every engine in the update; ``excluded`` dropped out."""
+    """Broker to trainer: the probe results of every engine in the update.
+
+    Attributes:
+        update_id: the update.
+        version: the version that the update will have.
+        engines: the results by engine. The trainer compares them.
+        excluded: the engines that dropped out of the update, and have no results.
+        duration_ms: how long the probes took until the last engine answered.
+    """
 
     update_id: UpdateId
     version: Serial
@@ -79,7 +87,14 @@ class ProbeReport(Message):
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """An engine that failed the canary: its first differing probe (from 0), and what differs."""
+    """An engine that failed the canary, and how.
+
+    Attributes:
+        engine: the engine's name.
+        probe: the number of the first probe, from 0, whose result differs from the expected one.
+        expected: the expected result, as text.
+        found: the engine's result, as text.
+    """
 
     engine: ShortText
     probe: Count

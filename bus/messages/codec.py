@@ -129,7 +129,18 @@ def encode_frame(
     group: str = "",
     epoch: int = 0,
 ) -> bytes:
-    """Encodes a message as a frame of this side's wire version. ``msg_id`` defaults to ``seq``."""
+    """Encodes a message as a frame of this side's wire version.
+
+    Args:
+        message: the message.
+        sender: the name of the sending peer.
+        boot: the number of the sending process's life.
+        seq: the frame's number in that life. It grows with every frame.
+        msg_id: the message's id, which a repetition keeps; 0: ``seq``.
+        reply_to: the id of the message that this one answers; 0: none.
+        group: the group that the message concerns; empty: none.
+        epoch: the group's fencing epoch.
+    """
     head = (WIRE_MAJOR, WIRE_MINOR, WIRE_NAMES[type(message)], msg_id or seq, reply_to)
     return _encode(Envelope(*head, sender, boot, group, epoch, seq, encode_body(message)))
 
@@ -138,7 +149,8 @@ def decode(frame: bytes) -> tuple[Envelope, Message]:
     """Decodes one frame.
 
     Raises:
-        DecodeError: the frame is refused; with the NACK code, the field at fault and the reason.
+        DecodeError: the frame is refused. The error has the NACK's code, the wrong field and the
+            reason.
     """
     envelope = decode_envelope(frame)
     try:

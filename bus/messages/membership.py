@@ -36,12 +36,19 @@ class EngineFacts:
     Attributes:
         kind: the adapter: ``embedded``, ``vllm`` or ``vllm-http``.
         software: the engine's software behind the adapter, with its version.
+        model: the name of the served model.
+        dp_group: the engine's DP group, in which it is rank ``dp_rank`` of ``dp_size``.
         workers: how many worker processes (TP x PP) the engine has.
+        backends: the transports over which the engine can receive weights.
         endpoint: the URL that takes requests; empty: none over the network.
         can_sleep: the engine was started with sleep support, so it can give memory back.
         draft: the engine has a draft model whose weights can be updated.
-        supervised: if the engine ends, it is restarted with all ranks of its DP group.
-        canary: how a pause must treat requests while probes run; empty: it can't run probes.
+        supervised: if the engine ends, its supervisor restarts it with all ranks of its DP group.
+        canary: how a pause must treat requests while probes run; empty: the engine can't run
+            probes.
+        version: the version that the engine serves.
+        phase: the engine's state.
+        update_id: the pause or update to which ``phase`` refers; empty: none.
         peer_address: where other ranks of its DP group reach its sidecar; empty: nowhere.
         closed: as in :class:`Heartbeat`.
         features: features that its vLLM lacks, with the reason; empty: all work.
@@ -50,7 +57,7 @@ class EngineFacts:
         limits: which requests the engine takes.
         run: the run whose cache entries the engine has (:class:`Welcome`); a run of its own before
             it has joined any group.
-        pd_role: whether it only prefills, or only decodes.
+        pd_role: whether the engine only prefills, or only decodes; empty: it does both.
         kv_connectors: how updates treat its KV connectors.
     """
 
@@ -83,9 +90,14 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorFacts:
-    """The DP group of a DP coordinator, and the state of its wave when the coordinator joins.
+    """A DP coordinator's DP group, and the state of its wave when it joins.
 
-    ``rank``: the rank that began the running wave; None: no wave runs, or it is unknown.
+    Attributes:
+        dp_group: the DP group's name.
+        dp_size: how many ranks the DP group has.
+        wave: the number of the running wave, or of the next one if none runs.
+        running: whether a wave runs.
+        rank: the rank that began the running wave; None: no wave runs, or the rank is unknown.
     """
 
     dp_group: Name
@@ -97,9 +109,14 @@ class CoordinatorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Join(Message):
-    """Peer to broker: a request to join the bus.
+    """Peer to broker: a request to join the bus. The envelope names the peer and its group.
 
-    ``engine`` is set only for the role ``engine``, ``coordinator`` only for ``coordinator``.
+    Attributes:
+        role: what the peer does on the bus.
+        host: the name of the peer's host.
+        pid: the peer's process id.
+        engine: the engine's properties; set only for the role ``engine``.
+        coordinator: the DP coordinator's properties; set only for the role ``coordinator``.
     """
 
     role: Role
@@ -114,6 +131,8 @@ class Welcome(Message):
     """Broker to peer: the JOIN is accepted. The envelope carries the epoch that is granted.
 
     Attributes:
+        heartbeat_ms: how often the peer must send a heartbeat, in ms.
+        peer_timeout_ms: the silence, in ms, after which the broker or the peer counts as lost.
         version: the version that the group serves.
         run: the group's run. Engines put it into the salts of their caches, so that only engines of
             one run share cache entries.
@@ -130,9 +149,12 @@ class Heartbeat(Message):
     """Peer to broker: the peer is alive.
 
     Attributes:
-        version: the version that an engine serves; the version whose weights a trainer keeps
-            (0: none).
-        in_flight: an engine's requests; how many tensors a trainer has taken from its source.
+        phase: an engine's state.
+        version: the version that an engine serves; the version whose weights a trainer keeps (0:
+            none).
+        in_flight: how many requests an engine has; how many tensors a trainer has taken from its
+            source.
+        update_id: the pause or update to which ``phase`` refers; empty: none.
         closed: the engine rejects new requests, or keeps them waiting in a core that does not run.
     """
 
@@ -148,9 +170,12 @@ class CoreStatus(Message):
     """Engine to broker: the content of an engine core's status page.
 
     Attributes:
-        phase: what the core does, for ``since_ms``.
+        phase: what the core does.
+        since_ms: how long the core has been in ``phase``, in ms.
         step: how many steps the core has run.
-        requests: how many requests it has. ``waiting`` of them wait for a slot or for memory.
+        wave: the number of the core's wave.
+        requests: how many requests the core has, with those that wait.
+        waiting: how many of ``requests`` wait for a slot or for memory.
         untagged: how many requests since the core's start had a KV cache that names no version
             (docs/pd.md).
     """
@@ -177,11 +202,13 @@ class Restart(Message):
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck(Message):
-    """Broker to peer: the broker is alive.
+    """Broker to peer: the broker is alive. Answers a heartbeat.
 
     Attributes:
-        held: the pause that the broker keeps at this engine, which renews the engine's lease.
-        closed: as in the heartbeat.
+        version: the version that the group serves.
+        held: the pause that the broker keeps at this engine. Naming the pause renews its lease.
+        closed: the heartbeat's ``closed``, so that a sidecar can tell that the broker has received
+            it.
     """
 
     version: Count
@@ -191,7 +218,14 @@ class HeartbeatAck(Message):
 
 @dataclass(frozen=True, slots=True)
 class PeerRank:
-    """One rank of a DP group. ``key``: its public key, if the broker has keys."""
+    """One rank of a DP group, as its peer ranks reach it.
+
+    Attributes:
+        name: the engine's name on the bus.
+        dp_rank: the rank's number.
+        address: the address of the rank's sidecar; empty: none.
+        key: the public key of the rank's sidecar; empty if the broker has no keys.
+    """
 
     name: Name
     dp_rank: Count
@@ -201,7 +235,7 @@ class PeerRank:
 
 @dataclass(frozen=True, slots=True)
 class PeerRanks(Message):
-    """Broker to engine: all ranks of its DP group, which is complete."""
+    """Broker to engine: all ranks of its DP group. Sent once the DP group is complete."""
 
     peers: Annotated[tuple[PeerRank, ...], Meta(max_length=4096)]
 
@@ -211,9 +245,12 @@ class LeaseVote(Message):
     """Engine to its peer ranks: its position when a pause lease is over.
 
     Attributes:
+        dp_group: the DP group.
+        dp_rank: the number of the rank that votes.
+        position: the rank's position; see :mod:`bus.protocol.engine.lease`.
         pause_id: the pause that the rank is in, or was in last.
         version: the version that the rank serves.
-        asks: the receiver is to answer with its own vote.
+        asks: True: the receiver must answer with its own vote. False: this is such an answer.
     """
 
     dp_group: Name

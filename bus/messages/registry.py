@@ -24,7 +24,8 @@ class MessageEntry:
         wire_name: its name in the envelope.
         senders: the roles of peers that may send it to the broker; none: only the broker sends it,
             or ranks of a DP group to each other.
-        step: the step of a pause or an update that the message asks of engines.
+        step: the step of a pause or an update that the message requests from engines; None: no
+            step.
     """
 
     cls: type[Message]

@@ -40,7 +40,7 @@ class Step(StrEnum):
 
 
 def step_name(step: str, chunk: int) -> str:
-    """Returns a step's name for texts; a chunk's includes its number."""
+    """Returns a step's name for texts; for a chunk, with the chunk's number."""
     return f"chunk {chunk}" if step == Step.CHUNK else step
 
 
@@ -48,14 +48,18 @@ class Ack(Message, msgspec.Struct, frozen=True):
     """Engine to broker: the step is done. A ``Struct`` for speed, like the envelope.
 
     Attributes:
+        step: the step.
+        update_id: the pause or update of the step.
         chunk: the chunk's number; used only for the step ``chunk``.
         in_flight: how many requests the engine has.
         duration_ms: how long the engine took, in ms.
-        outcome: of an ABORT ``untouched``, ``restored``, ``partial``, or ``committed`` if it came
-            after the swap of a staged update. Of a COMMIT ``partial``, if an update of the other
-            model is incomplete. Of a ``wait`` pause ``drained`` or ``escalated``. Of a RESUME
-            ``closed``, if the engine is stale and keeps admission closed.
-        waited_for: the requests that a ``wait`` pause still waited for at its deadline.
+        outcome: how the step ended, where it can end in several ways; else empty. ABORT:
+            ``untouched`` (the served weights were not touched), ``restored`` (the old weights are
+            back), ``partial`` (the engine lacks weights), or ``committed`` (a staged update had
+            been swapped in before). COMMIT: ``partial`` if the engine lacks weights of another
+            part. A ``wait`` pause: ``drained`` or ``escalated``. RESUME: ``closed`` if the engine
+            is stale and keeps admission closed.
+        waited_for: ids of the requests that still ran at the deadline of a ``wait`` pause.
     """
 
     step: Step
@@ -110,7 +114,11 @@ class Nack(Message):
     """Peer or broker, to the sender: the request is refused, and nothing has changed.
 
     Attributes:
+        code: the reason, for programs.
         step: the step of a pause or an update that is refused; empty: none.
+        update_id: the pause or update of that step.
+        chunk: the chunk's number; used only for the step ``chunk``.
+        detail: the reason, as text.
         field: the message field or option at fault; empty: none.
         peer: the peer that refused.
         tensor: the tensor at fault; empty: none.
@@ -135,9 +143,10 @@ class TrainerStep(Message):
     """Rank 0 of a trainer to broker to followers: the progress of an update.
 
     Attributes:
-        number: counts rank 0's updates, from 1.
+        number: the number of the update among rank 0's updates, from 1.
+        point: ``go``: all ranks gather the tensors now. ``end``: the update is over.
         version: with ``end``: the committed version.
-        failure: with ``end``: the error that rank 0 raised instead.
+        failure: with ``end``: the error that rank 0 raised; None: the update was committed.
         meeting: with ``go``: where the ranks connect to the engines; empty if rank 0 alone sends.
     """
 
@@ -150,7 +159,12 @@ class TrainerStep(Message):
 
 @dataclass(frozen=True, slots=True)
 class AwaitStep(Message):
-    """Follower to broker: answer with this TRAINER_STEP as soon as rank 0 has sent it."""
+    """Follower to broker: answer with this TRAINER_STEP as soon as rank 0 has sent it.
+
+    Attributes:
+        number: the number of the update, as in :class:`TrainerStep`.
+        point: the point of the update for which the follower waits.
+    """
 
     number: Count
     point: TrainerPoint
@@ -161,14 +175,21 @@ class GroupAck(Message):
     """Broker to trainer: every engine of the group has done the step.
 
     Attributes:
+        step: the step.
+        update_id: the pause or update of the step.
+        version: the version that the update has, or that the group serves.
+        engines: how many engines have done the step.
         excluded: engines that dropped out on the way: dead, quarantined, or (with ``resume``) still
             paused.
         in_flight: how many requests all engines have.
-        slowest: the engine that acknowledged last, after ``slowest_ms``.
+        slowest: the engine that acknowledged last.
+        slowest_ms: how long ``slowest`` took, from the request to its acknowledgement, in ms.
+        duration_ms: how long the step took, in ms.
         paused_ms: with ``resume``: from the first PAUSE_LOCAL to the last RESUME's ACK, in ms.
         escalated: engines whose ``wait`` pause came to its deadline.
-        waited_for: the requests that the ``wait`` pause waited for until then.
-        staging_bytes: with ``arm``: as in ARMED, of all engines.
+        waited_for: ids of the requests that still ran at that deadline.
+        staging_bytes: with ``arm``: the memory that staging takes in the worker that needs most, in
+            bytes.
         why_paused: with ``arm``: why the update can't be staged, with the engine; empty: it can.
     """
 

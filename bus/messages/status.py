@@ -26,7 +26,12 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class WaitEngines(Message):
-    """Trainer to broker: answer with GROUP_VIEW when ``count`` engines are ready."""
+    """Trainer to broker: answer with GROUP_VIEW as soon as enough engines are ready.
+
+    Attributes:
+        count: how many engines must be ready.
+        timeout_ms: how long the trainer waits, in ms. After that, the broker refuses the request.
+    """
 
     count: Count
     timeout_ms: Count
@@ -36,9 +41,24 @@ class WaitEngines(Message):
 class EngineView:
     """The broker's view of one engine.
 
-    ``core_since_ms``: how long its core has been in ``core_phase``, in ms, by the sidecar's last
-    report. ``waiting``: requests that wait in the core. ``features``, ``untested``, ``dtype``,
-    ``pd_role`` and ``kv_connectors`` are those of :class:`bus.messages.EngineFacts`.
+    Attributes:
+        name: the engine's name.
+        dp_group: its DP group, in which it is rank ``dp_rank``.
+        endpoint, kind, software, draft: as in :class:`bus.messages.EngineFacts`.
+        version: the version that it serves.
+        phase: its state.
+        in_flight: how many requests it has.
+        host, pid: the host and process id of its sidecar.
+        last_heard_ms: how long ago the broker received a sign of life, in ms.
+        backends: as in :class:`bus.messages.EngineFacts`.
+        core_phase: what its core does, by the sidecar's last report; empty: there is no report.
+        core_since_ms: how long the core has been in ``core_phase``, in ms.
+        core_step: how many steps the core has run.
+        core_wave: the number of the core's wave.
+        features, untested, dtype: as in :class:`bus.messages.EngineFacts`.
+        waiting: how many requests wait in the core.
+        pd_role, kv_connectors: as in :class:`bus.messages.EngineFacts`.
+        untagged: as in :class:`bus.messages.CoreStatus`.
     """
 
     name: ShortText
@@ -73,7 +93,13 @@ class DpGroupView:
     """The broker's view of one DP group.
 
     Attributes:
+        name: the DP group's name.
         state: the state of its wave machine.
+        wave: the number of the running wave, or of the next one.
+        ranks: how many ranks have joined.
+        size: how many ranks the DP group has.
+        first_req: a request waits for the end of the pause.
+        coordinator: the name of its DP coordinator on the bus; empty: none.
         health: ``ok``, ``slow``, ``wedged``, ``down`` or ``unknown``.
         diagnosis: the reason for ``health``, as text.
         started_by: the rank that began the running wave; None: no wave runs, or it is unknown.
@@ -93,7 +119,7 @@ class DpGroupView:
 
 @dataclass(frozen=True, slots=True)
 class GroupView(Message):
-    """Broker to trainer: the ready engines of the group."""
+    """Broker to trainer: the ready engines of the group, and the version that it serves."""
 
     engines: Annotated[tuple[EngineView, ...], Meta(max_length=16_384)]
     version: Count
@@ -106,9 +132,15 @@ class StatusRequest(Message):
 
 @dataclass(frozen=True, slots=True)
 class WaitView:
-    """One missing acknowledgement. ``waited_ms`` counts from the first request for it.
+    """An acknowledgement, or a trainer's chunk, that the group waits for.
 
-    ``engine`` is empty for a chunk that the trainer has not sent yet: no engine can acknowledge it.
+    Attributes:
+        engine: the engine that has not acknowledged the step; empty: the trainer has not sent the
+            chunk.
+        step: the step.
+        update_id: the pause or update of the step.
+        chunk: the chunk's number, if the step is one.
+        waited_ms: how long ago the step was first requested, in ms.
     """
 
     engine: ShortText
@@ -120,7 +152,13 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True)
 class OutView:
-    """An engine that does not serve, or still boots, with the reason or host."""
+    """An engine of the group that does not serve.
+
+    Attributes:
+        engine: the engine's name.
+        state: ``quarantined``, ``gone``, or ``booting``: its server is still starting.
+        reason: why it does not serve; for ``booting``, the host and process.
+    """
 
     engine: ShortText
     state: Literal["quarantined", "gone", "booting"]
@@ -129,9 +167,14 @@ class OutView:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A routable engine. ``endpoint`` takes its requests; empty: unknown.
+    """A routable engine.
 
-    ``limits`` and ``pd_role`` are those of :class:`bus.messages.EngineFacts`.
+    Attributes:
+        engine: the engine's name.
+        dp_group: its DP group.
+        endpoint: the URL that takes its requests; empty: unknown.
+        limits: as in :class:`bus.messages.EngineFacts`.
+        pd_role: as in :class:`bus.messages.EngineFacts`.
     """
 
     engine: ShortText
@@ -155,11 +198,11 @@ class Routes(Message):
 
 @dataclass(frozen=True, slots=True)
 class RoutesTaken(Message):
-    """Watcher to broker: engines that left the routes by ``revision`` get no more requests.
+    """Watcher to broker: the watcher uses the routes of ``revision`` from now on.
 
-    With its first ROUTES_TAKEN a watcher asks the broker to wait for its confirmations: the broker
-    then holds its messages to an engine that leaves the routes until the confirmations come, for at
-    most one heartbeat.
+    It sends no more requests to engines that are not in these routes. With its first ROUTES_TAKEN a
+    watcher asks the broker to wait for its confirmations. The broker then holds its messages to an
+    engine that leaves the routes until these watchers have confirmed, for at most one heartbeat.
     """
 
     group: Name
@@ -171,10 +214,21 @@ class GroupStatus:
     """The broker's view of one group.
 
     Attributes:
+        name: the group's name.
+        epoch: its fencing epoch.
+        version: the version that it serves.
         owner: its trainer; empty: none.
         owner_heard_ms: how long ago the owner was last heard from, in ms; 0: no owner.
+        pause: the state of its pause, or of its sleep if it sleeps.
+        update: the state of its update.
+        update_id: the running update, or else the pause; empty: neither.
         update_target: the model of the running update; ``model`` without one.
+        waiting_for: names of the engines that have not acknowledged a step.
+        waits: the missing acknowledgements, one by one.
+        out: the engines that do not serve.
         routable: names of the engines in ``routes``.
+        engines: all engines that have joined.
+        dp_groups: its DP groups of more than one rank.
         routes: the routes that watchers got last; during a commit those of the version before.
         run: as in :class:`bus.messages.Welcome`.
     """
@@ -202,8 +256,15 @@ class GroupStatus:
 class Status(Message):
     """Broker to any peer: all groups, and the broker's own process.
 
-    ``cpu_s`` and ``rss_bytes`` are the broker process's. Peers send a heartbeat every
-    ``heartbeat_ms``, and count as lost after ``peer_timeout_ms`` of silence.
+    Attributes:
+        broker: the broker's name.
+        uptime_s: how long the broker has been running, in seconds.
+        cpu_s: the CPU time of the broker's process, in seconds.
+        rss_bytes: the resident memory of the broker's process.
+        heartbeat_ms: how often peers send a heartbeat.
+        peer_timeout_ms: the silence after which a peer counts as lost.
+        peers: how many peers have joined.
+        groups: the groups, by name.
     """
 
     broker: ShortText

@@ -30,16 +30,24 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class PlanTransfer(Message):
-    """Trainer to broker: a request to plan a collective transfer. ``scope``: as in ARM."""
+    """Trainer to broker: plan the communicator of a transport that uses collectives.
+
+    ``scope`` names the DP groups in the communicator, as in :class:`Arm`.
+    """
 
     scope: Scope = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan(Message):
-    """Broker to trainer: the communicator, in which the trainer's sender is rank 0.
+    """Broker to trainer: the communicator that PLAN_TRANSFER asked for.
 
-    :class:`bus.protocol.group.engine_registry.Communicator` says how it is numbered.
+    The trainer's sender is its rank 0; :class:`bus.protocol.group.engine_registry.Communicator`
+    says which ranks the workers have.
+
+    Attributes:
+        communicator: the communicator's number.
+        world_size: how many ranks it has, with the sender's.
     """
 
     communicator: Count
@@ -51,13 +59,14 @@ class TransferInit(Message):
     """Trainer to broker to engines: open the transport.
 
     Attributes:
-        update_id: identifies this opening only. A slow engine may still open, or fail to, when the
-            next opening is requested.
+        update_id: the id of this opening, not of an update. It keeps a slow engine's answer to an
+            earlier opening apart from the answer to this one.
+        backend: the transport's name.
         params: a blob that only the backend reads (bounded, typed).
         communicator: the number of the transport's communicator; 0: no collectives.
         world_size: the communicator's size; set by the broker.
         first_ranks: the rank of each engine's first worker; set by the broker.
-        scope: as in ARM.
+        scope: as in :class:`Arm`.
     """
 
     update_id: UpdateId
@@ -76,9 +85,10 @@ class Staging:
     :mod:`bus.protocol.group.staging` says when staging is possible.
 
     Attributes:
-        required: an engine that can't stage the update refuses the ARM. Otherwise it reports why.
+        required: True: an engine that can't stage the update refuses the ARM. False: the engine
+            accepts the ARM and reports why it can't stage, so that the update is loaded in a pause.
         budget_bytes: the most memory per worker, in bytes; 0: the free memory.
-        keep: keep the memory for the next update.
+        keep: True keeps the spare memory for the next update; False frees it after the swap.
         clear_cache: at the swap, requests drop their KV cache and compute it again.
     """
 
@@ -97,20 +107,25 @@ class Arm(Message):
     ``manifest_unknown``, and the broker sends the tensors again.
 
     Attributes:
+        update_id: the update's id.
         version: from the trainer, the last version it knows. The broker assigns a greater one, also
             if it has restarted and engines of that version have not joined yet.
+        label: the trainer's own name of the weights.
         target: the model that the update is for.
+        backend: the transport that brings the weights.
+        communicator: the number of the transport's communicator; 0: no collectives.
         names, dtypes, shapes, chunk_ends: see :class:`bus.manifest.Manifest`.
         counts: a patch's number of changed elements per tensor; empty: a whole set of weights.
         base: the only version that a patch applies to; 0: no patch.
         quorum: how many DP groups must finish for a commit; with fewer the update is aborted. 0:
             all that are armed.
         canary: how the pause treats requests if probes run before the COMMIT.
+        digest: the digest of the manifest.
         scope: these stale DP groups catch up with the group's ``version``, and the broker assigns
             no other (:mod:`bus.protocol.group.catch_up`). Empty: all DP groups.
         staging: how the update may be staged; None: it is loaded in a pause.
-        default_quorum: ``quorum`` is a default; it becomes all DP groups if some engines prefill
-            for others.
+        default_quorum: True: the user has not chosen ``quorum``, so the broker raises it to all DP
+            groups if some engines prefill for others.
     """
 
     update_id: UpdateId
@@ -142,6 +157,8 @@ class Armed(Message):
     """Engine to broker: the update is armed, and can (or can't) be staged.
 
     Attributes:
+        update_id: the update.
+        duration_ms: how long the engine took to check the manifest, in ms.
         staging_bytes: the memory for staging in the worker that needs most, in bytes.
         why_paused: why the engine can't stage; empty: it can.
     """
@@ -154,7 +171,11 @@ class Armed(Message):
 
 @dataclass(frozen=True, slots=True)
 class UpdateStart(Message):
-    """Trainer to broker to engines: prepare to load; ``staged``: without a pause."""
+    """Trainer to broker to engines: begin the update, so that chunks can be loaded.
+
+    ``staged``: True: chunks go into spare memory while the engine serves. False: the engine is
+    paused, and chunks overwrite its weights.
+    """
 
     update_id: UpdateId
     staged: bool = False
@@ -162,7 +183,15 @@ class UpdateStart(Message):
 
 @dataclass(frozen=True, slots=True)
 class WeightChunkMeta(Message):
-    """Trainer to broker to engines: receive one chunk. Only the backend reads ``handle``."""
+    """Trainer to broker to engines: receive one chunk over the transport.
+
+    Attributes:
+        update_id: the update.
+        chunk: the chunk's number, from 0.
+        names, dtypes, shapes: the chunk's tensors, as in the armed manifest.
+        sizes_bytes: how many bytes of each tensor are sent.
+        handle: data that only the transport's backend reads, such as where the chunk is.
+    """
 
     update_id: UpdateId
     chunk: Count
@@ -177,8 +206,12 @@ class WeightChunkMeta(Message):
 class ChunkSent(Message):
     """Trainer to broker to engines: the chunk is sent; verify and load it.
 
-    ``sums`` are the tensors' checksums (:mod:`bus.weight_transfer.checksum`); empty: nothing is
-    verified.
+    Attributes:
+        update_id: the update.
+        chunk: the chunk's number, from 0.
+        verify: how much of the chunk is verified.
+        sums: one checksum per tensor (:mod:`bus.weight_transfer.checksum`); empty: nothing is
+            verified.
     """
 
     update_id: UpdateId
@@ -189,7 +222,7 @@ class ChunkSent(Message):
 
 @dataclass(frozen=True, slots=True)
 class UpdateFinish(Message):
-    """Trainer to broker to engines: all chunks are sent; finish the update."""
+    """Trainer to broker to engines: all chunks are sent; post-process the loaded weights."""
 
     update_id: UpdateId
 
@@ -198,8 +231,12 @@ class UpdateFinish(Message):
 class Commit(Message):
     """Trainer to broker to engines: serve this version from now on.
 
-    ``differing`` names the engines that failed the canary and must not commit. The broker removes
-    it before it sends COMMIT to engines.
+    Attributes:
+        update_id: the update.
+        version: the version that the broker assigned to the update.
+        label: the trainer's own name of the weights.
+        differing: the engines that failed the canary and must not commit. The broker removes this
+            list before it sends COMMIT to engines.
     """
 
     update_id: UpdateId

@@ -36,7 +36,12 @@ class FirstReqHeld(Message):
 class StartDpWave(Message):
     """Broker to DP coordinator: every rank but ``excluded`` joins the wave.
 
-    Ranks without requests run dummy batches until all ranks are idle. None: no rank is excluded.
+    Ranks without requests run dummy batches until all ranks are idle.
+
+    Attributes:
+        dp_group: the DP group.
+        wave: the number of the wave.
+        excluded: the number of a rank that does not join; None: all ranks join.
     """
 
     dp_group: Name
@@ -49,6 +54,8 @@ class WaveStarted(Message):
     """DP coordinator to broker: a wave runs. The broker does not answer.
 
     Attributes:
+        dp_group: the DP group.
+        wave: the number of the wave.
         local: the coordinator started the wave alone: the broker had not answered FIRST_REQ.
         rank: the rank that began the wave with its first request. Rank 0 also reports a wave that
             begins with a resume. None: an older coordinator, which does not name the rank.

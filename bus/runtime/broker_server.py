@@ -32,8 +32,15 @@ _ACKS_WAIT_MS: Final = 50.0
 class BrokerServer:
     """Runs a :class:`bus.protocol.broker.broker.Broker` on a transport, until :meth:`close`.
 
-    The journal records all frames received and sent, so that the machine can be replayed
-    (:mod:`bus.journal.replay`). A commit is flushed before it has any effect.
+    Args:
+        transport: the broker's end of the network.
+        scheduler: the clock and timers.
+        config: the broker's times and limits.
+        keys: roles by authorised public key; None: there are no keys.
+        boot: the number of this life of the broker. Default: random.
+        journal: records all frames received and sent, so that the machine can be replayed
+            (:mod:`bus.journal.replay`). A commit is flushed before it has any effect. None: no
+            journal.
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class BrokerServer:
             self._journal.close()
 
     def rekey(self, keys: Mapping[str, KeyRole]) -> None:
-        """Replaces the authorised keys."""
+        """Replaces the authorised keys (roles by public key), and removes peers without one."""
         now_ms = self._scheduler.now_ms()
         if self._journal is not None:
             self._journal.on_keys_changed(now_ms, keys)

@@ -38,8 +38,12 @@ class AsyncioScheduler:
 class Alarm:
     """A timer that calls back once, at the earliest deadline that was set.
 
-    A later deadline than the one set changes nothing: the callback does what is due, and
-    sets the next deadline.
+    A later deadline than the one set changes nothing: the callback does what is due, and sets the
+    next deadline.
+
+    Args:
+        scheduler: the clock and timers.
+        ring: the callback.
     """
 
     __slots__ = ("_due_ms", "_ring", "_scheduler", "_timer")

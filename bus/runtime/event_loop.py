@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 def choose_loop(loop: LoopChoice = "auto") -> Literal["asyncio", "uvloop"]:
-    """Returns the event loop that ``auto`` chooses on this host.
+    """Returns the event loop to use on this host.
+
+    Args:
+        loop: the user's choice; ``auto`` is uvloop if it is installed.
 
     Raises:
         UsageError: ``loop`` is ``uvloop``, which is not installed.
@@ -32,6 +35,10 @@ def choose_loop(loop: LoopChoice = "auto") -> Literal["asyncio", "uvloop"]:
 
 def run(main: Coroutine[None, None, T], *, loop: LoopChoice = "auto") -> T:
     """Runs ``main`` to its end, as :func:`asyncio.run` does.
+
+    Args:
+        main: the coroutine.
+        loop: the event loop, as in :func:`choose_loop`.
 
     Raises:
         UsageError: as :func:`choose_loop`.

@@ -11,13 +11,18 @@ if TYPE_CHECKING:
 
 
 class HeartbeatAcks:
-    """The answers to heartbeats that are to be sent, grouped by content."""
+    """The answers to heartbeats that wait to be sent. Equal ones are sent as one frame."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[HeartbeatAck, str, int], list[bytes]] = {}
 
     def add(self, ack: HeartbeatAck, send: Send) -> None:
-        """Adds an answer."""
+        """Adds an answer to be sent.
+
+        Args:
+            ack: the answer.
+            send: the effect with the answer; names its receivers, group and epoch.
+        """
         self._waiting.setdefault((ack, send.group, send.epoch), []).extend(send.routes)
 
     def take(self) -> list[Send]:

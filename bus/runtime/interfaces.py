@@ -57,7 +57,10 @@ class Journal(Protocol):
     """Records the frames that a broker receives and sends. No method blocks for long."""
 
     def on_received(self, now_ms: float, route: bytes, frame: bytes, user: str) -> None:
-        """Records a received frame, before the broker acts on it."""
+        """Records a received frame, before the broker acts on it.
+
+        ``user`` is the public key of the frame's connection; empty if there are no keys.
+        """
 
     def on_refused(self, now_ms: float, route: bytes, size_bytes: int) -> None:
         """Records a frame that the broker refuses without reading it."""

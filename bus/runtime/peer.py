@@ -46,7 +46,7 @@ def default_name(role: str) -> str:
 
 
 def route_of(name: str, boot: int) -> bytes:
-    """Returns the address on the transport of one life of a peer."""
+    """Returns the route of one life of a peer: its name and ``boot``."""
     return f"{name}#{boot:x}".encode()
 
 
@@ -174,7 +174,7 @@ class PeerClient:
         self._transport.close()
 
     def arm(self) -> None:
-        """Sets the one timer to the earliest deadline of the link and the owner."""
+        """Sets the timer to the earliest deadline of the link and of the peer's owner."""
         for due_ms in (self.link.next_deadline_ms(), self._next_deadline_ms()):
             if due_ms is not None:
                 self.arm_by(due_ms)

@@ -25,6 +25,11 @@ async def fetch_status(
 ) -> Status:
     """Returns a broker's status, without joining the bus.
 
+    Args:
+        address: the broker's address.
+        timeout_s: how long to wait for the answer.
+        security: the keys to connect with; None: no keys.
+
     Raises:
         BusTimeout: no broker answers at the address in time.
         UsageError: the address is malformed, or beyond loopback without keys.

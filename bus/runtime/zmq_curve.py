@@ -56,10 +56,11 @@ def secure_client(socket: zmq.Socket[bytes], security: Security) -> None:
 
 
 class ZapHandler:
-    """Answers ZeroMQ's requests about keys in one context.
+    """Answers ZeroMQ's question for each new connection: is the client's key authorised?
 
     Args:
-        knows: returns whether a public key (Z85) is authorised.
+        context: the ZeroMQ context whose sockets ask.
+        is_authorized: returns whether a public key (Z85) is authorised.
     """
 
     def __init__(

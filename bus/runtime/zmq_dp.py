@@ -86,7 +86,13 @@ class DpCoordinatorSockets(_DpSockets):
     def listen(
         self, *, on_front: OnParts, on_core_subscription: OnParts, on_core_report: OnParts
     ) -> None:
-        """Starts to receive; each handler is called with the parts of every message."""
+        """Starts to receive; each handler is called with the parts of every message.
+
+        Args:
+            on_front: gets the front ends' subscriptions and FIRST_REQ.
+            on_core_subscription: gets the cores' subscriptions.
+            on_core_report: gets the cores' reports.
+        """
         self._core_in.listen(on_core_subscription)
         self._front.listen(on_front)
         self._core_out.listen(on_core_report)
@@ -103,6 +109,12 @@ class DpCoordinatorSockets(_DpSockets):
 class DpRankSockets(_DpSockets):
     """Connects the sockets of one rank to those of the DP coordinator.
 
+    Args:
+        rank: the rank's number, which becomes the ZeroMQ identity of its sockets.
+        front: the address of the coordinator's socket for front ends.
+        core_in: the address where cores listen.
+        core_out: the address where cores report.
+
     Raises:
         UsageError: an address is malformed.
     """
@@ -113,7 +125,12 @@ class DpRankSockets(_DpSockets):
         super().__init__(kinds, (front, core_in, core_out), [identity] * 3, bind=False)
 
     def listen(self, *, on_front: OnParts, on_core: OnParts) -> None:
-        """Starts to receive; each handler is called with the parts of every message."""
+        """Starts to receive; each handler is called with the parts of every message.
+
+        Args:
+            on_front: gets the messages to front ends.
+            on_core: gets the messages to cores.
+        """
         self._front.listen(on_front)
         self._core_in.listen(on_core)
 

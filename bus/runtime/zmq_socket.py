@@ -77,7 +77,7 @@ class ZmqSocket(ABC):
 
     @abstractmethod
     def receive_batch(self) -> bool:
-        """Receives a batch of frames; returns whether none is left."""
+        """Receives a batch of frames; returns True if no frame is left, else False."""
 
     def close(self) -> None:
         """Closes the socket; a second call does nothing."""
@@ -98,7 +98,11 @@ class MultipartSocket(ZmqSocket):
     """A socket for multipart messages, bound or connected to ``address``.
 
     Args:
+        context: the ZeroMQ context to make the socket in.
+        kind: the socket's type, such as ``zmq.PUSH``.
+        address: the address.
         options: further socket options, set before the socket is bound or connected.
+        bind: True: bind the socket. False: connect it.
 
     Raises:
         UsageError: the address can't be used.
@@ -136,7 +140,7 @@ class MultipartSocket(ZmqSocket):
         self.watch()
 
     def receive_batch(self) -> bool:
-        """Receives messages; returns whether none is left."""
+        """Receives a batch of messages; returns True if none is left, else False."""
         assert self._on_parts is not None
         for _ in range(_BATCH):
             try:

@@ -200,7 +200,7 @@ class ZmqServer(ZmqSocket):
         return self.keyring is not None and public in self.keyring.authorized
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
-        """Starts to receive."""
+        """Starts to receive; calls ``on_frame(route, frame, user)`` for every frame."""
         self._on_frame = on_frame
         self.watch()
         self._check_connections()
@@ -210,7 +210,7 @@ class ZmqServer(ZmqSocket):
         self._check = self._loop.call_later(CHECK_S, self._check_connections)
 
     def receive_batch(self) -> bool:
-        """Receives frames; returns whether none is left."""
+        """Receives a batch of frames; returns True if none is left, else False."""
         assert self._on_frame is not None
         on_frame, socket, finished = self._on_frame, self.socket, self._guard.finished
         for _ in range(_BATCH):
@@ -294,12 +294,12 @@ class ZmqClient(ZmqSocket):
         self._on_frame: OnFrame | None = None
 
     def listen(self, on_frame: OnFrame) -> None:
-        """Starts to receive."""
+        """Starts to receive; calls ``on_frame(frame)`` for every frame."""
         self._on_frame = on_frame
         self.watch()
 
     def receive_batch(self) -> bool:
-        """Receives frames; returns whether none is left."""
+        """Receives a batch of frames; returns True if none is left, else False."""
         assert self._on_frame is not None
         recv, on_frame = self.socket.recv, self._on_frame
         for _ in range(_BATCH):

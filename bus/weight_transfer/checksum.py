@@ -44,9 +44,10 @@ def inspect(
     Args:
         torch: the module.
         tensors: the chunk's tensors, of any shape, dtype, strides and device.
-        verify: what the checksums cover. NaN and Inf are searched in the same words; in a sample if
-            checksums are ``unsupported``.
-        check_finite: search every number for NaN and Inf.
+        verify: which words the checksums cover. Unless it is ``off``, these words are also searched
+            for NaN and Inf; with ``unsupported`` there are no checksums, and a sample is searched.
+        check_finite: True: search every number for NaN and Inf. False: only the words of
+            ``verify``.
 
     Returns:
         What :func:`checksums` returns, and the index of the first tensor with a NaN or Inf, or
@@ -165,7 +166,8 @@ def select_words(
         tensors: the chunk's tensors.
         verify: ``sample`` or ``full``.
         memo: as in :func:`checksums`.
-        later: the tensors stay unchanged until :func:`sum_words`, so no words are read now.
+        later: True: :func:`sum_words` reads the words, so the tensors must not change until then.
+            False: the words are read now.
     """
     small: _SmallTensors | None = None if memo is None else memo.get(f"small-{verify}")
     if small is None:

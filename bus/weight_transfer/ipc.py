@@ -50,7 +50,7 @@ class _Buffer:
 
 
 class IpcSender(Sender):
-    """Lends chunks to engines. One chunk is packed while engines load the one before."""
+    """Lends chunks in GPU memory. One is packed while engines load the one before."""
 
     can_send_unpacked: ClassVar[bool] = True
 

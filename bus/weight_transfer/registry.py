@@ -166,13 +166,14 @@ def sender_backends() -> tuple[str, ...]:
 def make_sender(
     backend: str, *, buffers: int | None = None, packed: bool = True, device: str = ""
 ) -> Sender:
-    """Makes a closed sender.
+    """Makes a sender that is not open yet.
 
     Args:
         backend: the backend's name.
         buffers: how many chunks may be in flight, from 1 to 16. Default: the sender's own.
-        packed: see :class:`Sender`.
-        device: see :class:`Sender`.
+        packed: True: chunks are packed into buffers. False: tensors are sent from where they are.
+        device: the GPU to send from, such as ``cuda:0``. Default: the current one of the thread
+            that opens the sender.
 
     Raises:
         UsageError: there is no such backend here (the text names those there are), it can't be
@@ -214,7 +215,7 @@ def receiver_backends() -> tuple[str, ...]:
 
 
 def make_receiver(backend: str, device: torch.device | None = None) -> Receiver:
-    """Makes a closed receiver.
+    """Makes a receiver that is not open yet.
 
     Args:
         backend: the backend's name.

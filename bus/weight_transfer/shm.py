@@ -118,7 +118,7 @@ def locate(tensor: torch.Tensor) -> tuple[ShmMemory, int]:
 
 
 class ShmSender(Sender):
-    """Writes one chunk while the engines load the one before."""
+    """Offers chunks in shared memory. One is written while engines load the one before."""
 
     can_send_unpacked: ClassVar[bool] = True
 

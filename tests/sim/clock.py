@@ -62,7 +62,11 @@ class SimScheduler:
         self._now_ms = until_ms
 
     def run_until(self, condition: Callable[[], bool], *, within_ms: float) -> bool:
-        """Runs timers until the condition holds; returns False if it does not in time."""
+        """Runs timers until the condition holds.
+
+        Returns:
+            Whether it holds within ``within_ms`` of simulated time.
+        """
         until_ms = self._now_ms + within_ms
         while not condition():
             if not self._due_by(until_ms):

@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 class Faults:
     """The probabilities of faults per frame, and the delays in milliseconds.
 
-    A frame takes ``delay_ms`` plus up to ``jitter_ms``. Without ``reorder``, frames of
-    one direction of one link still arrive in the order in which they were sent.
+    Attributes:
+        drop: the probability that a frame is lost.
+        duplicate: the probability that a frame arrives twice.
+        delay_ms: how long every frame takes.
+        jitter_ms: how much longer a frame may take; chosen at random for each frame.
+        reorder: True: frames may overtake each other. False: frames of one direction of one link
+            arrive in the order in which they were sent.
     """
 
     drop: float = 0.0
@@ -35,7 +40,16 @@ BROKER: Final = b""  # the broker's end of each link
 
 
 class MemoryNetwork:
-    """A network with one broker and its peers."""
+    """Connects one broker and its peers in memory, without sockets.
+
+    Args:
+        scheduler: the clock and timers.
+        seed: decides which frames suffer the faults.
+        faults: the faults; the attribute may be replaced at any time. Default: none.
+
+    Attributes:
+        counts: how many frames were sent, dropped, duplicated and delivered.
+    """
 
     def __init__(
         self, scheduler: Scheduler, *, seed: int = 0, faults: Faults | None = None
@@ -56,7 +70,7 @@ class MemoryNetwork:
         return self._server
 
     def client(self, route: bytes) -> MemoryClient:
-        """Returns a peer's end."""
+        """Returns the end of the peer with this route, which replaces an earlier one."""
         client = self._clients[route] = MemoryClient(self, route)
         return client
 
@@ -81,7 +95,7 @@ class MemoryNetwork:
         self._carry(route, BROKER, frame)
 
     def send_to_client(self, route: bytes, frame: bytes) -> bool:
-        """Carries a frame to a peer; returns False if there is none."""
+        """Carries a frame from the broker to a peer; returns False without such a peer."""
         if route not in self._clients:
             return False
         self._carry(BROKER, route, frame)
@@ -92,7 +106,7 @@ class MemoryNetwork:
         self._clients.pop(route, None)
 
     def discard_server(self, server: MemoryServer) -> None:
-        """Removes the broker's end."""
+        """Removes the broker's end, unless another one has replaced it."""
         if self._server is server:
             self._server = None
 
@@ -100,7 +114,13 @@ class MemoryNetwork:
         self.carry_between(source, target, lambda: self._deliver(source, target, frame))
 
     def carry_between(self, source: bytes, target: bytes, deliver: Callable[[], None]) -> None:
-        """Carries one frame between any two processes, with the network's faults."""
+        """Carries one frame between any two processes, with the network's faults.
+
+        Args:
+            source: the route of the sending process.
+            target: the route of the receiving process.
+            deliver: called when the frame arrives; twice for a duplicated frame.
+        """
         faults = self.faults
 
         def arrive() -> None:
@@ -144,7 +164,7 @@ class MemoryServer:
         self.on_frame: OnRoutedFrame | None = None
 
     def listen(self, on_frame: OnRoutedFrame) -> None:
-        """Starts to receive."""
+        """Starts to receive; calls ``on_frame(route, frame, "")`` for every frame."""
         self.on_frame = on_frame
 
     def send(self, routes: Iterable[bytes], frame: bytes) -> list[bytes]:
@@ -166,11 +186,11 @@ class MemoryClient:
         self.on_frame: OnFrame | None = None
 
     def listen(self, on_frame: OnFrame) -> None:
-        """Starts to receive."""
+        """Starts to receive; calls ``on_frame(frame)`` for every frame."""
         self.on_frame = on_frame
 
     def send(self, frame: bytes) -> bool:
-        """Sends a frame to the broker."""
+        """Sends a frame to the broker. Returns True, even if the frame will be dropped."""
         self._network.send_to_server(self.route, frame)
         return True
 

@@ -62,8 +62,10 @@ class ChaosOptions:
 
     Attributes:
         journal: the folder of the broker's journal, which remains after the run.
+        engines: how many engines there are.
         rounds: how often each process is killed.
         seconds: the longest duration of the run.
+        seed: decides the moments of the kills, the policy's first weights and the tasks.
     """
 
     journal: Path
@@ -75,7 +77,26 @@ class ChaosOptions:
 
 @dataclass(slots=True)
 class ChaosResult:
-    """The results of a run; ``errors`` counts the errors of failed updates by class."""
+    """The results of a run.
+
+    Attributes:
+        options: the run's options.
+        kills: how often each process was killed.
+        updates: how many updates the trainer knows to be committed.
+        staged: how many of ``updates`` were staged.
+        committed: how many versions have a COMMIT in the journal.
+        failed: how many updates failed.
+        errors: how often updates failed, by class of the error.
+        requests: how many requests were made.
+        requests_lost: how many requests were lost.
+        why_lost: how many requests were lost, by reason.
+        cut_short: how often an engine interrupted a request, which was then continued, by reason.
+        versions: the versions of the tokens, ascending.
+        healed: all engines serve again at the end.
+        verdict: the result of the check of all tokens.
+        reward: the mean reward of the last step.
+        seconds: how long the run took.
+    """
 
     options: ChaosOptions
     kills: Counter[str] = field(default_factory=Counter)
@@ -125,7 +146,12 @@ class ChaosResult:
 
 
 class Chaos:
-    """Runs the demo with faults. ``say`` is called with a line of text for each event."""
+    """Runs the demo with faults.
+
+    Args:
+        options: the run's options.
+        say: called with a line of text for each event.
+    """
 
     def __init__(self, options: ChaosOptions, say: Callable[[str], None]) -> None:
         self.result = ChaosResult(options)
@@ -334,5 +360,5 @@ def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float
 
 
 def run_chaos(options: ChaosOptions, *, say: Callable[[str], None]) -> ChaosResult:
-    """Runs the demo with faults; see :meth:`Chaos.run`."""
+    """Runs the demo with faults; arguments and errors are those of :class:`Chaos`."""
     return Chaos(options, say).run()

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled response, with one entry of ``logprobs`` and ``versions`` per response token.
+    """One sampled response to a prompt.
 
     Attributes:
-        logprobs: the tokens' log-probabilities (natural, temperature 1) when they were sampled.
+        prompt_ids: the prompt's token ids.
+        response_ids: the response's token ids.
+        logprobs: the response tokens' log-probabilities (natural, temperature 1) when sampled.
         reward: the reward, in [0, 1].
-        versions: the versions of the weights that sampled the tokens.
+        versions: the version of the weights that sampled each response token.
     """
 
     prompt_ids: tuple[int, ...]
@@ -53,6 +55,7 @@ class GrpoConfig:
         group_size: the number of responses per prompt.
         lr: the peak of the learning rate, after ``warmup_steps``. The rate then falls linearly to
             ``final_lr_share`` of the peak at ``decay_steps``.
+        betas: the betas of the optimizer, AdamW.
         clip_low, clip_high: how far a token's ratio may be below and above 1.
         negative_cap: the greatest ratio of tokens with a negative advantage.
         entropy: the weight of the mean token entropy, in nats, in the loss.
@@ -75,7 +78,13 @@ class GrpoConfig:
 
 @dataclass(frozen=True)
 class StepStats:
-    """A step's mean reward and gradient norm, and whether the weights changed."""
+    """The result of one optimizer step.
+
+    Attributes:
+        reward: the mean reward of its rollouts.
+        grad_norm: the norm of the gradient before it was clipped.
+        updated: whether the weights changed; they don't if the loss is not finite.
+    """
 
     reward: float
     grad_norm: float
@@ -84,7 +93,15 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rollouts as right-padded tensors (rollouts, time); ``weight`` is 1 for sampled targets."""
+    """Rollouts as right-padded tensors.
+
+    Attributes:
+        inputs: token ids, of shape (rollouts, time).
+        target: the token id that follows each input, of the same shape.
+        weight: 1 where the target is a token of the response, else 0; same shape.
+        behaviour: the target's log-probability when it was sampled; same shape.
+        advantage: each rollout's advantage, of shape (rollouts,).
+    """
 
     inputs: Tensor
     target: Tensor

@@ -48,7 +48,12 @@ class PolicyConfig(Qwen3Config, frozen=True, kw_only=True):
 
 
 class Policy(Qwen3):
-    """The demo's network, which computes whole sequences; ``seed`` determines its weights."""
+    """The demo's network for training: computes whole sequences, without a KV cache.
+
+    Args:
+        config: the network's sizes.
+        seed: determines the initial weights.
+    """
 
     config: PolicyConfig
 

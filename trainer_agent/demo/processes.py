@@ -41,9 +41,13 @@ _VLLM_ARGS: Final = (
 
 
 class Processes:
-    """Starts the demo's processes, and stops them in reverse order; ``folder`` has their logs.
+    """Starts the demo's broker and engines as processes, and stops them in reverse order.
 
-    On Linux the kernel sends them SIGTERM when the thread that started them ends, even by SIGKILL.
+    On Linux the kernel sends these processes SIGTERM when the thread that started them ends, even
+    by SIGKILL.
+
+    Args:
+        folder: where each process writes its log, ``NAME.log``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +61,15 @@ class Processes:
         self.stop()
 
     def broker(self, *options: str, listen: str = "tcp://127.0.0.1:*") -> str:
-        """Starts a broker, and returns its address."""
+        """Starts a broker, and returns its address.
+
+        Args:
+            options: more options of `wavebus broker`.
+            listen: where it listens; port ``*`` takes any free one.
+
+        Raises:
+            WavebusError: the broker did not start.
+        """
         process = self._start("broker", "broker", "--listen", listen, *options)
         assert process.stdout is not None
         address = process.stdout.readline().strip()

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 class ProgressLine:
-    """Shows steps, reward and version on stderr while the demo runs."""
+    """Shows steps, reward and version on stderr while the demo runs.
+
+    Args:
+        total: how many steps, or updates, the run has at most.
+    """
 
     def __init__(self, total: int) -> None:
         self.console = Console(stderr=True, highlight=False)
@@ -50,7 +54,7 @@ class ProgressLine:
         self._progress.console.print(f"[dim]{text}[/]")
 
     def update(self, result: DemoResult, version: int) -> None:
-        """Updates the progress line."""
+        """Shows the results so far, and the ``version`` that engines serve."""
         self._progress.update(
             self._task,
             completed=result.steps,

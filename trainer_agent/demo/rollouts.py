@@ -44,10 +44,14 @@ class Counts:
     """Counts requests and how they ended.
 
     Attributes:
-        lost: requests that failed.
-        cut_short: requests that were interrupted and continued, by the reason.
-        aborted: engines that ended a request early, with the request's begin and end on the wall
-            clock, in seconds.
+        requests: how many requests were made.
+        lost: how many requests failed.
+        cut_short: how often an engine interrupted a request, which was then continued, by the
+            reason.
+        aborted: for each engine that ended a request early: its name, and the request's begin and
+            end on the wall clock, in seconds.
+        why_lost: how many requests failed, by the error.
+        tokens_by_version: how many tokens were sampled with each version of the weights.
         longest_token_gap_ms: the longest time between two tokens of one sequence, on arrival.
     """
 

@@ -41,10 +41,23 @@ BOOT_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The options of a run, which ends after ``steps``, ``updates`` or ``seconds``.
+    """The options of a run.
 
-    With ``dp_size`` above 1, each of the ``engines`` is a DP group, and the policy is a mixture of
-    experts.
+    The run ends when ``steps``, ``updates``, ``seconds`` or ``enough`` is reached.
+
+    Attributes:
+        engine: ``embedded``, or ``vllm`` for vLLM servers on the CPU.
+        engines: how many engines there are.
+        dp_size: how many ranks each engine has. If more than 1, each is a DP group, and the policy
+            is a mixture of experts.
+        dp_coordinator: which coordinator starts the waves of vLLM's ranks.
+        steps: the most optimizer steps.
+        updates: the most weight updates; None: no limit.
+        seconds: the longest duration of the training.
+        enough: the held-out reward at which the run ends.
+        seed: decides the policy's first weights, the tasks and the sampling.
+        how: how updates are made: ``staged``, ``paused``, or ``auto``.
+        withhold_weights: True trains without sending weights, so that engines can't learn.
     """
 
     engine: EngineKind = "embedded"
@@ -62,7 +75,24 @@ class DemoOptions:
 
 @dataclass(slots=True)
 class DemoResult:
-    """The results of a run; rewards are means over greedy answers to held-out prompts."""
+    """The results of a run. Rewards are means over greedy answers to held-out prompts.
+
+    Attributes:
+        options: the run's options.
+        reward_first: the reward before training.
+        reward_last: the last reward.
+        seconds: how long the run took.
+        requests: how many requests were made.
+        requests_lost: how many requests failed.
+        steps: how many optimizer steps were made.
+        reports: the report of each update.
+        update_steps: the optimizer step of each update.
+        train_rewards: the mean reward of the sampled rollouts, for each step.
+        greedy: pairs of a step and the reward after it.
+        tokens_by_version: how many tokens were sampled with each version.
+        longest_token_gap_ms: the longest time between two tokens of one sequence, on arrival.
+        verdict: the result of the check of all tokens.
+    """
 
     options: DemoOptions
     reward_first: float = 0.0

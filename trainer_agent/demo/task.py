@@ -36,8 +36,8 @@ def answer(prompt_ids: Sequence[int]) -> tuple[int, ...]:
 def reward(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> float:
     """Returns the share, in [0, 1], of positions where the response equals the answer.
 
-    The longer of the two is the whole, so responses that are too short or too long get a lower
-    reward.
+    The positions are those of the longer of the two, so a response that is too short or too long
+    gets a lower reward.
     """
     right = answer(prompt_ids)
     hits = sum(a == b for a, b in zip(response_ids, right, strict=False))

@@ -47,9 +47,14 @@ class TwinOptions:
     """The options of a run.
 
     Attributes:
+        sessions: how many sessions run at a time.
+        engines: how many engines there are.
         seconds: how long new sessions are started.
+        kill_every_s: the least time between one engine's SIGKILL and the next one's.
+        update_every_s: the time from the end of an update to the next update.
         step_ms: the least duration of an engine's step, so that requests last long enough to be
             interrupted.
+        seed: decides the policy's weights and the sessions.
     """
 
     sessions: int = 64
@@ -66,9 +71,21 @@ class TwinResult:
     """The results of a run.
 
     Attributes:
-        continued: answers that took more than one attempt.
+        options: the run's options.
+        answers: how many answers were compared.
+        tokens: how many tokens these answers have.
+        twin_differs: how many answers differ from their twins.
+        unknown_spans: how many spans of tokens have no known version.
+        lost: how many sessions failed.
+        why_lost: how many sessions failed, by the error.
+        kills: how many engines were killed.
+        updates: how many updates were committed.
+        staged: how many of ``updates`` were staged.
+        updates_failed: how many updates failed.
+        continued: how many answers took more than one attempt.
         cut_by: how many attempts ended early, by the reason.
         versions: how many different versions the tokens have.
+        seconds: how long the run took.
     """
 
     options: TwinOptions
@@ -101,7 +118,13 @@ class TwinResult:
 
 
 class Twin:
-    """Runs sessions twice, and compares. ``say`` is called with a line of text for each event."""
+    """Runs sessions twice, undisturbed and disturbed, and compares the answers.
+
+    Args:
+        options: the run's options.
+        processes: starts the broker and the engines.
+        say: called with a line of text for each event.
+    """
 
     def __init__(
         self, options: TwinOptions, processes: Processes, say: Callable[[str], None]

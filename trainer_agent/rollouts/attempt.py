@@ -39,7 +39,11 @@ _HAND_OVER: Final = {
 
 
 class Cut(Exception):
-    """Raised when an attempt ends early; ``how`` is as in ``Attempt.ended_by``."""
+    """Raised when an attempt ends early.
+
+    Attributes:
+        how: why the attempt ended, as in :attr:`Attempt.ended_by`.
+    """
 
     def __init__(self, how: How, detail: str) -> None:
         super().__init__(f"{how}: {detail}")
@@ -47,7 +51,13 @@ class Cut(Exception):
 
 
 class PieceSpan(msgspec.Struct, frozen=True):
-    """The label of the weights (``version``) that sampled tokens ``start`` to ``end - 1``."""
+    """The version of the weights that sampled some tokens of a choice.
+
+    Attributes:
+        version: the version; None: the engine does not know it.
+        start: the index of the first of these tokens in the attempt.
+        end: the index after the last one.
+    """
 
     version: str | int | None
     start: int
@@ -63,7 +73,16 @@ class _LogProbs(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """The part of an event that concerns one choice."""
+    """The part of an event that concerns one choice.
+
+    Attributes:
+        index: the index of the choice in the request.
+        token_ids: new tokens.
+        finish_reason: why the choice has ended; None: it has not.
+        stop_reason: the token or string that ended the choice.
+        logprobs: the log-probabilities of the new tokens.
+        weight_versions: which versions sampled the attempt's tokens so far.
+    """
 
     index: int
     token_ids: list[int] | None = None
@@ -74,7 +93,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One event of an engine's answer."""
+    """One event of an engine's answer: pieces of choices, or an error."""
 
     choices: list[Piece] | None = None
     error: Any = None
@@ -93,6 +112,11 @@ async def pieces(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> AsyncGenerator[list[Piece]]:
     """Sends a request, and yields the pieces of the answer as they arrive.
+
+    Args:
+        session: the client's HTTP session.
+        endpoint: the engine's base URL.
+        body: the JSON of the request, from :meth:`RolloutRequest.body`.
 
     Raises:
         UsageError: the engine refuses the request as invalid.
@@ -118,7 +142,12 @@ async def pieces(
 async def prefill(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> dict[str, Any]:
-    """Makes a prefill engine compute a prompt, for a decode engine.
+    """Makes a prefill engine compute a prompt's keys and values, for a decode engine.
+
+    Args:
+        session: the client's HTTP session.
+        endpoint: the prefill engine's base URL.
+        body: the JSON of the request to the decode engine.
 
     Returns:
         ``kv_transfer_params``, with which the decode engine fetches the prompt's keys and values.
@@ -181,7 +210,12 @@ def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exce
 
 
 def refused(status: int, raw: bytes) -> UsageError | Cut:
-    """Returns the error for an HTTP status; ``UsageError`` if the request is invalid."""
+    """Returns the error for an engine's HTTP status: ``UsageError`` if the request is invalid.
+
+    Args:
+        status: the status; not 200.
+        raw: the body of the answer.
+    """
     text = raw[:_SHOWN].decode(errors="replace")
     if status in _LATER:
         return Cut("rejected", f"{status}: {text}")

@@ -87,7 +87,7 @@ async def ask_any(
 
 
 class ChatClient:
-    """The part of a rollout client for chat, and for requests to other routes."""
+    """Adds :meth:`chat`, and requests to engines' other routes, to :class:`RolloutClient`."""
 
     _pool: EnginePool
     _http: aiohttp.ClientSession | None
@@ -138,7 +138,10 @@ class ChatClient:
         return Chat(self.ask, self._tokenizer, {"messages": messages, **fields})
 
     async def ask(self, path: str, body: Any = None) -> Any:
-        """See :func:`ask_any`."""
+        """Requests JSON from a routable engine, and from another one if that fails.
+
+        Arguments, result and errors are those of :func:`ask_any`.
+        """
         return await ask_any(self._pool, self._session(), path, body)
 
     def _session(self) -> aiohttp.ClientSession:
@@ -151,8 +154,8 @@ class Chat:
     """Renders a conversation as a prompt, and turns generated tokens into messages.
 
     Args:
-        ask: requests JSON from an engine.
-        tokenizer: used if engines lack the routes.
+        ask: requests JSON from an engine, by a route and a body, as :meth:`ChatClient.ask` does.
+        tokenizer: renders and decodes if engines lack the routes; None: there is none.
         request: vLLM's chat request without sampling parameters: ``messages``, ``tools``, …
 
     Attributes:
@@ -177,6 +180,10 @@ class Chat:
         self, sampling_params: Mapping[str, Any]
     ) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
         """Renders the messages as a prompt.
+
+        Args:
+            sampling_params: the caller's sampling parameters. They are checked, and completed by
+                those that the engine's template needs.
 
         Returns:
             The prompt's token ids, the sampling parameters, and other fields of the request.

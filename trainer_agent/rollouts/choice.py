@@ -28,8 +28,13 @@ class ChoiceState:
     Args:
         request: the request of the choice.
         index: the index of the choice.
-        tokenizer: decodes the text, which is searched for stop strings.
+        tokenizer: decodes the tokens to text, which is searched for stop strings; None: no text.
         limits: the limits of the engines.
+
+    Attributes:
+        token_ids: the tokens so far.
+        failures: how many attempts in a row have failed without a new token.
+        done: whether the choice is complete.
     """
 
     def __init__(
@@ -73,7 +78,14 @@ class ChoiceState:
         return bool(self._finish)
 
     def take(self, piece: Piece, engine: str) -> TokenDelta | None:
-        """Adds a piece of an engine's answer; returns the new tokens for the caller, or None.
+        """Adds a piece of an engine's answer.
+
+        Args:
+            piece: the piece.
+            engine: the engine's name.
+
+        Returns:
+            What is new for the caller: tokens, or the choice's end; None if nothing is.
 
         Raises:
             Cut: the piece is invalid.
@@ -116,7 +128,11 @@ class ChoiceState:
         )
 
     def end_attempt(self, engine: str, cut: str = "") -> None:
-        """Ends the current attempt; ``cut`` says what ended it early.
+        """Ends the current attempt, and records its tokens and their versions.
+
+        Args:
+            engine: the engine's name.
+            cut: why the attempt ended early, as in :attr:`Attempt.ended_by`; empty: it did not.
 
         Raises:
             Cut: the answer has ended without a finish reason.
@@ -148,7 +164,7 @@ class ChoiceState:
             raise Cut("broken", f"the answer ends without choice {self.index}'s end")
 
     def mark_inexact(self, reasons: Sequence[str]) -> None:
-        """Records why the next attempt may be inexact."""
+        """Records why the tokens after the next attempt may differ from an uninterrupted answer."""
         self._inexact += [each for each in reasons if each not in self._inexact]
 
     def restart(self) -> None:

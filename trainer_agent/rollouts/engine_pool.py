@@ -34,7 +34,13 @@ class _Waiter:
 
 @dataclass(eq=False, slots=True)
 class AttemptWatch:
-    """An attempt under way; ``scope`` is cancelled if no token follows the one at ``last_s``."""
+    """An attempt under way, watched for stalls.
+
+    Attributes:
+        engine: the engine's name.
+        scope: cancelled if no token arrives for the pool's ``stall_s`` while the engine runs.
+        last_s: when the last token arrived, on the event loop's clock.
+    """
 
     engine: str
     scope: anyio.CancelScope
@@ -123,6 +129,9 @@ class EnginePool:
     async def acquire_prefill(self, avoid: frozenset[str]) -> EngineLoad | None:
         """Waits for a prefill engine for one sequence; returns None if the group has none.
 
+        Args:
+            avoid: names of engines that must not be chosen.
+
         Raises:
             NoEngine: as :meth:`acquire`.
         """
@@ -164,7 +173,12 @@ class EnginePool:
                 await self._require_engines()
 
     def release(self, load: EngineLoad, sequences: int) -> None:
-        """Frees an engine's slots after a request, and assigns them to waiting requests."""
+        """Frees an engine's slots after an attempt, and assigns them to waiting requests.
+
+        Args:
+            load: the engine, from :meth:`acquire`.
+            sequences: how many sequences the attempt had.
+        """
         self.router.release(load, sequences)
         self._grant()
 

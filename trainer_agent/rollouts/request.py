@@ -82,6 +82,8 @@ class RolloutRequest:
         prompt: the token ids of the prompt.
         asked: the caller's sampling parameters, without those that the client handles itself.
         params: the sampling parameters, checked and complete.
+        on_inexact: what to do if an interrupted request can't continue exactly.
+        session_id: the session, whose requests go to one engine; None: no session.
         extra: other fields, such as ``cache_salt`` and ``priority``.
     """
 
@@ -100,7 +102,10 @@ class RolloutRequest:
         return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
     def budget(self, limits: RequestLimits) -> int | None:
-        """Returns the most output tokens of a choice; None if unknown."""
+        """Returns the most output tokens that a choice may have; None if unknown.
+
+        Both ``max_tokens`` and the model's length in ``limits`` bound the output.
+        """
         room = limits.max_model_len - len(self.prompt) if limits.max_model_len else None
         known = [each for each in (self.params.max_tokens, room) if each is not None]
         return min(known) if known else None
@@ -234,7 +239,12 @@ def make_request(
 
 
 def named(field: str, error: Exception) -> str:
-    """Returns the text of msgspec's error, after the name of the field."""
+    """Returns the text of a msgspec error, after the wrong field's full name.
+
+    Args:
+        field: the name of the decoded object, such as ``sampling_params``; empty: none.
+        error: msgspec's error, which names the field within the object.
+    """
     detail, _, path = str(error).partition(" - at ")
     name = field + path.strip("`").removeprefix("$")
     _, _, unknown = detail.partition("contains unknown field ")

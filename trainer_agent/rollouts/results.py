@@ -75,7 +75,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answer to one request: ``n`` choices, in the order of their indexes."""
+    """The answer to one request.
+
+    Attributes:
+        request_id: the request's id in engines' logs.
+        prompt_token_ids: the token ids of the prompt.
+        choices: the ``n`` choices, in the order of their indexes.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -86,7 +92,9 @@ class Completion:
 class ChatCompletion(Completion):
     """A completion with the message of each choice.
 
-    A message has ``role``, ``content``, and ``tool_calls`` and ``reasoning`` if engines parse them.
+    Attributes:
+        messages: for each choice its message, with ``role``, ``content``, and ``tool_calls`` and
+            ``reasoning`` if engines parse them.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -94,10 +102,16 @@ class ChatCompletion(Completion):
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens of choice ``index``, or its end, or both.
+    """New tokens of a choice, or its end, or both, as a stream yields them.
 
-    ``version`` is as in :class:`Span`. It is None too if the engine reports the version only at
-    the end; the :class:`Completion` then has it.
+    Attributes:
+        index: the index of the choice.
+        token_ids: the new tokens.
+        logprobs: their log-probabilities; None if the sampling parameters request none.
+        version: the version that sampled the last token; None if it is unknown, or if the engine
+            reports versions only at the end. The :class:`Completion` then has the versions.
+        engine: the engine's name.
+        finish_reason: ``stop`` or ``length`` if the choice has ended; else None.
     """
 
     index: int

@@ -36,8 +36,9 @@ class RolloutRun:
         request: the request.
         pool: the engines.
         http: the HTTP session for requests to engines.
-        tokenizer: decodes texts.
-        on_delta: called with tokens as they arrive, which can't be taken back afterwards.
+        tokenizer: decodes tokens to text; None: no text and no stop strings.
+        on_delta: called with new tokens as they arrive. These tokens can't be taken back, so a
+            choice with tokens is not restarted then.
     """
 
     def __init__(

@@ -67,7 +67,12 @@ class RolloutBatch(Generic[T]):
 
 
 class BufferedRollout(Generic[T]):
-    """A rollout under way: see :meth:`RolloutBuffer.rollout`."""
+    """A rollout under way, from :meth:`RolloutBuffer.rollout`.
+
+    Attributes:
+        version: the oldest version that may have sampled one of its tokens.
+        sample: a tuple with the sample; None until it is added.
+    """
 
     def __init__(self, buffer: RolloutBuffer[T], version: int) -> None:
         self._buffer = buffer
@@ -155,8 +160,9 @@ class RolloutBuffer(Generic[T]):
         """Returns how many finished samples are young enough.
 
         Args:
-            current_version: the version for which ages are computed; samples of later commits don't
-                count. A version that is not committed yet counts as a commit. Default: the newest.
+            current_version: the version for which ages are computed. Commits up to that version
+                count, and the version itself, even if it is not committed yet. Samples with later
+                tokens alone don't count. Default: the newest version.
             max_age_steps: the greatest age that counts. Default: the buffer's own.
         """
         limit = self.max_age_steps if max_age_steps is None else max_age_steps

@@ -57,10 +57,9 @@ class EngineLoad:
         held_until_s: until when no request is sent to the engine, in seconds.
         hold_s: how long the next hold lasts, in seconds.
         others: how many sequences of other clients the engine has.
-        peaks: this client's greatest load since the broker's last figures, and between earlier
-            ones.
-        queued: how many requests the engine had by the last figures, if some of them waited; else
-            0.
+        peaks: this client's greatest loads, the latest first: since the broker's last report of the
+            engine's requests, and between the reports before.
+        queued: how many requests the engine had in the last report, if some of them waited; else 0.
         goal: the size up to which the window grows fast.
     """
 
@@ -139,9 +138,9 @@ class Router:
         """Stores each engine's number of requests, as the broker reports it.
 
         An engine without a report counts as one without requests of other clients. An engine's
-        window is halved if requests wait there in two reports in a row, and the engine has no more
-        requests than before: then it lacks slots or memory. In one report alone, they may wait for
-        the next step.
+        window is halved if requests wait there in two reports in a row, and the number of its
+        requests has not grown: then the engine lacks slots or memory. Requests that wait in one
+        report alone may only wait for the next step.
         """
         known = {(each.name, each.endpoint): each for each in engines}
         for key, load in self._loads.items():
@@ -176,7 +175,12 @@ class Router:
         return _take([able[name]], sequences, now_s) if name is not None else None
 
     def pick_prefill(self, now_s: float, avoid: Collection[str] = ()) -> EngineLoad | None:
-        """Chooses the least loaded prefill engine for one sequence, as :meth:`pick`."""
+        """Chooses the least loaded prefill engine for one sequence; None if all are busy.
+
+        Args:
+            now_s: the time, in seconds.
+            avoid: engines that must not be chosen.
+        """
         return _take(self.prefills(avoid), 1, now_s)
 
     def prefills(self, avoid: Collection[str] = ()) -> list[EngineLoad]:
@@ -189,7 +193,7 @@ class Router:
         load.in_flight -= sequences
 
     def succeeded(self, load: EngineLoad) -> None:
-        """Records that an engine has finished a sequence."""
+        """Records that an engine has finished a sequence, so that its window grows."""
         grown = load.window + (1 if load.window < load.goal else 1 / load.window)
         load.window = min(load.slots, grown)
         load.hold_s = _HOLD_S

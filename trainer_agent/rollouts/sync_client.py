@@ -37,7 +37,7 @@ class SyncRolloutClient(BusThread[RolloutClient]):
     def generate(
         self, prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], **options: Any
     ) -> Completion:
-        """See :meth:`RolloutClient.generate`."""
+        """Generates ``n`` choices for one prompt, as :meth:`RolloutClient.generate` does."""
         return self._call(
             lambda: self._async.generate(prompt_token_ids, sampling_params, **options)
         )
@@ -45,13 +45,13 @@ class SyncRolloutClient(BusThread[RolloutClient]):
     def stream(
         self, prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], **options: Any
     ) -> Generator[TokenDelta]:
-        """See :meth:`RolloutClient.stream`."""
+        """Yields new tokens as they arrive, as :meth:`RolloutClient.stream` does."""
         return self._iterate(self._async.stream(prompt_token_ids, sampling_params, **options))
 
     def generate_many(
         self, prompts: Iterable[Sequence[int]], sampling_params: Mapping[str, Any], **options: Any
     ) -> Generator[tuple[int, Completion]]:
-        """See :meth:`RolloutClient.generate_many`.
+        """Generates for many prompts, as :meth:`RolloutClient.generate_many` does.
 
         All prompts are read before the first request is sent, in the caller's thread.
         """
@@ -64,10 +64,10 @@ class SyncRolloutClient(BusThread[RolloutClient]):
         sampling_params: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> ChatCompletion:
-        """See :meth:`RolloutClient.chat`."""
+        """Generates the next message of a conversation, as :meth:`RolloutClient.chat` does."""
         return self._call(lambda: self._async.chat(messages, tools, sampling_params, **options))
 
     def finish_session(self, session_id: str) -> None:
-        """See :meth:`RolloutClient.finish_session`."""
+        """Ends a session, so that its engine has room for another one."""
         portal, client = self._connected()
         portal.call(client.finish_session, session_id)

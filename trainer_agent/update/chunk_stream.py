@@ -50,12 +50,20 @@ class ChunkStream:
     Engines get two messages per chunk. At WEIGHT_CHUNK_META, before the tensors, they begin to
     receive. At CHUNK_SENT, after the tensors and with their checksums, they verify and load.
 
+    Args:
+        source: the weights.
+        sender: the trainer's end of the transport.
+        chunk_bytes: the most bytes in one chunk. A larger tensor gets a chunk of its own.
+        verify: how much of each tensor is verified by checksum.
+
     Attributes:
+        plan: the manifest, made of the source's metadata.
         all_sent: set when the last chunk and its CHUNK_SENT are sent.
         on_released: called when the trainer may modify the source's tensors: when all are in the
             sender's buffers or, without buffers, when engines have received them.
         copy: receives a copy of every tensor; None: nothing is copied.
-        connection: limits how long the source may take for a tensor.
+        connection: the trainer's connection. Its ``timeout_s`` limits how long the source may take
+            for one tensor.
     """
 
     def __init__(
@@ -210,7 +218,12 @@ async def _in_thread(call: Callable[[int], None], seq: int) -> None:
 async def open_source(weights: Weights, config: Any) -> WeightSource:
     """Returns the source for an update's weights.
 
-    For a module it is made in a thread, because a model with many experts takes seconds, once.
+    The source of a module is made in a thread, because that takes seconds for a model with many
+    experts, once per model.
+
+    Args:
+        weights: what the caller of ``update_weights`` gave.
+        config: the model's configuration, for a state dict of transformers; None: none was given.
     """
     if config is None and not isinstance(weights, torch.nn.Module):
         return as_source(weights)
@@ -233,9 +246,16 @@ class _FilledChunk:
 async def send_stream(
     update: Update, stream: ChunkStream, transport: Transport, steps: Steps, label: str
 ) -> UpdateReport:
-    """Sends a stream's weights to the engines, and commits the update.
+    """Sends a stream's weights to the engines, commits the update, and returns its report.
 
-    The caller must end the update.
+    If this fails, the caller must undo the update.
+
+    Args:
+        update: the update, which has begun.
+        stream: the weights, in chunks.
+        transport: the transport; opened if it is not open.
+        steps: sends the update's messages.
+        label: the trainer's own name of the weights.
     """
     stream.connection = steps.connection
     await transport.open(stream.buffer_bytes)

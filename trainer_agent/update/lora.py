@@ -53,6 +53,12 @@ class Adapter:
         source: its tensors by PEFT's names, or a module with LoRA parameters.
         config: PEFT's ``adapter_config``.
 
+    Attributes:
+        backend: the transfer backend that carries this adapter, such as ``lora:NAME``.
+        config: the content of ``adapter_config.json``.
+        tensors: the tensors by the names that PEFT gives them in a checkpoint.
+        plan: their manifest, with one chunk.
+
     Raises:
         UsageError: the name, the config or the source can't be an adapter's.
     """
@@ -65,12 +71,15 @@ class Adapter:
         self.plan = UpdatePlan.of_source(metas, chunk_bytes=sys.maxsize)
 
     def sums(self, verify: Verify) -> tuple[int, ...]:
-        """Returns the checksums of the adapter's tensors."""
+        """Returns the checksums of the adapter's tensors; ``verify`` says how much they cover."""
         return self.plan.sums(0, list(self.tensors.values()), verify)
 
 
 class WrittenAdapter:
     """An adapter written to a folder on tmpfs, which :meth:`close` removes.
+
+    Attributes:
+        handle: the encoded :class:`bus.lora.AdapterFolder`, by which engines find the folder.
 
     Raises:
         WavebusError: tmpfs has too little free space.
@@ -110,9 +119,18 @@ async def send_adapter(
     label: str,
     verify: Verify,
 ) -> UpdateReport:
-    """Makes every engine load and serve an adapter. The caller must end the update.
+    """Makes every engine load and serve an adapter, and returns the update's report.
 
-    When this returns, engines have read the folder and no longer need it.
+    When this returns, engines have read the folder and no longer need it. If it fails, the caller
+    must undo the update.
+
+    Args:
+        adapter: the adapter.
+        update: the update, which has begun.
+        transport: the agent's transport, which engines close. The next update opens it again.
+        steps: sends the update's messages.
+        label: the trainer's own name of the adapter's version.
+        verify: how much of each tensor is verified by checksum.
     """
     written = await anyio.to_thread.run_sync(WrittenAdapter, adapter)
 

@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 class UpdatePlan:
     """The tensors that an update sends, and their chunks.
 
-    Attributes:
+    Args:
+        metas: the tensors' names, dtypes and full shapes, in the order of sending.
+        manifest: the same tensors, in chunks.
         base: the version to which a patch is applied; 0 for a source.
+
+    Attributes:
+        chunks: how many chunks there are.
+        size_bytes: how many bytes are sent.
         check_finite: whether to search all weights for NaN and Inf, and to fail if there are any.
         nonfinite: the first tensor in which NaN or Inf was found; empty if none was.
     """
@@ -43,6 +49,10 @@ class UpdatePlan:
     def of_source(cls, metas: Sequence[TensorMeta], *, chunk_bytes: int) -> Self:
         """Returns the plan for all tensors of a source.
 
+        Args:
+            metas: names, dtypes and full shapes, in the order of sending.
+            chunk_bytes: the most bytes in one chunk. A larger tensor gets a chunk of its own.
+
         Raises:
             UsageError: the metadata is contradictory, such as two tensors of one name.
         """
@@ -53,7 +63,12 @@ class UpdatePlan:
 
     @classmethod
     def of_patch(cls, metas: Sequence[TensorMeta], counts: Sequence[int], *, base: int) -> Self:
-        """Returns the plan for a patch of version ``base``: one chunk, ``counts`` elements each.
+        """Returns the plan for a patch, which is sent as one chunk.
+
+        Args:
+            metas: the tensors that the patch changes, with their full shapes.
+            counts: how many elements of each tensor it changes.
+            base: the version to which it is applied.
 
         Raises:
             UsageError: a tensor occurs twice, or has fewer elements than its count.
@@ -72,7 +87,12 @@ class UpdatePlan:
         return len(self.manifest.names[self.manifest.part(seq)])
 
     def sums(self, seq: int, tensors: Sequence[torch.Tensor], verify: Verify) -> tuple[int, ...]:
-        """Returns a chunk's checksums.
+        """Returns a chunk's checksums, and searches the chunk for NaN and Inf.
+
+        Args:
+            seq: the number of the chunk.
+            tensors: the chunk's tensors.
+            verify: how much of each tensor the checksums cover.
 
         Raises:
             NonFiniteWeights: the chunk has NaN or Inf, and ``check_finite`` is set.
@@ -95,7 +115,13 @@ class UpdatePlan:
             )
 
     def chunk_meta(self, update_id: str, seq: int, handle: bytes) -> WeightChunkMeta:
-        """Returns the message that announces a chunk."""
+        """Returns the message that announces a chunk.
+
+        Args:
+            update_id: the update.
+            seq: the number of the chunk.
+            handle: the backend's data about the chunk, from :meth:`Sender.put`.
+        """
         manifest, part = self.manifest, self.manifest.part(seq)
         return WeightChunkMeta(
             update_id,

@@ -28,7 +28,16 @@ _DRAIN_S: Final = 30.0
 
 
 class RankZero:
-    """Leads the other ranks through one update. ``alone``: there are no other ranks."""
+    """Rank 0's part in one update of a trainer with several ranks.
+
+    Rank 0 leads the update and sends the weights. The other ranks gather full tensors together with
+    rank 0, or send their own shards (vLLM's ``nccl_m2n``).
+
+    Args:
+        connection: rank 0's connection to the broker.
+        number: the number of the update. All ranks count their updates, so they agree on it.
+        alone: True: no other rank takes part in the update, and the methods do nothing.
+    """
 
     def __init__(self, connection: Connection, number: int, *, alone: bool) -> None:
         self._connection = connection
@@ -38,22 +47,32 @@ class RankZero:
         connection.lost_rank = None
 
     async def release(self, drain: Callable[[], None]) -> None:
-        """Permits all ranks to gather tensors, because every engine now waits for these.
+        """Permits the other ranks to gather tensors, because every engine is ready for the update.
+
+        A rank that gathers blocks until all ranks enter its collective. So no rank may begin
+        earlier.
 
         Args:
-            drain: gathers what rank 0 has not gathered yet; called in a thread if the update fails.
+            drain: reads all tensors that rank 0 has not gathered yet. If the update fails,
+                :meth:`finish` calls it in a thread, because the other ranks would otherwise block
+                in their collectives.
         """
         if not self._alone:
             self._drain = drain
             await self._send_go()
 
     async def share_rendezvous(self, meeting: bytes) -> None:
-        """Sends all ranks the rendezvous address, where they connect to the engines."""
+        """Sends the other ranks the encoded address where they connect to the engines."""
         if not self._alone:
             await self._send_go(meeting)
 
     async def finish(self, version: int, error: BaseException | None) -> None:
-        """Reports to the other ranks that the update is committed, or failed with ``error``."""
+        """Reports to the other ranks that the update is committed, or that it failed.
+
+        Args:
+            version: the committed version.
+            error: why the update failed; the other ranks raise it. None: the update is committed.
+        """
         if self._alone:
             return
         if error is not None and self._drain is not None:
@@ -76,9 +95,14 @@ class RankZero:
 async def follow_rank_zero(connection: Connection, source: WeightSource, number: int) -> int:
     """Gathers an update's tensors with rank 0, and returns the committed version.
 
+    Args:
+        connection: this rank's connection to the broker.
+        source: this rank's part of the weights.
+        number: the number of the update, as :class:`RankZero` counts.
+
     Raises:
         Refused: the NACK that rank 0 raised, or an :class:`bus.errors.UpdateFailed` with the text
-            of its error.
+            of rank 0's error.
     """
     await wait_for_rank_zero(connection, number, "go")
     await anyio.to_thread.run_sync(_gather, source)
@@ -88,7 +112,12 @@ async def follow_rank_zero(connection: Connection, source: WeightSource, number:
 async def wait_for_rank_zero(
     connection: Connection, number: int, point: TrainerPoint
 ) -> TrainerStep:
-    """Waits until rank 0 has reached a point of the update.
+    """Waits until rank 0 has reached a point of the update, and returns its message.
+
+    Args:
+        connection: this rank's connection to the broker.
+        number: the number of the update, as :class:`RankZero` counts.
+        point: ``go``: all ranks gather tensors now. ``end``: the update is over.
 
     Raises:
         Refused: as :func:`follow_rank_zero`.

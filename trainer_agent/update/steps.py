@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 class Steps:
     """Sends the requests of one trainer, and waits until all engines have answered.
 
+    Args:
+        connection: the connection to the broker.
+        lease_ms: how long engines stay paused if trainer and broker are both gone.
+        timeout_s: how long one step may take.
+
     Attributes:
         version: the greatest version that the bus has reported.
         window: the state of the trainer's pause.
@@ -55,7 +60,10 @@ class Steps:
         self._log = bus.log.logger()
 
     def fork(self) -> Steps:
-        """Returns other steps for a second pause over the same connection, with distinct ids."""
+        """Returns an object with a pause of its own, for the same connection.
+
+        Catch-ups use it beside the trainer's own steps. Ids of both are distinct.
+        """
         forked = Steps(self.connection, lease_ms=self._lease_ms, timeout_s=self._timeout_s)
         forked._ids = self._ids
         return forked
@@ -72,7 +80,13 @@ class Steps:
     def pause_message(
         self, update_id: str, options: PauseOptions, scope: tuple[str, ...] = ()
     ) -> PauseLocal:
-        """Returns the request that pauses the group, or only the DP groups of ``scope``."""
+        """Returns the PAUSE_LOCAL that pauses the group.
+
+        Args:
+            update_id: the id of the pause, or of the update that needs it.
+            options: how to pause.
+            scope: the DP groups to pause; empty: all.
+        """
         return PauseLocal(
             update_id,
             options.mode,
@@ -95,7 +109,7 @@ class Steps:
 
     @asynccontextmanager
     async def resume_on_failure(self, update_id: str) -> AsyncIterator[None]:
-        """Ends a pause if a step in the block fails or is cancelled."""
+        """Ends the pause ``update_id`` if a step in the block fails or is cancelled."""
         try:
             yield
         except BaseException as error:
@@ -105,11 +119,11 @@ class Steps:
     async def undo(self, *messages: Abort | Resume) -> WavebusError | None:
         """Sends the messages that abort an update or end a pause.
 
-        They are valid even if the group has a new owner. A silent broker receives them when it is
-        back.
+        Unlike :meth:`step`, this does not check that the trainer still holds the pause. If the
+        broker is silent, it receives the messages when it is back.
 
         Returns:
-            The first error; None if all were answered.
+            The first error; None if all messages were answered.
         """
         for message in messages:
             self.window.on_over(message)
@@ -118,11 +132,12 @@ class Steps:
     async def step(self, message: Message) -> GroupAck:
         """Sends one request and returns the group's answer.
 
-        In a pause, only the trainer that began the pause may send. The answer and the log name
-        engines that can't resume: the broker retries them while the others serve.
+        After a RESUME, the answer and the log name the engines that could not resume. The broker
+        retries these engines while the others serve.
 
         Raises:
-            Refused: an engine or the broker answered with a NACK.
+            Refused: an engine or the broker answered with a NACK; or the broker has ended this
+                trainer's pause, and the request would belong to it.
             BusTimeout: a peer did not answer in time.
         """
         await self.connection.wait_until_delivered(message, self._timeout_s)
@@ -188,7 +203,10 @@ async def ask_in_order(*asks: Callable[[], Coroutine[object, object, object]]) -
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Returns the first error of a group, because all chunks in flight fail for one reason."""
+    """Returns the first error of an exception group; any other error unchanged.
+
+    One error is enough, because all chunks in flight fail for the same reason.
+    """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -40,7 +40,8 @@ class Transport:
         own_backend: the agent's backend.
         backend: the backend of the open transport.
         communicator: the number of the open transport's communicator.
-        is_foreign: whether a vLLM trainer engine has opened it.
+        is_foreign: whether the open transport is not the agent's own, but that of a vLLM trainer
+            engine or of an adapter.
     """
 
     def __init__(
@@ -61,14 +62,15 @@ class Transport:
         self._scope = scope
 
     async def open(self, buffer_bytes: int) -> None:
-        """Opens the agent's transport, unless it is open with buffers of that size."""
+        """Opens the agent's transport, unless its buffers have ``buffer_bytes`` or more."""
         if self._buffer_bytes < buffer_bytes:
             await self.reopen(buffer_bytes)
 
     async def reopen(self, buffer_bytes: int) -> None:
         """Opens the agent's transport to the engines that have joined.
 
-        Starts again if an engine joins or leaves meanwhile.
+        Starts again if an engine joins or leaves meanwhile. ``buffer_bytes`` is the size of each
+        buffer.
         """
         self.invalidate()
         for left in reversed(range(_OPENINGS)):
@@ -91,7 +93,14 @@ class Transport:
         self.communicator = world.number
 
     async def open_foreign(self, init: TransferInit) -> None:
-        """Makes engines open their ends of a vLLM trainer engine's transport."""
+        """Makes engines open their ends of a transport that this agent's sender does not serve.
+
+        That is the transport of a vLLM trainer engine or of an adapter. The agent's own sender is
+        closed.
+
+        Args:
+            init: the message to engines.
+        """
         self.invalidate()
         self.sender.close()
         await self._steps.step(init)
@@ -104,7 +113,13 @@ class Transport:
     ) -> None:
         """Arms an update over the open transport.
 
-        Opens the transport again, once, if an engine has joined since and has not opened its end.
+        If an engine has joined since the transport was opened, opens the transport again, once.
+
+        Args:
+            update: the update.
+            plan: the tensors that it sends.
+            label: the trainer's own name of the weights.
+            reopen: opens the transport again.
         """
         try:
             await update.arm(plan, self.backend, self.communicator, label)
@@ -115,20 +130,24 @@ class Transport:
             await update.arm(plan, self.backend, self.communicator, label)
 
     async def plan(self, senders: int = 1) -> World:
-        """Returns the members of a new communicator with ``senders`` ranks of the trainer."""
+        """Asks the broker for a communicator, and returns its members.
+
+        Args:
+            senders: how many ranks of the trainer take part in it.
+        """
         plan = await self._connection.ask(PlanTransfer(self._scope), TransferPlan)
         address = address_towards(host_of(self._connection.broker))
         return World(plan.communicator, plan.world_size - 1 + senders, address, senders)
 
     def invalidate(self) -> None:
-        """Marks the open transport as unusable."""
+        """Marks the open transport as unusable, so that the next update opens it again."""
         self._buffer_bytes = 0
         self.is_foreign = False
 
     async def discard(self) -> None:
         """Invalidates the transport and closes the sender.
 
-        With NCCL that aborts a broadcast under way. With gloo it does not.
+        With NCCL, closing the sender aborts a broadcast under way. With gloo it does not.
         """
         self.invalidate()
         with anyio.CancelScope(shield=True):

@@ -121,7 +121,7 @@ class Updates:
     async def with_all_ranks(self) -> AsyncIterator[RankZero]:
         """Runs a block on rank 0 in which all ranks connect to the engines.
 
-        The block counts as an update.
+        The block counts as an update, so that the other ranks can follow it by its number.
         """
         rank_zero = RankZero(self._connection, self._claim(), alone=self._alone)
         failed: BaseException | None = None
@@ -146,7 +146,12 @@ class Updates:
             self.release()
 
     def record_commit(self, report: UpdateReport, copy: WeightsCopy | None) -> UpdateReport:
-        """Records a commit, with the copy of its weights if there is one."""
+        """Records a commit, and returns its report with the memory that the snapshot takes.
+
+        Args:
+            report: the update's report.
+            copy: a copy of the committed weights, to be kept; None: they were not copied.
+        """
         if self._snapshot is not None:
             self._snapshot.on_committed(report.version, copy)
             report = replace(report, kept_bytes=self._snapshot.memory_bytes)
@@ -167,7 +172,11 @@ class Updates:
     async def warn_of_fallback(self, why_paused: str) -> None:
         """Logs a warning, once, if an engine's version of vLLM can't stage updates.
 
-        Reads the engines' features once per reason, since the first reason may be a different one.
+        The engines' features are read once per reason, because an earlier reason may have been
+        another one, such as too little memory.
+
+        Args:
+            why_paused: why the engines could not stage the update, by their answers to ARM.
         """
         if self._warned or why_paused == self._last_reason:
             return
@@ -200,6 +209,13 @@ class Updates:
 
 class Update:
     """Runs one update of the group. After a step that raises, call :meth:`end`.
+
+    Args:
+        machine: decides which messages are sent.
+        updates: the updates of the trainer, which record the commit.
+        steps: sends the messages.
+        rank_zero: informs the trainer's other ranks.
+        options: the options of the update.
 
     Attributes:
         paused: set when every engine is paused, or the update failed.
@@ -241,6 +257,12 @@ class Update:
     async def arm(self, plan: UpdatePlan, backend: str, communicator: int, label: str) -> None:
         """Makes every engine check the manifest, and wake sleeping weights.
 
+        Args:
+            plan: the tensors that the update sends.
+            backend: the open transport.
+            communicator: the number of the transport's communicator; 0: it has none.
+            label: the trainer's own name of the weights.
+
         Raises:
             ManifestRefused: an engine's model doesn't take these tensors.
             Refused: code ``transfer_closed`` if an engine has not opened the transport; the update
@@ -263,7 +285,7 @@ class Update:
             await self._updates.warn_of_fallback(machine.armed.why_paused)
 
     async def release_ranks(self, drain: Callable[[], None]) -> None:
-        """Lets all ranks gather tensors (see :meth:`.rank_sync.RankZero.release`)."""
+        """Permits the trainer's other ranks to gather tensors; see :meth:`RankZero.release`."""
         await self._rank_zero.release(drain)
 
     async def start(self) -> None:
@@ -280,7 +302,12 @@ class Update:
             self._finishing = asyncio.ensure_future(self._ask(self._machine.finish()))
 
     async def commit(self, label: str, verified: Verify) -> UpdateReport:
-        """Makes every engine serve the weights, and ends the update's own pause."""
+        """Makes every engine serve the weights, and ends the update's own pause.
+
+        Args:
+            label: the trainer's own name of the weights.
+            verified: how much of each tensor was verified by checksum, for the report.
+        """
         await self.started.wait()
         self.finish()
         differing = await self._run_canary()
@@ -334,7 +361,12 @@ class Update:
         return await anyio.to_thread.run_sync(compare, canary, report)
 
     async def end(self, error: BaseException | None) -> None:
-        """Ends the update; with an error, first undoes the steps that were done."""
+        """Ends the update, so that the next one can begin.
+
+        Args:
+            error: why the update failed. Its steps are then undone first, and the other ranks get
+                the error. None: the update is committed.
+        """
         try:
             if error is not None:
                 self._machine.describe_end(error)

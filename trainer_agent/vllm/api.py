@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 
 class VllmApi:
-    """Mixin of :class:`trainer_agent.TrainerAgent`, which defines the attributes used here."""
+    """Adds the methods for vLLM's trainer engines to :class:`trainer_agent.TrainerAgent`.
+
+    The agent defines the attributes that are used here.
+    """
 
     rank: int
     ranks: int

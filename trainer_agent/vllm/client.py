@@ -11,9 +11,11 @@ if TYPE_CHECKING:
 
 
 class BusWeightSyncClient:
-    """Replaces vLLM's ``VLLMWeightSyncClient``; :meth:`TrainerAgent.client` makes it.
+    """Sends a vLLM trainer engine's calls over the bus, as its ``client``.
 
-    Its methods block. Call them from any thread except that of the agent's event loop. They raise
+    Replaces vLLM's ``VLLMWeightSyncClient``, which calls engines over HTTP;
+    :meth:`TrainerAgent.client` makes it. Its methods block. Call them from any thread except that
+    of the agent's event loop. They raise
 
     - :class:`bus.errors.UsageError`: the engines were not started with the worker engine of the
       info, the bus can't carry the info, or calls are out of order;
@@ -65,7 +67,10 @@ class BusWeightSyncClient:
         self._session.call(lambda: self._session.start(plan, self._options, self._target))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Announces one chunk; returns when every engine has applied it."""
+        """Announces the chunk that ``update_info`` describes.
+
+        Returns when every engine has applied the chunk.
+        """
         self._session.call(lambda: self._session.update(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:

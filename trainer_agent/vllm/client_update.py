@@ -66,7 +66,11 @@ class ClientUpdate:
     def begin_pass(
         self, tensors: Iterator[tuple[str, torch.Tensor]], metas: Sequence[TensorMeta]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Starts a pass over ``tensors``, which ``metas`` describe.
+        """Starts a pass over the source, and returns the tensors to yield.
+
+        Args:
+            tensors: the source's tensors.
+            metas: names, dtypes and shapes of these tensors, which are compared with them.
 
         Raises:
             UsageError: the update is a patch.
@@ -79,7 +83,7 @@ class ClientUpdate:
         return as_described(metas, self._remaining)
 
     def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
-        """Returns the next tensor; None at the end.
+        """Returns the next tensor of a pass, from :meth:`begin_pass`; None at the end.
 
         Raises:
             WavebusError: the update has failed; this is its error.

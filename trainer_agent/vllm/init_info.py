@@ -62,7 +62,14 @@ def native_info(
 
 
 def packed_bytes(engine: str, info: Any) -> int | None:
-    """Returns the most bytes that a trainer engine sends per ``update_weights``; None: all."""
+    """Returns the most bytes that a trainer engine sends per ``update_weights``.
+
+    None if the trainer engine sends all tensors in one call.
+
+    Args:
+        engine: the trainer engine's name in vLLM.
+        info: its init info.
+    """
     if engine == "ipc" and info.packed:
         size_bytes: int = info.packed_buffer_size_bytes
         return size_bytes

@@ -129,7 +129,13 @@ def sender_count(engine: str, ranks: int) -> int:
 
 
 def opened_for(info: object, engine: str) -> tuple[Any, ...]:
-    """Returns the tensors for which an ``init_info`` opens a transport; empty: any tensors."""
+    """Returns the tensors for which an ``init_info`` opens a transport.
+
+    vLLM's ``nccl_m2n`` opens a transport for certain tensors only.
+
+    Returns:
+        Their names, dtypes and shapes; empty if the transport takes any tensors.
+    """
     if engine not in vllm_payloads.SHARDING or not isinstance(info, dict):
         return ()
     params = info.get("params")  # vLLM 0.33 has one dict for each tensor, earlier ones columns
@@ -184,7 +190,13 @@ def _check_world(info: dict[str, Any], world: World) -> None:
 def chunk_messages(
     info: object, plan: UpdatePlan, seq: int, update_id: str
 ) -> tuple[WeightChunkMeta, ChunkSent]:
-    """Returns the messages to engines before and after the ``seq``-th chunk.
+    """Returns the messages to engines before and after one chunk.
+
+    Args:
+        info: the ``update_info`` of the trainer engine.
+        plan: the armed tensors.
+        seq: the number of the chunk.
+        update_id: the update.
 
     Raises:
         UsageError: the bus can't carry the info, or it has other tensors than were armed.

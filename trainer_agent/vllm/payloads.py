@@ -40,14 +40,28 @@ class _ChunkInfo(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def init_info(transport: str, params: bytes, communicator: int) -> dict[str, Any]:
-    """Returns the dict for ``init_weight_transfer_engine``, which opens the engines' ends."""
+    """Returns the dict for ``init_weight_transfer_engine``, which opens the engines' ends.
+
+    Args:
+        transport: the backend of the trainer agent.
+        params: what :meth:`Sender.open` returned.
+        communicator: the number of the transport's communicator; 0: it has none.
+    """
     return msgspec.structs.asdict(_InitInfo(transport, params, communicator))
 
 
 def chunk_info(
     plan: UpdatePlan, seq: int, handle: bytes, verify: Verify, sums: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the dict for ``update_weights``, which announces one chunk."""
+    """Returns the dict for ``update_weights``, which announces one chunk.
+
+    Args:
+        plan: the tensors of the update.
+        seq: the number of the chunk.
+        handle: what :meth:`Sender.put` returned.
+        verify: how much of each tensor is verified by checksum.
+        sums: the checksums.
+    """
     part, manifest = plan.manifest.part(seq), plan.manifest
     return msgspec.structs.asdict(
         _ChunkInfo(
@@ -68,7 +82,7 @@ def is_ours(info: object) -> bool:
 
 
 def transfer_init(info: object, update_id: str) -> TransferInit:
-    """Return the TRANSFER_INIT message that has the content of an ``init_info``.
+    """Returns the TRANSFER_INIT message that has the content of an ``init_info``.
 
     Raises:
         UsageError: the ``init_info`` is not of worker engine ``wavebus``.
@@ -84,6 +98,11 @@ def chunk_messages(
     info: object, plan: UpdatePlan, update_id: str
 ) -> tuple[WeightChunkMeta, ChunkSent]:
     """Returns the messages to engines before and after a chunk.
+
+    Args:
+        info: the dict, from :func:`chunk_info`.
+        plan: the armed tensors.
+        update_id: the update.
 
     Raises:
         UsageError: ``info`` is for another worker engine, or has other tensors than were armed.

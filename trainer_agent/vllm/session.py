@@ -69,7 +69,11 @@ T = TypeVar("T")
 
 
 class TrainerEngineSession:
-    """Runs the updates of one agent's client and source; run coroutines by :meth:`call`."""
+    """Carries out on the bus what vLLM's trainer engine asks its client and source.
+
+    A trainer engine runs in a thread, and its calls block. So the client and the source run the
+    coroutines of this class in the agent's event loop, by :meth:`call`.
+    """
 
     def __init__(
         self,
@@ -178,7 +182,7 @@ class TrainerEngineSession:
     def read_source(
         self, source: BusWeightSource, *, shards: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors of a source: full ones, or this rank's shards."""
+        """Yields a source's tensors: this rank's shards if ``shards`` is set, else full ones."""
         if source is not self._source:
             raise UsageError("this agent has another source by now: it has one at a time")
         inner = source.tensors(shards=shards)
@@ -226,12 +230,12 @@ class TrainerEngineSession:
         return world
 
     async def plan_native_world(self, engine: str) -> World:
-        """Returns the communicator's members, if every engine has worker engine ``engine``."""
+        """Returns a new communicator's members, if all engines have worker engine ``engine``."""
         native_payloads.require_engines(await self._connection.engines(), engine)
         return await self._transport.plan(native_payloads.sender_count(engine, self._ranks))
 
     async def init(self, info: object, chunk_bytes: int | None) -> None:
-        """Makes every engine open its end of the transport."""
+        """Makes every engine open its end of the transport that ``info`` describes."""
         async with self._step_lock, self._suspend_catch_up():
             await self._undo_unfinished()
             if payloads.is_ours(info):
@@ -317,7 +321,7 @@ class TrainerEngineSession:
             current.started.set()
 
     async def update(self, info: object) -> None:
-        """Announces one chunk; returns when every engine has applied it."""
+        """Announces the chunk in ``info``; returns when every engine has applied it."""
         current = self._require_current()
         async with self._undo_on_failure(current):
             if self._native_transport is None:
@@ -367,8 +371,6 @@ class TrainerEngineSession:
             self._current = None
             await current.update.end(None)
 
-    # -- the source's -----------------------------------------------------------
-
     async def _wait_for_release(self) -> None:
         """Waits, on another rank, until rank 0 permits to gather tensors."""
         with self._updates.as_follower() as number:
@@ -389,8 +391,6 @@ class TrainerEngineSession:
         if current.failure is not None:
             raise copy_of_error(current.failure)
         return current
-
-    # -- when it fails ----------------------------------------------------------
 
     def _require_current(self) -> ClientUpdate:
         current = self._current

@@ -23,22 +23,27 @@ class SourceReader(Protocol):
     def read_source(
         self, source: BusWeightSource, *, shards: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors of a source: full ones, or this rank's shards."""
+        """Yields ``(name, tensor)`` for the tensors of a source, once engines are ready.
+
+        Args:
+            source: the source, which must be the agent's present one.
+            shards: True: this rank's shards. False: full tensors.
+        """
 
 
 class BusWeightSource(EitherForm):
-    """Wraps a source as vLLM's ``WeightSource``; :meth:`TrainerAgent.source` makes it.
+    """A vLLM trainer engine's ``source``, which waits until engines are ready.
 
-    On every rank of the trainer, iteration yields no tensor until every engine is armed and paused.
-    It raises:
+    Wraps the source of the weights; :meth:`TrainerAgent.source` makes it. On every rank of the
+    trainer, iteration yields no tensor until every engine is armed and paused. It raises:
 
     - ``UsageError``: the agent now has another source; or, on rank 0, the tensors contradict the
       metadata.
     - ``Refused``: the update was refused; rank 0 raises the same error.
     - ``BusTimeout``: no update was started within the agent's ``timeout_s``.
 
-    The next update is armed with the source's metadata. If reading that is a collective, read it
-    on all ranks before they send.
+    The next update is armed with the source's metadata. If reading the metadata is a collective,
+    read it on all ranks before they send.
     """
 
     def __init__(self, session: SourceReader, inner: WeightSource) -> None:
@@ -48,7 +53,10 @@ class BusWeightSource(EitherForm):
         self._fresh: list[TensorMeta] | None = None
 
     def describe(self) -> list[Any]:
-        """Returns the wrapped source's metadata, in vLLM's form if it has a layout of shards."""
+        """Returns the wrapped source's metadata.
+
+        A source of vLLM keeps its own metadata, which have the layout of its shards.
+        """
         described = source_forms.own_metadata(self._inner)
         metas = tensor_metas(self._inner.metadata() if described is None else described)
         self._fresh = metas
@@ -57,30 +65,35 @@ class BusWeightSource(EitherForm):
         return [ParamMeta(meta.name, getattr(torch, meta.dtype), meta.shape) for meta in metas]
 
     def implements_iter_full(self) -> bool:
-        """Returns whether :meth:`iter_full` works."""
+        """Returns whether the source has full tensors, so that :meth:`iter_full` works."""
         return not source_forms.yields_shards_only(self._inner)
 
     def implements_iter_local(self) -> bool:
-        """Returns whether :meth:`iter_local` works."""
+        """Returns whether the source has this rank's shards, so that :meth:`iter_local` works."""
         return self._shards is not None
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields full tensors, once engines are ready."""
+        """Yields ``(name, full tensor)`` for each tensor, once engines are ready."""
         return self._session.read_source(self, shards=False)
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields this rank's shards, once engines are ready."""
+        """Yields ``(name, this rank's shard)`` for each tensor, once engines are ready."""
         return self._session.read_source(self, shards=True)
 
     def tensors(self, *, shards: bool) -> WeightSource:
-        """Returns the wrapped source, whose tensors don't wait for engines.
+        """Returns the source behind this one, whose tensors don't wait for engines.
 
-        It yields this rank's shards if it has any and ``shards`` is set, otherwise full tensors.
+        Args:
+            shards: True: yield this rank's shards, if the source has any. False: yield full
+                tensors.
         """
         return self._shards if shards and self._shards is not None else self._inner
 
     def take_metas(self) -> list[TensorMeta]:
-        """Returns the metadata for the update that begins; reads them unless that was done."""
+        """Returns the metadata for the update that begins.
+
+        If the trainer engine has read the metadata since the last update, they are not read again.
+        """
         if self._fresh is None:
             self.describe()
         metas, self._fresh = self._fresh, None
@@ -89,7 +102,7 @@ class BusWeightSource(EitherForm):
 
 
 class BusShardSource(BusWeightSource):
-    """A :class:`BusWeightSource` around vLLM's ``M2NWeightSource``."""
+    """A :class:`BusWeightSource` for vLLM's ``M2NWeightSource``, whose type vLLM checks."""
 
     _inner: Any
 
@@ -99,7 +112,12 @@ class BusShardSource(BusWeightSource):
 
 
 def wrap_source(session: SourceReader, source: WeightSource) -> BusWeightSource:
-    """Returns ``source``, wrapped for vLLM's trainer engines."""
+    """Wraps a source of weights for vLLM's trainer engines.
+
+    Args:
+        session: reads the source once engines are ready.
+        source: the source.
+    """
     if not source_forms.is_m2n_source(source):
         return BusWeightSource(session, source)
     source_forms.accept_as_m2n_source(BusShardSource)

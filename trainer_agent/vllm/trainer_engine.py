@@ -81,6 +81,11 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     ) -> Self:
         """Makes the trainer engine, and opens the transport at every engine.
 
+        Args:
+            init_info: what :meth:`TrainerAgent.init_info` returned.
+            client: what :meth:`TrainerAgent.client` returned.
+            source: what :meth:`TrainerAgent.source` returned.
+
         Raises:
             UsageError: there is no source, or its metadata is contradictory.
             Refused: an engine can't open its end of the transport, and is named.

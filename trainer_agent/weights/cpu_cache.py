@@ -60,7 +60,9 @@ class CpuCache:
         return sum(memory.numel() * memory.element_size() for memory in self._memory)
 
     def store(self, weights: Weights) -> None:
-        """Replaces the stored weights by a copy of ``weights``; a collective if they are sharded.
+        """Replaces the stored weights by a copy of ``weights``.
+
+        If the weights are sharded, this is a collective: all ranks of the trainer must call it.
 
         Raises:
             UsageError: an update is reading the copy; or the source contradicts its metadata, and
@@ -103,7 +105,7 @@ class CpuCache:
 
 
 def cpu_buffers(metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-    """Allocates CPU memory for tensors; pinned if this host has a GPU."""
+    """Allocates CPU memory for these tensors; pinned if this host has a GPU."""
     pinned = torch.cuda.is_available()
     return [
         torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), pin_memory=pinned)

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 class WeightsCopy:
-    """Holds a copy of all weights of a model; once filled, it is a ``WeightSource``."""
+    """Holds a copy of all weights of a model; once filled, it is a ``WeightSource``.
+
+    Args:
+        metas: names, dtypes and shapes of the weights.
+    """
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self._metas = tuple(metas)
@@ -38,7 +42,12 @@ class WeightsCopy:
         return self._metas == tuple(metas)
 
     def copy_from(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies consecutive tensors; ``first`` is the index of the first one."""
+        """Copies consecutive tensors of the model into this copy.
+
+        Args:
+            first: the index of the first one among all tensors.
+            tensors: the tensors.
+        """
         for place, tensor in enumerate(tensors, first):
             self._buffers[place].copy_(tensor)
 
@@ -71,7 +80,10 @@ class Snapshot:
         return sum(copy.size_bytes for copy in (self.kept, self._spare) if copy is not None)
 
     def begin(self, metas: Sequence[TensorMeta]) -> WeightsCopy:
-        """Returns memory for the next update's weights. Allocating it may take seconds."""
+        """Returns memory for a copy of the next update's weights, which ``metas`` describe.
+
+        Allocating the memory may take seconds.
+        """
         spare = self._spare
         if spare is None or not spare.is_for(metas):
             self._spare = None
@@ -79,7 +91,13 @@ class Snapshot:
         return spare
 
     def on_committed(self, version: int, copy: WeightsCopy | None) -> None:
-        """Records a commit. ``copy`` has all of its weights; None if they were not copied."""
+        """Records the commit of ``version``.
+
+        Args:
+            version: the version.
+            copy: a copy of all its weights, from :meth:`begin`; None: they were not copied, so the
+                kept weights are outdated.
+        """
         if copy is None:
             if self.version:
                 fields = {"version": self.version, "outdated_by": version}

@@ -19,7 +19,10 @@ from bus.manifest import TensorMeta
 
 
 class AnyMeta(Protocol):
-    """A :class:`bus.manifest.TensorMeta`, or vLLM's ``ParamMeta``."""
+    """A source's metadata of one tensor.
+
+    Either a :class:`bus.manifest.TensorMeta`, or vLLM's ``ParamMeta``.
+    """
 
     @property
     def name(self) -> str:
@@ -27,7 +30,7 @@ class AnyMeta(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """The tensor's ``torch.dtype``, or the name of that."""
+        """The tensor's ``torch.dtype``, or the name of that dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,10 +39,10 @@ class AnyMeta(Protocol):
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Metadata of all weights, and an iterator over the tensors for every update.
+    """A trainer's weights: their metadata, and an iterator over the tensors.
 
-    vLLM's own weight sources are accepted as well, in both of their forms: see
-    :mod:`trainer_agent.weights.source_forms`.
+    The tensors are read once for each update. vLLM's own weight sources are accepted as well, in
+    both of their forms: see :mod:`trainer_agent.weights.source_forms`.
     """
 
     def metadata(self) -> Sequence[AnyMeta]:
@@ -55,7 +58,13 @@ Weights: TypeAlias = (
 
 
 class PairSource:
-    """A source of stored ``(name, tensor)`` pairs, for any number of passes."""
+    """A source of stored tensors, for any number of passes.
+
+    Sharded tensors are gathered when they are read.
+
+    Args:
+        pairs: the tensors, by name.
+    """
 
     def __init__(self, pairs: Mapping[str, torch.Tensor]) -> None:
         self._pairs = pairs
@@ -94,7 +103,7 @@ class Devices:
 
 
 def copy_source(source: WeightSource) -> PairSource:
-    """Copies a source's tensors, each on its device."""
+    """Returns a source of copies: each tensor is copied now, on its own device."""
     devices = Devices()
     copies: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -119,6 +128,10 @@ def as_described(
     metas: Iterable[TensorMeta], tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields a source's tensors after comparing each with the metadata.
+
+    Args:
+        metas: names, dtypes and full shapes, in order.
+        tensors: the source's ``(name, tensor)`` pairs.
 
     Raises:
         UsageError: a tensor is missing, or differs from its metadata; the text names it.

@@ -34,7 +34,16 @@ _REPLICATE: Final = -1  # among placements of the method form; the others are di
 
 @dataclass(frozen=True)
 class ParamMeta:
-    """A tensor's metadata in both forms. Every rank of the trainer owns the full tensor."""
+    """A tensor's metadata, which vLLM's trainer engines of both forms accept.
+
+    Attributes:
+        name: the tensor's name in the checkpoint.
+        dtype: its dtype.
+        shape: its full shape.
+        owners: the trainer's ranks that yield the tensor; None: every rank.
+        mesh_shape: the shape of the mesh of the trainer's ranks; None: tensors are not sharded.
+        placements: for each dimension of the mesh, how the tensor is sharded or replicated.
+    """
 
     name: str
     dtype: torch.dtype
@@ -58,23 +67,25 @@ class Metadata(list[Any]):
 class EitherForm:
     """The base class of sources that vLLM's trainer engines of both forms accept.
 
-    Subclasses define :meth:`describe` and :meth:`iter_full`, or :meth:`iter_local`.
+    Subclasses define :meth:`describe`, and :meth:`iter_full` or :meth:`iter_local`. A subclass
+    without full tensors also redefines :meth:`implements_iter_full`, and one with shards
+    :meth:`implements_iter_local`.
     """
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata of all tensors, in the order of iteration; gathers nothing."""
+        """The metadata of all tensors, in the order of iteration. No tensor is gathered for it."""
         return Metadata(self.describe())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.iter_full() if self.implements_iter_full() else self.iter_local()
 
     def implements_iter_full(self) -> bool:
-        """Returns whether :meth:`iter_full` is implemented."""
+        """Returns whether the source has full tensors, so that :meth:`iter_full` works."""
         return True
 
     def implements_iter_local(self) -> bool:
-        """Returns whether :meth:`iter_local` is implemented."""
+        """Returns whether the source has this rank's shards, so that :meth:`iter_local` works."""
         return False
 
     def owned_names(self, rank: int) -> list[str]:
@@ -87,18 +98,24 @@ class EitherForm:
         raise NotImplementedError
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields full tensors."""
+        """Yields ``(name, tensor)`` for each tensor of :attr:`metadata`, as a whole.
+
+        A sharded tensor is gathered from all ranks of the trainer, which must all iterate.
+        """
         raise NotImplementedError
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields this rank's shards."""
+        """Yields ``(name, tensor)`` for each tensor of :attr:`metadata`, as this rank's shard."""
         raise NotImplementedError
 
 
 class FullTensors:
     """Reads whole tensors of a source that has the property form.
 
-    Implements :class:`trainer_agent.weights.source.WeightSource`.
+    Gives such a source the interface :class:`trainer_agent.weights.source.WeightSource`.
+
+    Args:
+        source: the source of that form.
     """
 
     def __init__(self, source: Any) -> None:
@@ -125,8 +142,11 @@ class FullTensors:
 class LocalShards:
     """Reads this rank's shards of a source of either form.
 
-    Implements :class:`trainer_agent.weights.source.WeightSource`; the metadata has the shapes of
-    the shards.
+    Gives the source the interface :class:`trainer_agent.weights.source.WeightSource`; the metadata
+    has the shapes of the shards.
+
+    Args:
+        source: the source, of either form.
     """
 
     def __init__(self, source: Any) -> None:
@@ -170,7 +190,10 @@ def local_shards(source: object) -> LocalShards | None:
 
 
 def own_metadata(source: Any) -> list[Any] | None:
-    """Returns metadata with the layout of shards; None if ``source`` is not vLLM's."""
+    """Returns the metadata that a vLLM source has itself, with the layout of its shards.
+
+    None if ``source`` (made by ``as_source``) does not wrap a source of vLLM.
+    """
     if isinstance(source, FullTensors):
         return list(source.source.metadata)
     return list(source.metadata()) if is_m2n_source(source) else None

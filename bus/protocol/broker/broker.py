@@ -450,7 +450,7 @@ class Broker:
     # -- answers --------------------------------------------------------------
 
     def status(self, now_ms: float) -> m.Status:
-        """Returns the status of all groups; the server adds its process's figures."""
+        """Returns the status of all groups; the server fills in ``cpu_s`` and ``rss_bytes``."""
         booting = [peer for peer in self.peers if peer.role == "booting"]
         return m.Status(
             broker=BROKER_NAME,

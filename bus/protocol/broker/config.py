@@ -22,9 +22,12 @@ MAX_GROUPS: Final = 1024
 class BrokerConfig:
     """The broker's times, in milliseconds, and its limits.
 
-    ``peer_timeout_ms``: silence after which a peer is lost. ``retry_ms``: how often a request is
-    repeated to engines that have not answered. ``step_timeout_ms``: how long a live engine may take
-    for one step of an update or pause. ``limits``: the rates of peers' messages.
+    Attributes:
+        heartbeat_ms: how often each peer sends a heartbeat.
+        peer_timeout_ms: the silence after which a peer is lost.
+        retry_ms: how often a request is repeated to engines that have not answered.
+        step_timeout_ms: how long a live engine may take for one step of an update or pause.
+        limits: how many frames peers may send.
     """
 
     heartbeat_ms: int = 1000

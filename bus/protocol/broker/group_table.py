@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class GroupTable(dict[str, Group]):
-    """Holds all groups of the broker.
+    """Holds all groups of the broker, by name.
 
-    The epoch and version of a removed group are kept, because they only grow.
+    The epoch and version of a removed group are kept, because they may only grow.
     """
 
     def __init__(self, config: BrokerConfig, peers: Membership) -> None:

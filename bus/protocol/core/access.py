@@ -78,7 +78,7 @@ class Limits:
 
 
 class Bucket:
-    """The token bucket of one peer; full at first."""
+    """Token bucket that limits the rate of one peer's frames; full at first."""
 
     __slots__ = ("_at_ms", "_reported_ms", "_tokens", "rate")
 
@@ -89,7 +89,11 @@ class Bucket:
         self._reported_ms = -float(REPORT_EVERY_MS)
 
     def take(self, cost: float, now_ms: float) -> bool:
-        """Takes tokens; returns False, without any change, if none is left."""
+        """Takes ``cost`` tokens, and returns True if at least one token was there.
+
+        The balance may become negative. Returns False, without any change, if the bucket has no
+        token.
+        """
         rate = self.rate
         tokens = self._tokens + (now_ms - self._at_ms) * rate.per_s / 1000
         tokens = min(tokens, rate.burst)
@@ -100,7 +104,10 @@ class Bucket:
         return True
 
     def charge(self, cost: float) -> None:
-        """Takes tokens after the fact; the balance may become negative."""
+        """Takes tokens for a frame that was read and then refused.
+
+        The balance may become negative.
+        """
         self._tokens -= cost
 
     def should_report(self, now_ms: float) -> bool:
@@ -111,12 +118,15 @@ class Bucket:
         return True
 
     def full(self, now_ms: float) -> bool:
-        """Whether the bucket is full, so that it may be dropped."""
+        """Returns whether the bucket has all its tokens again.
+
+        It may be dropped then, because a new bucket has as many tokens.
+        """
         return self._tokens + (now_ms - self._at_ms) * self.rate.per_s / 1000 >= self.rate.burst
 
 
 def cost_of(size_bytes: int) -> int:
-    """Returns the tokens that a frame costs."""
+    """Returns how many tokens a frame of this size costs."""
     return 1 + size_bytes // BYTES_PER_TOKEN
 
 

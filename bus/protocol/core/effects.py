@@ -14,10 +14,16 @@ if TYPE_CHECKING:
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Sends one message to peers; the message is encoded once.
+    """Effect: the driver sends one message to these peers, encoded once.
 
-    ``routes`` are the transport's names of the peers. A peer's own machine sends to the broker and
-    leaves them empty. A ``Struct`` for speed, like the envelope, because one is made per frame.
+    A ``Struct`` for speed, like the envelope, because one is made per frame.
+
+    Attributes:
+        message: the message.
+        routes: the transport's names of the receivers; empty: to the broker.
+        reply_to: the id of the message that this one answers; 0: none.
+        group: the group that the message concerns; empty: none.
+        epoch: the group's fencing epoch.
     """
 
     message: Message
@@ -29,10 +35,12 @@ class Send(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One log event for operators.
+    """Effect: the driver logs one event for operators.
 
-    ``level`` is ``debug``, ``info``, ``warning`` or ``error``. Durations among the fields are in
-    milliseconds.
+    Attributes:
+        event: the event's name.
+        level: ``debug``, ``info``, ``warning`` or ``error``.
+        fields: the event's fields. Durations are in milliseconds.
     """
 
     event: str

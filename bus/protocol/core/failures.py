@@ -19,7 +19,13 @@ class Failure:
     hint: str = ""
 
     def nack(self, step: str = "", update_id: str = "", chunk: int = 0) -> Nack:
-        """Returns the NACK with this reason, its texts cut to the bounds of the wire."""
+        """Returns the NACK with this reason, its texts cut to the bounds of the wire.
+
+        Args:
+            step: the step of a pause or an update that is refused; empty: none.
+            update_id: the pause or update of that step.
+            chunk: the chunk's number, if the step is one.
+        """
         return Nack(
             code=self.code,
             step=step,
@@ -50,7 +56,7 @@ def decline(
 
 
 def swap_cancelled(detail: str) -> Declined:
-    """Returns the error of a cancelled swap: the engine continues to serve its old weights."""
+    """Returns the error of a cancelled swap. The engine continues to serve its old weights."""
     return decline(NackCode.CALLED_OFF, detail)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Sends a message to these engines at once."""
+    """Instruction: send a message to these engines at once."""
 
     message: Message
     names: tuple[str, ...]
@@ -21,7 +21,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """Reports that every engine of a barrier has acknowledged the step."""
+    """Instruction: answer the trainer that every engine of a barrier has done the step.
+
+    ``chunk`` is the chunk's number, if the step is one.
+    """
 
     step: Step
     barrier: AckBarrier
@@ -30,7 +33,10 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """Reports that the step has failed, so that the trainer gets the failure."""
+    """Instruction: answer the trainer that the step has failed.
+
+    ``chunk`` is the chunk's number, if the step is one.
+    """
 
     step: Step
     failure: Failure

@@ -53,8 +53,11 @@ class LinkState(StrEnum):
 class LinkConfig:
     """Times of a link, in ms.
 
-    ``patience_ms``: how long the link at least retries a name or group that another peer holds.
-    That peer may be lost and not detected yet; the broker's NACK may give more time.
+    Attributes:
+        retry_ms: how often an unanswered JOIN is repeated.
+        patience_ms: how long the link at least retries a name or group that another peer holds. The
+            other peer may be dead without the broker having noticed. The broker's NACK may give
+            more time.
     """
 
     retry_ms: int = 500
@@ -121,7 +124,10 @@ class Link:
         return []
 
     def other_version(self, nack: m.Nack) -> list[Effect]:
-        """Handles frames of the broker in a wire version that this side can't read."""
+        """Handles a frame of the broker that has an unreadable wire version.
+
+        While the peer joins, its membership ends as refused, with the reason in ``nack``.
+        """
         return self._on_refused(nack) if self.state is LinkState.JOINING else []
 
     def leave(self, reason: str) -> list[Effect]:

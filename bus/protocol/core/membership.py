@@ -67,8 +67,23 @@ class Peer:
     """The broker's record of one peer.
 
     Attributes:
+        name: the peer's name.
+        role: what the peer does on the bus.
+        group: its group.
         route: the transport's name of the peer.
-        user: the key that the peer has joined with.
+        boot: identifies this life of the peer's process.
+        host: the name of the peer's host.
+        pid: its process id.
+        last_seq: the number of the last frame that was accepted.
+        last_heard_ms: when the peer last gave a sign of life.
+        facts: an engine's properties from its JOIN; None for other roles.
+        coordinator: a DP coordinator's properties; None for other roles.
+        core: the last status page of an engine's core; None: not reported.
+        core_reported_ms: when ``core`` was reported.
+        phase: an engine's state.
+        version: the version that an engine serves.
+        in_flight: how many requests an engine has.
+        user: the public key with which the peer has joined.
         bucket: the token bucket that limits the peer's rate; None: no limit.
         is_unreachable: the peer has joined again, and has not shown yet that it received the
             answer.
@@ -105,10 +120,15 @@ class Peer:
         return place_of(self.group, join)
 
     def on_frame(self, now_ms: float, *, is_heartbeat: bool) -> None:
-        """Records the time of a frame of the peer.
+        """Records a frame of the peer as a sign of life.
 
-        If a link is cut in one direction, the broker still gets frames of a peer that gets none.
-        Such frames do not count as signs of life.
+        The link of a peer that joins again may be cut in one direction: the broker receives the
+        peer's frames, and the peer receives nothing. So after a second JOIN, frames are no signs of
+        life until the first heartbeat, which shows that the peer received the broker's answer.
+
+        Args:
+            now_ms: when the frame arrived.
+            is_heartbeat: whether the frame is a heartbeat.
         """
         if is_heartbeat:
             self.is_unreachable = False
@@ -116,10 +136,10 @@ class Peer:
             self.last_heard_ms = now_ms
 
     def answers(self, message: Message) -> bool:
-        """Returns whether a message shows that the engine is no longer overdue.
+        """Returns whether a message shows that the engine has ended its overdue step.
 
-        That is an answer to the step, an answer to an ABORT of the step (:data:`UNDONE`), or a
-        heartbeat that shows the step's end.
+        Three messages do: the answer to the step, the answer to an ABORT that ends the step
+        (:data:`UNDONE`), and a heartbeat with a phase in which the step can't be running.
         """
         step = getattr(message, "step", "")
         undone = step == Step.ABORT and type(message) is Ack and self.overdue in UNDONE
@@ -128,7 +148,7 @@ class Peer:
         return step == self.overdue or undone or over
 
     def view(self, now_ms: float) -> EngineView:
-        """Returns the engine's view for a status."""
+        """Returns the engine's entry in a status."""
         assert self.facts is not None
         core_for_ms = self.core.since_ms + now_ms - self.core_reported_ms if self.core else 0.0
         return EngineView(
@@ -182,7 +202,11 @@ def _places(group: str, host: str, facts: EngineFacts | None) -> list[_Place]:
 
 
 class Membership:
-    """Holds the joined peers, by name and by route."""
+    """Holds the joined peers, by name and by route.
+
+    Args:
+        peer_timeout_ms: the silence after which a peer is lost.
+    """
 
     def __init__(self, peer_timeout_ms: float) -> None:
         self.peer_timeout_ms = peer_timeout_ms
@@ -208,7 +232,21 @@ class Membership:
         now_ms: float,
         user: str = "",
     ) -> Peer | Failure:
-        """Adds a peer, or updates its facts (same boot), or returns why not."""
+        """Adds a peer, or replaces its record if the same process joins again.
+
+        Args:
+            name: the peer's name.
+            group: its group.
+            route: the transport's name of the peer.
+            boot: the number of the life of the peer's process.
+            seq: the number of the frame with the JOIN.
+            join: the JOIN.
+            now_ms: when the frame arrived.
+            user: the public key of the connection; empty without keys.
+
+        Returns:
+            The peer's new record, or why it can't join.
+        """
         refused = self._refuse(name, group, boot, user, join, now_ms)
         if refused is not None:
             return refused
@@ -326,7 +364,7 @@ class Membership:
         return None
 
     def remove(self, peer: Peer) -> None:
-        """Removes a peer; a newer peer under its name stays."""
+        """Removes a peer's record. A newer record with the same name, route or place stays."""
         if self.by_name.get(peer.name) is peer:
             del self.by_name[peer.name]
         if self.by_route.get(peer.route) is peer:

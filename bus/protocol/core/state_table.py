@@ -56,7 +56,14 @@ class StateMachine(Generic[S, E]):
 
 
 class IllegalTransition(ProtocolError):
-    """Raised for an event that can't happen in this state: a bug in wavebus."""
+    """Raised for an event that can't happen in this state: a bug in wavebus.
+
+    Args:
+        machine: the machine's name.
+        state: its state.
+        event: the event.
+        story: the machine's last events, each with the state before it.
+    """
 
     def __init__(
         self, machine: str, state: StrEnum, event: str, story: Iterable[tuple[StrEnum, StrEnum]]

@@ -17,8 +17,8 @@ def manifest_of(message: Arm) -> Manifest:
     """Returns the manifest that an ARM carries.
 
     Raises:
-        Declined: the manifest contradicts itself or its digest; names the field. Code
-            ``manifest_unknown`` if the ARM has only a digest.
+        Declined: the manifest contradicts itself or its digest. The error names the wrong field,
+            and has the code ``manifest_unknown`` if the ARM has only a digest.
     """
     try:
         manifest = Manifest(
@@ -42,7 +42,7 @@ def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
     """Checks that a chunk is the one that the manifest plans.
 
     Raises:
-        Declined: names the field that differs.
+        Declined: the chunk differs. The error names the field that does.
     """
     part = manifest.part(message.chunk)
     for field, planned, sent in (
@@ -63,7 +63,7 @@ def check_sums(manifest: Manifest, message: ChunkSent) -> None:
     """Checks that a chunk has one checksum per tensor, or none if nothing is verified.
 
     Raises:
-        Declined: there are more, or fewer.
+        Declined: the chunk has more checksums, or fewer.
     """
     part = manifest.part(message.chunk)
     expected = part.stop - part.start if message.verify in ("sample", "full") else 0

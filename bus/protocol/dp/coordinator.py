@@ -55,7 +55,7 @@ PUBLISH_MS: Final = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class StartCores:
-    """Sends START_DP_WAVE to every core; the excluded rank ignores it."""
+    """Effect: send START_DP_WAVE to every core. The rank ``excluded`` ignores it; None: no rank."""
 
     wave: int
     excluded: int | None = None
@@ -63,7 +63,7 @@ class StartCores:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Sends the wave's number and state to every front end."""
+    """Effect: send every front end the wave's number, and whether the wave runs."""
 
     wave: int
     running: bool
@@ -71,7 +71,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Sends READY to every core, because all have subscribed. Cores that run ignore it."""
+    """Effect: send READY to every core, because all have subscribed. Running cores ignore it."""
 
 
 CoordinatorEffect: TypeAlias = StartCores | Publish | Ready | Send | Note
@@ -123,7 +123,9 @@ TRANSITIONS: Final[dict[tuple[CoordinatorState, CoordinatorEvent], CoordinatorSt
 
 
 class DpCoordinator:
-    """Coordinates the waves of one DP group. Methods take events, and return effects.
+    """Coordinates the waves of one DP group, in place of vLLM's own DP coordinator.
+
+    Methods take events, and return effects.
 
     Args:
         dp_group: the DP group's name on the bus.
@@ -161,7 +163,7 @@ class DpCoordinator:
     # -- from the DP group ------------------------------------------------------
 
     def on_core_subscribed(self) -> list[CoordinatorEffect]:
-        """Records a core's subscription; messages sent before did not reach the core."""
+        """Records that a core has subscribed. Once all cores have, they get READY."""
         self.cores += 1
         if not self.ready:
             return []
@@ -180,7 +182,14 @@ class DpCoordinator:
     def first_req(
         self, rank: int, wave: int, now_ms: float, *, broker: bool
     ) -> list[CoordinatorEffect]:
-        """Handles a front end's request for an idle group. ``broker``: a broker is connected."""
+        """Handles a front end's notice that an idle DP group got a request.
+
+        Args:
+            rank: the rank that got the request.
+            wave: the number of the wave to start, as the front end knows it.
+            now_ms: the time.
+            broker: True: a broker is connected, and is asked first. False: the wave starts at once.
+        """
         if not self._go(_E.FIRST_REQ if broker else _E.ALONE):
             # The front end assumes that no wave runs; publish to it if that is so.
             return [] if self.running else [self._publish(now_ms)]
@@ -196,8 +205,11 @@ class DpCoordinator:
     def on_started(self, wave: int, rank: int, now_ms: float) -> list[CoordinatorEffect]:
         """Handles a core's report that a wave runs, and starts the other cores.
 
-        ``rank`` got the first request. Rank 0 also reports that all ranks step, after a FIRST_REQ
-        or after a resume that found requests.
+        Args:
+            wave: the number of the wave.
+            rank: the rank that reports: the one that got the first request. Rank 0 also reports
+                that all ranks step, after a FIRST_REQ or after a resume that found requests.
+            now_ms: the time.
         """
         if wave < self.wave or (wave == self.wave and self.running):
             return []
@@ -222,7 +234,7 @@ class DpCoordinator:
         ]
 
     def complete(self, wave: int, now_ms: float) -> list[CoordinatorEffect]:
-        """Handles rank 0's report that every rank is idle."""
+        """Handles rank 0's report that every rank is idle, so that the wave is over."""
         if wave < self.wave:
             return []
         self._go(_E.COMPLETE)
@@ -245,7 +257,10 @@ class DpCoordinator:
         return []
 
     def on_joined(self, now_ms: float) -> list[CoordinatorEffect]:
-        """Repeats a waiting FIRST_REQ, because the bus was joined (again)."""
+        """Repeats a FIRST_REQ that waits for an answer.
+
+        Called after each join, because a new broker does not know the FIRST_REQ.
+        """
         if not self._go(_E.JOINED):
             return []
         self._due_ms = now_ms + BROKER_PATIENCE_MS

@@ -29,7 +29,13 @@ _LEVELS: Final = {"ok": "info", "slow": "warning", "unknown": "debug"}
 
 
 class DpGroup:
-    """One DP group: its ranks by number, and its DP coordinator if it has one."""
+    """One DP group: its ranks by number, and its DP coordinator if it has one.
+
+    Args:
+        name: the DP group's name.
+        size: how many ranks it has.
+        config: the thresholds of its watchdog.
+    """
 
     def __init__(self, name: str, size: int, config: WatchdogConfig) -> None:
         self.name = name
@@ -45,7 +51,7 @@ class DpGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank is present, and all ranks were started together."""
+        """Whether every rank is present, and none is left from before the last restart."""
         return len(self.ranks) == self.size and all(
             self._lives[rank][1] == self._life for rank in self.ranks
         )
@@ -53,8 +59,8 @@ class DpGroup:
     def add(self, facts: m.EngineFacts, peer: Peer) -> None:
         """Adds a rank that joined, or joined again.
 
-        If a supervised rank has another boot, all ranks were restarted. A rank of the life before
-        that is still listed is dead, and not detected yet.
+        If a supervised rank has another boot, its supervisor has restarted all ranks. A rank with
+        its old boot is then dead, although the broker has not detected the loss yet.
         """
         boot, life = self._lives.get(facts.dp_rank, (peer.boot, self._life))
         if boot != peer.boot:
@@ -65,9 +71,9 @@ class DpGroup:
         self._lives[facts.dp_rank] = (peer.boot, life)
 
     def is_idle(self) -> bool:
-        """Returns whether all ranks are present, and none steps before it is resumed.
+        """Returns whether all ranks are present, and each is paused, updating or quarantined.
 
-        Each reports that it is paused, updating or quarantined.
+        None of these ranks steps before it is resumed.
         """
         return self.is_complete and all(peer.phase in _STILL for peer in self.ranks.values())
 
@@ -79,7 +85,7 @@ class DpGroup:
         )
 
     def view(self) -> m.DpGroupView:
-        """Returns the DP group's view for a status."""
+        """Returns the DP group's entry in a status."""
         return m.DpGroupView(
             name=self.name,
             state=self.wave.state.value,
@@ -168,7 +174,7 @@ class DpGroups:
         return effects
 
     def on_coordinator_lost(self, peer: Peer) -> list[Effect]:
-        """Records a lost coordinator; unless it still runs, no process wakes its idle cores."""
+        """Records that a DP coordinator was lost. Unless its process lives, no idle core wakes."""
         for group in self.dp_groups.values():
             if group.coordinator is peer:
                 group.coordinator = None
@@ -302,7 +308,7 @@ class DpGroups:
     # -- time, status -----------------------------------------------------------------
 
     def on_stuck(self, peer: Peer, text: str, now_ms: float) -> tuple[str, list[Effect]]:
-        """Restarts an engine whose core hangs; returns the reason as text, and effects."""
+        """Restarts an engine whose core hangs, as ``text`` says; returns the reason and effects."""
         group = self._of.get(peer.name)
         ranks = [peer] if group is None else [each for _, each in sorted(group.ranks.items())]
         name = peer.name if group is None else group.name

@@ -30,7 +30,10 @@ UNSUPERVISED: Final = "nobody supervises it: restart {}"
 
 
 class Restarts:
-    """Requests the restarts of one group. ``epoch`` is the group's fencing epoch."""
+    """Requests restarts of the stuck engines and DP groups of one group.
+
+    ``epoch`` returns the group's present fencing epoch.
+    """
 
     def __init__(self, group: str, epoch: Callable[[], int]) -> None:
         self._group = group
@@ -38,13 +41,29 @@ class Restarts:
         self._asked: dict[str, float] = {}  # time of the last request, by DP group
 
     def advice(self, ranks: Iterable[Peer], size: int) -> str:
-        """Returns which ranks the operator must restart; empty if their supervisor does."""
+        """Returns a text that says which ranks the operator must restart.
+
+        Empty if all these ranks are supervised, so that their supervisor restarts them.
+
+        Args:
+            ranks: the present ranks of a stuck DP group, or the engine alone.
+            size: how many ranks the DP group has.
+        """
         if _is_supervised(ranks):
             return ""
         return UNSUPERVISED.format(f"all {size} ranks" if size > 1 else "the engine")
 
     def stuck(self, dp_group: str, ranks: list[Peer], reason: str, now_ms: float) -> list[Effect]:
-        """Requests the restart of all present ranks of a stuck DP group."""
+        """Requests the restart of all present ranks of a stuck DP group.
+
+        A restart is requested at most once in 5 s.
+
+        Args:
+            dp_group: the DP group, or the name of an engine that steps alone.
+            ranks: its present ranks.
+            reason: the diagnosis, for the log and for the sidecars.
+            now_ms: the time.
+        """
         asked_ms = self._asked.get(dp_group)
         if asked_ms is not None and now_ms < asked_ms + AGAIN_MS:
             return []
@@ -67,7 +86,10 @@ class Restarts:
         return effects
 
     def over(self, dp_group: str) -> None:
-        """Drops the record of a DP group that steps again, or was restarted."""
+        """Notes that a DP group steps again, or was restarted.
+
+        If it is stuck once more, its restart is logged and requested at once.
+        """
         self._asked.pop(dp_group, None)
 
 

@@ -45,10 +45,11 @@ _MEETING: Final[dict[CorePhase, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class WatchdogConfig:
-    """Thresholds of the watchdog, in ms; see the module.
+    """Thresholds of the watchdog, in ms; the module says what each decides.
 
     A forward pass with a long prompt takes seconds. A collective on a working host never takes
-    ``stuck_ms``. Pages come with heartbeats; an old page does not show the present state.
+    ``stuck_ms``. Status pages come with heartbeats; a page older than ``silent_ms`` does not show
+    the present state.
     """
 
     silent_ms: float = 5_000.0
@@ -62,10 +63,10 @@ class Diagnosis:
     """The health of a DP group.
 
     Attributes:
-        health: see the module.
+        health: ``ok``, ``slow``, ``wedged``, ``down`` or ``unknown``; the module explains them.
         text: the reason, for people.
         absent: the ranks that the others wait for.
-        stuck: only a restart of all ranks helps.
+        stuck: True: only a restart of all ranks helps.
     """
 
     health: Health
@@ -88,7 +89,12 @@ class _Report:
 
 
 class Watchdog:
-    """Diagnoses the health of one DP group of ``size`` ranks."""
+    """Diagnoses the health of one DP group.
+
+    Args:
+        size: how many ranks the DP group has.
+        config: the thresholds.
+    """
 
     def __init__(self, size: int, config: WatchdogConfig | None = None) -> None:
         self.size = size
@@ -101,7 +107,7 @@ class Watchdog:
         self._reports[rank] = _Report(name, status, now_ms)
 
     def on_rank_lost(self, rank: int, name: str, reason: str, now_ms: float) -> None:
-        """Records a lost rank."""
+        """Records that a rank was lost, with its name and the reason for the diagnosis."""
         self._lost[rank] = (name, reason, now_ms)
 
     def whole(self) -> None:
@@ -184,9 +190,15 @@ class Watchdog:
 def describe_stall(
     status: CoreStatus | None, heard_ms: float, now_ms: float, limit_ms: float
 ) -> str:
-    """Returns a text about an engine core that has stood still for ``limit_ms`` or more.
+    """Returns a text about an engine core that stands still for too long.
 
-    Empty: the core moves, is idle, or has no page.
+    Empty: the core moves, is idle, or has no status page.
+
+    Args:
+        status: the core's last status page; None: none was reported.
+        heard_ms: when the page was reported.
+        now_ms: the time.
+        limit_ms: how long a core may be in one phase of one step.
     """
     if status is None or status.phase in ("", "idle"):
         return ""

@@ -82,7 +82,12 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
 
 
 class WaveMachine(StateMachine[WaveState, WaveEvent]):
-    """Tracks the waves of one DP group. Methods return whether to send START_DP_WAVE now."""
+    """Tracks the waves of one DP group for the broker.
+
+    Args:
+        wave: the number of the running wave, or of the next one.
+        running: whether a wave runs.
+    """
 
     def __init__(self, wave: int = 0, *, running: bool = False) -> None:
         super().__init__("wave", TRANSITIONS, _S.RUNNING if running else _S.IDLE)
@@ -92,7 +97,11 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         self.rank: int | None = None  # the rank that began it; None: unknown
 
     def first_req(self, wave: int) -> bool:
-        """Records a request at an idle rank; returns whether to send START_DP_WAVE now."""
+        """Records that an idle rank got a request and asks for this wave.
+
+        Returns:
+            Whether to send START_DP_WAVE now. In a pause the request is kept for the resume.
+        """
         self._go(_E.FIRST_REQ)
         self.wave = max(self.wave, wave)
         if self.state in (_S.GLOBAL, _S.DOWN):
@@ -115,7 +124,10 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return True
 
     def complete(self, wave: int) -> bool:
-        """Records that all ranks are idle; returns False if the report is old."""
+        """Records that this wave is over, because all ranks are idle.
+
+        Returns False if the report is old.
+        """
         if wave < self.wave:
             return False
         self._go(_E.COMPLETE)
@@ -124,7 +136,13 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return True
 
     def mirror(self, wave: int, *, running: bool, rank: int | None = None) -> None:
-        """Adopts a coordinator's wave state, because the broker may have missed its reports."""
+        """Adopts a coordinator's wave state, because the broker may have missed its reports.
+
+        Args:
+            wave: the number of the running wave, or of the next one.
+            running: whether a wave runs.
+            rank: the rank that began the running wave; None: unknown.
+        """
         if running:
             self.on_started(wave, rank)
         elif wave > self.wave:
@@ -142,7 +160,11 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
             self.under_way = False
 
     def on_resumed(self) -> bool:
-        """Records that every rank schedules again; returns whether to START a kept wave."""
+        """Records that every rank schedules requests again.
+
+        Returns:
+            Whether to send START_DP_WAVE now, for a request that was kept over the pause.
+        """
         if self.state in (_S.IDLE, _S.RUNNING, _S.DOWN):
             return False
         self._go(_E.RESUMED)
@@ -154,7 +176,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return self.first_req(self.wave)
 
     def on_rank_lost(self) -> None:
-        """Records a lost rank."""
+        """Records that a rank was lost, so that the DP group is down."""
         self._go(_E.LOST)
         self.kept = self.under_way = False
 

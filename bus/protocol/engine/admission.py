@@ -10,11 +10,11 @@ class Admission:
     """Whether an engine accepts new requests, or ends them at once.
 
     Attributes:
-        closed: admission is closed, as far as is known.
-        unconfirmed: the last attempt to close it failed.
+        closed: admission is closed, as far as the sidecar knows.
+        unconfirmed: the last attempt to close admission failed, so it may be open.
         version: the version that the engine serves.
-        group_version: the version that its group serves, as the broker last said. If the engine's
-            is older, the engine is stale, and its resume leaves admission closed.
+        group_version: the version that the group serves, as the broker last said. If ``version`` is
+            older, the engine is stale, and its resume leaves admission closed.
     """
 
     closed: bool = False

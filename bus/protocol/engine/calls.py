@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallPause:
-    """Pauses the engine; with ``clear_cache``, drops its KV caches."""
+    """Engine call: pause the engine.
+
+    Attributes:
+        mode: how the pause treats requests.
+        clear_cache: whether the pause drops KV caches.
+    """
 
     mode: m.PauseMode
     clear_cache: bool
@@ -27,9 +32,15 @@ class CallPause:
 
 @dataclass(frozen=True, slots=True)
 class CallEscalate:
-    """Pauses a second time while the `wait` pause still drains; both calls must return.
+    """Engine call: pause again, because the deadline of a `wait` pause has passed.
 
-    It never waits in the queue. The ids of requests that still run are read before the call.
+    The first pause call still waits for requests, so this one is made beside it and never waits in
+    the queue. The pause is complete when both calls have returned. The ids of the requests that
+    still run are read before the call.
+
+    Attributes:
+        mode: how the second pause treats these requests.
+        clear_cache: whether the pause drops KV caches.
     """
 
     mode: m.PauseMode
@@ -38,21 +49,23 @@ class CallEscalate:
 
 @dataclass(frozen=True, slots=True)
 class CallSleep:
-    """Frees the engine's memory: level 1 keeps a copy of the weights, level 2 none."""
+    """Engine call: free the engine's memory. Level 1 keeps a copy of the weights, level 2 none."""
 
     level: m.SleepLevel
 
 
 @dataclass(frozen=True, slots=True)
 class CallWakeWeights:
-    """Allocates the memory of sleeping weights again."""
+    """Engine call: allocate the memory of sleeping weights again."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallStrengthenPause:
-    """Ends requests or clears caches that the present pause has kept.
+    """Engine call: end requests or clear caches that the present pause has kept.
 
-    ``aborts``: end requests with their tokens so far. ``clears``: drop KV and prefix caches.
+    Attributes:
+        aborts: whether to end requests, with their tokens so far.
+        clears: whether to drop KV and prefix caches.
     """
 
     aborts: bool
@@ -61,7 +74,12 @@ class CallStrengthenPause:
 
 @dataclass(frozen=True, slots=True)
 class CallResume:
-    """Resumes the engine. ``asleep``: wakes all its memory. ``opens``: opens admission first."""
+    """Engine call: resume the engine.
+
+    Attributes:
+        asleep: the engine sleeps, so all its memory is woken first.
+        opens: admission is closed, and is opened before the resume.
+    """
 
     asleep: bool = False
     opens: bool = False
@@ -69,7 +87,14 @@ class CallResume:
 
 @dataclass(frozen=True, slots=True)
 class CallOpenTransfer:
-    """Opens the engine's end of a transport."""
+    """Engine call: open the engine's end of a transport.
+
+    Attributes:
+        update_id: the id of this opening.
+        backend: the transport's name.
+        params: data from the sender that only the backend reads.
+        assignment: the ranks of the engine's workers in the transport's communicator.
+    """
 
     update_id: str
     backend: str
@@ -79,7 +104,13 @@ class CallOpenTransfer:
 
 @dataclass(frozen=True, slots=True)
 class CallArm:
-    """Checks the manifest of an update. ``staging``: as in ARM."""
+    """Engine call: check the manifest of an update.
+
+    Attributes:
+        manifest: the manifest.
+        target: the model that the update is for.
+        staging: how the update may be staged; None: it is loaded in a pause.
+    """
 
     manifest: Manifest
     target: m.Target
@@ -88,10 +119,13 @@ class CallArm:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """Begins an update.
+    """Engine call: begin an update, so that chunks can be loaded.
 
-    ``recover``: an update, of this target or the other, broke off after a load. ``staged``: the
-    update is staged in spare memory.
+    Attributes:
+        recover: the engine lacks weights of some part, because an earlier update was interrupted or
+            a sleep discarded them.
+        target: the model that the update is for.
+        staged: True: load into spare memory. False: overwrite the served weights.
     """
 
     recover: bool
@@ -101,12 +135,21 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallReceive(Chunk):
-    """Receives a chunk."""
+    """Engine call: receive a chunk over the open transport.
+
+    Transports of vLLM's own load the chunk at once. For all others a :class:`CallLoad` follows.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class CallLoad:
-    """Loads a received chunk, if its ``sums`` match or are empty."""
+    """Engine call: verify a received chunk, and load it if it is intact.
+
+    Attributes:
+        seq: the number of the chunk.
+        verify: how much of the chunk is verified.
+        sums: the expected checksums, one per tensor; empty: nothing is verified.
+    """
 
     seq: int
     verify: m.Verify
@@ -115,19 +158,27 @@ class CallLoad:
 
 @dataclass(frozen=True, slots=True)
 class CallRestore:
-    """Restores the old weights of an update that has loaded nothing."""
+    """Engine call: restore the old weights of an update that has loaded nothing."""
 
     target: m.Target
 
 
 @dataclass(frozen=True, slots=True)
 class CallFinish:
-    """Post-processes the model's weights after the last chunk is loaded."""
+    """Engine call: post-process the model's weights after the last chunk is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallProbe:
-    """Resumes for these probes alone, then pauses again in the same mode."""
+    """Engine call: resume for these probes alone, then pause again as before.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        max_tokens: how many tokens to generate per prompt.
+        salt: differs for each update, so that probes never match entries of prefix caches.
+        mode: the mode of the pause.
+        clear_cache: whether the pause drops KV caches.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
@@ -138,14 +189,19 @@ class CallProbe:
 
 @dataclass(frozen=True, slots=True)
 class CallCommit:
-    """Serves this version."""
+    """Engine call: serve the loaded weights as ``version`` from now on."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class CallSwap:
-    """Swaps in the staged weights between two steps, at the same step on all ranks."""
+    """Engine call: swap in the staged weights between two steps, the same on all ranks.
+
+    Attributes:
+        version: the version that the engine serves then.
+        clear_cache: whether requests drop their KV cache and compute it again.
+    """
 
     version: int
     clear_cache: bool
@@ -153,20 +209,21 @@ class CallSwap:
 
 @dataclass(frozen=True, slots=True)
 class CallCancelSwap:
-    """Cancels the swap under way, if it is not made yet.
+    """Engine call: cancel the running swap call, if it has not swapped yet.
 
-    It never waits in the queue. The result of the swap call shows whether the swap was made.
+    This call never waits in the queue, because it is made beside the swap call. The result of the
+    swap call shows whether the swap was made.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class CallAbortRequests:
-    """Closes admission, then ends every request with the tokens it has."""
+    """Engine call: close admission, then end every request with the tokens it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallAdmit:
-    """Opens admission of an engine that runs."""
+    """Engine call: open admission of an engine that runs."""
 
 
 Call: TypeAlias = (
@@ -192,7 +249,7 @@ Call: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class SendToPeers:
-    """Sends a lease vote to these ranks of the DP group, over the direct link."""
+    """Effect: send a lease vote to these peer ranks, over the direct link."""
 
     vote: m.LeaseVote
     ranks: tuple[int, ...]
@@ -234,7 +291,14 @@ _NOT_THE_UPDATES: Final = (
 
 @dataclass(slots=True)
 class Job:
-    """One engine call, with the id of the command to answer (``reply_to``)."""
+    """One engine call in the queue.
+
+    Attributes:
+        call: the call.
+        reply_to: the id of the command to answer when the call has returned; 0: none.
+        since_ms: when the call was made.
+        issued: whether the call was made.
+    """
 
     call: Call
     reply_to: int
@@ -252,12 +316,22 @@ class CallQueue:
         return len(self._jobs)
 
     def add(self, call: Call, reply_to: int) -> Call:
-        """Adds a call after all others, and returns it."""
+        """Adds a call after all others, and returns it.
+
+        Args:
+            call: the call.
+            reply_to: the id of the command to answer when the call has returned; 0: none.
+        """
         self._jobs.append(Job(call, reply_to))
         return call
 
     def add_first(self, call: Call, reply_to: int) -> None:
-        """Adds a call before those that wait. No call may be running."""
+        """Adds a call before those that wait. No call may be running.
+
+        Args:
+            call: the call.
+            reply_to: as in :meth:`add`.
+        """
         assert not (self._jobs and self._jobs[0].issued), "a call runs"
         self._jobs.appendleft(Job(call, reply_to))
 
@@ -265,7 +339,7 @@ class CallQueue:
         return any(job.call == call for job in self._jobs)
 
     def running(self) -> Call | None:
-        """Returns the call that runs, or is next."""
+        """Returns the call that runs, or else the next one; None: the queue is empty."""
         return self._jobs[0].call if self._jobs else None
 
     def end(self, call: Call) -> Job:
@@ -308,7 +382,19 @@ def ack(
     outcome: str = "",
     waited_for: tuple[str, ...] = (),
 ) -> Send:
-    """Returns the effect that sends an engine's ACK."""
+    """Returns the effect that sends an engine's ACK.
+
+    Args:
+        reply_to: the id of the command that is acknowledged.
+        step: the step that is done; this and all other arguments are as in
+            :class:`bus.messages.Ack`.
+        update_id: the pause or update of the step.
+        chunk: the chunk's number.
+        in_flight: how many requests the engine has.
+        took_ms: how long the step took.
+        outcome: how the step ended.
+        waited_for: requests that still ran at the deadline of a `wait` pause.
+    """
     took_ms = round(took_ms, 3)
     return Send(
         m.Ack(step, update_id, chunk, in_flight, took_ms, outcome, waited_for), reply_to=reply_to
@@ -316,5 +402,13 @@ def ack(
 
 
 def nack(reply_to: int, step: str, failure: Failure, update_id: str, chunk: int = 0) -> Send:
-    """Returns the effect that sends an engine's NACK."""
+    """Returns the effect that sends an engine's NACK.
+
+    Args:
+        reply_to: the id of the command that is refused.
+        step: the step of the command; empty: none.
+        failure: why it is refused.
+        update_id: the pause or update of the step.
+        chunk: the chunk's number, if the step is one.
+    """
     return Send(failure.nack(step, update_id, chunk), reply_to=reply_to)

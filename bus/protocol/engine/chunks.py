@@ -34,7 +34,7 @@ class EngineChunks:
 
     Attributes:
         applied: how many chunks are loaded.
-        prefetch_depth: how many chunks the open transport may receive ahead of their load.
+        prefetch_depth: how many chunks the open transport may receive before they are loaded.
     """
 
     def __init__(self, queue: CallQueue) -> None:
@@ -51,7 +51,13 @@ class EngineChunks:
         self._checks: deque[tuple[int, ChunkSent]] = deque()
 
     def begin(self, update_id: str, backend: str, manifest: Manifest) -> None:
-        """Starts the chunks of another update."""
+        """Starts with the first chunk of another update.
+
+        Args:
+            update_id: the update.
+            backend: the transport that brings the chunks.
+            manifest: the armed manifest.
+        """
         self._update_id = update_id
         self._backend = backend
         self._manifest = manifest
@@ -59,7 +65,7 @@ class EngineChunks:
         self.discard()
 
     def discard(self) -> None:
-        """Discards all chunks that are not applied."""
+        """Discards all chunks that are announced, sent or received, but not loaded."""
         self._ack_received = self._sent = self._received = self.applied
         self._metas.clear()
         self._checks.clear()
@@ -80,7 +86,14 @@ class EngineChunks:
         return message.chunk >= following
 
     def take(self, msg_id: int, message: WeightChunkMeta | ChunkSent) -> list[SessionEffect]:
-        """Handles one of a chunk's two messages.
+        """Handles a WEIGHT_CHUNK_META or CHUNK_SENT: queues the chunk's engine calls.
+
+        A chunk that is loaded already is acknowledged again. A message ahead of its turn is
+        dropped.
+
+        Args:
+            msg_id: the message's id, which the ACK names.
+            message: the message.
 
         Raises:
             Declined: there is no such chunk, or it differs from the manifest's.
@@ -100,12 +113,12 @@ class EngineChunks:
         return self._go_on()
 
     def on_received(self) -> list[SessionEffect]:
-        """Records that a receive has returned."""
+        """Records that a receive call has returned, and queues what can follow."""
         self._received += 1
         return self._go_on()
 
     def on_loaded(self) -> None:
-        """Records that a load has returned."""
+        """Records that a load call has returned."""
         self.applied += 1
 
     def _go_on(self) -> list[SessionEffect]:

@@ -82,7 +82,16 @@ TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
 
 
 class EngineLease(StateMachine[LeaseState, LeaseEvent]):
-    """Tracks the pause lease of one engine. ``peers`` are the other ranks of its DP group."""
+    """Tracks the pause lease of one engine.
+
+    Args:
+        rank: the engine's rank in its DP group.
+        size: how many ranks the DP group has.
+
+    Attributes:
+        peers: the other ranks of the DP group.
+        clean_said: this rank has voted "clean" since its lease expired.
+    """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__("engine lease", TRANSITIONS, _S.FREE)
@@ -95,7 +104,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         self._votes: dict[int, LeaseVote] = {}
 
     def begin(self, lease_ms: float, now_ms: float) -> None:
-        """Begins the lease of a PAUSE_LOCAL."""
+        """Begins the lease of a PAUSE_LOCAL. It lasts ``lease_ms``, unless it is renewed."""
         self._go(_E.PAUSE_TAKEN)
         self._lease_ms = lease_ms
         self._renewed_ms = now_ms
@@ -126,12 +135,12 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
 
     @property
     def over_ms(self) -> float | None:
-        """When a running lease ends; None without one."""
+        """When the present lease ends; None: no lease runs."""
         return self.ran_out_ms if self.state is _S.HELD else None
 
     @property
     def ran_out_ms(self) -> float:
-        """When the present or last lease ends."""
+        """When the present lease ends, or the last one ended."""
         return self._renewed_ms + self._lease_ms
 
     @property
@@ -140,7 +149,7 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         return self._tried_ms + LEASE_RETRY_MS if self.state is _S.OVER else None
 
     def record_attempt(self, now_ms: float) -> None:
-        """Records an attempt to end the pause."""
+        """Records an attempt to end the pause; the next one follows after a second."""
         self._tried_ms = now_ms
 
     @property
@@ -168,7 +177,10 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         )
 
     def missing(self) -> Iterable[tuple[int, str]]:
-        """Returns the peer ranks whose vote is missing, with their last known positions."""
+        """Returns the peer ranks that have not voted clean or running.
+
+        Each comes with the position of its last vote; empty: it has not voted.
+        """
         return [
             (rank, self._position(rank))
             for rank in self.peers

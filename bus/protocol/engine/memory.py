@@ -70,8 +70,8 @@ TRANSITIONS: Final[dict[tuple[MemoryState, MemoryEvent], MemoryState]] = {
 class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
     """Puts one engine to sleep and wakes it; adds the engine calls to ``queue``.
 
-    The caller has checked that the engine is in the pause that the command names, and has no update
-    under way.
+    The caller must have checked that the engine is in the pause that the command names, and has no
+    update under way.
     """
 
     def __init__(self, queue: c.CallQueue) -> None:
@@ -91,7 +91,11 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
         return self._level == 2 and not self.awake  # noqa: PLR2004 - the level
 
     def sleep(self, msg_id: int, message: Sleep) -> list[c.SessionEffect]:
-        """Executes a SLEEP command."""
+        """Executes a SLEEP command, whose message id is ``msg_id``.
+
+        Raises:
+            Declined: the engine sleeps at another level, or is waking.
+        """
         another = message.update_id != self._pause_id  # else a late duplicate
         if self.state is _S.AWAKE or (self.state is _S.WEIGHTS_AWAKE and another):
             self._go(_E.SLEEP_ASKED)
@@ -108,7 +112,11 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
         raise wrong_state("the engine's weights are about to be awake")
 
     def wake(self, msg_id: int, message: Wake) -> list[c.SessionEffect]:
-        """Executes a WAKE command."""
+        """Executes a WAKE command, whose message id is ``msg_id``.
+
+        Raises:
+            Declined: the sleep call has not returned.
+        """
         if self.state in (_S.AWAKE, _S.WEIGHTS_AWAKE):
             return [c.ack(msg_id, Step.WAKE, message.update_id)]
         if self.state is _S.FALLING:

@@ -41,7 +41,7 @@ class EngineSession:
     """Drives one engine. Methods take commands and results of engine calls, and return effects.
 
     ``draft``: the engine has a draft model whose weights can be updated. ``closed``: an earlier
-    sidecar has closed its admission.
+    sidecar has closed the engine's admission.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class EngineSession:
     def command(
         self, msg_id: int, epoch: int, message: m.Message, now_ms: float
     ) -> list[c.SessionEffect]:
-        """Executes one command of the broker; returns the effects."""
+        """Executes a command of the broker, sent with the id ``msg_id`` under this ``epoch``."""
         try:
             if epoch < self.epoch:
                 raise decline(
@@ -206,7 +206,7 @@ class EngineSession:
     def on_call_done(
         self, call: c.Call, now_ms: float, *, result: c.CallResult = None
     ) -> list[c.SessionEffect]:
-        """Handles the return of the running engine call."""
+        """Handles the return of the running engine call, with its ``result``."""
         if isinstance(result, int) and isinstance(call, c.CallPause | c.CallStrengthenPause):
             self.pause.in_flight = result
         job = self._queue.end(call)
@@ -256,13 +256,13 @@ class EngineSession:
         return self._with_calls(effects, now_ms)
 
     def escalating(self, waited_for: tuple[str, ...]) -> None:
-        """Records that the escalating pause call begins, and which requests still run."""
+        """Records that the escalation's pause call is about to be made, and which requests run."""
         self.pause.on_escalated(waited_for)
 
     def on_escalation_done(
         self, failure: Failure | None, now_ms: float, *, in_flight: int | None = None
     ) -> list[c.SessionEffect]:
-        """Handles the return or failure of the escalation's pause call."""
+        """Handles the end of the escalation's pause call; ``failure`` says why it failed."""
         if in_flight is not None:
             self.pause.in_flight = in_flight
         if failure is None:
@@ -287,7 +287,7 @@ class EngineSession:
     ) -> None:
         """Records a pause that an earlier sidecar, or the engine itself, has left.
 
-        ``partial``: the parts whose weights the engine lacks. Call this only :attr:`at_rest`.
+        ``partial``: the parts that lack weights. ``asleep``: memory sleeps. Only :attr:`at_rest`.
         """
         self.pause.on_found_paused(pause_id, lease_ms, now_ms)
         self.update.on_found(partial)
@@ -327,10 +327,10 @@ class EngineSession:
     def held_for_ms(self, now_ms: float) -> float:
         """Returns how long the engine stays paused if this sidecar dies now, in ms.
 
-        Negative: for how long the cores may have ended the pause already. A living sidecar ends a
-        lease itself. Only if this rank has voted "clean" and misses a peer rank's vote, it touches
-        no weights before its resume, and the cores may end the pause
-        themselves.
+        A living sidecar ends the lease itself, so its death counts only after a margin. If this
+        rank has voted "clean" and misses a peer rank's vote, there is no margin: no weights change
+        before the resume, so the engine cores may end the pause when the lease is over. A negative
+        number says for how long they may have done so.
         """
         left_ms = self.lease.ran_out_ms - now_ms
         if self.lease.has_promised:

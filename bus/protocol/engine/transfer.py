@@ -3,10 +3,12 @@
 ::
 
     state    event                          next     engine call, ack
-    any      TRANSFER_INIT of another one   (same)   open_transfer(backend, params, place)
+    any      TRANSFER_INIT of another       (same)   open_transfer(backend, params, place)
+             transport
     any      opened                         OPEN     ack transfer_init
     any      opening failed                 CLOSED   nack transfer_init
-    OPEN     TRANSFER_INIT of the same one  OPEN     ack transfer_init, again
+    OPEN     TRANSFER_INIT of the same      OPEN     ack transfer_init, again
+             transport
 """
 
 from __future__ import annotations
@@ -23,10 +25,7 @@ if TYPE_CHECKING:
 
 
 class EngineTransfer:
-    """Opens the transport of one engine; adds the engine calls to ``queue``.
-
-    ``name`` is the engine's name.
-    """
+    """Opens the transport of the engine ``name``; adds the engine calls to ``queue``."""
 
     def __init__(self, queue: CallQueue, name: str) -> None:
         self._queue = queue
@@ -34,7 +33,9 @@ class EngineTransfer:
         self._open: CallOpenTransfer | None = None
 
     def open(self, msg_id: int, message: TransferInit) -> list[SessionEffect]:
-        """Opens the transport of a TRANSFER_INIT, unless it is open.
+        """Opens the transport of a TRANSFER_INIT, whose message id is ``msg_id``.
+
+        If that transport is open, only acknowledges the message again.
 
         Raises:
             Declined: the engine has no place in the communicator.

@@ -171,7 +171,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     # -- commands -------------------------------------------------------------
 
     def open(self, msg_id: int, message: m.TransferInit) -> list[c.SessionEffect]:
-        """Executes a TRANSFER_INIT."""
+        """Executes a TRANSFER_INIT, whose message id is ``msg_id``."""
         if self.staged and self.state in MIXED and not self._transfer.is_open(message):
             return self.give_way("the bus opens another transport")
         if self.state in MIXED:
@@ -179,7 +179,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._transfer.open(msg_id, message)
 
     def arm(self, msg_id: int, message: m.Arm) -> list[c.SessionEffect]:
-        """Executes an ARM."""
+        """Executes an ARM, whose message id is ``msg_id``."""
         known = message.update_id == self.update_id
         if known and self.state not in (_S.NONE, _S.ABORTING):
             return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
@@ -208,11 +208,11 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return effects
 
     def give_way(self, why: str) -> list[c.SessionEffect]:
-        """Aborts an update that the broker has ended; the broker repeats its new command."""
+        """Aborts an update that the broker has ended, as its new command shows (``why``)."""
         return [] if self.state is _S.ABORTING else self.abort(0, m.Abort(self.update_id, why))
 
     def start(self, msg_id: int, message: m.UpdateStart, *, paused: bool) -> list[c.SessionEffect]:
-        """Executes an UPDATE_START."""
+        """Executes an UPDATE_START with the id ``msg_id``; ``paused``: the engine is paused."""
         self._require(message.update_id)
         if self.state is _S.STARTING:
             return []
@@ -231,7 +231,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return effects
 
     def chunk(self, msg_id: int, message: m.WeightChunkMeta | m.ChunkSent) -> list[c.SessionEffect]:
-        """Executes a WEIGHT_CHUNK_META or CHUNK_SENT."""
+        """Executes a WEIGHT_CHUNK_META or CHUNK_SENT, whose message id is ``msg_id``."""
         self._require(message.update_id)
         if self._chunks.is_new(message):
             if self.state not in (_S.STARTING, _S.LOADING):
@@ -240,7 +240,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._chunks.take(msg_id, message)
 
     def finish(self, msg_id: int, message: m.UpdateFinish) -> list[c.SessionEffect]:
-        """Executes an UPDATE_FINISH."""
+        """Executes an UPDATE_FINISH, whose message id is ``msg_id``."""
         self._require(message.update_id)
         if self.state is _S.FINISHING:
             return []
@@ -253,7 +253,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._begin(_E.FINISH_ASKED, c.CallFinish(), msg_id)
 
     def probe(self, msg_id: int, message: m.Probe, pause: c.CallPause) -> list[c.SessionEffect]:
-        """Executes a PROBE. The caller has checked that the engine is paused as by ``pause``."""
+        """Executes a PROBE. The caller has checked that the engine is paused by ``pause``."""
         self._require(message.update_id)
         if self.state is _S.PROBING:
             return []
@@ -288,7 +288,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._begin(_E.COMMIT_ASKED, call, msg_id)
 
     def abort(self, msg_id: int, message: m.Abort) -> list[c.SessionEffect]:
-        """Executes an ABORT."""
+        """Executes an ABORT, whose message id is ``msg_id``."""
         unknown = self.state is _S.NONE or message.update_id != self.update_id
         if unknown and not isinstance(self._queue.running(), c.CallOpenTransfer):
             outcome = self._or_partial("untouched")
@@ -308,7 +308,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     def on_call_done(
         self, job: c.Job, took_ms: float, result: c.CallResult = None
     ) -> list[c.SessionEffect]:
-        """Handles the return of one of the update's calls."""
+        """Handles the return of one of the update's calls, with its ``result``."""
         call = job.call
         if isinstance(call, c.CallReceive):
             return self._run_waiting_abort(self._chunks.on_received())

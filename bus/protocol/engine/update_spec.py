@@ -71,6 +71,9 @@ class UpdateSpec:
     def require_target(self, *, draft: bool) -> None:
         """Checks that the engine has the model that the update is for.
 
+        Args:
+            draft: whether the engine has a draft model whose weights can be updated.
+
         Raises:
             Declined: code ``draft_missing``.
         """
@@ -84,6 +87,10 @@ class UpdateSpec:
 
     def require_base(self, version: int, partial: Collection[str]) -> None:
         """Checks that the engine serves a patch's base version.
+
+        Args:
+            version: the version that the engine serves.
+            partial: the parts of which the engine lacks weights.
 
         Raises:
             Declined: code ``other_base``.
@@ -106,6 +113,9 @@ class UpdateSpec:
     def require_room(self, partial: Collection[str]) -> None:
         """Checks that the engine can still stage this update.
 
+        Args:
+            partial: the parts of which the engine lacks weights. If there are any, it can't stage.
+
         Raises:
             Declined: code ``staging_refused``.
         """
@@ -116,7 +126,16 @@ class UpdateSpec:
             raise decline(NackCode.STAGING_REFUSED, why_not, field="staged")
 
     def has_room(self, room: StagingCapacity, partial: Collection[str], took_ms: float) -> None:
-        """Records whether the engine can stage the update."""
+        """Decides and records whether the engine can stage the update, once ARM has returned.
+
+        The decision is part of the ARMED that :meth:`ack` sends. Without ``staging`` in the ARM
+        there is nothing to decide.
+
+        Args:
+            room: the engine's result of ARM: the memory that staging needs, or why it can't stage.
+            partial: the parts of which the engine lacks weights. If there are any, it can't stage.
+            took_ms: how long ARM took.
+        """
         if self.staging is None:
             return
         why_not = room.why_not
@@ -127,7 +146,7 @@ class UpdateSpec:
         self.armed = Armed(self.update_id, round(took_ms, 3), room.needed_bytes, why_not)
 
     def ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:
-        """Returns the answer to the update's ARM."""
+        """Returns the answer to the update's ARM, whose message id is ``msg_id``: ARMED or ACK."""
         if self.armed is not None:
             return Send(self.armed, reply_to=msg_id)
         return ack(msg_id, Step.ARM, self.update_id, took_ms=took_ms)

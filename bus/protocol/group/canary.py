@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 def require_probes(
     way: m.CanaryMode, names: Iterable[str], registry: EngineRegistry, *, asleep: bool
 ) -> None:
-    """Checks that these engines can run probes in a pause that treats requests in this ``way``.
+    """Checks that these engines can run probes before a commit.
+
+    Args:
+        way: how the pause treats requests while the probes run; empty: no canary, nothing to check.
+        names: the engines of the update.
+        registry: the group's engines.
+        asleep: whether the group sleeps. Engines run no probes then.
 
     Raises:
         Declined: names the engines that can't.
@@ -57,7 +63,12 @@ def require_probes(
 
 
 def probe_report(update: UpdateMachine, done: m.GroupAck) -> m.ProbeReport:
-    """Returns the PROBE_REPORT for the trainer, once all engines have answered."""
+    """Returns the PROBE_REPORT for the trainer, once all engines have answered.
+
+    Args:
+        update: the group's update, with the engines' results.
+        done: the broker's answer to the step, with its duration and the excluded engines.
+    """
     answers = ((name, update.probed[name]) for name in sorted(update.members))
     return m.ProbeReport(
         update_id=update.update_id,
@@ -69,7 +80,7 @@ def probe_report(update: UpdateMachine, done: m.GroupAck) -> m.ProbeReport:
 
 
 def failures(differing: Iterable[m.Differing]) -> dict[str, Failure]:
-    """Returns, by engine name, why an engine that differs drops out."""
+    """Returns, by engine name, why each engine that failed the canary drops out."""
     return {
         each.engine: Failure(
             m.NackCode.CANARY_FAILED,

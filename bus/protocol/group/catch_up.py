@@ -1,10 +1,9 @@
 """Defines which DP groups are stale, and the update by which they catch up.
 
 A DP group is stale if one of its ranks serves an older version than the group, or is quarantined
-and lacks the model's weights. Two cases don't count as stale: a quarantined rank that has got the
-model's weights and lacks only its draft's, and a rank that serves just these weights wrong by
-the canary. A stale DP group catches up by an update of its own, with the weights that the group
-serves already:
+and lacks the model's weights. Two cases don't count as stale: a quarantined rank that lacks only
+the draft's weights, and a rank that failed the canary with the group's present weights. A stale DP
+group catches up by an update of its own, which brings the weights that the group serves:
 
 ============================== ===============================================================
 engines                        the ranks of stale DP groups (``scope``), and no others: the
@@ -39,14 +38,15 @@ if TYPE_CHECKING:
 class GroupVersion:
     """The version that a group serves, in ``value``.
 
-    A commit sets it, and from then on only commits raise it, so that the report of one engine can't
-    put the others out of service. A restarted broker knows no commit. Until one comes, the version
-    is the highest one that more than half of the DP groups serve, or a later one, and may fall. A
-    DP group counts with the lowest version of its ranks.
+    A commit sets the version, and from then on only commits raise it, so that the report of one
+    engine can't put the others out of service. A restarted broker knows no commit. Until one comes,
+    the version is the lower median of the versions that the DP groups serve: more than half of them
+    serve it, or a later one. So it may fall when a DP group joins. A DP group counts with the
+    lowest version of its ranks.
 
     Only DP groups count whose sidecars joined with an epoch, so that they were in the group of an
-    earlier broker, and with open admission, so that they were not stale. If there are none, all
-    DP groups count.
+    earlier broker, and with open admission, so that they were not stale. If there are none, all DP
+    groups count.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class GroupVersion:
         Args:
             update_id: the update.
             asked: the version that the trainer asks to exceed; 0 for none.
-            reported: the versions that its engines serve. A version too far above the group's is
-                ignored here; the engine that serves it refuses the update.
+            reported: the versions that the update's engines serve. A version too far above the
+                group's is ignored here; the engine that serves it refuses the update.
 
         Raises:
             Declined: ``asked`` is too far above the group's version.
@@ -85,14 +85,19 @@ class GroupVersion:
         self.is_committed = True
 
     def on_owner(self, version: int, registry: EngineRegistry) -> None:
-        """Records a commit that the owner reports, provided that an engine serves the version."""
+        """Records the version of weights that the owner reports as committed.
+
+        It counts only if it is later than the group's, and an engine serves it.
+        """
         if version > self.value and any(e.version == version for e in registry.engines.values()):
             self.on_commit(version)
 
     def on_report(self, registry: EngineRegistry, reporter: str = "") -> None:
         """Computes the version from the engines' reports, unless a commit has set it.
 
-        ``reporter`` is the engine that has reported.
+        Args:
+            registry: the group's engines, with the versions that they report.
+            reporter: the engine that has just reported; empty: none.
         """
         if self.is_committed or not registry.engines:
             return
@@ -116,10 +121,16 @@ def stale_dp_groups(registry: EngineRegistry, version: int) -> tuple[str, ...]:
 
 
 def members(registry: EngineRegistry, scope: Iterable[str], version: int) -> dict[str, str]:
-    """Returns the ready engines of the DP groups in ``scope``; empty scope: all.
+    """Returns the ready engines that an update is for, each with its DP group.
+
+    Args:
+        registry: the group's engines.
+        scope: the stale DP groups that catch up; empty: all DP groups.
+        version: the version that the group serves.
 
     Raises:
-        Declined: there are none; or names a DP group that is not stale, or is not present.
+        Declined: the group has no version yet, or a DP group in ``scope`` is not stale or not
+            complete; or no engine is ready.
     """
     everybody = registry.members()
     wanted = frozenset(scope)

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A communicator's number and size, and the rank of each engine's first worker.
+    """The ranks of engines' workers in a collective transfer.
 
-    The engine's other workers follow the first one.
+    Attributes:
+        number: identifies these engines in this order; see the module.
+        world_size: how many ranks there are, with rank 0, the trainer's sender.
+        first_ranks: the rank of each engine's first worker. The engine's other workers follow it.
     """
 
     number: int
@@ -38,7 +41,7 @@ class Communicator:
 
 
 def communicator(engines: Iterable[Peer]) -> Communicator:
-    """Returns the communicator of these engines and the trainer."""
+    """Returns the communicator of the trainer and these engines."""
     first_ranks: dict[str, int] = {}
     taken: list[tuple[str, int, int]] = []
     world_size = 1
@@ -130,7 +133,7 @@ class EngineRegistry:
     # -- joins, reports and losses -----------------------------------------------
 
     def add(self, peer: Peer, *, joined_late: bool) -> None:
-        """Adds an engine that has joined, or joined again."""
+        """Adds an engine that joined or rejoined; ``joined_late``: others are paused or updated."""
         self._had_engines = True
         self.changes += 1
         is_new = peer.name not in self.engines
@@ -188,7 +191,7 @@ class EngineRegistry:
         self._check_admission(record, phase, closed=closed)
 
     def on_ack(self, peer: Peer, ack: Ack, *, staged: bool) -> None:
-        """Records the phase that an ACK shows, between heartbeats."""
+        """Records the phase that an engine's ACK shows; ``staged``: its update is staged."""
         after = _PHASE_AFTER_STAGED if staged else _PHASE_AFTER
         peer.phase = _PHASE_FOUND.get(ack.outcome) or after.get(ack.step, peer.phase)
 
@@ -220,10 +223,10 @@ class EngineRegistry:
             self.changes += 1
 
     def on_version_fell(self, version: int, reporter: str) -> None:
-        """Records that the group no longer serves ``version``.
+        """Records that the group no longer serves ``version``, but an older one.
 
-        Engines below it may have closed admission; each reports that with its next heartbeat.
-        ``reporter`` has just done so.
+        Engines that serve an older version may have closed admission. Each reports that with its
+        next heartbeat; ``reporter`` has just reported.
         """
         for name, peer in self.engines.items():
             if peer.version < version and name != reporter:
@@ -244,7 +247,7 @@ class EngineRegistry:
         return False
 
     def on_arm(self, names: Iterable[str], version: int) -> None:
-        """Records the start of an update of these engines. ``version``: the group's before it."""
+        """Records that an update of these engines is armed, while the group serves ``version``."""
         stale = frozenset(self.stale(names, version))
         for name, record in self._records.items():
             record.was_stale = name in stale
@@ -279,7 +282,7 @@ class EngineRegistry:
                 self._close_admission(name)
 
     def expel(self, names: Iterable[str], version: int) -> None:
-        """Records that the canary failed on engines of these DP groups at this version."""
+        """Records that these engines, or peer ranks of theirs, failed the canary at ``version``."""
         for name in names:
             if name in self._records:
                 self._records[name].differs_at = version
@@ -321,7 +324,7 @@ class EngineRegistry:
         return self._records[name].differs_at == version
 
     def lacks_model(self, name: str) -> bool:
-        """Returns whether a whole update of the model may end an engine's quarantine."""
+        """Returns whether an engine is quarantined and lacks weights of the model itself."""
         return self.is_quarantined(name) and not self._records[name].has_model
 
     def last_heard(self, name: str, now_ms: float) -> str:
@@ -364,7 +367,7 @@ class EngineRegistry:
         """Returns the DP group of each ready engine, by engine name.
 
         Raises:
-            Declined: no engine is ready; names a DP group that lacks ranks.
+            Declined: no engine is ready. The error says why, as when a DP group lacks ranks.
         """
         out = self._left_out()
         members = {

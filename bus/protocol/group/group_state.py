@@ -128,7 +128,7 @@ class GroupState:
         return [self.note("quarantined", update_id, "error", {"peer": name, "reason": reason})]
 
     def take_back(self, peer: Peer, message: Message, now_ms: float) -> list[Effect]:
-        """Ends the overdue state of an engine that answers; it takes part from now on."""
+        """Ends an engine's overdue state if ``message`` shows that its overdue step is over."""
         if not peer.answers(message):
             return []
         fields = {"peer": peer.name, "step": peer.overdue}
@@ -163,7 +163,14 @@ class GroupState:
     # -- parts of effects --------------------------------------------------------
 
     def note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
-        """Returns a log event with the fields that every event of a group has."""
+        """Returns a log event with the fields that every event of a group has.
+
+        Args:
+            event: the event's name.
+            update_id: the pause or update that it concerns; empty: none.
+            level: ``debug``, ``info``, ``warning`` or ``error``.
+            fields: its further fields.
+        """
         common = {"group": self.name, "update_id": update_id, "epoch": self.epoch}
         return Note(event, level, {**common, **fields})
 

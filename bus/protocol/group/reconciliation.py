@@ -55,7 +55,15 @@ class Reconciliation:
         self._state = state
 
     def find(self, peer: Peer, beat: Heartbeat) -> tuple[Message, Iterable[str]] | None:
-        """Returns the message that a heartbeat makes necessary, and its receivers; None: none."""
+        """Returns the message that ends what a heartbeat shows, and the engines that get it.
+
+        Args:
+            peer: the engine.
+            beat: its heartbeat.
+
+        Returns:
+            The message and the names of its receivers; None if there is nothing to end.
+        """
         registry, update, alone = self._state.registry, self._state.update, (peer.name,)
         if beat.phase in _IN_UPDATE and (
             update.state is UpdateState.IDLE or update.update_id != beat.update_id
@@ -106,10 +114,11 @@ class Reconciliation:
 
 
 class EarlierCommits:
-    """Answers COMMITs of updates that this broker has not armed, by the versions of engines.
+    """Answers the COMMIT of an update that an earlier broker armed.
 
     A broker may stop after it has sent COMMIT to engines and before it has answered the trainer.
-    The trainer then asks the next broker.
+    The trainer then repeats COMMIT to the next broker, which finds out from the engines' versions
+    whether the update was committed.
 
     Args:
         state: the group.
@@ -123,9 +132,9 @@ class EarlierCommits:
     def answer(self, msg_id: int, commit: Commit, now_ms: float) -> list[Effect]:
         """Acknowledges the COMMIT if engines serve its version.
 
-        Engines that have not joined this broker yet, or are in an update, may serve it soon. The
-        broker waits for them for ``min_lease_ms``. Meanwhile it answers nothing, and the trainer
-        asks again.
+        Engines that have not joined this broker yet, or are in an update, may serve that version
+        soon. The broker waits for these engines for ``min_lease_ms``. Meanwhile it does not answer,
+        and the trainer repeats COMMIT.
 
         Raises:
             Declined: no engine serves the version.

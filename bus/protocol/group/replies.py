@@ -43,7 +43,16 @@ def done_ack(
     left_out: tuple[str, ...],
     now_ms: float,
 ) -> m.GroupAck:
-    """Returns the answer to the trainer for a step that all but ``left_out`` have done."""
+    """Returns the answer to the trainer for a step that is done.
+
+    Args:
+        done: the step, with its barrier.
+        pause: the group's pause.
+        update: the group's update.
+        version: the version that the group serves.
+        left_out: the engines that could not take part.
+        now_ms: the time.
+    """
     step, current = done.step, done.barrier
     in_pause = step in WINDOW_STEPS
     fallen = pause.unresumed if in_pause else update.excluded
@@ -95,7 +104,13 @@ def done_fields(done: StepDone, answer: m.GroupAck, update: UpdateMachine) -> di
 
 
 def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]:
-    """Returns the log fields of a step that has failed."""
+    """Returns the log fields of a step that has failed.
+
+    Args:
+        step: the step.
+        failure: why it has failed.
+        chunk: the chunk's number, if the step is one.
+    """
     fields: dict[str, object] = {
         "step": step,
         "code": failure.code.value,
@@ -107,7 +122,7 @@ def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]
 
 
 def engine_fields(facts: m.EngineFacts | None, run: str) -> dict[str, object]:
-    """Returns the log fields of an engine that has joined this ``run``."""
+    """Returns the log fields of an engine that has joined a group of this ``run``."""
     if facts is None:
         return {}
     shown = {"pd_role": facts.pd_role, "kv_connectors": _pairs(facts.kv_connectors)}

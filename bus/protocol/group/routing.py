@@ -66,8 +66,14 @@ class _Held:
 class Routing:
     """Decides one group's routes, and holds messages to engines that leave them.
 
-    ``now`` has the routes that were announced last. ``hold_ms`` is how long the broker waits for
-    watchers, in ms.
+    Args:
+        registry: the group's engines.
+        update: the group's update.
+        sleep: the group's sleep.
+        hold_ms: how long the broker waits for watchers, in ms.
+
+    Attributes:
+        now: the routes that were announced last.
     """
 
     def __init__(
@@ -116,7 +122,7 @@ class Routing:
         return min((each.until_ms for each in self._held.values()), default=None)
 
     def hold(self, effects: list[Effect]) -> list[Effect]:
-        """Keeps the messages to held engines, and returns the other effects."""
+        """Keeps the messages to engines whose messages are held, and returns all other effects."""
         passed: list[Effect] = []
         for effect in effects:
             if not isinstance(effect, Send) or self._held.keys().isdisjoint(effect.routes):

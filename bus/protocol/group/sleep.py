@@ -63,7 +63,13 @@ TRANSITIONS: Final[dict[tuple[SleepState, SleepEvent], SleepState]] = {
 
 
 class SleepMachine(StateMachine[SleepState, SleepEvent]):
-    """The sleep of one group. Methods take an event or command, and return instructions."""
+    """The sleep of one group. Methods take an event or command, and return instructions.
+
+    Attributes:
+        barrier: the SLEEP or WAKE that engines have not all acknowledged; None: there is none.
+        discarded: the engines whose weights a sleep has discarded, until a commit.
+        members: the engines that were asked last, each with its DP group.
+    """
 
     def __init__(self) -> None:
         super().__init__("sleep", TRANSITIONS, _S.AWAKE)

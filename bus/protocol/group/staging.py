@@ -33,7 +33,16 @@ if TYPE_CHECKING:
 
 
 class StagingDecision:
-    """Whether one update can be staged, and why not. ``wanted``: its trainer asks for staging."""
+    """Whether one update can be staged; if not, why it needs a pause.
+
+    Args:
+        wanted: whether the trainer asks for staging.
+        pause_reason: a reason against staging that is known before any engine was asked; empty:
+            none.
+
+    Attributes:
+        needed_bytes: the memory for staging in the worker that needs most, in bytes.
+    """
 
     def __init__(self, *, wanted: bool = False, pause_reason: str = "") -> None:
         self.wanted = wanted
@@ -41,7 +50,7 @@ class StagingDecision:
         self.pause_reason = pause_reason
 
     def on_armed(self, name: str, armed: Armed) -> None:
-        """Records an engine's answer to ARM."""
+        """Records the engine's ARMED: the memory that staging needs, or why it can't stage."""
         self.needed_bytes = max(self.needed_bytes, armed.staging_bytes)
         if armed.why_paused and not self.pause_reason:
             self.pause_reason = f"{name}: {armed.why_paused}"
@@ -58,13 +67,19 @@ class StagingDecision:
 
 
 def before_engines(message: Arm, pause: str) -> str:
-    """Returns why the group can't stage the update, whatever its engines say; empty: it may.
+    """Returns why an update can't be staged, as far as the group itself shows.
 
-    ``pause`` is the state of the group's pause.
+    Engines are asked afterwards, and may have reasons of their own.
+
+    Args:
+        message: the update's ARM.
+        pause: the state of the group's pause, such as ``running``.
+
+    Returns:
+        The reason, as text. Empty if the group has none, or if the ARM does not ask for staging.
 
     Raises:
-        Declined: the update must be staged, but the group is paused, or the update has a canary. A
-            canary needs a pause between the last chunk and the first request.
+        Declined: the group has a reason, and the ARM requires staging.
     """
     if message.staging is None:
         return ""

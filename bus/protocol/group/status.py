@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def waits(rounds: Iterable[AckBarrier], now_ms: float) -> tuple[WaitView, ...]:
-    """Returns every missing acknowledgement, by step and engine name."""
+    """Returns every missing acknowledgement, by step and engine name.
+
+    Args:
+        rounds: the steps that engines have been asked for and have not all acknowledged.
+        now_ms: the time.
+    """
     found: list[WaitView] = []
     for each in rounds:
         asked = each.messages[0]

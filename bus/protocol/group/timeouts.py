@@ -82,7 +82,10 @@ def slow_steps(state: GroupState, now_ms: float) -> list[Effect]:
 
 
 def overdue_trainer(state: GroupState, now_ms: float) -> Failure | None:
-    """Returns why to abort the update of a trainer that does not continue it; None: no reason."""
+    """Returns why the update must be aborted because of its trainer; None: it need not.
+
+    The trainer lives, and the update waits for nobody else, but the trainer does not continue it.
+    """
     owner, waited_ms = state.owner, now_ms - state.moved_ms
     if state.update.state is UpdateState.IDLE or waited_ms <= 2 * state.step_timeout_ms:
         return None

@@ -60,7 +60,7 @@ class OpenRequests:
         self._answers: dict[int, m.Message] = {}
 
     def answer_of(self, msg_id: int) -> m.Message | None:
-        """Returns the answer that was sent for this request; None: not answered yet."""
+        """Returns the answer that was sent for this request; None: there is no answer yet."""
         return self._answers.get(msg_id)
 
     @property
@@ -73,7 +73,12 @@ class OpenRequests:
         return msg_id in self.waiters or any(msg_id in ids for ids in self._asked.values())
 
     def ask(self, key: Key, msg_id: int) -> None:
-        """Registers a request as waiting for a step."""
+        """Registers a request as waiting for a step, or for one chunk.
+
+        Args:
+            key: the step, and the chunk's number.
+            msg_id: the id of the request.
+        """
         self._asked.setdefault(key, []).append(msg_id)
 
     def steps(self) -> list[Key]:
@@ -111,7 +116,11 @@ class TrainerSession:
         self._group = group
 
     def claim(self, trainer: Peer, now_ms: float) -> Failure | None:
-        """Makes a trainer the owner, with a new epoch; returns the reason if it can't be."""
+        """Makes a trainer the owner of the group, with a new epoch.
+
+        An owner that joins again keeps its epoch and its requests. Returns why the trainer can't be
+        the owner; None: it is.
+        """
         old = self.owner
         if old is not None and old.boot != trainer.boot:
             return Failure(
@@ -138,8 +147,8 @@ class TrainerSession:
         """Checks that this trainer may command the group.
 
         Raises:
-            Declined: it does not own the group, its epoch is over, or it has too many requests
-                open.
+            Declined: the trainer does not own the group, its epoch is over, or too many of its
+                requests are open.
         """
         if trainer is not self.owner:
             raise decline(m.NackCode.FORBIDDEN, f"{trainer.name} does not hold group {self._group}")

@@ -67,7 +67,8 @@ class ChunkWindow:
     Args:
         chunks: the number of chunks.
         depth: the number of buffers that the sender has.
-        frees_early: a chunk's buffer is free as soon as its bytes are sent.
+        frees_early: True: a chunk's buffer is free as soon as the chunk's bytes are sent. False: it
+            is free when every engine has applied the chunk.
     """
 
     def __init__(self, chunks: int, depth: int, *, frees_early: bool) -> None:

@@ -72,6 +72,10 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
     def require_epoch(self, epoch: int, update_id: str) -> None:
         """Checks the epoch of a step of ``update_id`` before its request.
 
+        Args:
+            message: the step's message.
+            epoch: the trainer's present fencing epoch.
+
         Raises:
             UpdateFailed: with code ``fenced``, if the pause was made in another epoch.
         """
@@ -93,7 +97,12 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
             self._go(_E.SLEEP_ASKED)
 
     def on_acked(self, message: Message, epoch: int) -> None:
-        """Records that the broker has acknowledged a step."""
+        """Records that the broker has acknowledged a step.
+
+        Args:
+            message: the step's message.
+            epoch: the trainer's present fencing epoch.
+        """
         if isinstance(message, PauseLocal):
             if message.update_id == self._over_id:
                 return  # a repeated answer, after that of RESUME
@@ -103,7 +112,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
             self._go(_E.AWAKE)
 
     def on_over(self, message: Message) -> None:
-        """Records that the caller no longer waits for a step's answer."""
+        """Records that the caller no longer waits for a step's answer. Only RESUME matters."""
         if isinstance(message, Resume):
             self._over_id = message.update_id
             if self.is_open:
@@ -111,10 +120,14 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
 
     @staticmethod
     def undo(update_id: str, error: BaseException) -> list[Resume]:
-        """Returns the messages that end a pause whose PAUSE_LOCAL or RESUME failed.
+        """Returns what to send after a PAUSE_LOCAL or RESUME that failed.
 
-        The broker has already resumed a refused pause, and itself handles a refused resume. After a
-        step without an answer the pause may exist, so RESUME is sent.
+        If the broker has refused the step, it resumes the engines itself, so nothing is sent. If no
+        answer has arrived, the group may be paused, so RESUME is sent.
+
+        Args:
+            update_id: the pause's id.
+            error: the error with which the step ended, such as ``Refused`` or ``BusTimeout``.
         """
         return [] if isinstance(error, Refused) else [Resume(update_id)]
 

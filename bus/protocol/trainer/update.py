@@ -105,13 +105,14 @@ class UpdateRequest:
     """The options of one update.
 
     Attributes:
-        pause: how the update pauses the group, if it needs to; its id and scope are the update's.
+        pause: the PAUSE_LOCAL to send if the update needs a pause. Its id and scope are the
+            update's.
         target: ``model``, or ``draft``.
         staging: how the update may be staged; None: it is loaded in a pause.
         has_canary: probes run before the commit.
-        quorum, default_quorum: as in ARM.
-        catch_up: the stale DP groups that catch up by this update, and their version; None: it is
-            for all.
+        quorum, default_quorum: as in :class:`bus.messages.Arm`.
+        catch_up: the stale DP groups that catch up by this update, and their version; None: the
+            update is for all DP groups.
     """
 
     pause: m.PauseLocal
@@ -126,9 +127,12 @@ class UpdateRequest:
 class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
     """Decides the trainer's messages for one update. Methods take events and return messages.
 
-    Attributes:
+    Args:
+        window: the pause that the trainer holds, if any.
         request: the update's options.
-        armed, paused, committed, resumed: the broker's answers to these steps, as they come.
+
+    Attributes:
+        armed, paused, committed, resumed: the broker's answers to these steps; None: no answer yet.
     """
 
     def __init__(self, window: PauseWindow, request: UpdateRequest) -> None:
@@ -169,8 +173,8 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
     def takes_chunks(self) -> bool:
         """Whether chunks may be announced.
 
-        In a paused update, from the request of UPDATE_START on; in a staged one, from its answer
-        on.
+        In a pause, chunks may follow the request for UPDATE_START at once. A staged update waits
+        for the answer to UPDATE_START.
         """
         if self.state is _S.STARTING:
             return self._window.is_open and not self.is_staged
@@ -197,7 +201,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
 
         Args:
             manifest: names, shapes and dtypes of the tensors, in chunks.
-            version: the last one that the trainer knows.
+            version: the last version that the trainer knows.
             label: the trainer's own name of the weights.
             backend: the transport that is open.
             communicator: the number of the transport's communicator; 0: it has none.
@@ -227,7 +231,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         return self._wake() if self._window.state is PauseWindowState.ASLEEP else self._ask_arm()
 
     def start(self) -> list[m.Message]:
-        """Returns UPDATE_START, after a pause if one is needed."""
+        """Returns UPDATE_START, after PAUSE_LOCAL if the update needs a pause."""
         self._go(_E.START_ASKED)
         pause = [] if self.is_staged else self._pause_unless_paused()
         return [*pause, m.UpdateStart(self.id, self.is_staged)]
@@ -244,7 +248,12 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         self._go(_E.PROBE_ASKED)
 
     def commit(self, label: str, differing: tuple[m.Differing, ...]) -> list[m.Message]:
-        """Returns COMMIT for all but ``differing`` engines, and RESUME if this update paused."""
+        """Returns COMMIT, followed by RESUME if this update has made the pause.
+
+        Args:
+            label: the trainer's own name of the weights.
+            differing: the engines that failed the canary, and must not commit.
+        """
         if self.request.has_canary and not self._has_probed:
             raise self._illegal("commit before the probes")
         self._go(_E.COMMIT_ASKED)
@@ -294,8 +303,12 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
     def on_refused(self, message: m.Message, refused: Refused) -> list[m.Message]:
         """Handles the broker's refusal of a step; returns the messages that follow.
 
+        Args:
+            message: the step's message.
+            refused: the error made of the broker's NACK.
+
         Raises:
-            Refused: no message follows; this is the given error.
+            Refused: ``refused`` itself, if no message can follow.
         """
         if isinstance(message, m.Arm):
             if refused.code is m.NackCode.ENGINE_ASLEEP and not self._has_woken:
@@ -309,7 +322,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         raise refused
 
     def describe_end(self, error: BaseException) -> None:
-        """Adds the version and the outcome (committed or not) to an error."""
+        """Adds to an error the update's version, and whether the update was committed."""
         if not isinstance(error, WavebusError):
             return
         error.version = self.armed.version if self.armed else 0
