@@ -1,6 +1,7 @@
-"""Options of `wavebus sidecar`, and the engine that they ask for.
+"""Options of `wavebus sidecar`, and the engine that is made from them.
 
-A help text must load neither torch nor vLLM, so the engines are imported late.
+The help text must load neither torch nor vLLM, so each engine's module is imported only when an
+engine of that kind is made.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ONE_PHASE_PAUSE: Final = "WAVEBUS_TEST_ONE_PHASE_PAUSE"
 
 @dataclass(frozen=True)
 class SidecarPlan(GroupPlan):
-    """Options of ``wavebus sidecar``."""
+    """The values of all options of ``wavebus sidecar``."""
 
     name: str | None = option(
         None,
@@ -119,7 +120,11 @@ class SidecarPlan(GroupPlan):
 
 
 def make_vllm(plan: SidecarPlan, command: tuple[str, ...]) -> Engine:
-    """Makes the vLLM engine that the options ask for.
+    """Makes the adapter of a vLLM server, as the options ask.
+
+    Args:
+        plan: the options.
+        command: the command that starts the server; empty if ``--attach`` names a running one.
 
     Raises:
         UsageError: the options contradict each other, or one is missing.
@@ -173,7 +178,10 @@ def make_vllm(plan: SidecarPlan, command: tuple[str, ...]) -> Engine:
 
 
 def make_embedded(plan: SidecarPlan) -> Engine:
-    """Makes the embedded engine that the options ask for.
+    """Makes the embedded engine, as the options ask.
+
+    Args:
+        plan: the options.
 
     Raises:
         UsageError: the options contradict each other, or one is missing.

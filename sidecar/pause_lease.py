@@ -1,7 +1,7 @@
-"""Writes an engine's lease page, and takes over the pause of an earlier sidecar.
+"""Writes an engine's lease page, and takes over a pause that an earlier sidecar left.
 
-The page is written before each call that may have to be undone. So if the sidecar dies, the page
-names everything that must be undone.
+The lease is written before each engine call that may have to be undone. So if the sidecar dies, the
+page names everything that must be undone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,13 @@ _UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit
 
 
 class PauseLeaseWriter:
-    """Writes the lease page of one engine for one sidecar process."""
+    """Writes the pause lease of one engine, for one sidecar process.
+
+    Args:
+        engine: the engine's adapter.
+        session: the session machine, which knows what a lease must name.
+        dp_group: the DP group's name on the bus.
+    """
 
     def __init__(self, engine: Engine, session: EngineSession, dp_group: str) -> None:
         self._engine = engine
@@ -56,7 +62,7 @@ class PauseLeaseWriter:
         self._serial = 0
 
     def write(self, left_ms: float, now_ms: float, call: Call | None = None) -> list[Note]:
-        """Writes the lease of the engine's pause.
+        """Writes the lease of the engine's pause; an engine that runs gets none.
 
         If the engine has ended the pause by itself, the session's state is corrected as soon as no
         call is under way.
@@ -64,14 +70,14 @@ class PauseLeaseWriter:
         Args:
             left_ms: for how long the engine stays paused if this sidecar dies now, in ms.
             now_ms: the session's time, in ms.
-            call: the engine call that is about to be made.
+            call: the engine call that is about to be made; None if none is.
 
         Returns:
             Notes for the log.
 
         Raises:
-            EngineError: code ``wrong_state``: the engine has ended the pause, and the call is one
-                of an update.
+            EngineError: code ``wrong_state``: the engine has already ended the pause, and ``call``
+                would change its weights.
         """
         if self._session.pause.state is EnginePauseState.RUNNING:
             self._serial = 0
@@ -90,10 +96,15 @@ class PauseLeaseWriter:
         return self._on_outcome(end, now_ms) if self._session.at_rest else []
 
     async def release(self, *, runs_on: bool = True) -> None:
-        """Ends the pause of an engine alone; opens admission if it ``runs_on`` without a sidecar.
+        """Ends the pause and opens admission, where that is safe, when the sidecar ends.
 
-        The pause of a rank, or of a sleeping engine, ends with its lease: a DP group resumes as
-        one, and the trainer may use the memory of a sleeping engine.
+        A rank of a DP group, and a sleeping engine, stays paused until its lease is over: a DP
+        group resumes as one, and the trainer may be using the memory of a sleeping engine.
+        Admission stays closed if weights are incomplete.
+
+        Args:
+            runs_on: True if the engine continues to run without this sidecar, and so needs open
+                admission; False if the engine ends with it.
         """
         session, engine = self._session, self._engine
         if runs_on and session.admission.closed and not session.update.partial:
@@ -103,10 +114,13 @@ class PauseLeaseWriter:
             engine.write_pause_lease(None)
 
     async def take_over(self, left: AbandonedPause, now_ms: float) -> Note:
-        """Takes over an engine that was found paused: undoes an update, and keeps the pause.
+        """Takes over an engine that an earlier sidecar left paused.
+
+        The pause is kept, so that the broker decides about it. An update that had begun is undone;
+        if that is impossible, the engine is quarantined.
 
         Args:
-            left: the pause that was found.
+            left: the pause that was found, with its lease.
             now_ms: the session's time, in ms.
 
         Returns:

@@ -1,7 +1,8 @@
 """The sidecar: connects one engine to the bus.
 
-The session machine (:mod:`bus.protocol.engine.session`) decides what each frame means. This module
-executes the engine calls that the machine requests, and passes their results to the machine.
+The session machine (:mod:`bus.protocol.engine.session`) decides what each message of the broker
+means for the engine. This module makes the engine calls that the machine requests, and passes the
+results back.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Sidecar:
         return self
 
     async def start(self) -> None:
-        """Starts the engine and begins to join; returns once the engine is up.
+        """Starts the engine and begins to join the bus; does not wait for the broker.
 
         Raises:
             EngineError: the engine can't be started, or does not answer.
@@ -238,7 +239,7 @@ class Sidecar:
         await self.close("closed" if exc is None else f"closing on {exc!r}"[:256])
 
     async def joined(self) -> None:
-        """Waits until the broker has accepted this engine.
+        """Waits until the broker has accepted this engine, which may be long after :meth:`start`.
 
         Raises:
             Refused: the broker refuses the join, for example because the name is taken.
@@ -269,7 +270,10 @@ class Sidecar:
             raise refusal(self._client.link.refusal)
 
     async def close(self, reason: str = "closed") -> None:
-        """Leaves the bus and releases the engine, as :meth:`PauseLeaseWriter.release` says."""
+        """Leaves the bus, and lets the engine go on without it:
+
+        see :meth:`PauseLeaseWriter.release`.
+        """
         if self._peer is not None:
             await self._departure.announce(self._peer, self._beat, self.death)
             self._peer.close(self.death or reason)
