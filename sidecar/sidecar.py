@@ -270,10 +270,7 @@ class Sidecar:
             raise refusal(self._client.link.refusal)
 
     async def close(self, reason: str = "closed") -> None:
-        """Leaves the bus, and lets the engine go on without it:
-
-        see :meth:`PauseLeaseWriter.release`.
-        """
+        """Leaves the bus; :meth:`PauseLeaseWriter.release` says how the engine goes on."""
         if self._peer is not None:
             await self._departure.announce(self._peer, self._beat, self.death)
             self._peer.close(self.death or reason)

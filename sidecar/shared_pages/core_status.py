@@ -144,8 +144,9 @@ class CoreStatusPage:
             step: how many steps the core has run.
             wave: the number of the core's current wave.
             flags: the sum of the flags that are set.
-            waiting, running: how many requests wait, and how many run.
+            waiting: how many requests wait.
             untagged: as in :class:`bus.messages.CoreStatus`.
+            running: how many requests run.
         """
         self._step, self._wave, self._flags = step, wave, flags
         self._requests = (waiting, running, untagged)

@@ -84,8 +84,7 @@ class RankLaunchPlan:
             )
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Returns the environment variables that a rank gets in addition to those of this process.
-        """
+        """Returns the environment variables that a rank gets beside those of this process."""
         if not self.gpus:
             return {}
         share = len(self.gpus) // self.size
@@ -121,7 +120,8 @@ def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str
     Args:
         rank: the rank's number.
         size: how many ranks the DP group has.
-        host, meeting_port: where the ranks find each other.
+        host: the address at which the ranks find each other.
+        meeting_port: the port there.
     """
     return [
         *("--data-parallel-size", str(size), "--data-parallel-rank", str(rank)),
