@@ -5,8 +5,8 @@ the others (locally paused). At an agreement, the ranks may find that all of the
 are drained. Then they stop together (globally paused), and only then the pauses return. A resume is
 a barrier of all ranks, which also finds the requests that came meanwhile.
 
-So no order of calls can leave one rank in a step that the others will not join, if every rank is
-called in the end. In particular:
+So if every rank is called in the end, no order of the calls leaves a rank in a step that the others
+don't join. In particular:
 
 - A second pause of a rank that is pausing or paused starts no second agreement. Ranks may be
   paused once or several times, in any order.
@@ -54,7 +54,13 @@ _STOP_PATIENCE_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PendingSwap:
-    """A swap that this rank makes as soon as all ranks are ready."""
+    """A swap that waits in one rank until all ranks are ready.
+
+    Attributes:
+        take: changes the weights.
+        clear_cache: whether requests recompute their keys and values.
+        made: is set when the swap is made, or gets the error if it is cancelled.
+    """
 
     take: Callable[[], None]
     clear_cache: bool
@@ -62,7 +68,11 @@ class PendingSwap:
 
 
 def swap_cancelled(why: str) -> EngineError:
-    """Returns the error of a swap that no rank has made."""
+    """Returns the error of a swap that was cancelled, so that nothing has changed.
+
+    Args:
+        why: the reason.
+    """
     return EngineError(f"the swap was called off: {why}", code=NackCode.CALLED_OFF)
 
 
@@ -121,11 +131,16 @@ class LockstepCore(EngineCore):
         return made
 
     def call_off(self) -> Future[None]:
-        """Cancels a swap that has not been made."""
+        """Cancels a swap that waits for other ranks."""
         return self.call(lambda: self._cancel_swap("it was called off"))
 
     def start_wave(self, wave: int, excluded: int | None) -> None:
-        """Executes START_DP_WAVE."""
+        """Handles START_DP_WAVE of the coordinator; safe in any thread.
+
+        Args:
+            wave: the wave's number.
+            excluded: the rank for which the message is not meant; None: it is meant for all.
+        """
 
         def run() -> None:
             obeyed = self._waves.on_start_wave(wave, excluded)
@@ -135,9 +150,10 @@ class LockstepCore(EngineCore):
             self._put(run)
 
     def stop(self) -> None:
-        """Ends every request, then the thread.
+        """Ends every request, then the core's thread.
 
-        A thread that waits for other ranks in a step or a resume ends with the process.
+        A thread that waits for other ranks in a step or a resume is left, and ends with the
+        process.
         """
         self._ask_to_stop()
         self._thread.join(_STOP_PATIENCE_S)
@@ -239,10 +255,10 @@ class LockstepCore(EngineCore):
 
 
 class OnePhaseCore(LockstepCore):
-    """Pauses in one phase, as engines did before pauses had two."""
+    """A core that pauses in one phase, which is wrong: tests show the deadlock."""
 
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> Future[None]:
-        """Pauses, and acknowledges at once."""
+        """Pauses, and returns a future that is done at once, whatever the other ranks do."""
         super().pause(mode, clear_cache=clear_cache)
         at_once: Future[None] = Future()
         at_once.set_result(None)

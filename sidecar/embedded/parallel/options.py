@@ -1,4 +1,4 @@
-"""Options of a rank of a data parallel group."""
+"""Options of one rank in a data parallel group of embedded engines."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ _MAX_PORT = 65_535
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """One rank of a data parallel group of embedded engines.
+    """Says which rank of which data parallel group an embedded engine is.
 
     Args:
         size: how many ranks there are; at least 2.
         rank: this rank, from 0.
         master: ``host:port`` at which the ranks meet. Rank 0 listens there.
         group: the DP group's name on the bus.
-        coordinator: addresses of the DP coordinator, which rank 0 sends to the others. None: rank 0
-            starts one.
-        broker: the broker's address, for a DP coordinator that rank 0 starts; empty: none.
+        coordinator: addresses of a running DP coordinator, which rank 0 passes on to the others.
+            None: rank 0 starts a DP coordinator.
+        broker: the broker's address, for a DP coordinator that rank 0 starts; empty: it decides
+            alone.
         bus_group: the group on the bus that the DP group belongs to.
         sync_interval: steps between two agreements; equal on all ranks.
         join_timeout_s: how long the ranks wait for each other at the start, in seconds.
-        one_phase_pause: for tests alone: pause in one phase, which is wrong
+        one_phase_pause: True, for tests alone: the rank pauses in one phase, which is wrong
             (:mod:`sidecar.embedded.parallel.core`).
 
     Raises:
@@ -60,7 +61,11 @@ class DataParallel:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The host and port in ``master``."""
+        """The host and port at which the ranks meet.
+
+        Raises:
+            UsageError: ``master`` is no ``host:port``.
+        """
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
             raise UsageError(f"dp_master={self.master!r}: must be host:port")
