@@ -1,7 +1,8 @@
-"""Measures the lower limit: a round of bare ZeroMQ, with nothing around it.
+"""Measures the lower limit of a pause and resume: bare ZeroMQ, with nothing around it.
 
-A ROUTER is here, and N DEALERs on N connections are in another process and answer every command at
-once. There are as many messages as the bus sends, and they are frames of the bus.
+A ROUTER socket takes the broker's place, and N DEALER sockets on N connections take the engines'.
+The DEALERs are in another process, and answer every command at once. There are as many messages as
+the bus sends, and they are frames of the bus.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _frame(message: Message, *, sender: str, reply_to: int) -> bytes:
 
 
 def phases() -> list[tuple[bytes, bytes]]:
-    """Returns a round's frames: the command of each phase, and its ack."""
+    """Returns the frames of a pause and resume: each phase's command and its ack."""
     commands: list[tuple[Message, Step]] = [
         (PauseLocal(_UPDATE_ID, "keep", True, 30_000, 300_000, 0, "keep"), Step.PAUSE_LOCAL),
         (PauseGlobal(_UPDATE_ID), Step.PAUSE_GLOBAL),
@@ -48,7 +49,11 @@ def phases() -> list[tuple[bytes, bytes]]:
 
 
 class RawRouter:
-    """The ROUTER's side of the round."""
+    """The ROUTER's side of the exchange, in place of a broker.
+
+    Attributes:
+        address: where DEALERs connect.
+    """
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -71,13 +76,19 @@ class RawRouter:
         self._context.term()
 
     def welcome(self, engines: int) -> None:
-        """Waits for the first message of ``engines`` DEALERs."""
+        """Waits until this many DEALERs have sent their first message."""
         while len(self._routes) < engines:
             self._routes.append(self._socket.recv())
             self._socket.recv()
 
     async def round_ms(self) -> float:
-        """Makes a round of three phases, each sent to all and acked by all. Blocks the loop."""
+        """Sends the command of each phase to all DEALERs, and waits for all acks.
+
+        The call blocks the event loop.
+
+        Returns:
+            The time of all three phases together, in ms.
+        """
         send, recv, routes = self._socket.send, self._socket.recv, self._routes
         since_s = time.perf_counter()
         for command in self._commands:
@@ -91,7 +102,12 @@ class RawRouter:
 
 
 def raw_zmq(address: str, engines: int) -> None:
-    """Runs the DEALERs' side, a plain loop, until stdin ends."""
+    """Runs the DEALERs' side, in place of engines, until stdin ends.
+
+    Args:
+        address: the ROUTER's address.
+        engines: how many DEALERs to run.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as bus.runtime.json_lines does, and why
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_PEERS)
