@@ -153,7 +153,7 @@ class Engine(Protocol):
         """Starts the engine, or connects to a running one; returns when it takes requests."""
 
     async def close(self) -> None:
-        """Stops the engine if this adapter has started it; otherwise releases it."""
+        """Stops the engine if this adapter has started it; otherwise lets it run on."""
 
     async def died(self) -> str:
         """Waits until the engine is dead or unreachable for good, and returns the reason."""

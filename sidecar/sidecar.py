@@ -88,13 +88,13 @@ class Sidecar:
         supervised: whether a supervisor restarts this process, its engine and all other ranks of
             the DP group when this process ends. If so, the sidecar ends when the broker finds that
             the engine is stuck for good.
-        pd_role: whether the engine only prefills or only decodes. Default: both.
+        pd_role: ``prefill`` or ``decode``, if the engine does only that. Default: both.
         advertise: host or URL by which clients reach the engine. Default: where it listens.
         key: file with this engine's secret key (`wavebus keygen`). Default: WAVEBUS_KEY, or none.
         broker_key: file with the broker's public key. Default: WAVEBUS_BROKER_KEY, or none.
         insecure: whether to go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
-        transport: in place of a ZeroMQ connection to ``broker``; for tests.
-        scheduler: in place of the running event loop's timers; for tests.
+        transport: replaces the ZeroMQ connection to ``broker``, in tests.
+        scheduler: replaces the timers of the running event loop, in tests.
         link_config: timeouts of the link to the broker.
 
     Raises:

@@ -184,7 +184,13 @@ def figures_of(
 
 
 async def grown(bench: Bench, engines: int, rounds: int) -> float:
-    """Returns the median time of a round over the bus with ``engines`` engines, in ms."""
+    """Returns the median time of a pause and resume over the bus, in ms.
+
+    Args:
+        bench: starts the processes.
+        engines: how many engines the group has.
+        rounds: how many times to pause and resume.
+    """
     raise_file_limit(engines)
     say(f"scale: {engines} engines")
     async with await bench.part() as part:

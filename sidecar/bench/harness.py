@@ -102,7 +102,7 @@ class Worker:
         await self.process.wait()
 
     async def end(self) -> None:
-        """Ends the process by closing its stdin, and kills it if it lives on."""
+        """Ends the process by closing its stdin, and kills it if that takes too long."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -242,7 +242,12 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def gb_per_s(size_bytes: int, took_ms: float) -> float:
-    """Returns a speed in GB/s, rounded to three digits."""
+    """Returns the speed of a transfer in GB/s, rounded to three digits.
+
+    Args:
+        size_bytes: how many bytes were transferred.
+        took_ms: how long that took, in ms.
+    """
     return round(size_bytes / took_ms / 1e6, 3)
 
 

@@ -267,7 +267,12 @@ async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
 
 
 async def router(bench: Bench, urls: list[str]) -> str:
-    """Starts a vllm-router in front of these engines, and returns its URL."""
+    """Starts a vllm-router in front of some engines, and returns its URL.
+
+    Args:
+        bench: ends the router.
+        urls: the engines' URLs.
+    """
     port, metrics = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     process = await asyncio.create_subprocess_exec(

@@ -202,12 +202,12 @@ def encode_wave_status(message: WaveStatus) -> bytes:
 
 
 def encode_first_request(message: FirstRequest) -> bytes:
-    """Encodes FIRST_REQ, as a front end sends it."""
+    """Encodes FIRST_REQ, for the embedded engine's front end."""
     return _encode((message.rank.to_bytes(2, "little"), message.wave))
 
 
 def encode_core_report(message: CoreReport) -> bytes:
-    """Encodes a core's report."""
+    """Encodes a core's report, for the embedded engine's core."""
     items: list[object] = [None] * _REPORT_LENGTH
     items[:4] = [message.rank, [], None, 0.0]
     items[_COMPLETE_AT], items[_STARTED_AT] = message.complete, message.started

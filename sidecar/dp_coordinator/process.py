@@ -33,7 +33,13 @@ class DpCoordinatorFailed(WavebusError):
 
 @dataclass(frozen=True, slots=True)
 class DpCoordinatorAddresses:
-    """The addresses of a DP coordinator's three sockets (:mod:`bus.runtime.zmq_dp`)."""
+    """The addresses of a DP coordinator's three sockets (:mod:`bus.runtime.zmq_dp`).
+
+    Attributes:
+        front: where front ends get the status of waves, and send requests for a wave.
+        core_in: where engine cores get START_DP_WAVE.
+        core_out: where engine cores send their reports.
+    """
 
     front: str
     core_in: str

@@ -62,7 +62,7 @@ class EngineCore:
 
     Args:
         model: the model; only the core's thread uses it from now on.
-        slots: sequences that may run at once.
+        slots: how many sequences may run at once.
         publish: called in the core's thread with the results of a step, at most once per step, and
             before the answer of a call that ended requests.
         died: called in the core's thread, once, if the core crashes.

@@ -210,7 +210,7 @@ def _decode(record: TwoSlotRecord, kind: Any) -> Any:
 
 
 def deadline_ns(left_ms: float) -> int:
-    """Returns the moment ``left_ms`` from now, in the unit of :attr:`PauseLease.until_ns`."""
+    """Returns when ``left_ms`` milliseconds from now are over, for :attr:`PauseLease.until_ns`."""
     return max(0, time.monotonic_ns() + int(left_ms * 1e6))
 
 

@@ -55,12 +55,13 @@ class RankLaunchPlan:
     Args:
         dp_group: the DP group's name. Rank ``r`` is the engine ``dp_group-r``; an engine alone has
             the name itself.
-        size: how many ranks.
+        size: how many ranks there are.
         options: options of `wavebus sidecar`, for every rank.
         command: the command of a vLLM server, without its data parallel options; empty for embedded
             engines, and for a server that runs already.
-        port: where rank 0 serves requests, the others on the ports after it; 0: any port.
-        host: where ranks meet; this host's own address.
+        port: the port at which rank 0 serves requests; the other ranks use the ports after it. 0:
+            any free port.
+        host: an address of this host, at which the ranks find each other.
         gpus: GPUs of this host, by the names of ``CUDA_VISIBLE_DEVICES``, distributed evenly over
             the ranks. Empty: every rank sees the GPUs that this process sees.
 

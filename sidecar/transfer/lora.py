@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoraReceiver(Receiver):
-    """Receives LoRA adapters into CPU memory, one at a time.
+    """The receiver for LoRA adapters, which reads one at a time into CPU memory.
 
     Attributes:
         config: PEFT's ``adapter_config``, as the trainer wrote it.

@@ -168,11 +168,11 @@ def check_sums(
         seq: number of the chunk, for the error.
         received: the chunk's ``(name, tensor)`` pairs.
         verify: what the checksums cover.
-        sums: the sender's checksums.
+        sums: the sender's checksums, one per tensor.
 
     Raises:
-        EngineError: code ``checksum_mismatch``, with the first tensor that differs;
-            ``wrong_state`` if the number of checksums differs.
+        EngineError: code ``checksum_mismatch``, with the first tensor that differs; ``wrong_state``
+            if the number of checksums differs.
     """
     memo = received.memo if isinstance(received, ReceivedChunk) else None
     _compare(seq, received, sums, checksums(torch, [t for _, t in received], verify, memo))

@@ -276,7 +276,7 @@ class HttpConnection(VllmHttpClient):
         self.drop_adapter = adapters.drop
 
     async def open(self) -> None:
-        """Waits until the server is healthy; starts a supervised one first.
+        """Waits until the server is healthy; a supervised server is started first.
 
         Raises:
             EngineError: the server isn't healthy in time.

@@ -81,7 +81,7 @@ class InProcessConnection:
         return str(vllm.__version__)
 
     async def config(self) -> dict[str, Any]:
-        """Returns vLLM's configuration: three parts of its ``VllmConfig``."""
+        """Returns those parts of vLLM's configuration (``VllmConfig``) that the adapter needs."""
         config = self._llm.vllm_config
         transfer = config.weight_transfer_config
         return {

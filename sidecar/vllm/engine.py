@@ -53,10 +53,10 @@ class VllmAdapter(WorkerClient):
         self._admission = AdmissionControl(connection.ask, served=connection.is_served)
 
     async def start(self) -> EngineInfo:
-        """Connects to the engine, and checks that it can be driven; starts a supervised one.
+        """Connects to the engine, or starts its server, and checks that it can be driven.
 
         Raises:
-            EngineError: it does not answer in time, is too old, lacks the RL routes or the
+            EngineError: the engine does not answer in time, is too old, lacks the RL routes or the
                 backend, or has another coordinator; the text says how to start it.
             EngineDead: the supervised server has ended.
         """
@@ -209,7 +209,7 @@ class VllmAdapter(WorkerClient):
             raise EngineError("vLLM could not drop its prefix cache: some of it is in use")
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Opens the transport in all workers; returns how many chunks it may receive ahead."""
+        """Connects all workers to the sender; returns how many chunks may be received ahead."""
         prefetch_depth = await super().open_transfer(backend, params, place)
         if adapter := adapter_of(backend):
             await self._vllm.open_adapter(adapter, params)

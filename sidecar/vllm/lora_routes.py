@@ -31,7 +31,13 @@ class StatusOf(Protocol):
     """A function that calls a route of the server, as :meth:`VllmHttpClient.status_of` does."""
 
     def __call__(self, method: str, path: str, body: Any = None) -> Awaitable[tuple[int, str]]:
-        """Returns the status and the text of the answer."""
+        """Sends a request; returns the status and the text of the answer.
+
+        Args:
+            method: the HTTP method.
+            path: the route.
+            body: the request's body, sent as JSON.
+        """
 
 
 def adapter_path(params: bytes) -> str:

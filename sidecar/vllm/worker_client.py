@@ -30,11 +30,14 @@ class WorkerConnection(Protocol):
     """
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Calls vLLM's ``collective_rpc``; returns each worker's answer, or the core's.
+        """Calls a method of the workers or the core, by vLLM's ``collective_rpc``.
 
         Args:
             method: one of :mod:`sidecar.vllm.plugin.worker_rpc`, or of vLLM's own.
             kwargs: the method's arguments.
+
+        Returns:
+            A list with each worker's answer; for methods that the core answers, with the core's.
         """
 
     async def load_adapter(self, name: str) -> None:
@@ -119,7 +122,7 @@ class WorkerClient:
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
-        """Checks the manifest in all workers; returns how much memory staging needs.
+        """Checks an update in all workers; returns how much memory staging needs.
 
         Raises:
             EngineError: code ``manifest_refused``, ``draft_missing``, ``kv_connector_refused`` or
@@ -149,10 +152,9 @@ class WorkerClient:
             await self._perform(operations.Start(target, recover))
 
     async def receive(self, chunk: Chunk) -> None:
-        """Fetches a chunk.
+        """Makes all workers begin to receive a chunk.
 
-        vLLM's own worker engines load it in the same call, in an update session, and without
-        comparing what has arrived.
+        vLLM's own worker engines also load the chunk in this call, and compare no checksums.
         """
         armed, seq = self._manifest, chunk.seq
         if armed is not None and (seq >= armed.chunks or chunk.tensors != armed.chunk(seq)):
@@ -216,7 +218,7 @@ class WorkerClient:
         await self._connection.ask(worker_rpc.SWAP, kwargs)
 
     async def call_off(self) -> None:
-        """Cancels a swap that still waits for other ranks."""
+        """Cancels a swap that waits for other ranks."""
         await self._connection.ask(worker_rpc.CALL_OFF, {})
 
     async def _release_staging(self) -> None:

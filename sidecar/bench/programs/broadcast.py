@@ -55,7 +55,7 @@ class BroadcastEnd:
         self.broadcast_ms()
 
     def broadcast_ms(self) -> float:
-        """Takes part in one broadcast; returns its time in ms, without the wait for other ends."""
+        """Takes part in one broadcast; returns its time in ms, without the wait for others."""
         dist.all_reduce(torch.zeros(1, device=self._memory.device))
         _synchronize(self._memory)
         since_s = time.monotonic()

@@ -33,8 +33,8 @@ class PausingTrainer:
         """Pauses and resumes the group once.
 
         Returns:
-            Times in ms: of pause and resume together, of the pause, and of the slowest engine's
-                pause.
+            Times in ms: ``round_ms``, of the pause and the resume together; ``pause_ms``, of the
+                pause; ``engines_ms``, of the slowest engine's own pause.
         """
         since_s = time.perf_counter()
         async with self._agent.paused(mode="keep") as ack:

@@ -69,7 +69,7 @@ class StubEngine:
         target: Target = "model",  # noqa: ARG002
         staging: Staging | None = None,  # noqa: ARG002
     ) -> StagingCapacity:
-        """Returns that the update can't be staged."""
+        """Returns why the update can't be staged: a stub has no weights."""
         return StagingCapacity(why_not="a stub has no weights")
 
     async def probe(

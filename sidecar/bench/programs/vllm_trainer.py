@@ -86,7 +86,12 @@ def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dic
 
 
 def write_config(config: PolicyConfig, folder: Path) -> None:
-    """Writes only ``config.json``, for a server with random weights of its own."""
+    """Writes a model's ``config.json`` alone, for servers that draw random weights themselves.
+
+    Args:
+        config: the model's sizes.
+        folder: where to write the file; must not exist.
+    """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
 

@@ -143,7 +143,8 @@ class RankGroup:
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Exchanges rows with all ranks, and returns the received rows.
 
-        Rows are in the order of ranks, on both sides.
+        The given rows are in the order of the ranks to which they go, and the returned rows in that
+        of the ranks from which they come.
 
         Args:
             rows: the rows for all ranks.

@@ -119,7 +119,7 @@ def _groups() -> Iterator[Any]:
 
 
 def is_last_worker() -> bool:
-    """Returns whether this worker is the last of its engine, whose answer is read last."""
+    """Returns whether this worker is the one of its engine whose answer vLLM reads last."""
     return all(group.rank_in_group == group.world_size - 1 for group in _groups())
 
 

@@ -60,7 +60,7 @@ def make_folder(folder: Path) -> None:
 
 
 def siblings(pid: int) -> tuple[int, ...]:
-    """Returns the pids of all cores that this core's parent process started, itself included."""
+    """Returns the pids of all cores that have this core's parent process, itself included."""
     parent = _parent_of(pid)
     pids = (int(path.stem) for path in pages_folder().glob(f"*{_SUFFIX}") if path.stem.isdigit())
     return tuple(sorted(each for each in pids if parent and _parent_of(each) == parent))
@@ -139,7 +139,7 @@ class PerProcess(Generic[T]):
 
     @property
     def current(self) -> T | None:
-        """The object, if this process has created it. Safe in any thread."""
+        """This process's object; None if :meth:`of` has not created it. Safe in any thread."""
         return self._made if self._pid == os.getpid() else None
 
 

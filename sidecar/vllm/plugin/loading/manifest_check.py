@@ -184,9 +184,13 @@ class ManifestChecker:
         return trace
 
     def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], TargetNames]:
-        """Returns the loader of the meta model, with that model's parameters and buffers.
+        """Returns the meta model's loader, for a comparison with a copy plan.
 
-        Used by :mod:`sidecar.vllm.plugin.loading.staged_weights`, after a check.
+        :meth:`check` must have built the meta model before.
+
+        Returns:
+            A function that gives ``(name, tensor)`` pairs to the loader; and the parameters and
+                buffers of the meta model.
         """
         model = self._model
         assert model is not None, "a manifest was checked"

@@ -108,10 +108,10 @@ def find_parameters(
 
 
 def as_tensors() -> AbstractContextManager[None]:
-    """Treats parameters as plain tensors during a block.
+    """Treats vLLM's parameters as plain tensors during a block, which is faster.
 
-    vLLM's parameters handle every access by ``__torch_function__``, in Python: 3 µs instead of 0.1
-    µs.
+    Otherwise each access goes through ``__torch_function__`` in Python, and takes 3 µs instead of
+    0.1 µs.
     """
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
     return guard

@@ -78,10 +78,10 @@ class StagedWeights:
         self._swap: tuple[tuple[object, ...], CopyBatch] | None = None
 
     def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
-        """Allocates memory for everything that the plan fills, or reuses an earlier update's.
+        """Begins to stage an update: allocates memory for it, or reuses an earlier one's.
 
         Args:
-            plan: where each element goes.
+            plan: where each element goes in the model.
             chunks: the tensors of each chunk. Pass the same objects for the same manifest, so that
                 earlier preparations are reused.
 

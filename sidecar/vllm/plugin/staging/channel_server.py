@@ -94,7 +94,7 @@ class StagingChannelServer:
             self._worker_lock.release()
 
     def close(self) -> None:
-        """Accepts no more connections."""
+        """Stops listening; connections that are open stay open."""
         listener, self._listener = self._listener, None
         if listener is not None:
             with contextlib.suppress(OSError):
