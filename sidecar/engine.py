@@ -127,11 +127,11 @@ class EngineInfo:
     kv_connectors: Mapping[str, str] = field(default_factory=dict)
 
     def facts(self, **placed: Any) -> EngineFacts:
-        """Returns the facts about this engine that its JOIN tells the broker.
+        """Returns the facts about this engine that its JOIN carries to the broker.
 
         Args:
-            placed: the fields of :class:`bus.messages.EngineFacts` that the sidecar knows and the
-                adapter does not, such as ``dp_group``. They replace fields of the same name.
+            placed: the fields of :class:`bus.messages.EngineFacts` that come from the sidecar and
+                not from the adapter, such as ``dp_group``. They replace fields of the same name.
         """
         names = {each.name for each in fields(EngineFacts)} - placed.keys()
         found: dict[str, Any] = {

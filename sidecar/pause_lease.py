@@ -51,7 +51,7 @@ class PauseLeaseWriter:
 
     Args:
         engine: the engine's adapter.
-        session: the session machine, which knows what a lease must name.
+        session: the session machine, whose state the lease describes.
         dp_group: the DP group's name on the bus.
     """
 

@@ -36,7 +36,7 @@ class PeerLinks:
         on_vote: receives each vote of a peer rank, decoded and checked.
 
     Attributes:
-        address: where peer ranks reach this rank; its JOIN tells the broker.
+        address: where peer ranks reach this rank. The rank's JOIN carries it to the broker.
 
     Raises:
         UsageError: no port is free to listen on.

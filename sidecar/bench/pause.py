@@ -71,7 +71,7 @@ class RestingDpGroup:
         """Sends one request to the idle DP group.
 
         Returns:
-            ``took_ms``: the time until its answer.
+            ``took_ms``: the time until its answer, in ms.
         """
         await self._warm()
         since_s = time.monotonic()

@@ -169,7 +169,7 @@ async def started(
     Args:
         bench: starts the processes.
         backend: the transfer backend's name.
-        shape: the kind of model.
+        shape: ``large`` for few large tensors, ``small`` for many small ones.
         amount: the model's size in MB; for ``small``, the number of its tensors.
         lent: True keeps the model in shared memory, from where it is sent without a copy.
     """

@@ -1,8 +1,8 @@
 """Updates engines while requests decode, in several ways that alternate in one run.
 
-A round begins requests. When all of them decode, the gaps of the next tokens are the ordinary ones.
-Then comes one update. Each request must end with all its tokens. In the end all engines must serve
-the same weights, and not those that they began with.
+A round starts requests. When all of them decode, the gaps between the next tokens are recorded as
+the ordinary ones. Then the engines are updated once. Each request must end with all its tokens. In
+the end all engines must serve equal weights, and not those that they began with.
 """
 
 from __future__ import annotations

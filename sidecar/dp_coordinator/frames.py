@@ -104,7 +104,7 @@ class WaveStatus:
 
 @dataclass(frozen=True, slots=True)
 class StartWave:
-    """START_DP_WAVE: the coordinator tells all cores to start a wave.
+    """START_DP_WAVE: the coordinator's message to all cores to start a wave.
 
     Attributes:
         wave: the wave's number.

@@ -132,7 +132,7 @@ class EngineCore:
         self._put(run)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Runs ``action`` in the core's thread between two steps; returns its result.
+        """Runs ``action`` in the core's thread between two steps; its result is the future's.
 
         The future raises an :class:`EngineError` of ``action``. Any other error is a defect, and
         ends the core; :class:`EngineDead` does, too.

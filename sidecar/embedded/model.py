@@ -100,7 +100,7 @@ class KvCache:
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
     def clear(self) -> None:
-        """Discards all keys and values, by zeros."""
+        """Discards all keys and values: overwrites them with zeros."""
         self.keys[:, :, :, : self._touched] = 0
         self.values[:, :, :, : self._touched] = 0
         self._touched = 0

@@ -208,7 +208,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.dim, config.rms_eps)
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """Adds information from other tokens: [..., hidden] to the same shape.
+        """Computes self-attention: hidden states [..., hidden] to the same shape.
 
         Args:
             x: hidden states.

@@ -40,14 +40,14 @@ class Delta:
     """New output tokens of one choice of a request, or its end, or both.
 
     Attributes:
+        request_id: the engine's id of the request.
+        index: the choice's number, from 0.
+        token_ids: the new tokens.
         logprobs: one log-probability for each of ``token_ids``; None if none were requested.
         finish_reason: set in the choice's last delta.
         stop_reason: the token of ``stop_token_ids`` that ended the choice, or a text if admission
             is closed; else None.
         weight_versions: which version has sampled which tokens, over the whole output so far.
-        request_id: the engine's id of the request.
-        index: the choice's number, from 0.
-        token_ids: the new tokens.
     """
 
     request_id: str
@@ -64,10 +64,13 @@ class GenerationRequest:
     """A request, as the core gets it: a prompt, and how to continue it.
 
     Attributes:
+        id: the engine's id of the request.
+        prompt: token ids.
+        params: how to choose tokens, and when to stop.
         seed: the caller's seed, or a random one if the caller gave none.
         max_tokens: the limit of output tokens, at most what the model's length leaves.
-        stream: True: every token is published at once; False: each choice when it has ended.
         eos_token_ids: the tokens that end a sequence of this model.
+        stream: True: every token is published at once; False: each choice when it has ended.
     """
 
     id: str

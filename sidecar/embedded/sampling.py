@@ -37,18 +37,18 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Says how to choose tokens and when to stop. Names and meanings are vLLM's.
 
     Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: samples only from the likeliest tokens that together have this probability.
         top_k: samples only from that many likeliest tokens; 0 or -1: from the whole vocabulary.
         seed: the seed of the request; None: a random one.
         n: how many outputs to generate for the prompt.
         max_tokens: the limit of output tokens; None: as many as the model's length leaves.
         min_tokens: the output does not end before it has that many tokens.
+        stop_token_ids: tokens that end the output, besides the model's own.
+        ignore_eos: True: the model's own end-of-sequence tokens don't end the output.
         logprobs: None returns no log-probabilities, 0 or 1 that of each sampled token. As by
             default in vLLM, they are *raw*: of the model's own distribution. Tokens are sampled
             from the same distribution only at temperature 1, without ``top_k`` and ``top_p``.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_p: samples only from the likeliest tokens that together have this probability.
-        stop_token_ids: tokens that end the output, besides the model's own.
-        ignore_eos: whether the model's own end-of-sequence tokens don't end the output.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0

@@ -83,8 +83,8 @@ class CoreStatusView:
     def is_frozen(self) -> bool:
         """Whether requests can't proceed.
 
-        True if the process has shown no sign of life for 10 s, for example because it is stopped,
-        or if the core is in one step for over 60 s.
+        True if the process has shown no sign of life for 10 s, for example because it is stopped;
+        or if the core has been in one step, or one wait for other ranks, for over 60 s.
         """
         stands = self.phase not in ("idle", "work") and self.age_ms() > _STUCK_MS
         return stands or 0 < self.beat_s < time.monotonic() - _FROZEN_S

@@ -293,9 +293,10 @@ class HttpConnection(VllmHttpClient):
             await self.server.stop()
 
     async def died(self, on_look: Callable[[], None]) -> str:
-        """Waits until the server ends, reports a dead engine, or stops listening; returns which.
+        """Waits until the server ends, reports a dead engine, or stops listening.
 
-        A server that is slow to answer is busy, not dead. ``on_look`` is called before each check.
+        Returns the reason. A server that is slow to answer is busy, not dead. ``on_look`` is called
+        before each check.
         """
         reasons: list[str] = []
         async with anyio.create_task_group() as tasks:

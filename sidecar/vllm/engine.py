@@ -1,6 +1,6 @@
 """The adapter of vLLM: implements the sidecar's engine interface by vLLM's calls.
 
-The adapter knows which calls of vLLM each method takes, in which order, and what wavebus adds to
+The adapter decides which calls of vLLM each method takes, in which order, and what wavebus adds to
 them. A connection makes these calls: over HTTP (:mod:`sidecar.vllm.connection_http`) or in process
 (:mod:`sidecar.vllm.connection_inprocess`). Both connections have the same methods.
 """
@@ -154,7 +154,8 @@ class VllmAdapter(WorkerClient):
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Pauses the engine, and drops the caches if asked.
 
-        A vLLM whose caches have no salts drops them in every pause.
+        The caches are dropped in every pause if this vLLM has no salts, or if a KV connector needs
+        that.
         """
         await self._vllm.pause(mode, clear_cache=self._caches.clears(clear_cache))
 

@@ -50,7 +50,7 @@ def adapter_path(params: bytes) -> str:
 
 
 def adapter_id(name: str) -> int:
-    """Returns the number by which vLLM knows the LoRA adapter of this name."""
+    """Returns the number under which vLLM gets the LoRA adapter of this name."""
     return 1 + zlib.crc32(name.encode()) % _LARGEST_ID
 
 

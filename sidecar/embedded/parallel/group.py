@@ -76,7 +76,7 @@ class Rendezvous:
                 )
 
     def tell(self, key: str, value: dict[str, Any]) -> None:
-        """Publishes a value under a key, for all ranks; once per key."""
+        """Publishes a value for all ranks under a key, which can be used once."""
         self._bounded(lambda: self._store.set(f"{self._options.group}/{key}", json.dumps(value)))
 
     def ask(self, key: str) -> dict[str, Any]:

@@ -145,8 +145,8 @@ class DpRank:
     async def explain(self, reason: str) -> str | None:
         """Finds out whether this rank's core died by itself.
 
-        If it did, the other ranks are told. A core also dies when another rank is gone; ``lost`` is
-        then called with that reason.
+        If it did, the method announces that to the other ranks. A core also dies when another rank
+        is gone; ``lost`` is then called with that reason.
 
         Args:
             reason: how the core died.

@@ -81,8 +81,8 @@ class RankWaves:
     def on_request(self, wave: int) -> CoreReport | None:
         """Handles a request of this rank's front end.
 
-        A front end that has not yet heard of a wave's end sends no FIRST_REQ for its request. Then
-        the core itself starts the next wave and reports that.
+        A front end that has not yet received the end of a wave sends no FIRST_REQ for its request.
+        Then the core itself starts the next wave and reports that.
 
         Args:
             wave: the wave that was running, or expected next, when the front end sent the request.

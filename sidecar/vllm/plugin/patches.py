@@ -6,9 +6,9 @@ Each such place is a *seam* (see :mod:`bus.seams`), and has one entry in :data:`
 
 To support a new version of vLLM:
 
-1. Run ``wavebus doctor --vllm PATH`` on its wheel. 2. Add a form to each seam that does not fit:
-what the new version's code looks like there. 3. Run the tests on it, then add the version to
-:data:`bus.vllm_versions.TESTED`.
+1. Run ``wavebus doctor --vllm PATH`` on its wheel.
+2. Add a form to each seam that does not fit: what the new version's code looks like there.
+3. Run the tests on it, then add the version to :data:`bus.vllm_versions.TESTED`.
 
 Importing this module imports neither vllm nor torch.
 """

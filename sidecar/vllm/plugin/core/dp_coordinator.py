@@ -71,8 +71,7 @@ class BusCoordinator:
         return self.proc.addresses.front
 
     def get_engine_socket_addresses(self) -> tuple[str, str]:
-        """Returns two addresses for engine cores: where they get messages, and where they report.
-        """
+        """Returns where engine cores get messages, and where they send their reports."""
         return self.proc.addresses.core_in, self.proc.addresses.core_out
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -251,7 +251,7 @@ def reset_caches(_original: Callable[..., Any], core: Any, *_args: Any, **_kwarg
 def finish_pause(original: Callable[..., Any], core: Any, clear_cache: bool) -> None:
     """Records whether requests keep their keys and values over the pause.
 
-    Weights that are loaded in the pause then decide by that which salts requests get. Wraps vLLM's
+    If weights are loaded in the pause, that decides which salts requests get. Wraps vLLM's
     ``EngineCore._finish_pause``, which is ``original``.
     """
     core.wavebus_keeps_kv = not clear_cache

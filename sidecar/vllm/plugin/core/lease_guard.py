@@ -8,10 +8,10 @@ lease is over, the core acts on its own thread, between two turns of its loop:
 ===================== ==================================================================
 state of the core     action
 ===================== ==================================================================
-not paused            none; but if a peer rank is paused, it completes that pause here, so
-                      that all ranks can resume
+not paused            none; but if a paused peer rank waits for this one in a collective, the
+                      core pauses, too, so that all ranks can resume
 weights incomplete    quarantined: stays paused; requests end with the tokens they have
-update has begun      restores its old weights
+update has begun      restores the old weights
 memory is asleep      wakes
 weights complete      resumes if it has no peers; otherwise it votes, see below
 ===================== ==================================================================
@@ -21,9 +21,9 @@ exchange the paths of their pages, or the cores behind one client (vLLM's intern
 whose one sidecar names them all in the lease. A core whose weights are complete *votes*: from then
 on its lease is void, and it loads nothing that the sidecar still sends. When every peer rank has
 voted, or is being resumed by its own sidecar, each core resumes by itself. If a peer rank has
-incomplete weights, or serves another version, the core is quarantined. The core waits, and logs
-which rank it waits for, while a peer rank's lease runs, its page can't be read, or it is on another
-host.
+incomplete weights, or serves another version, the core is quarantined. While a peer rank's lease is
+in force, or the page of that rank can't be read or is on another host, the core waits, and logs for
+which rank.
 
 A live sidecar ends the pause itself when its lease is over; the core gives it ``GRACE_S`` seconds
 for that.

@@ -60,7 +60,13 @@ def make_folder(folder: Path) -> None:
 
 
 def siblings(pid: int) -> tuple[int, ...]:
-    """Returns the pids of all cores that have this core's parent process, itself included."""
+    """Returns the pids of all cores whose parent process is that of this core.
+
+    These are the cores behind one client, this one included.
+
+    Args:
+        pid: this core's pid.
+    """
     parent = _parent_of(pid)
     pids = (int(path.stem) for path in pages_folder().glob(f"*{_SUFFIX}") if path.stem.isdigit())
     return tuple(sorted(each for each in pids if parent and _parent_of(each) == parent))

@@ -5,13 +5,13 @@ layout              one buffer for               used when
 ==================  ===========================  ================================================
 :class:`AsSent`     each chunk, as it is packed  the worker uses all of every tensor, and serves
                                                  its weights as they are loaded
-:class:`ByTarget`   each target of the plan      otherwise: it takes shards, casts dtypes, or
+:class:`ByTarget`   each target of the plan      otherwise: it uses shards, casts dtypes, or
                                                  repacks layers
 ==================  ===========================  ================================================
 
-With :class:`AsSent` the transport can receive a chunk directly into its buffer: nothing is copied
-before the swap, while the worker runs steps. With :class:`ByTarget`, memory holds no more than this
-worker's part of the update.
+With :class:`AsSent` the transport can receive a chunk directly into the chunk's buffer: nothing is
+copied before the swap, while the worker runs steps. With :class:`ByTarget`, memory holds no more
+than this worker's part of the update.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class UpdateSession:
     Attributes:
         open: whether the sidecar's session is open.
         ours: True while the sidecar opens or closes the session. vLLM's calls of the engine are
-            then the sidecar's; all others come from somebody else.
+            then the sidecar's; all others come from another caller.
         refused: whether another caller was refused a session. vLLM knows of the refusal only in the
             one worker that raised the error (:func:`agreement.refuse`). In the other workers vLLM
             considers that session open, and the next one of the sidecar must close it first.
