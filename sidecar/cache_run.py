@@ -1,4 +1,4 @@
-"""Keeps the caches of an engine separate from those of other runs."""
+"""Makes an engine join its group's run, which keeps caches of different runs apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class CacheRun:
-    """Tracks which run an engine has joined."""
+    """Remembers which run an engine has joined, so that it joins each run once."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""`wavebus sidecar`."""
+"""The command `wavebus sidecar`: puts one engine, or all ranks of a DP group, on the bus."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Options of `wavebus sidecar`, and the engine that they ask for.
+"""Options of `wavebus sidecar`, and the engine that is made from them.
 
-A help text must load neither torch nor vLLM, so the engines are imported late.
+The help text must load neither torch nor vLLM, so each engine's module is imported only when an
+engine of that kind is made.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SidecarPlan(GroupPlan):
-    """Options of ``wavebus sidecar``."""
+    """The values of all options of ``wavebus sidecar``."""
 
     name: str | None = option(
         None,
@@ -115,7 +116,11 @@ class SidecarPlan(GroupPlan):
 
 
 def make_vllm(plan: SidecarPlan, command: tuple[str, ...]) -> Engine:
-    """Makes the vLLM engine that the options ask for.
+    """Makes the adapter of a vLLM server, as the options ask.
+
+    Args:
+        plan: the options.
+        command: the command that starts the server; empty if ``--attach`` names a running one.
 
     Raises:
         UsageError: the options contradict each other, or one is missing.
@@ -169,7 +174,10 @@ def make_vllm(plan: SidecarPlan, command: tuple[str, ...]) -> Engine:
 
 
 def make_embedded(plan: SidecarPlan) -> Engine:
-    """Makes the embedded engine that the options ask for.
+    """Makes the embedded engine, as the options ask.
+
+    Args:
+        plan: the options.
 
     Raises:
         UsageError: the options contradict each other, or one is missing.

@@ -1,4 +1,4 @@
-"""Removes an engine from the routes before its sidecar stops the engine."""
+"""Removes an engine from the routes before its sidecar stops it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class Departure:
-    """Announces that an engine is about to stop.
+    """Announces that an engine is about to stop, and waits for the broker's answer.
 
     Attributes:
-        begun: whether the announcement has begun; from then on heartbeats report closed admission.
+        begun: True from the start of the announcement. The sidecar's heartbeats then report closed
+            admission, which removes the engine from the routes.
     """
 
     def __init__(self) -> None:
@@ -28,10 +29,14 @@ class Departure:
         self._answered = asyncio.Event()
 
     def on_ack(self, ack: HeartbeatAck) -> None:
-        """Handles the answer to a heartbeat.
+        """Handles the broker's answer to a heartbeat, which ends the wait of :meth:`announce`.
 
-        The broker answers a heartbeat of a closed engine once the engine is out of the routes and
-        the watchers that the broker waits for have confirmed that.
+        The broker answers a heartbeat with closed admission only when the engine is out of the
+        routes and the watchers of the routes have confirmed that, as far as the broker waits for
+        them.
+
+        Args:
+            ack: the broker's answer; answers before the announcement are ignored.
         """
         if self.begun and ack.closed:
             self._answered.set()
@@ -42,8 +47,9 @@ class Departure:
         Returns at once if the engine has died or the peer has not joined.
 
         Args:
-            peer: the sidecar's peer.
-            beat: makes the heartbeat.
+            peer: the sidecar's connection to the broker.
+            beat: makes the heartbeat to send; it must report closed admission once :attr:`begun` is
+                set.
             death: why the engine died; empty if it is alive.
         """
         if death or peer.link.state is not LinkState.JOINED:

@@ -1,4 +1,8 @@
-"""Executes the engine calls that the session machine requests."""
+"""Makes the engine calls that the session machine requests.
+
+The session machine (:mod:`bus.protocol.engine.session`) describes each call as a data class. This
+module turns the description into a call of :class:`sidecar.engine.Engine`.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,16 @@ if TYPE_CHECKING:
 
 async def dispatch(engine: Engine, call: Call) -> CallResult:
     """Makes one call to an engine, and returns its result.
+
+    Args:
+        engine: the engine's adapter.
+        call: describes the call.
+
+    Returns:
+        What the session machine needs to know: for a pause, a strengthened pause and a swap, the
+            number of requests in the engine; for ARM, the staging capacity; for a canary, the
+            probes' results; for an opened transfer, how many chunks may be received ahead;
+            otherwise None.
 
     Raises:
         EngineError: the call failed. An adapter may raise other exceptions, too.

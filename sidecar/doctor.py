@@ -39,7 +39,15 @@ _GENERATE: Final = "/inference/v1/generate"
 
 
 def checks(options: Options) -> list[Check]:
-    """Returns the checks of torch, shared memory, vLLM, the plugin and, if named, a server."""
+    """Returns the results of all checks of an engine's host, for `wavebus doctor`.
+
+    They cover torch, shared memory, segments that dead processes left there, vLLM and wavebus's
+    plugin in it.
+
+    Args:
+        options: the command's options. With ``attach``, the URL of a vLLM server, that server is
+            checked, too.
+    """
     found = [_torch(), _shared_memory(), _leftovers(), *_vllm()]
     if options.attach:
         found += _server(options.attach.rstrip("/"))

@@ -1,9 +1,10 @@
 """The interface between a sidecar and its engine.
 
-An adapter has no timeouts, no retries, and no memory of epochs. The session machine
-(:mod:`bus.protocol.engine.session`) decides which call may be made when. It makes one call to an
-engine at a time, apart from :meth:`Engine.in_flight`, :meth:`Engine.died` and
-:meth:`Engine.call_off`.
+An adapter implements :class:`Engine` for one kind of engine. It has no timeouts, makes no retries,
+and does not know fencing epochs: the session machine (:mod:`bus.protocol.engine.session`) decides
+which call may be made when. The sidecar makes one call at a time, apart from
+:meth:`Engine.in_flight`, :meth:`Engine.died` and :meth:`Engine.call_off`, which may run during
+another call.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ START_ANSWER_S: Final = 120.0
 
 @contextlib.contextmanager
 def answers_within(limit_s: float, who: str) -> Iterator[None]:
-    """Limits how long a block waits for an engine.
+    """Limits how long a block of calls may wait for an engine's answers.
 
     Args:
         limit_s: the limit, in seconds.
         who: the name of the engine, for the error's text.
 
     Raises:
-        EngineError: code ``timeout``: the engine has not answered.
+        EngineError: code ``timeout``: the block has not ended in time.
     """
     try:
         with anyio.fail_after(limit_s):
@@ -94,13 +95,14 @@ FUSED_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Describes an engine, as its adapter reports it on start.
+    """Properties of an engine, as its adapter reports them on start.
 
-    Fields not named here are as in :class:`bus.messages.EngineFacts`.
+    Fields that are not named here are as in :class:`bus.messages.EngineFacts`.
 
     Attributes:
         closed: whether admission was already closed on start, for example by a quarantine.
-        booted_closed: whether admission has been closed since the engine booted.
+        booted_closed: whether the engine booted with closed admission, and nobody has opened it
+            yet.
         ends_with_sidecar: whether closing the adapter stops the engine.
     """
 
@@ -125,7 +127,12 @@ class EngineInfo:
     kv_connectors: Mapping[str, str] = field(default_factory=dict)
 
     def facts(self, **placed: Any) -> EngineFacts:
-        """Returns the facts for a JOIN; ``placed`` are those that only the sidecar has."""
+        """Returns the facts about this engine that its JOIN carries to the broker.
+
+        Args:
+            placed: the fields of :class:`bus.messages.EngineFacts` that come from the sidecar and
+                not from the adapter, such as ``dp_group``. They replace fields of the same name.
+        """
         names = {each.name for each in fields(EngineFacts)} - placed.keys()
         found: dict[str, Any] = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name in names
@@ -135,17 +142,18 @@ class EngineInfo:
 
 @runtime_checkable
 class Engine(Protocol):
-    """The adapter of one inference engine: an ``AsyncLLM``, an API server, or an embedded engine.
+    """What a sidecar calls on an engine; each kind of engine has an adapter.
 
+    There are adapters for vLLM's ``AsyncLLM``, for its API server, and for the embedded engine.
     Every method but ``died`` and ``in_flight`` raises :class:`bus.errors.EngineError` if the engine
     rejects the call or fails, and :class:`bus.errors.EngineDead` if the engine is gone.
     """
 
     async def start(self) -> EngineInfo:
-        """Starts or reaches the engine; returns when the engine takes requests."""
+        """Starts the engine, or connects to a running one; returns when it takes requests."""
 
     async def close(self) -> None:
-        """Stops the engine if this adapter has started it; otherwise releases it."""
+        """Stops the engine if this adapter has started it; otherwise lets it run on."""
 
     async def died(self) -> str:
         """Waits until the engine is dead or unreachable for good, and returns the reason."""
@@ -154,22 +162,23 @@ class Engine(Protocol):
         """Returns how many requests the engine has: running, waiting, or frozen by a pause."""
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Returns the clients' ids of all requests in the engine; empty if unknown."""
+        """Returns the ids of all requests, as clients chose them; empty if unknown."""
 
     def core_view(self) -> CoreStatusView | None:
-        """Returns the contents of the core's status page; None without a page. Never blocks."""
+        """Returns what the core's status page shows now; None without a page. Never blocks."""
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        """Writes the lease page (:mod:`sidecar.shared_pages.pause_lease`). Never blocks.
+        """Writes until when the engine stays paused without its sidecar. Never blocks.
 
-        If the lease is not renewed in time, the engine ends its pause by itself.
+        If the lease is not renewed in time, the engine reads that on its lease page
+        (:mod:`sidecar.shared_pages.pause_lease`), and ends the pause by itself.
 
         Args:
-            lease: the lease of the engine's pause; None without a pause.
+            lease: the lease of the engine's pause; None if the engine is not paused.
 
         Returns:
-            What the engine has done because this lease was over; such a lease is not renewed. None
-                if the lease is in force, and always if the engine ends with its sidecar.
+            What the engine has done because this lease was over, after which it is not renewed.
+                None if the lease is in force, and always if the engine ends with its sidecar.
         """
 
     def abandoned_pause(self) -> AbandonedPause | None:
@@ -181,16 +190,16 @@ class Engine(Protocol):
     async def join_run(self, run: str) -> None:
         """Salts the caches with a run's id, so that other runs' entries are never found.
 
-        Called when a session has joined a group, before any other call, and again when the group's
-        run changes.
+        Called when the sidecar has joined a group, before any other call, and again when the
+        group's run changes.
         """
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stops generation; returns when the engine's device is idle.
 
         Args:
-            mode: ``keep`` freezes requests. ``wait`` lets running ones end, and queues or rejects
-                new ones. ``abort`` ends all with the tokens they have.
+            mode: ``keep`` freezes requests. ``wait`` lets running requests end, and queues or
+                rejects new ones. ``abort`` ends all requests with the tokens they have.
             clear_cache: whether to drop the KV and prefix cache, so that kept requests are
                 recomputed after the resume.
         """
@@ -202,7 +211,7 @@ class Engine(Protocol):
         """Frees the memory of the KV cache and the weights.
 
         Called only in a pause that has dropped the KV cache. The call must not wait for other ranks
-        of the DP group, because they may reject it.
+        of the DP group, because they may reject their sleep.
 
         Args:
             level: 1 keeps the weights in the host's memory, 2 discards them.
@@ -212,10 +221,10 @@ class Engine(Protocol):
         """Allocates the weights' memory again. After level 2 its content is undefined."""
 
     async def wake(self) -> None:
-        """Allocates all memory that is still freed, then resumes as :meth:`resume` does."""
+        """Allocates all memory that a sleep has freed, then resumes as :meth:`resume` does."""
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - what admission is
-        """Opens or closes admission, also for the time after the sidecar has ended.
+        """Opens or closes admission. The state outlives the sidecar.
 
         While admission is closed, the engine ends every new request of every client at once and
         without tokens, paused or not. The finish reason is ``abort``. HTTP clients get status 503
@@ -235,11 +244,11 @@ class Engine(Protocol):
         """
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Opens the out-of-band transport; a second call replaces the transport.
+        """Connects the engine to the sender of the weights; a second call replaces the transport.
 
         Args:
-            backend: the backend's name.
-            params: the sender's parameters.
+            backend: the transfer backend's name, such as ``nccl``.
+            params: the sender's parameters, encoded for that backend.
             place: the rank of the engine's first worker in the communicator. The other workers have
                 the ranks after it.
 
@@ -254,11 +263,11 @@ class Engine(Protocol):
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
-        """Checks a manifest against the target. Loads and changes nothing.
+        """Checks whether an update fits the engine. Loads and changes nothing.
 
         Args:
             manifest: names, dtypes, shapes and chunks of the update.
-            target: what the update is for.
+            target: what the update replaces: the model, or its draft model.
             staging: how the update may be staged; None if it is loaded in a pause.
 
         Returns:
@@ -267,7 +276,7 @@ class Engine(Protocol):
         Raises:
             EngineError: code ``manifest_refused``, with ``tensor`` set, for an unknown, missing or
                 misshapen tensor, a wrong dtype, half of a fused parameter, or a draft's tensor that
-                is shared with the model. ``draft_missing`` if there is no draft that can be
+                is shared with the model. ``draft_missing`` if there is no draft model that can be
                 updated. ``staging_refused`` if staging is required and impossible.
                 ``kv_connector_refused`` if a KV connector would return keys and values of older
                 weights.
@@ -276,13 +285,15 @@ class Engine(Protocol):
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False
     ) -> None:
-        """Prepares to load an update.
+        """Prepares the engine to load the armed update.
 
         Args:
-            recover: whether an earlier update, of any target, ended after it had loaded a chunk.
-            target: what the update is for.
-            staged: whether :meth:`load` puts chunks into spare memory while the engine serves. If
-                so, either :meth:`finish_update` and :meth:`swap` follow, or :meth:`restore`.
+            recover: whether some weights are incomplete, as after an update that was aborted
+                half-way.
+            target: as in :meth:`arm`.
+            staged: True: :meth:`load` puts chunks into spare memory while the engine serves, and
+                :meth:`finish_update` and :meth:`swap` follow, or :meth:`restore`. False:
+                :meth:`load` overwrites the weights in a pause.
         """
 
     async def receive(self, chunk: Chunk) -> None:
@@ -290,19 +301,16 @@ class Engine(Protocol):
 
         If several chunks may be in flight, the method may return before the tensors are there.
         :meth:`load` then waits for them.
-
-        Args:
-            chunk: the chunk.
         """
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Loads a received chunk into the model, and frees the chunk's memory.
+        """Loads a received chunk into the weights, and frees the chunk's memory.
 
         Args:
             seq: number of the chunk.
-            verify: what the checksums cover.
+            verify: what the checksums cover: all of each tensor, a sample, or nothing.
             sums: the sender's checksums (:mod:`bus.weight_transfer.checksum`). All workers compare
-                theirs before any of them loads.
+                them before any of them loads.
 
         Raises:
             EngineError: code ``checksum_mismatch``, with the first tensor that differs; nothing of
@@ -310,16 +318,16 @@ class Engine(Protocol):
         """
 
     async def restore(self, target: Target = "model") -> None:
-        """Restores the target's old weights after ``start_update`` and before any load.
+        """Ends an update before it has changed the weights; frees staged ones.
 
-        For a staged update, frees the staged weights.
+        Called after :meth:`start_update`; only a staged update may have loaded chunks.
 
         Args:
-            target: the target of the update.
+            target: as in :meth:`arm`.
         """
 
     async def finish_update(self) -> None:
-        """Post-processes the weights after the last chunk."""
+        """Completes the weights after the last chunk, for example tensors derived from them."""
 
     async def probe(
         self,
@@ -330,46 +338,45 @@ class Engine(Protocol):
         mode: PauseMode,
         clear_cache: bool,
     ) -> tuple[ProbeResult, ...]:
-        """Runs greedy probes on weights that are finished and not committed.
+        """Generates tokens for fixed prompts with weights that are loaded and not committed.
 
-        The engine is paused before and after, and serves no other requests meanwhile. Probes
-        continue past any end of sequence. All ranks of a DP group are called together, and return
-        together.
+        These probes are greedy, and continue past any end of sequence. The engine is paused before
+        and after, and serves no other requests meanwhile. All ranks of a DP group are called
+        together, and return together.
 
         Args:
-            prompts: token ids.
+            prompts: the token ids of each probe's prompt.
             max_tokens: how many tokens each probe generates.
-            salt: salt of the prefix cache: no probe shares a cache entry with another salt.
-            mode: how the engine was paused. If ``EngineInfo.canary`` is ``abort``, the engine has
-                no requests from before the pause, and new ones are ended.
-            clear_cache: whether that pause cleared the caches.
+            salt: salt of the prefix cache: probes share no cache entry with another salt.
+            mode: how the engine was paused, and is again afterwards. If ``EngineInfo.canary`` is
+                ``abort``, requests from before the pause have ended, and new ones are ended.
+            clear_cache: whether these pauses clear the caches.
 
         Returns:
             The tokens and log-probabilities of each probe.
         """
 
     async def commit(self, version: int) -> None:
-        """Serves the loaded weights as ``version`` from now on.
+        """Makes the engine report the loaded weights as ``version`` from now on.
 
         Args:
-            version: the new version, or the engine's own when it catches up to that.
+            version: the new version, or the one already served, which a catch-up loads again.
         """
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
         """Replaces the served weights with the staged ones between two steps.
 
-        All workers, and all ranks of the DP group, swap between the same two steps. Until all ranks
-        are ready, they serve the old version; one rank that gets no swap keeps all at the old
-        version. Requests that come later find no cache entry of older weights. Returns when the
-        swap is done.
+        All workers, and all ranks of the DP group, swap between the same two steps. Until this
+        method was called at every rank, all ranks serve the old version. Requests that arrive after
+        the swap find no cache entry of older weights. Returns when the swap is done.
 
         Args:
-            version: as in :meth:`commit`.
+            version: the number of the staged weights, as in :meth:`commit`.
             clear_cache: whether requests under way drop their keys and values and recompute them.
 
         Raises:
-            EngineError: code ``called_off`` if nothing has changed; with any other code the weights
-                may be mixed.
+            EngineError: code ``called_off`` if nothing has changed; after any other code the
+                weights may be a mix of both versions.
         """
 
     async def call_off(self) -> None:
@@ -380,7 +387,7 @@ def require_model(target: Target) -> None:
     """Rejects an update of a draft, for engines without speculative decoding.
 
     Args:
-        target: the target of the update.
+        target: what the update is to replace.
 
     Raises:
         EngineError: code ``draft_missing``, for any target but the model.

@@ -1,7 +1,7 @@
-"""Writes an engine's lease page, and takes over the pause of an earlier sidecar.
+"""Writes an engine's lease page, and takes over a pause that an earlier sidecar left.
 
-The page is written before each call that may have to be undone. So if the sidecar dies, the page
-names everything that must be undone.
+The lease is written before each engine call that may have to be undone. So if the sidecar dies, the
+page names everything that must be undone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit)
 
 
 class PauseLeaseWriter:
-    """Writes the lease page of one engine for one sidecar process."""
+    """Writes the pause lease of one engine, for one sidecar process.
+
+    Args:
+        engine: the engine's adapter.
+        session: the session machine, whose state the lease describes.
+        dp_group: the DP group's name on the bus.
+    """
 
     def __init__(self, engine: Engine, session: EngineSession, dp_group: str) -> None:
         self._engine = engine
@@ -83,10 +89,15 @@ class PauseLeaseWriter:
             )
 
     async def release(self, *, runs_on: bool = True) -> None:
-        """Ends the pause of an engine alone; opens admission if it ``runs_on`` without a sidecar.
+        """Ends the pause and opens admission, where that is safe, when the sidecar ends.
 
-        The pause of a rank, or of a sleeping engine, ends with its lease: a DP group resumes as
-        one, and the trainer may use the memory of a sleeping engine.
+        A rank of a DP group, and a sleeping engine, stays paused until its lease is over: a DP
+        group resumes as one, and the trainer may be using the memory of a sleeping engine.
+        Admission stays closed if weights are incomplete.
+
+        Args:
+            runs_on: True if the engine continues to run without this sidecar, and so needs open
+                admission; False if the engine ends with it.
         """
         session, engine = self._session, self._engine
         if runs_on and session.admission.closed and not session.update.partial:
@@ -96,10 +107,13 @@ class PauseLeaseWriter:
             engine.write_pause_lease(None)
 
     async def take_over(self, left: AbandonedPause, now_ms: float) -> Note:
-        """Takes over an engine that was found paused: undoes an update, and keeps the pause.
+        """Takes over an engine that an earlier sidecar left paused.
+
+        The pause is kept, so that the broker decides about it. An update that had begun is undone;
+        if that is impossible, the engine is quarantined.
 
         Args:
-            left: the pause that was found.
+            left: the pause that was found, with its lease.
             now_ms: the session's time, in ms.
 
         Returns:

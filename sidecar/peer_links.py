@@ -1,8 +1,9 @@
-"""Direct links between the sidecars of one DP group, for the time without a broker.
+"""Direct links between a DP group's sidecars, to end a pause without the broker.
 
-Each sidecar has a ROUTER of its own, and a DEALER to each peer rank. The broker sends the peer
-ranks' addresses (PEER_RANKS). The links carry only LEASE_VOTE. A sidecar accepts a vote only for
-the rank of its sender, which it identifies by name and, if the broker uses keys, by key.
+When the broker is gone and a pause lease is over, the ranks vote over these links. Each sidecar has
+a ROUTER socket of its own, and a DEALER socket to each peer rank. The broker sends the peer ranks'
+addresses (PEER_RANKS). The links carry only LEASE_VOTE. A sidecar accepts a vote only for the rank
+of its sender, which it identifies by name and, if the broker uses keys, by key.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ class PeerLinks:
     Args:
         name, boot, group, dp_group, dp_rank: this rank's identity, as on the bus.
         broker: the broker's address; peer ranks are reached over the same interface.
-        security: this rank's key, or none.
+        security: this rank's secret key; without one, the links are not encrypted.
         on_vote: receives each vote of a peer rank, decoded and checked.
 
     Attributes:
-        address: where peer ranks reach this rank.
+        address: where peer ranks reach this rank. The rank's JOIN carries it to the broker.
 
     Raises:
-        UsageError: there is no port to listen on.
+        UsageError: no port is free to listen on.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class PeerLinks:
         self._server.listen(self._on_frame)
 
     def connect_peers(self, message: PeerRanks) -> None:
-        """Connects to peer ranks that are new or have moved, and closes outdated links.
+        """Connects to peer ranks, and replaces links whose address or key has changed.
 
         Args:
-            message: all ranks of the DP group, as the broker lists them.
+            message: all ranks of the DP group, as the broker lists them; this rank is skipped.
         """
         peers = {each.dp_rank: each for each in message.peers if each.dp_rank != self._dp_rank}
         for rank in [r for r, (known, _) in self._peers.items() if peers.get(r) != known]:
@@ -96,11 +97,11 @@ class PeerLinks:
         self._peers[rank] = (peer, client)
 
     def send(self, vote: LeaseVote, ranks: tuple[int, ...]) -> None:
-        """Sends a vote to the given ranks, and skips ranks without a link.
+        """Sends a vote to the given ranks, without those that are not connected.
 
         Args:
             vote: this rank's vote.
-            ranks: the peer ranks.
+            ranks: the numbers of the ranks that are to receive it.
         """
         for rank in ranks:
             if rank in self._peers:

@@ -1,7 +1,8 @@
 """The sidecar: connects one engine to the bus.
 
-The session machine (:mod:`bus.protocol.engine.session`) decides what each frame means. This module
-executes the engine calls that the machine requests, and passes their results to the machine.
+The session machine (:mod:`bus.protocol.engine.session`) decides what each message of the broker
+means for the engine. This module makes the engine calls that the machine requests, and passes the
+results back.
 """
 
 from __future__ import annotations
@@ -88,13 +89,13 @@ class Sidecar:
         supervised: whether a supervisor restarts this process, its engine and all other ranks of
             the DP group when this process ends. If so, the sidecar ends when the broker finds that
             the engine is stuck for good.
-        pd_role: whether the engine only prefills or only decodes. Default: both.
+        pd_role: ``prefill`` or ``decode``, if the engine does only that. Default: both.
         advertise: host or URL by which clients reach the engine. Default: where it listens.
         key: file with this engine's secret key (`wavebus keygen`). Default: WAVEBUS_KEY, or none.
         broker_key: file with the broker's public key. Default: WAVEBUS_BROKER_KEY, or none.
         insecure: whether to go beyond loopback without keys. Default: as WAVEBUS_INSECURE says.
-        transport: in place of a ZeroMQ connection to ``broker``; for tests.
-        scheduler: in place of the running event loop's timers; for tests.
+        transport: replaces the ZeroMQ connection to ``broker``, in tests.
+        scheduler: replaces the timers of the running event loop, in tests.
         link_config: timeouts of the link to the broker.
 
     Raises:
@@ -152,7 +153,7 @@ class Sidecar:
         return self
 
     async def start(self) -> None:
-        """Starts the engine and begins to join; returns once the engine is up.
+        """Starts the engine and begins to join the bus; does not wait for the broker.
 
         Raises:
             EngineError: the engine can't be started, or does not answer.
@@ -239,7 +240,7 @@ class Sidecar:
         await self.close("closed" if exc is None else f"closing on {exc!r}"[:256])
 
     async def joined(self) -> None:
-        """Waits until the broker has accepted this engine.
+        """Waits until the broker has accepted this engine, which may be long after :meth:`start`.
 
         Raises:
             Refused: the broker refuses the join, for example because the name is taken.
@@ -270,7 +271,7 @@ class Sidecar:
             raise refusal(self._client.link.refusal)
 
     async def close(self, reason: str = "closed") -> None:
-        """Leaves the bus and releases the engine, as :meth:`PauseLeaseWriter.release` says."""
+        """Leaves the bus; :meth:`PauseLeaseWriter.release` says how the engine goes on."""
         if self._peer is not None:
             await self._departure.announce(self._peer, self._beat, self.death)
             self._peer.close(self.death or reason)

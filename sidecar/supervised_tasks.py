@@ -21,7 +21,7 @@ class SupervisedTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts a coroutine as a new task."""
+        """Starts a coroutine as a new task, and returns the task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)

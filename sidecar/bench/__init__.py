@@ -1,1 +1,1 @@
-"""The measurements of ``wavebus bench``, which a user can repeat."""
+"""The measurements of ``wavebus bench``, which users can repeat on their hosts."""

@@ -98,7 +98,10 @@ def gap(*, plan: GapPlan, as_json: bool) -> None:
 
 
 def require_modules(*modules: str) -> None:
-    """Checks that modules are installed.
+    """Checks that the modules that a bench needs are installed.
+
+    Args:
+        modules: names of modules.
 
     Raises:
         UsageError: a module is missing. The text says how to install it.
@@ -111,7 +114,10 @@ def require_modules(*modules: str) -> None:
 
 
 def require_engines(plan: EnginesPlan) -> None:
-    """Checks that the engines of ``plan`` can be measured here.
+    """Checks that the engines that the options choose can be measured here.
+
+    Args:
+        plan: the options of the bench.
 
     Raises:
         UsageError: something is missing. The text names it.
@@ -136,12 +142,18 @@ def require_engines(plan: EnginesPlan) -> None:
 
 
 def show(name: str, plan: Any, *, as_json: bool, loop: LoopChoice = "auto") -> None:
-    """Runs the bench of that name, and prints its figures.
+    """Runs a bench, and prints its figures.
 
     SIGTERM ends the bench's processes, as Ctrl-C does.
 
+    Args:
+        name: the bench's module in :mod:`sidecar.bench`.
+        plan: the bench's options.
+        as_json: True prints the figures as JSON, False as a table.
+        loop: the event loop of all processes of the bench.
+
     Raises:
-        WavebusError: the weights that were sent did not arrive.
+        WavebusError: the engines don't serve the weights that were sent.
     """
     # By name: a help text needs neither torch nor aiohttp.
     module = importlib.import_module(f"sidecar.bench.{name}")

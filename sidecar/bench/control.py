@@ -1,8 +1,9 @@
 """``bench control``: a group's pause and resume over the bus, HTTP and bare ZeroMQ.
 
 ``docs/bench.md`` describes each way. All processes with an event loop have the same kind of loop.
-CPU time is measured afterwards, over blocks of rounds of one way. STATUS reports the broker's, and
-HTTP's is that of this process. Heartbeats within a block count as CPU time of the bus.
+CPU time is measured afterwards, over blocks of rounds of one way. The broker reports its own CPU
+time (STATUS); that of HTTP is the CPU time of this process, which is the client. Heartbeats within
+a block count as CPU time of the bus.
 """
 
 from __future__ import annotations
@@ -41,10 +42,17 @@ _SAY_EVERY: Final = 20
 
 
 class HttpGroup:
-    """Posts to all endpoints at once, as the HTTP clients of RL frameworks do.
+    """Pauses and resumes a group by HTTP posts to all engines at once.
 
-    It keeps connections open, makes each URL per call, sends arguments as query parameters, reads
-    each answer's JSON, and checks its status.
+    As the HTTP clients of RL frameworks do, it keeps connections open, makes each URL per call,
+    sends arguments as query parameters, reads each answer's JSON, and checks its status.
+
+    Args:
+        session: sends the requests.
+        ports: the ports of the engines' servers on this host.
+
+    Attributes:
+        cpu_s: CPU time of this process in all rounds, in seconds.
     """
 
     def __init__(self, session: aiohttp.ClientSession, ports: Iterable[int]) -> None:
@@ -53,9 +61,9 @@ class HttpGroup:
         self.cpu_s = 0.0
 
     async def round_ms(self) -> float:
-        """Makes one round, and returns its time.
+        """Pauses and resumes all engines once; returns how long that took, in ms.
 
-        Adds this process's CPU time to :attr:`cpu_s`.
+        The CPU time of this process is added to :attr:`cpu_s`.
         """
         since_cpu_s, since_s = time.process_time(), time.perf_counter()
         # What PAUSE_LOCAL carries, too.
@@ -79,7 +87,11 @@ class HttpGroup:
 
 
 async def measure(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
-    """Measures all ways; returns the fields of the JSON output: medians and ratios.
+    """Measures a pause and resume over each way, and returns the JSON output's fields.
+
+    Args:
+        bench: starts the processes.
+        plan: the options.
 
     Raises:
         UsageError: the system allows too few open files.
@@ -94,7 +106,11 @@ async def measure(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
 
 
 async def compare(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
-    """Alternates rounds of all ways, and then measures their CPU times."""
+    """Measures all ways with the group's engines; returns round times and CPU times.
+
+    Rounds of all ways alternate. Afterwards the CPU times are measured, in blocks of rounds of one
+    way.
+    """
     raise_file_limit((2 + plan.plain) * plan.engines)
     say(f"{plan.engines} engines: starting")
     async with await bench.part() as part:
@@ -138,7 +154,7 @@ def figures_of(
     broker_cpu_s: float,
     http_cpu_s: float,
 ) -> dict[str, Any]:
-    """Returns a run's results: median round times, ratios and CPU times.
+    """Computes the results of :func:`compare`: median times, ratios and CPU times.
 
     Args:
         found: the round times of each way to pause and resume, in ms.
@@ -168,7 +184,13 @@ def figures_of(
 
 
 async def grown(bench: Bench, engines: int, rounds: int) -> float:
-    """Returns the median time of a round over the bus with ``engines`` engines, in ms."""
+    """Returns the median time of a pause and resume over the bus, in ms.
+
+    Args:
+        bench: starts the processes.
+        engines: how many engines the group has.
+        rounds: how many times to pause and resume.
+    """
     raise_file_limit(engines)
     say(f"scale: {engines} engines")
     async with await bench.part() as part:
@@ -178,9 +200,9 @@ async def grown(bench: Bench, engines: int, rounds: int) -> float:
 
 
 async def idle(bench: Bench) -> dict[str, float]:
-    """Returns the broker's memory and CPU share when it gets only heartbeats.
+    """Returns the broker's memory and share of a CPU while engines send only heartbeats.
 
-    Each engine sends one per second.
+    There are 1,024 engines, each with one heartbeat per second.
     """
     raise_file_limit(IDLE_ENGINES)
     say(f"idle: {IDLE_ENGINES} engines")
@@ -198,9 +220,12 @@ async def idle(bench: Bench) -> dict[str, float]:
 
 
 async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
-    """Starts a broker, sidecars that join, and their trainer; returns the trainer.
+    """Starts a broker, sidecars with stub engines, and their trainer; returns the trainer.
 
-    With ``plain`` they have no keys, and the broker has no journal.
+    Args:
+        bench: starts the processes.
+        engines: how many engines the group has.
+        plain: True: no process has keys, and the broker has no journal.
     """
     variables: dict[str, dict[str, str]] = {}
     kept: dict[str, Any] = {"heartbeat_ms": BrokerConfig().heartbeat_ms}
@@ -216,7 +241,14 @@ async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
 
 
 def curve_keys(folder: Path) -> dict[str, dict[str, str]]:
-    """Makes keys; returns the environment variables of broker, engines and trainer."""
+    """Makes keys for a broker, its engines and its trainer.
+
+    Args:
+        folder: where to write the keys.
+
+    Returns:
+        By role, the environment variables that make a process use its key.
+    """
     authorized = folder / AUTHORIZED
     authorized.mkdir()
     _, broker_key = write_pair(folder, Key("broker", "broker", *new_pair()))
@@ -236,6 +268,6 @@ async def _http(bench: Bench, engines: int, *, access_log: bool) -> HttpGroup:
 
 
 async def round_ms(trainer: Worker) -> float:
-    """Returns the trainer's time for one pause and resume over the bus, in ms."""
+    """Pauses and resumes the trainer's group once; returns how long that took, in ms."""
     took_ms: float = (await trainer.ask("round"))["round_ms"]
     return took_ms

@@ -1,9 +1,9 @@
-"""Starts a trainer, several engines of one model, and the processes of the raw broadcast.
+"""Starts what the benches of updates measure: a trainer, engines, and raw broadcasts.
 
 With vLLM, the trainer uses one GPU, and all servers share another, each with its own weights. Only
-one server at a time has requests. If every way to send works within one GPU only, all use that
-GPU. The server ``native`` is vLLM alone. Every other server has a sidecar, and is the only engine
-of a group with its name.
+one server at a time has requests. If the ways to be measured work only within one GPU, the trainer
+and all servers use that GPU. The server ``native`` is vLLM alone. Every other server has a sidecar,
+and is the only engine of a group with its name.
 
 A DP group may take the place of each server: its ranks run in lockstep over a mixture of experts.
 Rank ``r`` of each then uses GPU ``r``, and the trainer the first. Without GPUs all models are
@@ -50,34 +50,38 @@ _KV_CACHE_SPARE: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class BroadcastEnds:
-    """Measures raw broadcasts between processes; process ``k`` uses GPU ``k``.
+    """The processes that broadcast as many bytes as an update has, for comparison.
 
-    If trainer and engine share a GPU, there is one process, which copies within that GPU.
+    Process ``k`` uses GPU ``k``. If trainer and engine share a GPU, there is one process, which
+    copies within that GPU.
+
+    Attributes:
+        workers: the processes.
     """
 
     workers: tuple[Worker, ...]
 
     async def raw_ms(self) -> float:
-        """Returns the time of one broadcast, or, with a single end, of a copy."""
+        """Returns the time of one broadcast, in ms; with a single process, of one copy."""
         if len(self.workers) == 1:
             return await self.copy_ms()
         return float(max(await asyncio.gather(*(end.ask("broadcast_ms") for end in self.workers))))
 
     async def copy_ms(self) -> float:
-        """Returns the time of one copy within the last end's memory."""
+        """Returns the time of one copy within the memory of the last process, in ms."""
         return float(await self.workers[-1].ask("copy_ms"))
 
 
 async def raw_ends(
     bench: Bench, device: Device, size_bytes: int, *, alone: bool = False, **how: Any
 ) -> BroadcastEnds:
-    """Starts the ends of the raw broadcast.
+    """Starts the processes that broadcast for comparison.
 
     Args:
-        bench: ends the processes.
-        device: where the ends' memory is.
+        bench: starts the processes, and ends them.
+        device: where the memory to broadcast is.
         size_bytes: size of a broadcast, in bytes.
-        alone: whether there is one end, because all memory is on one GPU.
+        alone: True starts a single process, because all memory is on one GPU.
         how: other arguments of :meth:`sidecar.bench.harness.Bench.launch`.
     """
     count = 1 if alone else 2
@@ -97,16 +101,19 @@ async def raw_ends(
 
 @dataclass(frozen=True)
 class UpdatedEngines:
-    """A trainer and engines, and how to call them.
+    """A running trainer with its engines, and the functions that a bench calls on them.
 
     Attributes:
-        update: makes one update of a way, and returns its times.
-        urls: the URLs of each way's engines, rank by rank.
-        engines: the processes of each way's engines, which report their calls.
-        raw_ms: times one bare transfer of ``size_bytes``.
-        copy_ms: times one copy of ``size_bytes`` within an engine's memory.
-        serves: returns what a way's engines serve now; equal for equal weights.
-        not_compared: what ``serves`` leaves out, and why.
+        update: makes one update in the way of this name, and returns its times.
+        urls: by way, the URLs of its engines, rank by rank.
+        engines: by way, the processes of its engines, which report their calls.
+        raw_ms: returns the time of one transfer of ``size_bytes`` without an update around it, in
+            ms.
+        copy_ms: returns the time of one copy of ``size_bytes`` within an engine's memory, in ms.
+        serves: returns something that is equal for two ways if their engines serve equal weights.
+        not_compared: what ``serves`` does not compare, and why; empty if it compares everything.
+        size_bytes: the size of the model's weights, in bytes.
+        tensors: how many tensors the model has.
     """
 
     update: Callable[[str], Awaitable[dict[str, Any]]]
@@ -122,14 +129,24 @@ class UpdatedEngines:
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """A server's answer, and vLLM's checksums of its weights."""
+    """What shows which weights a vLLM server has: its tokens for a prompt, and checksums.
+
+    Attributes:
+        tokens: the tokens.
+        checksums: vLLM's checksums of its weights, by name.
+    """
 
     tokens: tuple[int, ...]
     checksums: dict[str, str]
 
 
 def without_experts(served: ServedAnswer, expected: tuple[int, ...] = ()) -> ServedAnswer:
-    """Removes experts' checksums; replaces the tokens by the ``expected`` ones, if given."""
+    """Removes from a server's answer what depends on its experts.
+
+    Args:
+        served: the answer.
+        expected: tokens to put in place of the answer's; empty keeps them.
+    """
     sums = {name: sum_ for name, sum_ in served.checksums.items() if _EXPERTS not in name}
     return ServedAnswer(expected or served.tokens, sums)
 
@@ -148,10 +165,15 @@ async def _served(url: str) -> ServedAnswer:
 async def start_embedded(
     bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]
 ) -> UpdatedEngines:
-    """Starts a broker, a trainer and two groups, with a process for each engine.
+    """Starts a broker, a trainer and two groups of embedded engines, each engine a process.
 
-    One group is on the bus, and the trainer calls the other's engines directly. Both ways lend
-    memory if the backend can.
+    One group is on the bus, and the trainer calls the other group's engines directly. Over ``shm``,
+    both ways send the weights from shared memory without a copy.
+
+    Args:
+        bench: starts the processes.
+        plan: what is measured.
+        ways: by way, the name of its group.
     """
     checkpoint = bench.folder() / "checkpoint"
     address = await bench.broker()
@@ -223,17 +245,16 @@ async def start_embedded(
 async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -> UpdatedEngines:
     """Starts a trainer and servers (or DP groups): vLLM alone, and others with a sidecar.
 
-    After the updates all must serve the same weights, by their tokens and checksums, with one
-    exception on CPUs: vLLM packs experts for its CPU kernels when they are first loaded, but not at
-    updates (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So experts that vLLM updates by
-    itself
-    give wrong answers. These experts and answers are not compared, and the other servers' answers
-    are compared with those of the trainer's own model.
+    After the updates all servers must serve the same weights, by their tokens and checksums, with
+    one exception. On CPUs, vLLM packs experts for its kernels when they are first loaded, but not
+    at updates (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So the experts of a server that
+    vLLM updates by itself give wrong answers. These experts and answers are not compared, and the
+    other servers' answers are compared with those of the trainer's own model.
 
     Args:
-        bench: ends all processes.
+        bench: starts the processes, and ends them.
         plan: what is measured.
-        ways: the server of each way; one of them is ``native``.
+        ways: by way, the name of its server; one of them is ``native``.
     """
     model = bench.folder() / "model"
     address = await bench.broker()
@@ -299,14 +320,23 @@ async def _urls(ranks: Iterable[Worker]) -> list[str]:
 
 
 def group_of(server: str) -> str:
-    """Returns the group in which a server is alone."""
+    """Returns the name of the group whose only engine is this server."""
     return server.replace("_", "-")
 
 
 def trainer_settings(
     plan: EnginesPlan, address: str, servers: Iterable[str], model: Path
 ) -> dict[str, Any]:
-    """Returns the arguments of the program :mod:`sidecar.bench.programs.vllm_trainer`."""
+    """Returns the settings of the trainer's program, for these options.
+
+    The program is :mod:`sidecar.bench.programs.vllm_trainer`.
+
+    Args:
+        plan: what is measured.
+        address: the broker's address.
+        servers: the servers' names.
+        model: where the trainer writes the model's configuration.
+    """
     cuda = plan.device == "cuda"
     return {
         "broker": address,
@@ -330,7 +360,17 @@ def trainer_settings(
 def server_settings(
     plan: EnginesPlan, engine: str, name: str, address: str, model: Path
 ) -> list[dict[str, Any]]:
-    """Returns the arguments of the program of one server, or of each of its ranks."""
+    """Returns the settings of the programs that run one server, or each of its ranks.
+
+    The program is :mod:`sidecar.bench.programs.vllm_server`.
+
+    Args:
+        plan: what is measured.
+        engine: vLLM's weight transfer backend of the server.
+        name: the server's name.
+        address: the broker's address; empty: vLLM alone.
+        model: the folder with the model's configuration.
+    """
     cpu, lockstep, port = plan.device == "cpu", plan.dp_size > 1, free_port(_HOST)
     argv = (
         *("--model", str(model), "--served-model-name=bench", "--load-format=dummy"),
@@ -365,20 +405,23 @@ def server_settings(
 
 
 def server_argv(*options: str) -> list[str]:
-    """Returns the command of a vLLM server that needs no tokenizer."""
+    """Returns the command of a vLLM server without a tokenizer, with further options."""
     module = "vllm.entrypoints.openai.api_server"
     return [sys.executable, "-m", module, "--skip-tokenizer-init", *options]
 
 
 def on_cpu() -> dict[str, str]:
-    """Returns a server's environment on a CPU; the user's own variables win."""
+    """Returns the environment variables of a vLLM server on a CPU.
+
+    Variables that the user has set keep their values.
+    """
     return {name: os.environ.get(name, value) for name, value in VLLM_ON_CPU.items()}
 
 
 def step_graphs(requests: int) -> tuple[str, ...]:
-    """Returns vLLM options that make a step of ``requests`` requests one CUDA graph.
+    """Returns vLLM's options that run a step of this many requests as one CUDA graph.
 
-    vLLM's compiler is off: it takes longer than all that is measured.
+    vLLM's compiler stays off, because compiling takes longer than the whole measurement.
     """
     config = {
         "mode": 0,

@@ -30,9 +30,13 @@ WAYS: Final = {"native": NATIVE, "paused": BUS, "staged": BUS}
 async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
     """Measures all ways; returns the fields of the JSON output, and draws the picture.
 
+    Args:
+        bench: starts the processes.
+        plan: the options.
+
     Raises:
-        BenchFailed: a process died, or a request ended without all its tokens, or before the
-            update did.
+        BenchFailed: a process died, or a request ended too early: without all its tokens, or before
+            its update did.
     """
     start = fleet.start_vllm if plan.engine == "vllm" else fleet.start_embedded
     engines = await start(bench, plan, WAYS)
@@ -59,12 +63,17 @@ async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
 
 
 async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> UpdateRound:
-    """Updates a way's engines once while requests decode.
+    """Updates the engines of one way while requests decode; returns the round's figures.
 
-    The round's figures include ``receive_ms``, from the first chunk's sending to the last one's
-    arrival, and ``before_tokens_per_s`` of all requests together. With a bus they include
-    ``commit_ms``, from COMMIT to its last ack. A staged update has ``receiving_tokens_per_s``, from
-    the update's start to COMMIT, and ``swap_ms``, how long the slowest engine could not step.
+    The figures include ``receive_ms``, from the first chunk's sending to the last one's arrival,
+    and ``before_tokens_per_s``, of all requests together. With a bus they include ``commit_ms``,
+    from COMMIT to its last ack. A staged update has ``receiving_tokens_per_s``, from the update's
+    start to COMMIT, and ``swap_ms``, how long the slowest engine could not step.
+
+    Args:
+        engines: the trainer and its engines.
+        way: how to update.
+        plan: the options.
     """
     seen = await under_load(engines, way, plan)
     done, answer = seen.round(plan.tokens), seen.answer
@@ -83,7 +92,13 @@ async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> Upd
 
 
 def figures_of(measured: Measured, *, requests: int, size_bytes: int) -> dict[str, Any]:
-    """Returns each way's medians and rounds, and their ratios."""
+    """Computes the JSON output's figures: each way's medians and rounds, and their ratios.
+
+    Args:
+        measured: all rounds.
+        requests: how many requests decode in each round.
+        size_bytes: the size of the model's weights, in bytes.
+    """
     ways: dict[str, dict[str, Any]] = {
         way: _of_way(done, size_bytes) for way, done in measured.rounds.items()
     }
@@ -118,6 +133,6 @@ def _of_way(rounds: Sequence[UpdateRound], size_bytes: int) -> dict[str, Any]:
 
 
 def typical(rounds: Sequence[UpdateRound]) -> UpdateRound:
-    """Returns the round whose gap is nearest to the median."""
+    """Returns the round whose longest gap is nearest to the median, for the picture."""
     middle_ms = statistics.median(done.figures["gap_ms"] for done in rounds)
     return min(rounds, key=lambda done: abs(done.figures["gap_ms"] - middle_ms))

@@ -1,4 +1,4 @@
-"""Starts processes, alternates rounds, and computes figures, for all benches."""
+"""What all benches share: starts processes, alternates rounds, computes figures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,17 @@ class BenchFailed(WavebusError):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A process that runs a program (:mod:`sidecar.bench.programs.__main__`)."""
+    """A process of a bench, and how to call the program that it runs.
+
+    :mod:`sidecar.bench.programs.__main__` describes programs and their answers.
+
+    Attributes:
+        name: the process's name, for errors.
+        process: the process.
+        log: the file that gets its stderr.
+        answer_s: how long each answer may take, in seconds.
+        grace_s: how long the process may take to end before it is killed, in seconds.
+    """
 
     name: str
     process: asyncio.subprocess.Process
@@ -52,7 +62,15 @@ class Worker:
     grace_s: float
 
     async def ask(self, method: str, **arguments: Any) -> Any:
-        """Calls a method of the program's object, and returns its result."""
+        """Calls a method of the object that the program has returned; returns the result.
+
+        Args:
+            method: the method's name.
+            arguments: its arguments, which JSON must be able to encode.
+
+        Raises:
+            BenchFailed: no answer came in time.
+        """
         assert self.process.stdin is not None
         with contextlib.suppress(ConnectionError):  # the missing answer gives a better error
             self.process.stdin.write(json.dumps([method, arguments]).encode() + b"\n")
@@ -60,7 +78,7 @@ class Worker:
         return (await self.hello())["answer"]
 
     async def hello(self) -> dict[str, Any]:
-        """Returns the process's next answer; its first one describes what it has started.
+        """Waits for the process's next answer; the first one describes what it has started.
 
         Raises:
             BenchFailed: no answer came in time. The text has the end of the process's log.
@@ -78,13 +96,13 @@ class Worker:
         return answer
 
     async def kill(self) -> None:
-        """Sends SIGKILL."""
+        """Ends the process by SIGKILL, and waits for its end."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         await self.process.wait()
 
     async def end(self) -> None:
-        """Ends the process by closing its stdin, and kills it if it lives on."""
+        """Ends the process by closing its stdin, and kills it if that takes too long."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -96,11 +114,12 @@ class Worker:
 
 
 class Bench(contextlib.AsyncExitStack):
-    """Starts the processes of a run, or of a part of it, and ends them with the block.
+    """Starts the processes of one run of a bench; ends them with the block.
 
     Args:
         loop: the event loop of all processes.
-        logs: folder for their logs. By default only the end of a broken process's log is shown.
+        logs: folder for their logs. Default: none; the end of a broken process's log is then shown
+            with the error.
     """
 
     def __init__(self, loop: LoopChoice, logs: Path | None = None) -> None:
@@ -109,11 +128,15 @@ class Bench(contextlib.AsyncExitStack):
         self.logs = logs
 
     async def part(self) -> Bench:
-        """Begins a part of this run, whose processes end before the rest."""
+        """Returns a bench for one part of this run.
+
+        The part's processes end with the part's block, while those of the rest of the run continue.
+        All end with the run.
+        """
         return await self.enter_async_context(Bench(self.loop, self.logs))
 
     def folder(self) -> Path:
-        """Makes a temporary folder."""
+        """Makes a temporary folder, which is removed when the block ends."""
         name = self.enter_context(tempfile.TemporaryDirectory(prefix="wavebus-bench-"))
         return Path(name)
 
@@ -131,7 +154,7 @@ class Bench(contextlib.AsyncExitStack):
 
         Args:
             program: a module of :mod:`sidecar.bench.programs`, whose function of that name is run.
-            name: the log's name; by default the program's.
+            name: the process's name in errors and in its log's file name; by default the program's.
             env: environment variables in addition to those of this process.
             answer_s: how long each answer may take, in seconds.
             grace_s: how long the process may take to end before it is killed, in seconds.
@@ -155,7 +178,12 @@ class Bench(contextlib.AsyncExitStack):
         return started
 
     async def start(self, program: str, **how: Any) -> tuple[Worker, dict[str, Any]]:
-        """Starts a process, and returns it with its first answer."""
+        """Starts a process, and waits for its first answer; returns both.
+
+        Args:
+            program: as for :meth:`launch`.
+            how: other arguments of :meth:`launch`.
+        """
         started = await self.launch(program, **how)
         return started, await started.hello()
 
@@ -172,20 +200,17 @@ async def in_turn(
     swing: bool = False,
     on_round: Callable[[int, str, T], None] = lambda *_: None,
 ) -> dict[str, list[T]]:
-    """Runs rounds of all ways in turn.
-
-    So other load of the host affects all ways alike.
+    """Alternates rounds of all ways, so that other load of the host affects all alike.
 
     Args:
-        ways: runs one round of each way.
-        rounds: rounds of each way that count.
-        warm: rounds before them, which have negative numbers.
-        swing: whether every other turn runs in reverse, so that no way always has the same one
-            before it.
+        ways: by name of a way, a function that runs one round of it.
+        rounds: how many rounds of each way count.
+        warm: how many rounds come before and don't count; they have negative numbers.
+        swing: True reverses every other turn, so that no way always has the same one before it.
         on_round: called after each round with its number, way and result.
 
     Returns:
-        Each way's results.
+        By way, the results of the rounds that count.
     """
     found: dict[str, list[T]] = {way: [] for way in ways}
     for number in range(-warm, rounds):
@@ -198,7 +223,11 @@ async def in_turn(
 
 
 def title(number: int) -> str:
-    """Returns a round's name for progress lines."""
+    """Returns how progress lines name a round.
+
+    Args:
+        number: the round's number, from 0; negative for rounds that don't count.
+    """
     return "warming up" if number < 0 else f"round {number + 1}"
 
 
@@ -208,19 +237,25 @@ def median(values: Iterable[float]) -> float:
 
 
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the median of each figure of all rounds."""
+    """Returns, for each figure, its median over all rounds."""
     return {name: median(each[name] for each in rounds) for name in rounds[0]}
 
 
 def gb_per_s(size_bytes: int, took_ms: float) -> float:
-    """Returns a speed in GB/s, rounded to three digits."""
+    """Returns the speed of a transfer in GB/s, rounded to three digits.
+
+    Args:
+        size_bytes: how many bytes were transferred.
+        took_ms: how long that took, in ms.
+    """
     return round(size_bytes / took_ms / 1e6, 3)
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """Formats figures as a table: a line for each field, a column for each object.
+    """Formats figures as a table for people.
 
-    Columns leave lists out.
+    Single values come first, one per line. Each dict of figures becomes a column; lists in it are
+    left out.
     """
     columns = {name: _flat(each) for name, each in figures.items() if isinstance(each, dict)}
     rows: list[tuple[object, ...]] = [
@@ -250,10 +285,13 @@ def say(text: str) -> None:
 
 
 def raise_file_limit(engines: int) -> None:
-    """Raises this process's limit of open files for ``engines`` engines; children inherit it.
+    """Raises the limit of open files of this process and its children for many engines.
+
+    Args:
+        engines: how many engines connect to one process.
 
     Raises:
-        UsageError: the system allows too few.
+        UsageError: the system allows fewer open files.
     """
     need = _FILES_PER_ENGINE * engines + _FILES_SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

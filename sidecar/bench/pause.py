@@ -51,9 +51,12 @@ _SERVER: Final = ("--enforce-eager", "--max-num-seqs=8", "--max-model-len=256")
 
 
 class RestingDpGroup:
-    """Measures one DP group, which is idle between two measurements.
+    """Measures first requests and pauses of one DP group, each time from an idle state.
 
-    The DP group's trainer reports when all engines are idle.
+    Args:
+        session: sends requests to the engines.
+        trainer: the DP group's trainer, which also reports when all engines are idle.
+        endpoints: the engines' URLs.
     """
 
     def __init__(
@@ -65,7 +68,11 @@ class RestingDpGroup:
         self._next: Iterator[str] = itertools.cycle(endpoints)
 
     async def first_request(self) -> dict[str, float]:
-        """Sends one request to the idle group, and returns its time."""
+        """Sends one request to the idle DP group.
+
+        Returns:
+            ``took_ms``: the time until its answer, in ms.
+        """
         await self._warm()
         since_s = time.monotonic()
         await self._post(next(self._next) + "/inference/v1/generate", json=_REQUEST)
@@ -74,7 +81,11 @@ class RestingDpGroup:
         return {"took_ms": took_ms}
 
     async def posted_pause(self) -> dict[str, float]:
-        """Pauses and resumes by concurrent posts; returns the time of the pause."""
+        """Pauses and resumes all engines by HTTP posts at once.
+
+        Returns:
+            ``took_ms``: the time of the pause, in ms.
+        """
         await self._warm()
         since_s = time.monotonic()
         await self._all("/pause", {"mode": "keep", "clear_cache": "true"})
@@ -84,7 +95,12 @@ class RestingDpGroup:
         return {"took_ms": took_ms}
 
     async def bus_pause(self) -> dict[str, float]:
-        """Pauses and resumes over the bus; returns the time of the pause."""
+        """Pauses and resumes the DP group over the bus.
+
+        Returns:
+            ``took_ms``: the time of the pause. ``beyond_ms``: by how much that exceeds the time of
+                the slowest engine's own pause.
+        """
         since_s = time.monotonic()
         answer = await self.trainer.ask("round")
         await self._idle(since_s)
@@ -120,7 +136,11 @@ class RestingDpGroup:
 
 
 async def measure(bench: Bench, plan: PausePlan) -> dict[str, Any]:
-    """Measures both DP groups; returns medians in ms, and what the bus adds.
+    """Measures both DP groups; returns the JSON output's fields: medians in ms, and differences.
+
+    Args:
+        bench: starts the processes.
+        plan: the options.
 
     Raises:
         BenchFailed: a process died.

@@ -1,4 +1,4 @@
-"""Draws the picture of ``bench gap``: each way's tokens over an update, side by side."""
+"""Draws the picture of ``bench gap``: each way's tokens during an update, side by side."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _AROUND_MS: Final = 150.0
 
 
 def draw(shown: Mapping[str, Trace], figures: Mapping[str, Any], path: Path) -> None:
-    """Writes the picture as a PNG.
+    """Draws the tokens of one round of each way, as a PNG.
 
     Args:
-        shown: the round to show, of each way.
+        shown: by way, the round to show: the update's length in ms, and for each token when it came
+            and the gap before it, in ms.
         figures: the figures of all rounds.
         path: the PNG's path.
     """

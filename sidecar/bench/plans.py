@@ -1,4 +1,7 @@
-"""The options of each command of ``wavebus bench``. Loads neither torch nor vLLM."""
+"""The options of each command of ``wavebus bench``.
+
+The module loads neither torch nor vLLM, so that help texts are quick.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +67,16 @@ class RolloutPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class EnginesPlan:
-    """Options of ``bench transfer`` and ``bench gap``: a trainer, and engines that it updates.
+    """Options of ``bench transfer`` and ``bench gap``, which update engines.
 
     Attributes:
         clear_cache: whether requests compute their keys and values anew after each update.
-        dp_size: ranks in lockstep in place of each server, over which experts are spread.
-        native_packed: whether vLLM's own engine sends through buffers; None: vLLM's default.
-        cuda_graphs: whether a step is one CUDA graph, or one kernel after the other.
+        dp_size: how many ranks in lockstep take the place of each server; experts are spread over
+            them.
+        native_packed: whether vLLM's own engine packs tensors into buffers to send them; None:
+            vLLM's default.
+        cuda_graphs: whether a step of vLLM is one CUDA graph; if not, kernels are launched one by
+            one.
     """
 
     engine: EngineKind = option(
@@ -114,30 +120,30 @@ class EnginesPlan:
 
     @property
     def over(self) -> str:
-        """The backend that sends the weights: the requested one, or the engines' default."""
+        """The transfer backend of the bus's updates: the requested one, or the engines' default."""
         if self.engine == "embedded" or self.dp_size > 1:
             return self.backend or "shm"
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
 
     @property
     def model(self) -> Model:
-        """The model's name, for vLLM's engines."""
+        """The name of vLLM's model: the requested one, or the default."""
         return self.model_size or ("moe" if self.dp_size > 1 else "8b")
 
     @property
     def native(self) -> str:
-        """The name in vLLM of the trainer and worker engine that ``native`` uses."""
+        """The name in vLLM of the transfer engine of the way ``native``."""
         return self.native_engine or ("ipc" if self.dp_size > 1 else "nccl")
 
     @property
     def chunk_bytes(self) -> int:
-        """The size of the largest chunk, in bytes; smaller over shm, to save CPU memory."""
+        """The size limit of a chunk, in bytes; smaller over shm, to save CPU memory."""
         usual = 512 if self.over == "shm" else 2048
         chosen = self.chunk_megabytes or (8 if self.engine == "embedded" else usual)
         return chosen * 1_000_000
 
     def settings(self) -> dict[str, Any]:
-        """Returns these options as fields of the JSON output."""
+        """Returns the options as fields of the JSON output."""
         names = ["engine", "rounds", "requests", "tokens", "clear_cache", "dp_size", "chunk_bytes"]
         found = {"backend": self.over}
         if self.engine == "vllm":
@@ -152,12 +158,12 @@ class EnginesPlan:
 
     @property
     def one_gpu(self) -> bool:
-        """Whether trainer and servers share one GPU."""
+        """Whether trainer and servers share one GPU, because both ways send within a GPU only."""
         return self.dp_size == 1 and self.native == self.over == "ipc"
 
     @property
     def gpus(self) -> list[int]:
-        """The servers' GPUs, rank by rank. The trainer is on the first GPU."""
+        """The servers' GPUs, by rank. The trainer is on the first GPU."""
         if self.dp_size > 1:
             return list(range(self.dp_size))
         return [0 if self.one_gpu else 1]

@@ -1,11 +1,11 @@
-"""``bench rollout``: what the rollout client costs, against aiohttp alone and against vllm-router.
+"""``bench rollout``: what the rollout client costs, compared with sending without it.
 
 Three ways to send requests alternate in one run. Each has a process of its own, and all use the
 same engines, whose steps have a fixed length:
 
 - **client**: the rollout client.
-- **bare**: aiohttp alone, which streams, parses the same, and takes the engines in turn.
-- **router**: the same through vllm-router with ``consistent_hash``, if that is installed.
+- **bare**: aiohttp alone, which streams and parses in the same way, and takes engines in turn.
+- **router**: aiohttp through vllm-router with ``consistent_hash``, if that is installed.
 
 Then many streams are live at once, and engines get SIGKILL while the client streams from them.
 """
@@ -55,7 +55,14 @@ _PAIRS: Final = (
 
 
 class RolloutBench:
-    """Runs the engines, and the processes that send requests to them."""
+    """Starts the engines and the processes that send requests, and measures them.
+
+    Args:
+        bench: starts the processes.
+
+    Attributes:
+        ways: by way of sending, the process that sends requests in that way.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -63,7 +70,11 @@ class RolloutBench:
         self.ways: dict[str, Worker] = {}
 
     async def boot(self) -> list[tuple[str, Worker, str]]:
-        """Starts the broker and the engines; returns each engine's name and URL."""
+        """Starts the broker and the engines.
+
+        Returns:
+            The name, the process and the URL of each engine.
+        """
         folder = self._bench.folder()
         save_checkpoint(Policy(PolicyConfig()), folder)
         self._checkpoint = str(folder)
@@ -71,9 +82,10 @@ class RolloutBench:
         return list(await asyncio.gather(*(self.start_engine() for _ in range(_ENGINES))))
 
     async def start_engine(self) -> tuple[str, Worker, str]:
-        """Starts one more engine.
+        """Starts one more engine; returns its name, its process and its URL.
 
-        It has more slots than streams: the engine of a session may get 1.25 times the mean.
+        The engine has more slots than its share of the streams, because sessions are spread
+        unevenly: an engine may get 1.25 times the mean.
         """
         number = next(self._numbers)
         engine, said = await self._bench.start(
@@ -89,7 +101,12 @@ class RolloutBench:
         return f"{_GROUP}-{number}", engine, said["url"]
 
     async def start_asking(self, group: str, urls: list[str]) -> None:
-        """Starts a process for each way of sending that is possible here."""
+        """Starts a process for each way of sending requests that is possible here.
+
+        Args:
+            group: the group of the engines.
+            urls: the engines' URLs.
+        """
         self._urls = {"client": list[str](), "bare": urls}
         if find_spec("vllm_router") is not None:
             self._urls["router"] = [await router(self._bench, urls)]
@@ -100,13 +117,20 @@ class RolloutBench:
             )
 
     async def wave(self, way: str, streams: int, tokens: int, **more: Any) -> dict[str, Any]:
-        """Runs one wave of requests, and returns its times."""
+        """Sends one wave of requests, and returns its times.
+
+        Args:
+            way: the way of sending.
+            streams: how many streams send requests.
+            tokens: how many tokens each answer has.
+            more: other fields of :class:`sidecar.bench.programs.rollout_asking.Wave`.
+        """
         name = f"{way}-{next(self._numbers)}"
         wave = {"name": name, "streams": streams, "tokens": tokens, "urls": self._urls[way], **more}
         return dict(await self.ways[way].ask("run", wave=wave))
 
     async def compare(self, rounds: int) -> dict[str, Any]:
-        """Measures all ways in turn, with one stream and with many."""
+        """Measures all ways in turn, with one stream and with many; returns medians and ratios."""
 
         async def one(name: str, streams: int, *, timed: bool) -> dict[str, Any]:
             took = await self.wave(name.split("_", maxsplit=1)[0], streams, _TOKENS, timed=timed)
@@ -141,7 +165,11 @@ class RolloutBench:
         return figures
 
     async def live(self, streams: int) -> dict[str, Any]:
-        """Measures the client's memory ten times, with ``streams`` streams at once."""
+        """Measures the client's memory while many streams are open, in ten waves.
+
+        Args:
+            streams: how many streams are open at once.
+        """
         say(f"{_WAVES} waves of {streams} streams")
         more = {"timed": True, "until_live": True}
         wave = partial(self.wave, "client", streams, _LIVE_TOKENS, **more)
@@ -154,9 +182,14 @@ class RolloutBench:
         }
 
     async def kill(self, engines: list[tuple[str, Worker, str]], kills: int) -> dict[str, Any]:
-        """Kills engines, and measures how long each of their answers is interrupted.
+        """Kills engines while the client streams, and measures how long answers are interrupted.
 
-        The time is from the engine's SIGKILL to the answer's next token.
+        The time is from the engine's SIGKILL to the answer's next token, which another engine
+        sends.
+
+        Args:
+            engines: name, process and URL of each engine. A new one replaces each that is killed.
+            kills: how many engines to kill.
         """
         took_ms: list[float] = []
         for number in range(kills):
@@ -175,7 +208,11 @@ class RolloutBench:
         return {"kill_answers": len(took_ms), "kill_p50_ms": p50, "kill_p99_ms": p99}
 
     async def prefix_hits(self, rounds: int) -> dict[str, Any]:
-        """Counts, for each way, the prompt tokens that two servers find in their prefix caches."""
+        """Compares how many prompt tokens vLLM servers find in their prefix caches, for each way.
+
+        Args:
+            rounds: how many waves to send in each way.
+        """
         say("starting 2 vLLM servers")
         argv = server_argv(
             *("--model", self._checkpoint, "--enforce-eager", "--dtype=float32"),
@@ -208,6 +245,10 @@ class RolloutBench:
 async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
     """Measures all ways; returns the fields of the JSON output.
 
+    Args:
+        bench: starts the processes.
+        plan: the options.
+
     Raises:
         BenchFailed: a process died, or a request failed.
     """
@@ -226,7 +267,12 @@ async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
 
 
 async def router(bench: Bench, urls: list[str]) -> str:
-    """Starts a vllm-router in front of these engines, and returns its URL."""
+    """Starts a vllm-router in front of some engines, and returns its URL.
+
+    Args:
+        bench: ends the router.
+        urls: the engines' URLs.
+    """
     port, metrics = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     process = await asyncio.create_subprocess_exec(
@@ -260,7 +306,12 @@ async def _serves(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def cache_hits(session: aiohttp.ClientSession, urls: list[str]) -> int:
-    """Returns how many prompt tokens servers have found in their caches so far."""
+    """Returns how many prompt tokens the servers have found in their caches so far.
+
+    Args:
+        session: sends the requests.
+        urls: the servers' URLs.
+    """
     total = 0.0
     for url in urls:
         async with session.get(f"{url}/metrics") as response:

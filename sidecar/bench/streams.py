@@ -1,7 +1,7 @@
-"""Streams answers from a served engine, and records when their tokens came.
+"""Streams answers from an engine, and records when their tokens come.
 
-An update reaches users as a gap between two tokens. So each arrival is recorded as it is read from
-the server's answer; tokens of one piece have the same time.
+An update reaches users as a gap between two tokens. So the arrival of each piece of an answer is
+recorded as it is read; all tokens of a piece have the same time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ _AGAIN_S: Final = 0.05
 
 
 class Streams:
-    """Records when the tokens of streamed requests arrive.
+    """Streams the answers of several requests, and records when their tokens come.
+
+    Args:
+        requests: how many requests there are.
+        tokens: how many tokens each answer has.
 
     Attributes:
-        came: when tokens came, by request, in seconds on ``time.monotonic()``'s clock.
-        pieces: how many tokens came each time, by request.
-        counts: how many tokens came so far, by request.
+        came: by request, when its pieces came, in seconds on ``time.monotonic()``'s clock.
+        pieces: by request, how many tokens each piece had.
+        counts: by request, how many tokens have come so far.
     """
 
     def __init__(self, requests: int, tokens: int) -> None:
@@ -49,7 +53,12 @@ class Streams:
             await self._changed.wait()
 
     async def run(self, session: aiohttp.ClientSession, url: str, index: int) -> None:
-        """Sends one request, and reads its answer to the end.
+        """Sends one request, and records its answer to the end.
+
+        Args:
+            session: sends the request.
+            url: the engine's URL.
+            index: the request's number.
 
         Raises:
             BenchFailed: the request ended without all its tokens.
@@ -88,9 +97,14 @@ async def _pieces(
 
 @contextlib.asynccontextmanager
 async def streaming(urls: Sequence[str], requests: int, tokens: int) -> AsyncIterator[Streams]:
-    """Streams ``requests`` greedy requests of ``tokens`` tokens each, spread over the servers.
+    """Streams greedy requests, spread over some servers, during a block.
 
-    Leaving the block waits until all have ended.
+    Leaving the block waits until all answers have ended.
+
+    Args:
+        urls: the servers' URLs.
+        requests: how many requests to send.
+        tokens: how many tokens each answer has.
 
     Raises:
         BenchFailed: a request failed, or ended with fewer tokens.
@@ -111,7 +125,13 @@ async def streaming(urls: Sequence[str], requests: int, tokens: int) -> AsyncIte
 
 
 async def greedy(url: str, tokens: int) -> list[int]:
-    """Sends one greedy request to an otherwise idle engine, and returns the tokens.
+    """Returns the tokens of a fixed prompt, from an engine that is otherwise idle.
+
+    Engines with equal weights return equal tokens.
+
+    Args:
+        url: the engine's URL.
+        tokens: how many tokens to generate.
 
     Raises:
         BenchFailed: the engine did not answer.
@@ -122,15 +142,22 @@ async def greedy(url: str, tokens: int) -> list[int]:
 
 
 def prompt_of(index: int) -> list[int]:
-    """Returns the prompt of request ``index``; every vocabulary has its tokens."""
+    """Returns the prompt of a request, by its number; all models have these tokens."""
     return [1 + (index * 7 + place * (index + 3)) % 13 for place in range(PROMPT_TOKENS)]
 
 
 def longest_gap_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> float:
-    """Returns the longest gap between two tokens of a request that overlaps a period.
+    """Returns the longest gap between two tokens of a request during an update, in ms.
+
+    A gap counts if it overlaps the update.
+
+    Args:
+        came: by request, when its tokens came, in seconds.
+        since_s: when the update began, on the same clock.
+        until_s: when it ended.
 
     Raises:
-        BenchFailed: a request has no token before the period, or none after it.
+        BenchFailed: a request has no token before the update, or none after it.
     """
     longest_s = 0.0
     for times in came:
@@ -145,7 +172,13 @@ def longest_gap_ms(came: Iterable[Sequence[float]], since_s: float, until_s: flo
 
 
 def gaps_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> list[float]:
-    """Returns all gaps between tokens within a period."""
+    """Returns all gaps between two tokens of a request within a period, in ms.
+
+    Args:
+        came: by request, when its tokens came, in seconds.
+        since_s: the period's begin, on the same clock.
+        until_s: its end.
+    """
     return [
         (b - a) * 1000
         for times in came
@@ -157,9 +190,16 @@ def gaps_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> 
 def tokens_within(
     came: Iterable[Sequence[float]], pieces: Iterable[Sequence[int]], since_s: float, until_s: float
 ) -> float:
-    """Returns how many tokens were made in a period.
+    """Returns how many tokens engines generated in a period.
 
-    Tokens after a gap that overlaps the period count by the part of the gap in the period.
+    A piece counts for the time since the piece before it. If only a part of that time is in the
+    period, only that part of its tokens counts.
+
+    Args:
+        came: by request, when its pieces came, in seconds.
+        pieces: by request, how many tokens each piece had.
+        since_s: the period's begin, on the same clock.
+        until_s: its end.
     """
     total = 0.0
     for times, counts in zip(came, pieces, strict=True):
@@ -171,6 +211,6 @@ def tokens_within(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest value such that ``percent`` percent of the values are not larger."""
+    """Returns the smallest of some values that at least a percentage do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

@@ -1,16 +1,16 @@
 """``bench transfer`` of an embedded engine: what an update costs, compared with plain copies.
 
-A broker, a trainer and an embedded engine with its sidecar run, each in a process of its own.
-The first model has few large tensors. Rounds of three kinds alternate in one run:
+A broker, a trainer and an embedded engine with its sidecar run, each in a process of its own. The
+first model has few large tensors. Rounds of three kinds alternate in one run:
 
 - **memcpy**: the trainer's process copies as many bytes between two buffers, with one thread.
-- **two at once**: the trainer's and the engine's process each do so at the same time. A transfer
-  by shared memory consists of these two copies: one process writes, the other loads.
+- **two at once**: the trainer's and the engine's process each make such a copy at the same time. A
+  transfer by shared memory consists of these two copies: one process writes, the other loads.
 - **update**: the trainer sends the model over the bus. Its *transfer* is the time from the start
   of the first chunk's put to the last chunk's ack.
 
-Over ``shm`` both ways to send are measured. A model in the trainer's ordinary memory is packed
-into the ring. A model in shared memory (``trainer_agent.share_memory``) is lent.
+Over ``shm`` both ways to send are measured. A model in the trainer's ordinary memory is packed into
+the ring. A model in shared memory (``trainer_agent.share_memory``) is lent.
 
 The second model has many small tensors. It measures the control plane: names, shapes and checks.
 That is the time of an update in which neither the sender puts nor the engine receives or loads. A
@@ -43,7 +43,16 @@ _COMPARED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TransferRun:
-    """Measures one trainer and its engine, with a model of known size."""
+    """A running trainer with one engine, and what ``bench transfer`` measures with them.
+
+    Each method measures one round.
+
+    Attributes:
+        trainer: the trainer's process.
+        engine: the engine's process.
+        size_bytes: the size of the model's weights, in bytes.
+        tensors: how many tensors the model has.
+    """
 
     trainer: Worker
     engine: Worker
@@ -51,16 +60,24 @@ class TransferRun:
     tensors: int
 
     async def memcpy(self) -> dict[str, float]:
-        """Measures one copy in the trainer's process."""
+        """Times one copy of the model's bytes in the trainer's process."""
         return {"took_ms": await self.trainer.ask("memcpy_ms")}
 
     async def two_memcpy(self) -> dict[str, float]:
-        """Measures a copy in the trainer's and the engine's process at the same time."""
+        """Times two copies of the model's bytes at once: the trainer's and the engine's.
+
+        A transfer over shared memory takes the same two copies. The time is that of the slower one.
+        """
         engine = self.engine.ask("memcpy_ms", size_bytes=self.size_bytes)
         return {"took_ms": max(await asyncio.gather(self.trainer.ask("memcpy_ms"), engine))}
 
     async def update(self) -> dict[str, float]:
-        """Measures an update; ``control_ms`` is its time without puts, receives and loads."""
+        """Times one update over the bus, in a pause.
+
+        Returns:
+            Times in ms. ``control_ms`` is the update's time while neither the trainer puts nor the
+                engine receives or loads, and ``control_share`` its share of the update.
+        """
         answer = await self.trainer.ask("update", how="paused")
         calls = [*answer["calls"], *await self.engine.ask("taken_calls")]
         update_ms = (answer["until_s"] - answer["since_s"]) * 1000
@@ -77,7 +94,11 @@ class TransferRun:
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Returns the time that at least one of ``spans`` covers."""
+    """Returns the time that at least one of some spans covers, in seconds.
+
+    Args:
+        spans: begin and end of each span, in seconds.
+    """
     total_s = end_s = 0.0
     for since_s, until_s in sorted(spans):
         total_s += max(0.0, until_s - max(since_s, end_s))
@@ -87,6 +108,10 @@ def covered_s(spans: Iterable[tuple[float, float]]) -> float:
 
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
     """Measures both models; returns the fields of the JSON output: medians and ratios.
+
+    Args:
+        bench: starts the processes.
+        plan: the options.
 
     Raises:
         BenchFailed: a process died.
@@ -139,7 +164,15 @@ async def _large(
 async def started(
     bench: Bench, backend: str, shape: str, amount: int, *, lent: bool = False
 ) -> TransferRun:
-    """Starts a broker, a trainer and an engine."""
+    """Starts a broker, a trainer and an engine, each as a process.
+
+    Args:
+        bench: starts the processes.
+        backend: the transfer backend's name.
+        shape: ``large`` for few large tensors, ``small`` for many small ones.
+        amount: the model's size in MB; for ``small``, the number of its tensors.
+        lent: True keeps the model in shared memory, from where it is sent without a copy.
+    """
     checkpoint = bench.folder() / "checkpoint"
     group = {"broker": await bench.broker(), "group": _GROUP, "folder": str(checkpoint)}
     trainer, made = await bench.start(

@@ -1,8 +1,8 @@
 """Updates engines while requests decode, in several ways that alternate in one run.
 
-A round begins requests. When all of them decode, the gaps of the next tokens are the ordinary ones.
-Then comes one update. Each request must end with all its tokens. In the end all engines must serve
-the same weights, and not those that they began with.
+A round starts requests. When all of them decode, the gaps between the next tokens are recorded as
+the ordinary ones. Then the engines are updated once. Each request must end with all its tokens. In
+the end all engines must serve equal weights, and not those that they began with.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class UpdateRound:
     """The figures of one update under load.
 
     Attributes:
-        figures: ``gap_ms``, the longest gap of any request that overlaps the update;
-            ``step_p50_ms`` and ``step_p99_ms`` of ordinary gaps; ``update_ms``, from its first
-            message to its last; and what a bench adds.
-        steps_ms: ordinary gaps, before the update.
-        lost: requests that ended with fewer tokens.
+        figures: ``gap_ms``, the longest gap between two tokens of a request that overlaps the
+            update; ``step_p50_ms`` and ``step_p99_ms``, of the gaps before the update;
+            ``update_ms``, the update's length; and what a bench adds.
+        steps_ms: the gaps before the update.
+        lost: how many requests ended with too few tokens.
         tokens: when each token came, in ms from the update's begin, and the gap before it.
-        phases_ms: the length of calls, by name.
+        phases_ms: by name of a call, the length of all such calls together.
     """
 
     figures: dict[str, float]
@@ -58,7 +58,14 @@ class UpdateRound:
 
 @dataclass(frozen=True)
 class Measured:
-    """All counted rounds; for each also the time of a raw transfer and of a copy."""
+    """The results of all rounds that count.
+
+    Attributes:
+        rounds: by way, its rounds.
+        raw_ms: the time of one raw transfer, for each turn.
+        copy_ms: the time of one copy in memory, for each turn.
+        arrived: whether all engines serve equal weights in the end, and not their first ones.
+    """
 
     rounds: dict[str, list[UpdateRound]]
     raw_ms: list[float]
@@ -68,19 +75,34 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class LoadedUpdate:
-    """One update under load: the tokens' arrival times, and the trainer's report."""
+    """One update while requests decode.
+
+    Attributes:
+        streams: when the requests' tokens came.
+        decoding_s: since when all requests decode, on ``time.monotonic()``'s clock.
+        answer: what the trainer reports of the update.
+    """
 
     streams: Streams
     decoding_s: float
     answer: dict[str, Any]
 
     def tokens_per_s(self, since_s: float, until_s: float) -> float:
-        """Returns the tokens per second of all requests together, in a period."""
+        """Returns how many tokens per second all requests together got in a period.
+
+        Args:
+            since_s: the period's begin, on ``time.monotonic()``'s clock.
+            until_s: its end.
+        """
         made = tokens_within(self.streams.came, self.streams.pieces, since_s, until_s)
         return made / (until_s - since_s)
 
     def round(self, tokens: int) -> UpdateRound:
-        """Returns the figures that all benches report; each request has ``tokens`` tokens."""
+        """Computes the figures that all benches report.
+
+        Args:
+            tokens: how many tokens each answer must have.
+        """
         came, since_s, until_s = self.streams.came, self.answer["since_s"], self.answer["until_s"]
         steps = gaps_ms(came, self.decoding_s, since_s)
         found = {
@@ -99,7 +121,13 @@ class LoadedUpdate:
 
 
 async def under_load(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> LoadedUpdate:
-    """Starts requests, lets all decode for a while, and then runs an update."""
+    """Starts requests, lets them decode for a while, and then makes an update.
+
+    Args:
+        engines: the trainer and its engines.
+        way: how to update.
+        plan: the options.
+    """
     async with streaming(engines.urls[way], plan.requests, plan.tokens) as streams:
         await streams.have(_BEGUN_TOKENS)
         decoding_s = time.monotonic()
@@ -120,12 +148,12 @@ async def rounds_of(
     Args:
         engines: the trainer and the engines.
         plan: the options.
-        one_round: makes one update of a way.
-        copy: whether copies are measured, too.
+        one_round: makes one update in a way, and returns its figures.
+        copy: whether copies in memory are measured, too.
 
     Raises:
-        BenchFailed: a process died, or a request ended without all its tokens, or before the
-            update did.
+        BenchFailed: a process died, or a request ended too early: without all its tokens, or before
+            its update did.
     """
     before = await engines.serves(NATIVE)
     raw: list[float] = []
@@ -149,7 +177,13 @@ async def rounds_of(
 
 
 def of_way(rounds: Sequence[UpdateRound], size_bytes: int, moved: str) -> dict[str, Any]:
-    """Returns one way's medians; ``moved`` names the time of its transfer, without ``_ms``."""
+    """Returns the medians of one way's rounds.
+
+    Args:
+        rounds: the rounds.
+        size_bytes: the size of the model's weights, in bytes.
+        moved: the figure (without ``_ms``) from whose time the speed of the transfer is computed.
+    """
     found = medians([done.figures for done in rounds])
     steps = [step for done in rounds for step in done.steps_ms]
     return {

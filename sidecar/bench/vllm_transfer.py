@@ -1,4 +1,4 @@
-"""``bench transfer --engine vllm``: what an update costs requests that a server decodes.
+"""``bench transfer --engine vllm``: how an update delays the requests of a server.
 
 A trainer and three servers of one model (:mod:`sidecar.bench.fleet`). Rounds alternate:
 
@@ -9,10 +9,11 @@ A trainer and three servers of one model (:mod:`sidecar.bench.fleet`). Rounds al
 - **raw**: one broadcast of as many bytes between both GPUs, with nothing around it; no requests.
 
 In an update **tensors move** while the trainer puts or sends a chunk, and while the engine
-receives, verifies or loads one. The rest is **control**: either other calls are under way
-(``control_asks_ms``), or none is (``control_idle_ms``: messages are being sent or handled). Each
-moment counts once. ``window_ms`` is the time without steps: from the first PAUSE_LOCAL to the last
-engine resumed, by the broker's clock; without a bus, from the pause's post to the resume's answer.
+receives, verifies or loads one. The rest of the update's time is **control**: either other calls
+are under way (``control_asks_ms``), or none is (``control_idle_ms``: messages are being sent or
+handled). Each moment counts once. ``window_ms`` is the time without steps: from the first
+PAUSE_LOCAL to the last engine resumed, by the broker's clock; without a bus, from the pause's post
+to the resume's answer.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ _MOVES: Final = frozenset({"put", "send", "receive", "verify", "load", "update"}
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
     """Measures all ways; returns the fields of the JSON output: medians and ratios.
 
+    Args:
+        bench: starts the processes.
+        plan: the options.
+
     Raises:
         BenchFailed: a process died, or a request ended without all its tokens.
     """
@@ -66,7 +71,13 @@ async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
 
 
 async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> UpdateRound:
-    """Updates a server once while its requests decode."""
+    """Updates a server once while its requests decode; returns the round's figures.
+
+    Args:
+        engines: the trainer and the servers.
+        way: how to update.
+        plan: the options.
+    """
     [server] = engines.engines[way]
     if way != NATIVE:
         await server.ask("taken_calls")  # drops calls from before this round
@@ -90,12 +101,16 @@ async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> Upd
 def window(
     calls: Sequence[Call], since_s: float, until_s: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the control times of an update, and the length of calls by name.
+    """Splits the time of an update into its calls, and the time between them.
 
     Args:
         calls: the calls of all processes that took part, also before and after the update.
         since_s: when the update began, in seconds of ``time.monotonic()``.
         until_s: when the update ended, on the same clock.
+
+    Returns:
+        ``control_asks_ms`` and ``control_idle_ms``, as in the module's docstring; and by name of a
+            call, the length of all such calls together, in ms.
     """
     inside = [
         (name, max(begun_s, since_s), min(ended_s, until_s))
@@ -114,7 +129,13 @@ def window(
 def figures_of(
     rounds: Mapping[str, Sequence[UpdateRound]], raw_ms: Sequence[float], size_bytes: int
 ) -> dict[str, Any]:
-    """Returns medians of each way, and their ratios."""
+    """Computes the JSON output's figures: medians of each way, and their ratios.
+
+    Args:
+        rounds: by way, its rounds.
+        raw_ms: the times of raw transfers, in ms.
+        size_bytes: the size of the model's weights, in bytes.
+    """
     ways = {way: _of_way(done, size_bytes) for way, done in rounds.items()}
     raw = gb_per_s(size_bytes, median(raw_ms))
     gaps_ms = {way: each["gap_ms"] for way, each in ways.items()}

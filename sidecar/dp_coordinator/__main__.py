@@ -1,4 +1,4 @@
-"""Runs a DP coordinator: ``python -m sidecar.dp_coordinator``."""
+"""The program of a DP coordinator: ``python -m sidecar.dp_coordinator``."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _end_of_parent(parent: int, end: asyncio.Event) -> Iterator[None]:
 
 
 def main() -> int:
-    """Runs the command, and returns its exit code."""
+    """Runs the program, and returns its exit code: 2 for wrong options."""
     try:
         coordinator.main(standalone_mode=False)
     except click.ClickException as error:

@@ -57,12 +57,17 @@ _status_decoder = msgspec.msgpack.Decoder(tuple[Any, _Number, bool])
 
 
 class BadFrame(WavebusError):
-    """A frame can't be decoded; the text says what is wrong."""
+    """A frame can't be decoded; the text says what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRequest:
-    """A front end sends ``rank`` a request while no wave runs, and expects ``wave`` next."""
+    """FIRST_REQ: a front end sends a rank a request while no wave runs.
+
+    Attributes:
+        rank: the rank that gets the request, and steps without being woken.
+        wave: the wave that the front end expects to start.
+    """
 
     rank: int
     wave: int
@@ -70,12 +75,12 @@ class FirstRequest:
 
 @dataclass(frozen=True, slots=True)
 class CoreReport:
-    """A core's report of its waves.
+    """A core's report that a wave is complete, or has started.
 
     Attributes:
         rank: the core's rank.
-        complete: the wave that is complete; None if the report is about something else.
-        started: the wave that has started; None if the report is about something else.
+        complete: the number of the wave that is complete; None if the report says nothing of one.
+        started: the number of the wave that has started; None if the report says nothing of one.
     """
 
     rank: int
@@ -85,7 +90,13 @@ class CoreReport:
 
 @dataclass(frozen=True, slots=True)
 class WaveStatus:
-    """The coordinator's message to front ends: the wave, and whether it runs."""
+    """The coordinator's message to front ends about the current wave.
+
+    Attributes:
+        wave: the number of the wave.
+        running: True while the wave runs; False if ``wave`` is the next one, and all ranks are
+            idle.
+    """
 
     wave: int
     running: bool
@@ -93,7 +104,13 @@ class WaveStatus:
 
 @dataclass(frozen=True, slots=True)
 class StartWave:
-    """START_DP_WAVE: all cores but rank ``excluded`` start ``wave``."""
+    """START_DP_WAVE: the coordinator's message to all cores to start a wave.
+
+    Attributes:
+        wave: the wave's number.
+        excluded: the rank that does not need the message, because a request has woken it; None if
+            all ranks need it.
+    """
 
     wave: int
     excluded: int | None = None
@@ -103,13 +120,18 @@ class StartWave:
 
 
 def decode_front_frame(parts: Sequence[bytes], size: int) -> FirstRequest | bool:
-    """Decodes a frame of a front end of a group of ``size`` ranks.
+    """Decodes a message from a front end to the coordinator.
+
+    Args:
+        parts: the parts of the ZeroMQ message.
+        size: how many ranks the DP group has.
 
     Returns:
-        A request, or whether the front end subscribes (True) or unsubscribes (False).
+        True if the front end subscribes, False if it unsubscribes. Any other message is a request
+            for a wave: the decoded :class:`FirstRequest`.
 
     Raises:
-        BadFrame: no front end sends such a frame.
+        BadFrame: the message is none of these, or names a rank that does not exist.
     """
     frame = _only(parts)
     if frame in (SUBSCRIBE, UNSUBSCRIBE):
@@ -123,14 +145,14 @@ def decode_front_frame(parts: Sequence[bytes], size: int) -> FirstRequest | bool
 
 
 def decode_core_frame(parts: Sequence[bytes], size: int) -> CoreReport:
-    """Decodes a core's report.
+    """Decodes a core's report to the coordinator.
 
     Args:
         parts: the parts of the ZeroMQ message.
         size: how many ranks the DP group has.
 
     Raises:
-        BadFrame: the message is not a valid report.
+        BadFrame: the message is not a valid report, or its rank does not exist.
     """
     try:
         items = _report.decode(_only(parts))
@@ -145,10 +167,16 @@ def decode_core_frame(parts: Sequence[bytes], size: int) -> CoreReport:
 
 
 def is_core_subscription(parts: Sequence[bytes]) -> bool:
-    """Returns whether a core subscribes (True) or unsubscribes (False).
+    """Decodes a core's subscription message.
+
+    Args:
+        parts: the parts of the ZeroMQ message.
+
+    Returns:
+        True if the core subscribes, False if it unsubscribes.
 
     Raises:
-        BadFrame: the frame is neither of these.
+        BadFrame: the message is neither.
     """
     frame = _only(parts)
     if frame not in (SUBSCRIBE, UNSUBSCRIBE):
@@ -157,12 +185,16 @@ def is_core_subscription(parts: Sequence[bytes]) -> bool:
 
 
 def encode_start_wave(message: StartWave) -> tuple[bytes, bytes]:
-    """Encodes START_DP_WAVE for all cores."""
+    """Encodes START_DP_WAVE for all cores; returns the two parts of the ZeroMQ message."""
     return _START, _encode((message.wave, message.excluded))
 
 
 def encode_wave_status(message: WaveStatus) -> bytes:
-    """Encodes the status of the wave for all front ends, without counts of requests."""
+    """Encodes the status of the wave for all front ends.
+
+    vLLM's message also has each core's number of requests, for its own load balancer. They are left
+    out.
+    """
     return _encode((None, message.wave, message.running))
 
 
@@ -170,12 +202,12 @@ def encode_wave_status(message: WaveStatus) -> bytes:
 
 
 def encode_first_request(message: FirstRequest) -> bytes:
-    """Encodes FIRST_REQ, as a front end sends it."""
+    """Encodes FIRST_REQ, for the embedded engine's front end."""
     return _encode((message.rank.to_bytes(2, "little"), message.wave))
 
 
 def encode_core_report(message: CoreReport) -> bytes:
-    """Encodes a core's report."""
+    """Encodes a core's report, for the embedded engine's core."""
     items: list[object] = [None] * _REPORT_LENGTH
     items[:4] = [message.rank, [], None, 0.0]
     items[_COMPLETE_AT], items[_STARTED_AT] = message.complete, message.started
@@ -183,10 +215,16 @@ def encode_core_report(message: CoreReport) -> bytes:
 
 
 def decode_frame_to_core(parts: Sequence[bytes]) -> StartWave | None:
-    """Decodes a frame from the coordinator to cores; returns None for READY.
+    """Decodes a message from the coordinator to the cores.
+
+    Args:
+        parts: the parts of the ZeroMQ message.
+
+    Returns:
+        The wave to start; None for READY, which says that all cores have subscribed.
 
     Raises:
-        BadFrame: the coordinator sends no such frame.
+        BadFrame: the message is neither.
     """
     if list(parts) == [READY]:
         return None
@@ -199,10 +237,13 @@ def decode_frame_to_core(parts: Sequence[bytes]) -> StartWave | None:
 
 
 def decode_frame_to_front(parts: Sequence[bytes]) -> WaveStatus:
-    """Decodes a frame from the coordinator to front ends.
+    """Decodes the coordinator's message to front ends, which is the status of the wave.
+
+    Args:
+        parts: the parts of the ZeroMQ message.
 
     Raises:
-        BadFrame: the coordinator sends no such frame.
+        BadFrame: the message is no status of a wave.
     """
     try:
         _, wave, running = _status_decoder.decode(_only(parts))

@@ -1,7 +1,7 @@
 """Starts a DP coordinator as a child process, and watches it.
 
-vLLM's plugin and the embedded engine use this module, which imports the standard library alone. The
-DP coordinator ends with this process, however that ends. It shares neither the terminal nor the
+vLLM's plugin and the embedded engine use this module, so it imports neither vllm nor torch. The DP
+coordinator ends when this process ends, in whatever way. It shares neither the terminal nor the
 process group of this process.
 """
 
@@ -33,7 +33,13 @@ class DpCoordinatorFailed(WavebusError):
 
 @dataclass(frozen=True, slots=True)
 class DpCoordinatorAddresses:
-    """The addresses of a DP coordinator's three sockets (:mod:`bus.runtime.zmq_dp`)."""
+    """The addresses of a DP coordinator's three sockets (:mod:`bus.runtime.zmq_dp`).
+
+    Attributes:
+        front: where front ends get the status of waves, and send requests for a wave.
+        core_in: where engine cores get START_DP_WAVE.
+        core_out: where engine cores send their reports.
+    """
 
     front: str
     core_in: str
@@ -43,17 +49,18 @@ class DpCoordinatorAddresses:
 class DpCoordinatorProcess:
     """Runs one DP coordinator as a child process, from construction to :meth:`stop`.
 
-    It has the attributes of a ``multiprocessing.Process`` that vLLM watches: ``pid``, ``name``,
-    ``sentinel``, ``exitcode`` and so on.
+    vLLM watches its coordinator as a ``multiprocessing.Process``. So this class has that class's
+    attributes, too: ``pid``, ``name``, ``sentinel``, ``exitcode`` and so on.
 
     Args:
         dp_group: the DP group's name on the bus.
         size: how many ranks the DP group has.
         host: the address on which the DP coordinator listens.
-        broker: the broker's address; empty: the DP coordinator uses no broker.
-        group: the group on the bus.
+        broker: the broker's address; empty: the DP coordinator decides alone.
+        group: the group on the bus that the DP group belongs to.
         env: the process's environment.
-        on_death: called in a thread with the exit code, if the process ends unexpectedly.
+        on_death: called with the exit code, in a thread, if the process ends without :meth:`stop`,
+            :meth:`terminate` or :meth:`kill`.
 
     Raises:
         DpCoordinatorFailed: the process ended, or printed no addresses within a minute.
@@ -117,16 +124,24 @@ class DpCoordinatorProcess:
         self._process.kill()
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until the process has ended, for at most ``timeout`` seconds."""
+        """Waits until the process has ended.
+
+        Args:
+            timeout: the longest wait, in seconds; None waits without a limit. After it, the method
+                returns while the process still runs.
+        """
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             return
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Ends the process by closing its stdin, and kills it after ``timeout_s`` seconds.
+        """Ends the process by closing its stdin, and kills it if that takes too long.
 
-        A second call, or one in a forked process, does nothing.
+        A second call does nothing, nor does a call in a process forked from this one.
+
+        Args:
+            timeout_s: how long the process may take to end, in seconds; None: 5 s.
         """
         if self._owner != os.getpid() or self._process.stdin is None:
             return

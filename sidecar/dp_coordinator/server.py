@@ -1,6 +1,7 @@
-"""Runs a DP coordinator: sockets to the DP group, a peer, and a timer.
+"""Serves one DP group as its coordinator: sockets to the DP group, a link to the broker, a timer.
 
-The broker decides while it is reachable, and nothing ever waits for it. See
+While the broker is reachable, it decides which waves start. Otherwise the coordinator decides
+alone, so that requests never wait for the broker. Both decisions are in
 :mod:`bus.protocol.dp.coordinator`.
 """
 
@@ -33,18 +34,18 @@ REFUSED_RETRY_MS: Final = 5_000.0
 
 
 class DpCoordinatorServer:
-    """The coordinator of one DP group, from construction to :meth:`close`.
+    """Serves one DP group as its coordinator, from construction to :meth:`close`.
 
     Args:
         dp_group: the DP group's name on the bus.
         size: how many ranks the DP group has.
         host: the address to listen on, such as ``127.0.0.1``.
-        broker: a broker's address; empty: every decision is made here. Keys come from the
+        broker: the broker's address; empty: the coordinator decides alone. Keys come from the
             environment (:func:`bus.keys.security`).
         group: the group on the bus that the DP group belongs to.
 
     Raises:
-        UsageError: the host or the broker's address is wrong, or a key.
+        UsageError: the host, the broker's address or a key is wrong.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class DpCoordinatorServer:
             raise
 
     def start(self) -> None:
-        """Begins to serve the DP group, and to join the bus."""
+        """Begins to receive from the DP group, and to join the bus."""
         self.sockets.listen(
             on_front=self._on_front,
             on_core_subscription=self._on_core_subscription,

@@ -1,4 +1,7 @@
-"""The embedded engine: a small real inference engine in torch, for hosts without a GPU."""
+"""The embedded engine: a small real inference engine in torch, for tests and the demo.
+
+It needs no GPU and no vLLM, and takes updates over the bus as a vLLM does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the ``config.json`` of a Hugging Face style folder."""
+"""Reads a Qwen3 model's ``config.json``, as Hugging Face's libraries write it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _OTHER_NAMES: Final = {"num_local_experts": "num_experts", "torch_dtype": "dtype
 
 
 def read_config(folder: Path, dtype: str = "auto") -> Qwen3Config:
-    """Reads ``folder/config.json``.
+    """Reads the sizes of a network from a checkpoint's ``config.json``.
 
     Args:
         folder: the checkpoint's folder.
-        dtype: the parameters' dtype; ``auto`` takes the file's.
+        dtype: the dtype to use for the parameters; ``auto`` takes the file's.
 
     Raises:
         UsageError: a field is missing or not supported. The text names the file and the field.

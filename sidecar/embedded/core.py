@@ -19,7 +19,8 @@ While the core is paused, new requests wait, and so do those that had not begun.
 the resume, over prompt and output so far. Otherwise they continue with the keys and values that
 they had, even if new weights were loaded meanwhile.
 
-A second pause replaces one that has not returned yet, and both return together.
+If a pause is requested before an earlier one has returned, its mode replaces the earlier one's, and
+both return together.
 
 A core that steps together with others is a :class:`sidecar.embedded.parallel.core.LockstepCore`.
 """
@@ -61,7 +62,7 @@ class EngineCore:
 
     Args:
         model: the model; only the core's thread uses it from now on.
-        slots: sequences that may run at once.
+        slots: how many sequences may run at once.
         publish: called in the core's thread with the results of a step, at most once per step, and
             before the answer of a call that ended requests.
         died: called in the core's thread, once, if the core crashes.
@@ -101,7 +102,7 @@ class EngineCore:
     # Called from other threads
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the core's thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -110,10 +111,10 @@ class EngineCore:
         self._thread.join()
 
     def submit(self, request: GenerationRequest, wave: int = 0) -> None:
-        """Queues a request; its deltas go to ``publish``.
+        """Queues a request; a closed core ends it at once.
 
         Args:
-            request: the request.
+            request: the request, whose results go to ``publish``.
             wave: the wave for which the front end has sent the request; 0 without waves.
 
         Raises:
@@ -131,10 +132,10 @@ class EngineCore:
         self._put(run)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Runs ``action`` between two steps.
+        """Runs ``action`` in the core's thread between two steps; its result is the future's.
 
-        The future raises an :class:`EngineError` of ``action``. Any other error is a defect and
-        ends the core, as does an :class:`EngineDead`.
+        The future raises an :class:`EngineError` of ``action``. Any other error is a defect, and
+        ends the core; :class:`EngineDead` does, too.
         """
         future: Future[T] = Future()
 
@@ -168,7 +169,7 @@ class EngineCore:
         return future
 
     def admit(self, *, open: bool) -> Future[None]:  # noqa: A002 - as in the protocol
-        """Opens admission, or closes it: every new request then ends without a token."""
+        """Opens admission, or closes it: then every new request ends without a token."""
 
         def run() -> None:
             self._admits = open
@@ -180,7 +181,7 @@ class EngineCore:
         return self.call(lambda: self._abort(lambda _: True))
 
     def clear_cache(self) -> Future[None]:
-        """Discards keys and values, in a pause."""
+        """Discards keys and values of all requests; allowed only in a pause."""
 
         def run() -> None:
             self.require_paused("clear_cache")
@@ -191,13 +192,13 @@ class EngineCore:
     def swap(
         self, check: Callable[[], None], take: Callable[[], None], *, clear_cache: bool
     ) -> Future[None]:
-        """Changes the weights by ``take`` between two steps.
+        """Changes the weights between two steps, if a check allows it.
 
-        The future raises :class:`EngineError` of code ``called_off`` if nothing has changed.
+        The future raises :class:`EngineError` of code ``called_off`` if nothing was changed.
 
         Args:
-            check: raises, before anything happens, if the swap is not possible.
-            take: changes the weights.
+            check: called first; raises if the swap is not possible.
+            take: called if ``check`` has returned; changes the weights.
             clear_cache: whether requests recompute their keys and values.
         """
 
@@ -208,11 +209,11 @@ class EngineCore:
         return self.call(run)
 
     def call_off(self) -> Future[None]:
-        """Cancels a swap that has not been made."""
+        """Cancels a swap that waits for other ranks; here none ever waits."""
         return self.call(lambda: None)
 
     def probe(self, requests: Sequence[GenerationRequest]) -> Future[tuple[ProbeResult, ...]]:
-        """Runs the canary's probes in the pause, and leaves other requests as they are."""
+        """Runs the canary's probes in a pause; requests from before it stay as they are."""
 
         def run() -> tuple[ProbeResult, ...]:
             self.require_paused("a probe")
@@ -229,7 +230,7 @@ class EngineCore:
         return self.call(run)
 
     def abort(self, request_id: str) -> None:
-        """Ends one request, unless it has ended."""
+        """Ends one request with the tokens it has; does nothing if it has ended."""
 
         def run() -> None:
             self._abort(lambda request: request.id == request_id)
@@ -237,7 +238,7 @@ class EngineCore:
         self._put(run)
 
     def fail(self, reason: str) -> None:
-        """Ends the core as a crash does, for a reason outside the core."""
+        """Ends the core with this reason, as if it had crashed. Safe in any thread."""
 
         def run() -> None:
             raise EngineDead(reason)
@@ -249,7 +250,7 @@ class EngineCore:
     # Called in the core's thread, from control calls
 
     def require_paused(self, what: str) -> None:
-        """Rejects the call named ``what`` unless the core is in a completed pause.
+        """Rejects a call unless the core is in a completed pause; ``what`` names the call.
 
         Raises:
             EngineError: code ``wrong_state``.
@@ -263,7 +264,7 @@ class EngineCore:
         """Gives the model's memory back to the system.
 
         Raises:
-            EngineError: code ``wrong_state``, unless paused with the cache discarded.
+            EngineError: code ``wrong_state``: no pause, or one that kept keys and values.
         """
         self.require_paused("sleep")
         if self._scheduler.running:
@@ -276,8 +277,8 @@ class EngineCore:
         """Resumes scheduling with the next step.
 
         Raises:
-            EngineError: code ``wrong_state``, without a pause that has returned;
-                ``engine_asleep``, if memory is not allocated.
+            EngineError: code ``wrong_state``: there is no pause that has returned;
+                ``engine_asleep``: memory is not allocated.
         """
         self.require_paused("resume")
         self._require_awake("resume")

@@ -1,4 +1,4 @@
-"""The embedded engine: a small real inference engine in this process, on the CPU."""
+"""The embedded engine's adapter: implements the sidecar's interface in this process."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ _EXACT: Final = True  # draws are keyed by position
 
 
 class EmbeddedEngine:
-    """Implements :class:`sidecar.engine.Engine` in one event loop, and serves requests itself.
+    """A small inference engine in this process: serves requests, and takes updates.
 
-    Cancelling a call does not undo the request: as with vLLM, the engine still executes it.
+    As with vLLM, cancelling a call (:class:`sidecar.engine.Engine`) does not undo it.
 
     Args:
         model: a folder with ``config.json`` and ``*.safetensors`` of a Qwen3 model.
-        host, port, api_key: of the HTTP data plane (:class:`sidecar.embedded.server.DataPlane`);
+        host, port, api_key: of the HTTP server (:class:`sidecar.embedded.server.DataPlane`);
             without a host there is none.
-        max_num_seqs: sequences that may run at once; others wait.
-        max_model_len: tokens of one sequence, prompt and output. Default: the model's limit, but
-            at most 2048.
+        max_num_seqs: how many sequences may run at once; others wait.
+        max_model_len: tokens of one sequence, prompt and output. Default: the model's limit, but at
+            most 2048.
         dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's.
         served_model_name: the name in ``/v1/models``. Default: the folder's path.
         dp: the engine's rank in a data parallel group, whose model needs experts. :meth:`start`
@@ -132,7 +132,7 @@ class EmbeddedEngine:
     # Life
 
     async def start(self) -> EngineInfo:
-        """Loads the model and begins to serve; returns the description of the engine."""
+        """Loads the model and begins to serve; returns the engine's properties."""
         self._loop = asyncio.get_running_loop()
         self._death = self._loop.create_future()
         try:
@@ -182,7 +182,7 @@ class EmbeddedEngine:
             await self._rank.close()
 
     async def died(self) -> str:
-        """Waits until the engine dies; returns the reason."""
+        """Waits until the engine dies, and returns the reason."""
         if self._death is None:
             raise EngineError("the engine is not started")
         return await asyncio.shield(self._death)
@@ -201,7 +201,7 @@ class EmbeddedEngine:
         return tuple(self._generations)
 
     def core_view(self) -> CoreStatusView | None:
-        """Returns the contents of the core's status page; None after the core's end."""
+        """Returns what the core's status page shows now; None after the engine's end."""
         return None if self._closed else self._page.view()
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:  # noqa: ARG002
@@ -209,11 +209,11 @@ class EmbeddedEngine:
         return None
 
     def abandoned_pause(self) -> AbandonedPause | None:
-        """Returns None: no pause outlives the sidecar, which is in this process."""
+        """Returns None: the engine ends with its sidecar, so no pause is left behind."""
         return None
 
     async def version(self) -> int:
-        """Returns the version of the weights that are served."""
+        """Returns the version of the weights that are served; 0 before the first commit."""
         return self._started().version
 
     # Requests
@@ -221,15 +221,15 @@ class EmbeddedEngine:
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, stream: bool = True
     ) -> Generation:
-        """Begins a request, and returns an iterator over its deltas.
+        """Begins a request, and returns an iterator over its results.
 
-        Nothing is checked here: :func:`sidecar.embedded.http_messages.check_request` checks a
-        request.
+        The caller has checked the request (:func:`sidecar.embedded.http_messages.check_request`).
 
         Args:
             token_ids: the prompt, shorter than ``max_model_len``.
             params: how to choose tokens, and when to stop.
-            stream: whether each token makes a delta; otherwise each choice makes one at its end.
+            stream: True: the iterator yields every token at once; False: each choice when it has
+                ended.
 
         Raises:
             EngineDead: the engine is gone.
@@ -254,7 +254,7 @@ class EmbeddedEngine:
     # Control
 
     async def join_run(self, run: str) -> None:
-        """Does nothing: the caches are in this process, so they hold no other run's entries."""
+        """Does nothing: the engine keeps its caches to itself, so no other run's are found."""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stops generation; returns when no step runs and none will start."""
@@ -273,11 +273,11 @@ class EmbeddedEngine:
         await self._call(self._started().memory.wake_weights)
 
     async def wake(self) -> None:
-        """Allocates all memory again, and resumes."""
+        """Allocates all memory again, and resumes generation."""
         await self._call(self._update().wake)
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """Opens admission, or closes it: every new request then ends without a token."""
+        """Opens admission, or closes it: then every new request ends without a token."""
         await _answer(self._started().admit(open=open))
 
     async def abort_requests(self) -> int:
@@ -285,18 +285,18 @@ class EmbeddedEngine:
         return await _answer(self._started().abort_all())
 
     async def clear_cache(self) -> None:
-        """Discards keys and values, in a pause."""
+        """Discards keys and values of all requests; allowed only in a pause."""
         await _answer(self._started().clear_cache())
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Opens the receiving end of a transport; returns 1, the number of chunks in flight."""
+        """Connects to the sender; returns 1: a chunk is loaded before the next is received."""
         await self._transport(lambda: self._update().open_transfer(backend, params, place))
         return 1
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
-        """Checks an update's manifest; returns whether and how the update can be staged."""
+        """Checks whether an update fits the model, and whether it can be staged."""
         self._started()
         require_model(target)
         return self._update().arm(manifest, staging)
@@ -304,19 +304,19 @@ class EmbeddedEngine:
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False
     ) -> None:
-        """Opens the armed update; ``recover`` replaces an update that has failed."""
+        """Prepares to load the armed update; ``recover`` discards an update that broke off."""
         require_model(target)
         await self._call(partial(self._update().start, recover=recover, staged=staged))
 
     async def receive(self, chunk: Chunk) -> None:
-        """Receives a chunk from the transport."""
+        """Receives a chunk's tensors from the transport, without loading them."""
         updater = self._update()
         await self._transport(
             partial(updater.receive, chunk), short=updater.is_short(len(chunk.tensors))
         )
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Verifies the received chunk, and loads it into the weights or into the staged ones."""
+        """Verifies the received chunk, and copies it into the weights or the staged ones."""
         updater = self._update()
         if sums:
             short = updater.is_short(updater.received_tensors, verify)
@@ -327,12 +327,12 @@ class EmbeddedEngine:
             await self._call(partial(updater.load, seq))
 
     async def restore(self, target: Target = "model") -> None:
-        """Ends an update that has changed no weights."""
+        """Ends an update that has not changed the served weights."""
         require_model(target)
         await self._call(self._update().restore)
 
     async def finish_update(self) -> None:
-        """Completes the loading, if all chunks are loaded."""
+        """Checks that all chunks are loaded, before the commit."""
         await self._call(self._update().finish)
 
     async def probe(
@@ -344,7 +344,7 @@ class EmbeddedEngine:
         mode: PauseMode,  # noqa: ARG002 - frozen requests stay so
         clear_cache: bool,  # noqa: ARG002 - the cache is given back
     ) -> tuple[ProbeResult, ...]:
-        """Runs the canary's prompts in the pause, and leaves the requests as they are."""
+        """Runs the canary's probes in the pause; requests stay as they are."""
         core, updater = self._started(), self._update()
         updater.require_finished("a probe")
         requests = probe_requests(
@@ -353,7 +353,7 @@ class EmbeddedEngine:
         return await _answer(core.probe(requests))
 
     async def commit(self, version: int) -> None:
-        """Serves the loaded weights as ``version``."""
+        """Makes the engine report the loaded weights as ``version`` from now on."""
         await self._call(partial(self._update().commit, version))
 
     async def swap(self, version: int, *, clear_cache: bool) -> None:
@@ -363,7 +363,7 @@ class EmbeddedEngine:
         await _answer(self._started().swap(check, take, clear_cache=clear_cache))
 
     async def call_off(self) -> None:
-        """Cancels a swap that waits for peer ranks."""
+        """Cancels a swap that waits for peer ranks, unless all have agreed to swap."""
         await _answer(self._started().call_off())
 
     # Inside

@@ -1,7 +1,7 @@
-"""The JSON of the data plane: vLLM's ``POST /inference/v1/generate``, tokens only.
+"""The JSON of ``POST /inference/v1/generate``, vLLM's route with tokens in and out.
 
-Field names and shapes are vLLM's, so that one client works with both. The embedded engine
-rejects fields that it does not support, by name.
+Field names and shapes are vLLM's, so that one client works with both. The embedded engine rejects
+fields that it does not support, and names the field.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ _MODE: Final = {"output_mode": "tokens"}
 
 
 class BadRequest(Exception):
-    """The request can't be served. ``field`` is a path such as ``sampling_params.n``."""
+    """A request can't be served, because one of its fields is wrong.
+
+    Args:
+        field: the field's path, such as ``sampling_params.n``; empty if the body is not JSON.
+        detail: what is wrong.
+    """
 
     def __init__(self, field: str, detail: str) -> None:
         super().__init__(f"{field}: {detail}" if field else detail)
@@ -34,7 +39,15 @@ class BadRequest(Exception):
 
 
 class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a generate request."""
+    """The body of a generate request; vLLM's names.
+
+    Attributes:
+        token_ids: the prompt.
+        sampling_params: how to choose tokens, and when to stop.
+        request_id: the client's id for the request; None: the engine makes one.
+        model: the model that the client expects, or None.
+        stream: True sends every token at once, as server-sent events; False sends one answer.
+    """
 
     token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)]
     sampling_params: SamplingParams
@@ -63,7 +76,14 @@ def decode_request(raw: bytes) -> GenerateBody:
 def check_request(
     body: GenerateBody, *, vocab_size: int, max_model_len: int, max_num_seqs: int, model: str
 ) -> None:
-    """Checks ``body`` against the engine's limits; ``max_num_seqs`` counts sequences.
+    """Checks a request against the engine's limits.
+
+    Args:
+        body: the request.
+        vocab_size: how many tokens the vocabulary has.
+        max_model_len: how many tokens a sequence may have, prompt and output.
+        max_num_seqs: how many sequences may run at once.
+        model: the name of the served model.
 
     Raises:
         BadRequest: the text names the wrong field.
@@ -93,7 +113,14 @@ def check_request(
 def encode_response(
     outputs: Sequence[Delta], *, request_id: str, model: str, prompt_len: int
 ) -> bytes:
-    """Encodes the answer to a request that doesn't stream."""
+    """Encodes the whole answer to a request that doesn't stream.
+
+    Args:
+        outputs: the output of each choice.
+        request_id: the request's id.
+        model: the name of the served model.
+        prompt_len: how many tokens the prompt has.
+    """
     produced = sum(len(output.token_ids) for output in outputs)
     answer = {
         "request_id": request_id,
@@ -110,7 +137,12 @@ def encode_response(
 
 
 def encode_chunk(delta: Delta, *, request_id: str) -> bytes:
-    """Encodes one delta as a server-sent event."""
+    """Encodes new tokens of a request that streams, as one server-sent event.
+
+    Args:
+        delta: the new tokens.
+        request_id: the request's id.
+    """
     chunk = {"request_id": request_id, "choices": [_choice(delta)], **_MODE}
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 

@@ -1,4 +1,4 @@
-"""The memory of a sleeping model: given back to the system, and allocated again.
+"""Frees the memory of a sleeping model, and allocates it again.
 
 ::
 
@@ -12,8 +12,9 @@
                    wake_weights      (same)         nothing
     AWAKE          wake              AWAKE          nothing
 
-Tensors keep their identity: only their storage is released and allocated. A GPU engine copies its
-weights to CPU memory. Here both are in CPU memory, so level 1 frees only the KV cache.
+Tensors keep their identity: only their storage is released and allocated. On a GPU, level 1 moves
+the weights to CPU memory. Here they are in CPU memory already, and the copy takes as much as they
+did, so level 1 frees only the KV cache.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _NAN_BYTE: Final = 0xFF
 
 
 class ModelMemoryState(StrEnum):
-    """The states in the table above."""
+    """Which memory of a model is allocated; the module's table shows the changes."""
 
     AWAKE = "awake"
     ASLEEP = "asleep"
@@ -48,7 +49,14 @@ _S = ModelMemoryState
 
 
 class ModelMemory:
-    """The memory of one model. All methods run in the core's thread, between steps."""
+    """Frees and allocates the memory of one model. All methods run in the core's thread.
+
+    Args:
+        model: the model, with its weights and KV cache.
+
+    Attributes:
+        state: which memory is allocated.
+    """
 
     def __init__(self, model: ModelRunner) -> None:
         self.state = _S.AWAKE
@@ -58,10 +66,13 @@ class ModelMemory:
         self._kept: list[torch.Tensor] = []
 
     def sleep(self, level: SleepLevel) -> None:
-        """Frees the memory of weights and KV cache.
+        """Frees the memory of the weights and the KV cache.
+
+        Args:
+            level: 1 keeps a copy of the weights, 2 discards them.
 
         Raises:
-            EngineError: code ``wrong_state``, if the engine sleeps.
+            EngineError: code ``wrong_state``: the engine sleeps already.
         """
         if self.state is _S.ASLEEP:
             raise EngineError(f"sleep: the engine is {self.state}", code=NackCode.WRONG_STATE)
@@ -71,7 +82,7 @@ class ModelMemory:
         self.state = _S.ASLEEP
 
     def wake_weights(self) -> None:
-        """Allocates the weights' memory again."""
+        """Allocates the weights' memory again; after level 2 its content is NaN."""
         if self.state is not _S.ASLEEP:
             return
         for index, storage in enumerate(self._weights):
@@ -84,7 +95,7 @@ class ModelMemory:
         self.state = _S.WEIGHTS_AWAKE
 
     def wake(self) -> None:
-        """Allocates all memory again."""
+        """Allocates all memory that is still freed: the weights' and the KV cache's."""
         self.wake_weights()
         if self.state is _S.WEIGHTS_AWAKE:
             for storage in self._cache:
@@ -93,7 +104,10 @@ class ModelMemory:
             self.state = _S.AWAKE
 
     def require_weights(self, what: str) -> None:
-        """Rejects the call named ``what`` while the weights sleep.
+        """Rejects a call while the weights have no memory.
+
+        Args:
+            what: names the call, for the error.
 
         Raises:
             EngineError: code ``engine_asleep``.

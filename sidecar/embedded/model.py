@@ -1,7 +1,8 @@
 """Runs a Qwen3 network step by step, with a cache of keys and values.
 
-Row ``i`` of a decode batch is slot ``i`` of the cache. So a batch of ``n`` sequences is the first
-``n`` slots, and nothing is gathered. The owner of the batch closes gaps with :meth:`KvCache.move`.
+Each running sequence has a slot of the cache. A batch of ``n`` sequences is in the first ``n``
+slots, so that a step reads the cache without gathering slots. When a sequence ends, the owner of
+the batch fills the gap with :meth:`KvCache.move`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,16 @@ if TYPE_CHECKING:
 
 
 class KvCache:
-    """Keys and values of every slot: [layers, slots, kv_heads, max_len, head_dim].
+    """Stores the keys and values of running sequences, one slot for each sequence.
 
-    Positions behind a sequence's length enter the arithmetic with a weight of zero. They must be
-    finite, so the cache begins with zeros.
+    Both are tensors of shape [layers, slots, kv_heads, max_len, head_dim]. Positions beyond a
+    sequence's length enter the attention with weight zero, and must be finite for that. So the
+    cache begins with zeros.
+
+    Args:
+        config: the network's sizes.
+        slots: how many sequences may run at once.
+        max_len: how many tokens a sequence may have.
     """
 
     def __init__(self, config: Qwen3Config, slots: int, max_len: int) -> None:
@@ -42,27 +49,39 @@ class KvCache:
         self._touched = 0
 
     def rows(self, positions: Tensor, deepest: int) -> Tensor:
-        """Returns the row indices of one position per slot, [n * kv_heads].
+        """Returns where to write one position per slot, as row indices [n * kv_heads].
 
-        The indices count rows of one layer's flattened cache: (slot, head, position).
+        :meth:`put` takes these indices. They count the rows of one layer's cache, flattened over
+        slot, head and position.
 
         Args:
-            positions: the position of each slot, [n].
+            positions: the position to write in each of the first ``n`` slots, [n].
             deepest: the largest position plus 1; :meth:`clear` zeroes the positions below it.
         """
         self._touched = max(self._touched, deepest)
         return (self._slot_rows[: len(positions)] + positions[:, None]).view(-1)
 
     def put(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Writes one position per slot; ``key`` and ``value`` are [n, kv_heads, head_dim]."""
+        """Writes one position of each slot, for sequences that decode.
+
+        Args:
+            layer: the layer's number, from 0.
+            rows: where to write, from :meth:`rows`.
+            key: [n, kv_heads, head_dim].
+            value: [n, kv_heads, head_dim].
+        """
         dim = key.shape[-1]
         self._flat_keys[layer].index_copy_(0, rows, key.reshape(-1, dim))
         self._flat_values[layer].index_copy_(0, rows, value.reshape(-1, dim))
 
     def fill(self, layer: int, first: int, key: Tensor, value: Tensor) -> None:
-        """Writes slots from ``first`` on, and positions from 0 on.
+        """Writes whole prompts of new sequences, into neighbouring slots from position 0 on.
 
-        ``key`` and ``value`` are [b, kv_heads, time, head_dim].
+        Args:
+            layer: the layer's number, from 0.
+            first: the first sequence's slot.
+            key: [sequences, kv_heads, tokens, head_dim].
+            value: [sequences, kv_heads, tokens, head_dim].
         """
         count, _, time, _ = key.shape
         self._touched = max(self._touched, time)
@@ -70,32 +89,48 @@ class KvCache:
         self.values[layer, first : first + count, :, :time] = value
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies the first ``length`` positions of a slot over another slot."""
+        """Copies a sequence into another slot, over what is there.
+
+        Args:
+            source: the sequence's slot.
+            target: the slot to copy to.
+            length: how many positions the sequence has.
+        """
         for cache in (self.keys, self.values):
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
     def clear(self) -> None:
-        """Discards all keys and values."""
+        """Discards all keys and values: overwrites them with zeros."""
         self.keys[:, :, :, : self._touched] = 0
         self.values[:, :, :, : self._touched] = 0
         self._touched = 0
 
     def restore(self, keys: Tensor, values: Tensor) -> None:
-        """Replaces all keys and values by copies that were made before."""
+        """Replaces the whole content, after the canary's probes have used the cache.
+
+        Args:
+            keys: a copy of the keys, made before.
+            values: a copy of the values, made before.
+        """
         self.keys.copy_(keys)
         self.values.copy_(values)
         self._touched = self.max_len
 
 
 class ModelRunner:
-    """Runs a network with its cache. ``parameters`` are loaded in place, only between steps.
+    """Computes the steps of one network, with its cache of keys and values.
 
     Args:
         config: the network's sizes.
-        slots: sequences that may run at once.
-        max_len: tokens that one sequence may have, prompt and output.
-        exchange: sends rows to experts on other ranks. A step then blocks until every rank makes
-            one, if only with :meth:`dummy`.
+        slots: how many sequences may run at once.
+        max_len: how many tokens one sequence may have, prompt and output.
+        exchange: sends hidden states to experts on other ranks; None if all experts are here. With
+            an exchange a step blocks until every rank makes one, if only by :meth:`dummy`.
+
+    Attributes:
+        parameters: the network's parameters by name. Updates overwrite them between steps.
+        expected: the tensors of a whole update, also of experts on other ranks.
+        kv: the cache.
     """
 
     def __init__(
@@ -120,16 +155,17 @@ class ModelRunner:
         positions: Sequence[int] = (),
         prompts: Sequence[Sequence[int]] = (),
     ) -> Tensor:
-        """Makes one pass over the layers, for sequences that decode and for new ones.
+        """Computes the next token's logits of every sequence, in one pass over the layers.
 
         Args:
-            tokens: the last token of each of the first ``n`` slots.
-            positions: these tokens' positions, from 0, which is also how many positions of each
-                slot are cached.
-            prompts: ``b`` whole prompts, for the slots that follow.
+            tokens: the last token of each running sequence; these are in the first ``n`` slots.
+            positions: the position of each of these tokens, from 0. All positions before it are in
+                the cache.
+            prompts: the whole prompts of ``b`` new sequences, which get the slots after the first
+                ``n``.
 
         Returns:
-            Logits in float32, [n + b, vocab]: after each token, and after each prompt.
+            Logits in float32, [n + b, vocab]: of the running sequences, then of the new ones.
         """
         parts: list[_Decoding | _Prefilling] = []
         if tokens:

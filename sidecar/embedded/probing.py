@@ -1,9 +1,8 @@
 """Runs the canary's probes on a paused engine, and leaves its requests as they are.
 
-Probes run in one turn of the core's thread, on slots of the cache whose content is restored
-afterwards. So no request gets a token meanwhile, and one that the pause keeps can continue with its
-keys and values. Ranks in lockstep make equally many steps without a wave, because they run the same
-probes.
+All probes run in one call of the core's thread, so no request gets a token meanwhile. The cache is
+restored afterwards, so a request that the pause keeps can continue with its keys and values. Ranks
+in lockstep make equally many steps without a wave, because they run the same probes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,13 @@ if TYPE_CHECKING:
 def probe_requests(
     prompts: Sequence[tuple[int, ...]], max_tokens: int, *, max_len: int, vocab_size: int
 ) -> list[GenerationRequest]:
-    """Returns the probes as greedy requests that ignore the end of sequence.
+    """Makes the canary's probes: greedy requests that ignore end-of-sequence tokens.
+
+    Args:
+        prompts: the token ids of each probe's prompt.
+        max_tokens: how many tokens each probe generates.
+        max_len: how many tokens a sequence may have.
+        vocab_size: how many tokens the vocabulary has.
 
     Raises:
         EngineError: a prompt has a token that the model lacks, or is too long.
@@ -61,10 +66,11 @@ def run_probes(
     Args:
         model: the model.
         requests: the probes.
-        slots: sequences that may run at once.
+        slots: how many sequences may run at once.
         version: the version of the weights.
-        in_use: whether requests need the cache's content after the resume.
-        stepping: called before each step.
+        in_use: whether requests need the cache's content after the resume. If so, it is copied and
+            restored.
+        stepping: called before each step, for the status page.
     """
     ended: dict[str, Delta] = {}
     probes = BatchScheduler(

@@ -1,6 +1,6 @@
 """The Qwen3 network in torch modules, for the embedded engine and the demo's trainer.
 
-Parameter names and arithmetic are those of Hugging Face's ``Qwen3ForCausalLM`` and
+The names of the parameters and the arithmetic are those of Hugging Face's ``Qwen3ForCausalLM`` and
 ``Qwen3MoeForCausalLM``, so one state dict serves this module, transformers and vLLM. The caller
 provides attention: the engine's reads a cache, and the trainer's sees whole sequences.
 """
@@ -43,17 +43,17 @@ _HF_NAMES: Final = {
 
 
 class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True, rename=_HF_NAMES):
-    """The sizes of a network: lengths in tokens, widths in elements.
+    """The sizes of a Qwen3 network: lengths in tokens, widths in elements.
 
     Attributes:
-        tied: whether the embedding is also the output layer.
+        tied: whether the output layer uses the embedding's parameters.
         eos_id: the token, or tokens, that end a sequence.
         experts: the number of experts in a mixture; 0 makes every layer dense.
         experts_per_token: how many experts compute a token.
         expert_size: inner width of an expert.
         norm_shares: whether the router's weights for a token's experts are scaled to sum to one.
-        mixture_every: distance between layers with a mixture.
-        dense_layers: layers, from 0, that have no mixture in any case.
+        mixture_every: every how many layers one has a mixture.
+        dense_layers: numbers, from 0, of layers that have no mixture in any case.
         dtype: torch's name of the parameters' dtype.
     """
 
@@ -95,7 +95,7 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True, rename=_HF_NAMES):
         return self.experts > 0 and chosen
 
     def to_hf(self) -> dict[str, Any]:
-        """Returns the ``config.json`` content with which other libraries build this network."""
+        """Returns the ``config.json`` content from which other libraries build this network."""
         changed = {
             each.encode_name: value
             for each in msgspec.structs.fields(Qwen3Config)
@@ -118,50 +118,60 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True, rename=_HF_NAMES):
 
 
 class Attend(Protocol):
-    """Computes attention over the keys and values that the caller keeps."""
+    """A function that computes attention, over keys and values that the caller keeps."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Returns what each query attends to, in the shape of ``query``.
+        """Returns the attention's result for each query, in the shape of ``query``.
 
         Args:
             layer: the layer's number, from 0.
-            query: [..., heads, head_dim], rotated.
-            key: [..., kv_heads, head_dim], rotated.
+            query: [..., heads, head_dim], with rotary positions applied.
+            key: [..., kv_heads, head_dim], with rotary positions applied.
             value: [..., kv_heads, head_dim].
         """
 
 
 class Exchange(Protocol):
-    """Sends rows to the ranks of their experts, and returns the results."""
+    """Connects a mixture of experts with ranks that have some of its experts.
+
+    A row is the hidden state of one token for one of its experts.
+    """
 
     def own(self, experts: int) -> range:
-        """Returns which experts this rank computes."""
+        """Returns which experts this rank computes, of as many as there are."""
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
-        """Sends rows to the ranks of their experts.
+        """Sends each row to its expert's rank, and receives rows for this rank's experts.
 
         Args:
             rows: [n, hidden], sorted by expert.
             counts: how many of the rows each expert gets.
 
         Returns:
-            The rows for this rank's experts, by source rank and then by expert; and the number of
-            these rows for each source rank and each expert of this rank.
+            The received rows, sorted by source rank and then by expert; and how many of them come
+                from each source rank for each expert of this rank.
         """
 
     def combine(self, results: Tensor) -> Tensor:
-        """Returns the results of this rank's rows, and sends those of other ranks' rows."""
+        """Sends results back to the ranks of their rows, and receives this rank's results.
+
+        Args:
+            results: what this rank's experts have computed, in the order of the received rows.
+
+        Returns:
+            The results of the rows that this rank has sent, in their order.
+        """
 
 
 class Alone:
-    """An exchange without other ranks: this rank computes all experts."""
+    """An exchange without other ranks, because this rank computes all experts."""
 
     def own(self, experts: int) -> range:
         """Returns all experts."""
         return range(experts)
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
-        """Returns the rows as they are."""
+        """Returns the rows as they are, because all their experts are here."""
         return rows, [list(counts)]
 
     def combine(self, results: Tensor) -> Tensor:
@@ -170,7 +180,10 @@ class Alone:
 
 
 class Linear(nn.Linear):
-    """A matrix without bias; its owner draws or loads the elements."""
+    """A matrix without bias, whose elements are not initialised.
+
+    The owner loads the elements, or draws them.
+    """
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__(inner, outer, bias=False)
@@ -180,7 +193,7 @@ class Linear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with per-head query and key norms and rotary positions."""
+    """Grouped-query attention with rotary positions, and norms of queries and keys per head."""
 
     def __init__(self, config: Qwen3Config, layer: int) -> None:
         super().__init__()
@@ -195,7 +208,13 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.dim, config.rms_eps)
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """Maps [..., hidden] to the same shape."""
+        """Computes self-attention: hidden states [..., hidden] to the same shape.
+
+        Args:
+            x: hidden states.
+            rope: rotary cosines and sines of their positions.
+            attend: computes the attention itself.
+        """
         heads = (*x.shape[:-1], -1, self.dim)
         query = _rotate(self.q_norm(self.q_proj(x).view(heads)), rope)
         key = _rotate(self.k_norm(self.k_proj(x).view(heads)), rope)
@@ -204,7 +223,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU feed-forward network."""
+    """A feed-forward network with the SwiGLU activation."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
@@ -213,7 +232,7 @@ class Mlp(nn.Module):
         self.down_proj = Linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [..., hidden] to the same shape."""
+        """Maps hidden states [..., hidden] to the same shape."""
         return cast("Tensor", self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
@@ -225,7 +244,8 @@ class Mixture(nn.Module):
 
     Args:
         config: the network's sizes.
-        exchange: sends rows to other ranks' experts. A call then blocks until all ranks call.
+        exchange: connects this rank to the others' experts. With other ranks, a call blocks until
+            all of them make one.
     """
 
     def __init__(self, config: Qwen3Config, exchange: Exchange) -> None:
@@ -239,7 +259,10 @@ class Mixture(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [..., hidden] to the same shape; without tokens, only serves other ranks."""
+        """Maps hidden states [..., hidden] to the same shape.
+
+        Without any hidden state, it only lets this rank's experts serve the other ranks.
+        """
         config, tokens = self._config, x.flatten(0, -2)
         preference = torch.softmax(self.gate(tokens), dim=-1, dtype=torch.float32)
         share, chosen = torch.topk(preference, config.experts_per_token, dim=-1)
@@ -270,7 +293,7 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer."""
+    """One decoder layer: attention and feed-forward network, each after a norm."""
 
     def __init__(self, config: Qwen3Config, layer: int, exchange: Exchange) -> None:
         super().__init__()
@@ -284,13 +307,16 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """Maps [..., hidden] to the same shape."""
+        """Maps hidden states [..., hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), rope, attend)
         return cast("Tensor", x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class Trunk(nn.Module):
-    """Embedding, decoder layers and final norm: Hugging Face's ``model.`` prefix."""
+    """The network without its output layer: embedding, decoder layers and final norm.
+
+    Its name in :class:`Qwen3` is ``model``, so that parameters have Hugging Face's names.
+    """
 
     def __init__(self, config: Qwen3Config, exchange: Exchange) -> None:
         super().__init__()
@@ -301,7 +327,13 @@ class Trunk(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_eps)
 
     def forward(self, ids: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """Returns hidden states [..., hidden] for token ids [...]."""
+        """Returns hidden states [..., hidden] for token ids [...].
+
+        Args:
+            ids: token ids.
+            rope: rotary cosines and sines of their positions.
+            attend: computes the attention itself.
+        """
         x: Tensor = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, rope, attend)
@@ -309,11 +341,11 @@ class Trunk(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """Causal language model whose ``state_dict`` is a valid Qwen3 checkpoint.
+    """A causal language model whose ``state_dict`` is a valid Qwen3 checkpoint.
 
     Args:
         config: the network's sizes.
-        exchange: sends rows to experts on other ranks. Default: all experts are here.
+        exchange: connects this rank to experts on other ranks. Default: all experts are here.
     """
 
     def __init__(self, config: Qwen3Config, exchange: Exchange | None = None) -> None:
@@ -326,9 +358,13 @@ class Qwen3(nn.Module):
 
 
 def rope_of(places: Tensor, config: Qwen3Config) -> Rope:
-    """Returns rotary cosines and sines [..., 1, head_dim] in float32 for positions [...] in tokens.
+    """Returns rotary cosines and sines, both of shape [..., 1, head_dim], in float32.
 
     The first half of the sines carries the minus sign of the rotation.
+
+    Args:
+        places: positions in tokens, [...].
+        config: the network's sizes.
     """
     speed = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     angle = places[..., None, None].float() * speed
@@ -337,7 +373,10 @@ def rope_of(places: Tensor, config: Qwen3Config) -> Rope:
 
 
 def attend_whole(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Computes causal attention of a batch of whole sequences: an :class:`Attend` of four axes."""
+    """Computes causal attention for a batch of whole sequences, without a cache.
+
+    It is an :class:`Attend` whose tensors have four axes: [batch, tokens, heads, head_dim].
+    """
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return attended.transpose(1, 2)

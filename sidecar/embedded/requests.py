@@ -1,4 +1,4 @@
-"""Requests of the embedded engine, for the core and for callers."""
+"""Requests of the embedded engine: what a caller asks for, and what it gets back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ Publish: TypeAlias = "Callable[[list[Delta]], None]"
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Output tokens ``start`` to ``end`` (exclusive) were sampled under ``version``."""
+    """Says which version of the weights has sampled a range of output tokens.
+
+    Attributes:
+        version: the version.
+        start: index of the range's first output token.
+        end: index after its last one.
+    """
 
     version: int
     start: int
@@ -31,14 +37,17 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one choice of a request, or its end, or both.
+    """New output tokens of one choice of a request, or its end, or both.
 
     Attributes:
-        logprobs: one for each of ``token_ids``; None if none were requested.
+        request_id: the engine's id of the request.
+        index: the choice's number, from 0.
+        token_ids: the new tokens.
+        logprobs: one log-probability for each of ``token_ids``; None if none were requested.
         finish_reason: set in the choice's last delta.
         stop_reason: the token of ``stop_token_ids`` that ended the choice, or a text if admission
             is closed; else None.
-        weight_versions: spans of the whole output so far.
+        weight_versions: which version has sampled which tokens, over the whole output so far.
     """
 
     request_id: str
@@ -52,12 +61,16 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt and its parameters.
+    """A request, as the core gets it: a prompt, and how to continue it.
 
     Attributes:
-        seed: the caller's seed, or a random one.
+        id: the engine's id of the request.
+        prompt: token ids.
+        params: how to choose tokens, and when to stop.
+        seed: the caller's seed, or a random one if the caller gave none.
         max_tokens: the limit of output tokens, at most what the model's length leaves.
-        stream: whether each token makes a delta; otherwise each choice makes one at its end.
+        eos_token_ids: the tokens that end a sequence of this model.
+        stream: True: every token is published at once; False: each choice when it has ended.
     """
 
     id: str
@@ -71,7 +84,19 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class Sequence:
-    """One choice of a request: its tokens, prompt first, and where each version began."""
+    """One choice of a request, while it runs.
+
+    Attributes:
+        request: the request.
+        index: the choice's number, from 0.
+        seed: the choice's own seed.
+        tokens: the prompt, then the output so far.
+        logprobs: of the output tokens, if they were requested.
+        version_starts: pairs of a version and the index of the first output token that it has
+            sampled.
+        finish_reason: why the choice has ended; None while it runs.
+        stop_reason: as in :class:`Delta`.
+    """
 
     request: GenerationRequest
     index: int
@@ -89,18 +114,27 @@ class Sequence:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end the sequence for this model; none if the request ignores them."""
+        """The model's end-of-sequence tokens; none if the request ignores them."""
         return () if self.request.params.ignore_eos else self.request.eos_token_ids
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Tokens that may not be sampled yet: the ends of sequence, before ``min_tokens``."""
+        """Tokens that must not be sampled now, because they would end the output too early.
+
+        These are all tokens that end the sequence, until it has ``min_tokens``.
+        """
         if self.output_len >= self.request.params.min_tokens:
             return ()
         return (*self.request.params.stops, *self.ends)
 
     def append(self, token: int, logprob: float | None, version: int) -> None:
-        """Appends a sampled token, and ends the sequence if it is the last."""
+        """Appends a sampled token; sets :attr:`finish_reason` if it is the last one.
+
+        Args:
+            token: the token.
+            logprob: its log-probability; None if none were requested.
+            version: the version of the weights that sampled it.
+        """
         starts = self.version_starts
         if not starts or starts[-1][0] != version:
             starts.append((version, self.output_len))
@@ -116,7 +150,7 @@ class Sequence:
             self.finish_reason = "length"
 
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Returns contiguous spans over the whole output."""
+        """Returns which version has sampled which output tokens, without gaps."""
         ends = [start for _, start in self.version_starts[1:]] + [self.output_len]
         return tuple(
             VersionSpan(version, start, end)
@@ -124,7 +158,11 @@ class Sequence:
         )
 
     def delta(self, fresh: int) -> Delta:
-        """Returns the last ``fresh`` tokens as a delta; all if the request doesn't stream."""
+        """Returns the newest output tokens, to be published.
+
+        Args:
+            fresh: how many tokens are new. If the request doesn't stream, all are returned.
+        """
         count = fresh if self.request.stream else self.output_len
         wanted = self.request.params.logprobs is not None
         return Delta(
@@ -139,7 +177,7 @@ class Sequence:
 
 
 def sequences_of(request: GenerationRequest) -> list[Sequence]:
-    """Returns one sequence for each choice of a request."""
+    """Returns a new :class:`Sequence` for each choice of a request."""
     return [
         Sequence(request, index, choice_seed(request.seed, index), list(request.prompt))
         for index in range(request.params.n)
@@ -147,17 +185,17 @@ def sequences_of(request: GenerationRequest) -> list[Sequence]:
 
 
 class Generation:
-    """An async iterator over the deltas of one request, for one consumer.
+    """An async iterator over the output of one request, for one consumer.
 
     A consumer that stops early calls :meth:`abort`.
 
     Args:
         request_id: the engine's id of the request.
-        choices: how many choices will end.
-        abort: asks the engine to end the request.
+        choices: how many choices the request has; the iteration ends when all have ended.
+        abort: makes the engine end the request of this id.
 
     Attributes:
-        done: set when no more deltas will come; some may not have been read yet.
+        done: set when nothing more will come; the consumer may still have some to read.
     """
 
     def __init__(self, request_id: str, choices: int, abort: Callable[[str], None]) -> None:
@@ -185,7 +223,7 @@ class Generation:
         return self._ready.popleft()
 
     async def ready(self) -> list[Delta]:
-        """Waits for a delta, and returns all that have arrived; none at the end.
+        """Waits for new output, and returns all that has arrived; empty at the end.
 
         Raises:
             EngineDead: the engine crashed.
@@ -197,7 +235,7 @@ class Generation:
         return deltas
 
     async def outputs(self) -> list[Delta]:
-        """Reads to the end, and returns one whole delta for each choice, in order.
+        """Waits for the end, and returns the whole output of each choice, in their order.
 
         Raises:
             EngineDead: the engine crashed.
@@ -214,7 +252,7 @@ class Generation:
             self._abort(self.request_id)
 
     def push(self, delta: Delta) -> None:
-        """Adds a delta; the engine calls this in the loop."""
+        """Adds output for the consumer. The engine calls this in the event loop."""
         self._ready.append(delta)
         if delta.finish_reason:
             self._open -= 1
@@ -223,7 +261,7 @@ class Generation:
         self._news.set()
 
     def fail(self, error: EngineError) -> None:
-        """Ends the iteration with an error; the engine calls this in the loop."""
+        """Ends the iteration with an error. The engine calls this in the event loop."""
         self._error = error
         self.done.set()
         self._news.set()

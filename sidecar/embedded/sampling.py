@@ -1,9 +1,9 @@
-"""Samples tokens from logits.
+"""Chooses each sequence's next token from the model's logits.
 
-Randomness is keyed by position: a token depends on the seed of its choice, on its position in
-prompt and output together, and on its logits. So a request with a seed gives the same tokens beside
-any other requests. A request that is frozen, recomputed, or sent again with its tokens so far as
-part of the prompt continues as if nothing had happened.
+Randomness is keyed by position: a token depends on the seed of its choice, on its position (prompt
+and output counted together), and on its logits. So a request with a seed gives the same tokens
+beside any other requests. A request that is frozen, recomputed, or sent again with its tokens so
+far as part of the prompt continues as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Says how to choose tokens and when to stop. Names and meanings are vLLM's.
 
     Attributes:
-        top_k: 0 or -1 takes the whole vocabulary.
-        seed: None draws one.
-        n: choices that share the prompt.
-        max_tokens: None allows as many as the model's length leaves.
-        min_tokens: no end of the sequence is sampled before that many output tokens.
-        logprobs: None gives none, 0 or 1 the sampled token's. They are vLLM's default, *raw*
-            log-probabilities, of the model's own distribution. At temperature 1, without ``top_k``
-            and ``top_p``, that is the distribution that tokens are sampled from.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: samples only from the likeliest tokens that together have this probability.
+        top_k: samples only from that many likeliest tokens; 0 or -1: from the whole vocabulary.
+        seed: the seed of the request; None: a random one.
+        n: how many outputs to generate for the prompt.
+        max_tokens: the limit of output tokens; None: as many as the model's length leaves.
+        min_tokens: the output does not end before it has that many tokens.
+        stop_token_ids: tokens that end the output, besides the model's own.
+        ignore_eos: True: the model's own end-of-sequence tokens don't end the output.
+        logprobs: None returns no log-probabilities, 0 or 1 that of each sampled token. As by
+            default in vLLM, they are *raw*: of the model's own distribution. Tokens are sampled
+            from the same distribution only at temperature 1, without ``top_k`` and ``top_p``.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
@@ -60,31 +64,41 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The request's ``stop_token_ids``, none by default."""
+        """The request's ``stop_token_ids``; empty if there are none."""
         return self.stop_token_ids or ()
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the likeliest token is taken, without randomness."""
         return self.temperature < GREEDY_BELOW
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Returns the 64-bit seed of choice ``index`` of a request.
+    """Returns the 64-bit seed of one choice of a request.
 
-    As in vLLM, it is that of a request for one choice with the seed ``seed + index``.
+    As in vLLM, choice ``index`` of a request with seed ``seed`` gives the same tokens as a request
+    for one choice with seed ``seed + index``.
+
+    Args:
+        seed: the request's seed.
+        index: the choice's number, from 0.
     """
     only = np.array([(seed + index) & _MASK64], np.uint64)
     return int(_outputs(only, np.zeros_like(only))[0])
 
 
 class SamplingBatch:
-    """The parameters of one batch as tensors, rebuilt when its rows change.
+    """Samples the next tokens of one batch of sequences.
+
+    It holds their parameters as tensors, and is made anew when the batch changes.
 
     Args:
-        params: each row's parameters.
-        seeds: each row's seed, from :func:`choice_seed`.
-        vocab_size: tokens in the vocabulary.
+        params: each sequence's parameters.
+        seeds: each sequence's seed, from :func:`choice_seed`.
+        vocab_size: how many tokens the vocabulary has.
+
+    Attributes:
+        wants_logprobs: whether any of the sequences needs log-probabilities.
     """
 
     def __init__(
@@ -106,11 +120,11 @@ class SamplingBatch:
         self.wants_logprobs = any(p.logprobs is not None for p in params)
 
     def sample(self, logits: Tensor, counts: Sequence[int]) -> list[int]:
-        """Returns one token per row.
+        """Returns the next token of each sequence.
 
         Args:
             logits: [n, vocab], float32.
-            counts: how many tokens each row has, prompt and output.
+            counts: how many tokens each sequence has, prompt and output; they key the randomness.
         """
         tokens = logits.argmax(-1)
         if len(self._drawn):
@@ -127,7 +141,12 @@ class SamplingBatch:
 
 
 def raw_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Returns each row's log-probability of its token in the model's own distribution."""
+    """Returns the log-probability of each sequence's token in the model's own distribution.
+
+    Args:
+        logits: [n, vocab], float32.
+        tokens: one token for each of the ``n`` rows.
+    """
     index = torch.tensor(tokens)[:, None]
     picked = logits.gather(1, index).squeeze(1) - logits.logsumexp(-1)
     values: list[float] = picked.tolist()
@@ -137,7 +156,12 @@ def raw_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
 def uniforms(
     seeds: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
-    """Returns a number in [0, 1) for every (seed, count)."""
+    """Returns a pseudo-random number in [0, 1) for each pair of seed and count.
+
+    Args:
+        seeds: [n].
+        counts: [n]. The same seed and count give the same number.
+    """
     bits = _outputs(seeds, counts) >> np.uint64(64 - _UNIFORM_BITS)
     return bits.astype(np.float64) * 2.0**-_UNIFORM_BITS
 

@@ -1,4 +1,7 @@
-"""Decides which sequences run, and gives each a token per step, in the core's thread."""
+"""Decides which sequences run, and computes a token for each per step.
+
+All of it runs in the core's thread.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ _WHY_CLOSED: Final = "it has not joined its group yet, or its weights are not th
 
 
 class BatchScheduler:
-    """Schedules the sequences of one model, running and waiting.
+    """Keeps the sequences of one model, and decides which of them run.
 
     Args:
         model: the model.
-        slots: sequences that may run at once.
-        publish: called with the deltas of a step or an abort, at most once for each.
+        slots: how many sequences may run at once.
+        publish: called with the output of a step or an abort, at most once for each.
     """
 
     def __init__(self, model: ModelRunner, *, slots: int, publish: Publish) -> None:
@@ -42,16 +45,16 @@ class BatchScheduler:
 
     @property
     def running(self) -> int:
-        """The number of sequences that have begun, except those whose cache was discarded."""
+        """How many sequences have keys and values in the cache."""
         return len(self._rows)
 
     @property
     def waiting(self) -> int:
-        """The number of sequences that have not begun, or must be recomputed."""
+        """How many sequences have not begun, or must be recomputed."""
         return len(self._waiting)
 
     def add(self, request: GenerationRequest) -> None:
-        """Queues a request."""
+        """Queues all choices of a request."""
         self._waiting.extend(sequences_of(request))
 
     def reject(self, request: GenerationRequest) -> None:
@@ -82,11 +85,12 @@ class BatchScheduler:
         self.model.kv.clear()
 
     def abort(self, chosen: Callable[[GenerationRequest], bool], *, closed: bool = False) -> int:
-        """Ends the chosen requests.
+        """Ends the chosen requests with the tokens they have.
 
         Args:
             chosen: returns whether a request is to end.
-            closed: whether the reason is closed admission. Requests without a token report that.
+            closed: whether admission is closed. If so, requests without a token report that as the
+                reason.
 
         Returns:
             How many requests have ended.

@@ -1,4 +1,4 @@
-"""The HTTP data plane of an embedded engine, with the routes of a vLLM server.
+"""Serves requests of an embedded engine over HTTP, by the routes of a vLLM server.
 
 ==================================  ==========================================
 ``POST /inference/v1/generate``     tokens in, tokens out; see ``http_messages.py``
@@ -43,7 +43,14 @@ SHUTDOWN_S: Final = 1.0
 
 
 class ServedEngine(Protocol):
-    """The methods of the engine that the HTTP data plane uses."""
+    """What :class:`DataPlane` needs of the engine that it serves.
+
+    Attributes:
+        vocab_size: how many tokens the vocabulary has.
+        max_model_len: how many tokens a sequence may have, prompt and output.
+        max_num_seqs: how many sequences may run at once.
+        model_name: the name of the served model.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -52,7 +59,7 @@ class ServedEngine(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine serves."""
+        """Whether the engine has started, and neither closed nor crashed."""
 
     async def in_flight(self) -> int:
         """Returns how many requests have not ended."""
@@ -60,17 +67,17 @@ class ServedEngine(Protocol):
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, stream: bool
     ) -> Generation:
-        """Begins a request, and returns an iterator over its deltas."""
+        """Begins a request, and returns an iterator over its output."""
 
 
 class DataPlane:
-    """Serves one engine over HTTP, in the engine's event loop.
+    """The HTTP server of one embedded engine, in the engine's event loop.
 
     Args:
         engine: the engine that serves the requests.
         host: address to listen on.
         port: port to listen on; 0 takes any free one.
-        api_key: the key that clients must send; empty if anyone may send requests.
+        api_key: the key that clients must send; empty: clients need none.
     """
 
     def __init__(self, engine: ServedEngine, host: str, port: int, api_key: str = "") -> None:
@@ -100,7 +107,7 @@ class DataPlane:
         return http_url(host, port)
 
     async def close(self) -> None:
-        """Stops listening, and ends the responses under way."""
+        """Stops listening; running answers have 1 s to end."""
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -4,7 +4,7 @@
 
     state      call                  next       what happens
     IDLE       start                 LOADING    the armed manifest is the one to load
-    any        start, recover        LOADING    same, whatever an earlier update left
+    any        start, recover        LOADING    the same, whatever an earlier update left
     LOADING    receive               LOADING    the chunk's tensors are there
     LOADING    verify                LOADING    their checksums are compared
     LOADING    load                  LOADING    they are copied into the parameters
@@ -23,8 +23,8 @@ Opening a transport and arming change no state and may come at any time. Any oth
 with code ``wrong_state`` and changes nothing.
 
 From the first load of an update to its commit the parameters are *foreign*: they are not those of
-the version that the engine serves. So if the update breaks off, only a whole one, started with
-``recover``, frees the engine. A sleep that discards the weights makes them foreign, too.
+the version that the engine reports. So if the update breaks off, the engine can resume only after a
+whole update, started with ``recover``. A sleep that discards the weights makes them foreign, too.
 """
 
 from __future__ import annotations
@@ -55,9 +55,16 @@ if TYPE_CHECKING:
 
 
 class StagedParameters:
-    """A second copy of a model's parameters, allocated while it is needed.
+    """A second copy of a model's parameters, for an update that is being staged.
 
-    :meth:`load` runs in any one thread, and the others run in the core's, between steps.
+    :meth:`load` may run in another thread than the core's; all other methods run in the core's
+    thread, between steps.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        needed_bytes: the size of the copy, in bytes.
     """
 
     def __init__(self, model: ModelRunner) -> None:
@@ -71,7 +78,7 @@ class StagedParameters:
         return _size_bytes(self._staged)
 
     def allocate(self) -> None:
-        """Allocates the copy, unless it is there."""
+        """Allocates the copy's memory, unless it is allocated."""
         if not self._staged:
             self._staged = {n: torch.empty_like(p) for n, p in self._parameters.items()}
 
@@ -80,11 +87,11 @@ class StagedParameters:
         self._staged = {}
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies tensors into the staged parameters of their names."""
+        """Copies received tensors into the copy, by their names."""
         load_tensors(self._staged, tensors)
 
     def swap(self) -> None:
-        """Copies all staged parameters into the served ones."""
+        """Overwrites the served parameters with the copy."""
         load_tensors(self._parameters, self._staged.items())
 
 
@@ -93,7 +100,7 @@ SHORT_TENSORS: Final = 16
 
 
 class UpdaterState(StrEnum):
-    """The states in the table above."""
+    """How far an update of the embedded engine is; the module's table shows the changes."""
 
     IDLE = "idle"
     LOADING = "loading"
@@ -101,12 +108,13 @@ class UpdaterState(StrEnum):
 
 
 class Updater:
-    """Carries out the updates of one core.
+    """Carries out the weight updates of one embedded engine, step by step.
 
-    :meth:`open_transfer`, :meth:`receive`, :meth:`verify`, :meth:`stage` and :meth:`close` may
-    block on the other end, or take long. They run outside the core's thread, one at a time.
-    :meth:`arm` runs in any thread, and the others run in the core's.
-    Every method raises :class:`EngineError` of code ``wrong_state`` where the table has no entry.
+    :meth:`open_transfer`, :meth:`receive`, :meth:`verify`, :meth:`stage` and :meth:`close` may wait
+    for the sender, or take long. They run outside the core's thread, one at a time. :meth:`arm`
+    runs in any thread, and all other methods run in the core's.
+
+    Every method raises :class:`EngineError` (``wrong_state``) where the table has no entry.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -126,31 +134,31 @@ class Updater:
         self._received: list[tuple[str, torch.Tensor]] = []
 
     def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> None:
-        """Opens the receiving end of a transport; an open one is replaced."""
+        """Connects to the sender of the weights; an open transport is replaced."""
         receiver = make_receiver(backend)
         receiver.open(params, place)
         self.close()
         self._backend, self._receiver = backend, receiver
 
     def close(self) -> None:
-        """Closes the transport, and releases what it has received."""
+        """Closes the transport, and drops a chunk that it has brought."""
         self._release()
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
 
     def arm(self, manifest: Manifest, staging: Staging | None) -> StagingCapacity:
-        """Checks a manifest, and finds out whether there is memory to stage the update.
+        """Checks whether an update fits the model, and whether memory allows to stage it.
 
         Args:
-            manifest: the manifest of the whole update.
+            manifest: names, dtypes, shapes and chunks of the whole update.
             staging: how the update may be staged; None if it is loaded in a pause.
 
         Returns:
             Whether the update can be staged, and how much memory that takes, in bytes.
 
         Raises:
-            EngineError: code ``manifest_refused``, with the wrong tensor.
+            EngineError: code ``manifest_refused``, with the wrong tensor; ``staging_refused``.
         """
         self._armed = None
         self._expected.check(manifest)
@@ -165,7 +173,7 @@ class Updater:
         return room
 
     def start(self, *, recover: bool, staged: bool) -> None:
-        """Opens the armed update; ``recover`` replaces an update that has failed."""
+        """Begins the armed update; ``recover`` discards an earlier one that has not ended."""
         if not staged:
             self._core.require_paused("an update")
         elif self._foreign or self._staging is None:
@@ -185,7 +193,7 @@ class Updater:
         self._state = UpdaterState.LOADING
 
     def receive(self, chunk: Chunk) -> None:
-        """Receives a chunk of the open update."""
+        """Receives a chunk of the current update, and keeps it until it is loaded."""
         manifest = self._loading("receive")
         if chunk.seq >= manifest.chunks or chunk.tensors != manifest.chunk(chunk.seq):
             raise _wrong_state(f"chunk {chunk.seq} is not the armed manifest's")
@@ -205,22 +213,22 @@ class Updater:
             raise
 
     def is_short(self, tensors: int, verify: Verify = "off") -> bool:
-        """Returns whether handling ``tensors`` tensors in this thread is faster than in another."""
+        """Returns whether work on so many tensors is too short for another thread."""
         waits = self._receiver is None or self._receiver.is_blocking
         return not waits and verify != "full" and tensors <= SHORT_TENSORS
 
     @property
     def received_tensors(self) -> int:
-        """The number of tensors in the received chunk that are not loaded yet."""
+        """How many tensors the chunk has that is received and not loaded yet."""
         return len(self._received)
 
     def verify(self, seq: int, verify: Verify, sums: tuple[int, ...]) -> None:
-        """Compares the checksums of the received chunk."""
+        """Compares the received chunk's checksums with the sender's ``sums``."""
         self._require_received("verify", seq)
         check_sums(seq, self._received, verify, sums)
 
     def load(self, seq: int) -> None:
-        """Copies the received chunk into the parameters."""
+        """Copies the received chunk into the served parameters, in a pause."""
         self._require_received("load", seq)
         self._core.require_paused("load")
         self._foreign = True
@@ -229,7 +237,7 @@ class Updater:
         self._release()
 
     def stage(self, seq: int) -> None:
-        """Copies the received chunk into the staged parameters."""
+        """Copies the received chunk into the second copy of the parameters."""
         self._require_received("load", seq)
         self._memory.load(self._received)
         self._loaded.add(seq)
@@ -247,7 +255,7 @@ class Updater:
         self._state = UpdaterState.IDLE
 
     def finish(self) -> None:
-        """Completes the loading, if all chunks are loaded."""
+        """Completes the update's loading; refuses if a chunk is missing."""
         manifest = self._loading("finish")
         if not self.staged:
             self._core.require_paused("finish")
@@ -266,7 +274,7 @@ class Updater:
             raise _wrong_state(f"{what} while the update is {self._state.value}")
 
     def commit(self, version: int) -> None:
-        """Serves the loaded weights as ``version``."""
+        """Makes the engine report the loaded weights as ``version`` from now on."""
         self.require_finished("commit")
         self._require_next(version)
         self._core.version = version
@@ -274,7 +282,7 @@ class Updater:
         self._state = UpdaterState.IDLE
 
     def require_staged(self, version: int) -> None:
-        """Rejects a swap unless a staged update is whole.
+        """Rejects a swap unless a whole update is staged, and ``version`` is not older.
 
         Raises:
             EngineError: code ``called_off``.
@@ -289,7 +297,7 @@ class Updater:
             raise EngineError(error.detail, code=NackCode.CALLED_OFF) from error
 
     def swap(self, version: int) -> None:
-        """Serves the staged weights from now on, while no step runs on any rank."""
+        """Overwrites the served weights with the staged ones. No step may run on any rank."""
         self._memory.swap()
         self._core.version = version
         self._end_staging()
@@ -301,7 +309,7 @@ class Updater:
         self._foreign = self._foreign or level == 2  # noqa: PLR2004 - the level that discards
 
     def wake(self) -> None:
-        """Allocates all memory again, and resumes."""
+        """Allocates all memory again, and resumes the core."""
         self._core.require_paused("wake")
         self._require_whole()
         self._core.memory.wake()
@@ -311,8 +319,7 @@ class Updater:
         """Resumes the core.
 
         Raises:
-            EngineError: code ``wrong_state``, while an update is open, or if the weights are not
-                those of the version.
+            EngineError: code ``wrong_state``: an update is open, or weights are incomplete.
         """
         self._require_whole()
         self._core.resume()

@@ -1,4 +1,4 @@
-"""Checks that a manifest covers the whole model, and loads its tensors.
+"""Checks that an update covers the whole model, and copies its tensors into the model.
 
 If experts are spread over ranks, each rank has the parameters of its own experts only. Still every
 rank checks the whole manifest, so that all ranks answer alike. Each rank loads its own part.
@@ -30,13 +30,13 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWeights:
-    """The tensors of a whole update, by Hugging Face's names.
+    """Which tensors a whole update must have, by Hugging Face's names.
 
     Attributes:
         dtype: torch's name of every tensor's dtype.
         shapes: the shape of each tensor that an update must have.
-        optional: the shapes of tensors that an update may have, and that are not loaded. With tied
-            embeddings the output layer is one, because it is the embedding.
+        optional: the shapes of further tensors that an update may have. They are not loaded. With
+            tied embeddings the output layer is such a tensor, because it is the embedding.
     """
 
     dtype: str
@@ -45,13 +45,20 @@ class ExpectedWeights:
 
     @classmethod
     def of(cls, whole: Qwen3) -> Self:
-        """Returns the tensors of a network with all experts, including those of other ranks."""
+        """Returns the tensors that an update of a network must have.
+
+        Args:
+            whole: the network with all its experts, also those of other ranks.
+        """
         shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
         head = {_HEAD: tuple(whole.lm_head.weight.shape)}
         return cls(whole.config.dtype, shapes, head if whole.config.tied else {})
 
     def check(self, manifest: Manifest) -> None:
-        """Checks that ``manifest`` is one whole update of the model; loads nothing.
+        """Checks that a manifest is one whole update of the model; loads nothing.
+
+        Args:
+            manifest: names, dtypes, shapes and chunks of the update.
 
         Raises:
             EngineError: code ``manifest_refused``, with the wrong tensor.
@@ -86,7 +93,12 @@ class ExpectedWeights:
 def load_tensors(
     parameters: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Copies tensors into the parameters of their names, and skips tensors without one."""
+    """Copies tensors into the parameters of the same names; skips those without a parameter.
+
+    Args:
+        parameters: the parameters, by name.
+        tensors: ``(name, tensor)`` pairs.
+    """
     with torch.inference_mode():
         for name, tensor in tensors:
             if name in parameters:
@@ -96,7 +108,12 @@ def load_tensors(
 def load_folder(
     expected: ExpectedWeights, parameters: Mapping[str, torch.Tensor], folder: Path
 ) -> None:
-    """Fills ``parameters`` from the ``*.safetensors`` files of ``folder``, whatever their dtype.
+    """Loads a checkpoint from ``*.safetensors`` files, and casts it to the model's dtype.
+
+    Args:
+        expected: the tensors that the checkpoint must have.
+        parameters: the parameters to fill, by name.
+        folder: the folder of the files.
 
     Raises:
         UsageError: the folder has no such file, or the files don't hold this model.

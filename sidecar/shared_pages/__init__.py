@@ -1,1 +1,1 @@
-"""Pages in shared memory between engine cores and sidecars."""
+"""Small files in shared memory, by which engine cores and sidecars read each other's state."""

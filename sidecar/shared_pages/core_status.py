@@ -5,8 +5,9 @@ core writes its state into a small shared page (:mod:`sidecar.shared_pages.two_s
 sidecar reads that page.
 
 The page's record: pid, step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes
-of a host), waiting, running, untagged, rank, phase, flags. After the record is the time of the last
-beat. A separate thread of the process writes it, whatever the core does; 0: there is no beat.
+of a host), waiting, running, untagged, rank, phase, flags. The time of the last beat follows the
+record. A separate thread of the core's process writes a beat again and again, also while the core
+blocks. Time 0: the process has no such thread.
 """
 
 from __future__ import annotations
@@ -51,10 +52,17 @@ STEPPING: Final = 4  # a wave runs, as far as this rank has seen
 
 @dataclass(frozen=True, slots=True)
 class CoreStatusView:
-    """The contents of a status page.
+    """The state of an engine core, as read from its status page.
 
     Attributes:
+        pid: the pid of the core's process.
+        rank: the core's rank in its DP group.
+        phase: what the core does.
+        flags: the sum of the flags that are set (``LOCALLY_PAUSED`` and so on in this module).
+        step: how many steps the core has run.
+        wave: the number of the core's current wave.
         since_s: when the core's phase began, in seconds of ``time.monotonic()``.
+        waiting, running: how many requests wait in the core, and how many run.
         beat_s: when the process was last seen running, on the same clock; 0: unknown.
         untagged: as in :class:`bus.messages.CoreStatus`.
     """
@@ -73,12 +81,16 @@ class CoreStatusView:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether requests can't proceed: the process does not run, or the core is stuck."""
+        """Whether requests can't proceed.
+
+        True if the process has shown no sign of life for 10 s, for example because it is stopped;
+        or if the core has been in one step, or one wait for other ranks, for over 60 s.
+        """
         stands = self.phase not in ("idle", "work") and self.age_ms() > _STUCK_MS
         return stands or 0 < self.beat_s < time.monotonic() - _FROZEN_S
 
     def message(self) -> CoreStatus:
-        """Returns the message that reports this view to the broker."""
+        """Returns the message that reports this state to the broker."""
         requests = self.waiting + self.running
         age_ms = round(self.age_ms(), 1)
         return CoreStatus(
@@ -91,12 +103,13 @@ class CoreStatusView:
 
 
 class CoreStatusPage:
-    """Writes the status page of one engine core.
+    """Writes the status page of one engine core; only the core's process uses it.
 
-    Numbers set by :meth:`count` are written with the next :meth:`enter`.
+    Numbers that :meth:`count` sets appear on the page with the next :meth:`enter`.
 
     Args:
-        path: the page's file, readable for its owner alone; None keeps it in this process's memory.
+        path: the page's file, readable for its owner alone; None keeps the page in this process's
+            memory, where nobody else reads it.
         rank: the core's rank in its DP group.
     """
 
@@ -125,12 +138,21 @@ class CoreStatusPage:
         running: int = 0,
         untagged: int = 0,
     ) -> None:
-        """Sets the page's numbers; ``untagged`` is as in :class:`bus.messages.CoreStatus`."""
+        """Sets the numbers that the next :meth:`enter` writes.
+
+        Args:
+            step: how many steps the core has run.
+            wave: the number of the core's current wave.
+            flags: the sum of the flags that are set.
+            waiting: how many requests wait.
+            untagged: as in :class:`bus.messages.CoreStatus`.
+            running: how many requests run.
+        """
         self._step, self._wave, self._flags = step, wave, flags
         self._requests = (waiting, running, untagged)
 
     def enter(self, phase: CorePhase) -> None:
-        """Writes that the core begins this phase now."""
+        """Writes to the page which phase begins now, with the numbers of :meth:`count`."""
         body = _BODY.pack(
             os.getpid(),
             self._step,
@@ -144,12 +166,12 @@ class CoreStatusPage:
         self._record.write(body)
 
     def beat(self) -> None:
-        """Writes that the process runs. A separate thread calls this method."""
+        """Writes to the page that the process runs now. A separate thread calls this method."""
         if not self._memory.closed:
             _BEAT.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
 
     def view(self) -> CoreStatusView:
-        """Returns the page's contents."""
+        """Returns what the page shows now."""
         return _read(self._memory)
 
     def close(self) -> None:
@@ -160,13 +182,19 @@ class CoreStatusPage:
 
 
 class CoreStatusReader:
-    """Reads a status page, whose file may be missing or replaced by a new core's."""
+    """Reads a core's status page from another process.
+
+    The page's file may be missing, or replaced by that of a new core, so each read opens it again.
+
+    Args:
+        path: the page's file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> CoreStatusView:
-        """Returns the page's current contents.
+        """Returns what the page shows now.
 
         Raises:
             NoPage: there is no page (yet, or any more), or it has another layout.

@@ -1,4 +1,4 @@
-"""The lease page of an engine core: who paused the engine, and until when.
+"""The lease page of an engine core: which sidecar paused the engine, and until when.
 
 Its file is beside the core's status page (:mod:`sidecar.shared_pages.core_status`). The sidecar
 writes the lease of the pause before each call that would have to be undone. If the sidecar dies,
@@ -45,18 +45,18 @@ Cores: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_CORES)]
 class PauseLease(msgspec.Struct, frozen=True):
     """The lease of an engine's pause, as the sidecar writes it.
 
-    The class is no dataclass, because a lease is made around every engine call.
+    The class is a ``msgspec.Struct``, because a lease is made around every engine call.
 
     Attributes:
-        serial: identifies one pause by one sidecar process.
+        serial: a random number of this pause, by which an outcome names its lease.
         pause_id: the pause's id on the bus.
         until_ns: when the lease is over, in ns of this host's CLOCK_MONOTONIC.
-        writer_pid: the sidecar's pid.
+        writer_pid: the pid of the sidecar that wrote the lease.
         dp_group: the DP group's name on the bus, for people who read the page.
         version: the weight version that the engine serves.
         begun: the target of an update that has begun and that a restore undoes; empty: none.
-        partial: parts of the weights that are incomplete (:mod:`bus.protocol.engine.update`):
-            some of an update was loaded, or a sleep has discarded them.
+        partial: parts of the weights that are incomplete (:mod:`bus.protocol.engine.update`): some
+            of an update was loaded, or a sleep has discarded them.
         asleep: whether the engine has given memory back.
         resuming: whether the sidecar is ending the pause, with all ranks of the DP group.
         cores: pids of all cores behind the engine's one client, which decide together; empty if
@@ -78,7 +78,16 @@ class PauseLease(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LeaseOutcome:
-    """What the core did because a lease was over; that lease permits no update any more."""
+    """What the engine core did because a pause lease was over.
+
+    After an outcome, that lease permits no further call of an update.
+
+    Attributes:
+        serial: the number of the lease (:attr:`PauseLease.serial`).
+        state: ``resumed``: the engine runs again. ``quarantined``: its weights are incomplete, and
+            it rejects requests. ``waiting``: it stays paused until its DP group can agree.
+        reason: why, for people.
+    """
 
     serial: Count
     state: OutcomeState
@@ -87,10 +96,10 @@ class LeaseOutcome:
 
 @dataclass(frozen=True, slots=True)
 class AbandonedPause:
-    """A pause that an earlier sidecar left behind.
+    """A pause that an earlier sidecar began and did not end.
 
     Attributes:
-        lease: the lease that the sidecar wrote last.
+        lease: the lease that the earlier sidecar wrote last.
         outcome: what the core did when that lease was over; None if it did nothing.
     """
 
@@ -99,7 +108,7 @@ class AbandonedPause:
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """The parts of the weights that are incomplete."""
+        """The parts of the weights that are incomplete, such as ``model``; empty if none is."""
         quarantined = self.outcome is not None and self.outcome.state == "quarantined"
         return self.lease.partial or (("model",) if quarantined else ())
 
@@ -110,7 +119,11 @@ def lease_path(status_page: Path) -> Path:
 
 
 class PauseLeasePage:
-    """A lease page: its core calls :meth:`make`, and all other processes :meth:`open`."""
+    """The lease page of one engine core, in its two halves: the sidecar's and the core's.
+
+    The core creates the page with :meth:`make`; all other processes use :meth:`open`. The sidecar
+    writes the lease, and the core writes the outcome.
+    """
 
     def __init__(self, memory: mmap.mmap, path: Path) -> None:
         self.path = path
@@ -140,16 +153,19 @@ class PauseLeasePage:
         self.close()
 
     def lease(self) -> PauseLease | None:
-        """Returns the lease that holds the engine's pause now; None if there is none."""
+        """Returns the lease of the engine's pause; None if no pause has one."""
         found: PauseLease | None = _decode(self._lease, PauseLease | None)
         return found
 
     def write_lease(self, lease: PauseLease | None) -> None:
-        """Writes the lease, or None to end it. Only the sidecar calls this."""
+        """Writes the lease of the pause; None says that no pause has one.
+
+        Only the sidecar calls this.
+        """
         self._lease.write(msgspec.msgpack.encode(lease))
 
     def outcome(self) -> LeaseOutcome | None:
-        """Returns what the core last did because a lease was over."""
+        """Returns what the core last did because a lease was over; None before that."""
         found: LeaseOutcome | None = _decode(self._outcome, LeaseOutcome | None)
         return found
 
@@ -157,15 +173,19 @@ class PauseLeasePage:
         """Writes what the core did when a lease was over. Only the core calls this.
 
         Args:
-            serial: the number of that lease.
-            state: what the core did.
-            reason: why.
+            serial: the number of that lease (:attr:`PauseLease.serial`).
+            state: what the core did, as in :class:`LeaseOutcome`.
+            reason: why, for people; cut to 256 characters.
         """
         outcome = LeaseOutcome(serial, state, reason[:_REASON_CHARS])
         self._outcome.write(msgspec.msgpack.encode(outcome))
 
     def abandoned_pause(self, *, paused: bool) -> AbandonedPause | None:
-        """Returns the pause that an earlier sidecar left, if the core is ``paused``; else None."""
+        """Returns the pause that an earlier sidecar left; None without one.
+
+        Args:
+            paused: whether the core is paused now. If not, a lease on the page is out of date.
+        """
         lease, end = self.lease(), self.outcome()
         if lease is None or not paused:
             return None
@@ -174,7 +194,11 @@ class PauseLeasePage:
         )
 
     def close(self, *, remove: bool = False) -> None:
-        """Closes the page; ``remove`` also deletes its file."""
+        """Closes the page.
+
+        Args:
+            remove: True also deletes the page's file.
+        """
         self._memory.close()
         if remove:
             self.path.unlink(missing_ok=True)
@@ -186,12 +210,15 @@ def _decode(record: TwoSlotRecord, kind: Any) -> Any:
 
 
 def deadline_ns(left_ms: float) -> int:
-    """Returns the moment ``left_ms`` from now, in the unit of :attr:`PauseLease.until_ns`."""
+    """Returns when ``left_ms`` milliseconds from now are over, for :attr:`PauseLease.until_ns`."""
     return max(0, time.monotonic_ns() + int(left_ms * 1e6))
 
 
 def stat_of(pid: int) -> list[str]:
-    """Returns the fields of ``/proc/PID/stat`` from the state on; [] without the process."""
+    """Returns the fields of ``/proc/PID/stat``, beginning with the process's state.
+
+    The list is empty if there is no such process.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

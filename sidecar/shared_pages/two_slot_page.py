@@ -1,10 +1,10 @@
-"""Shared-memory pages whose records are always whole for readers.
+"""Shared-memory pages whose records readers always find complete.
 
-A page is a small file, on tmpfs if there is one. One process creates it, and others map it. Each
-record has two slots, written in turn: checksum (CRC-32 of what follows), length, number of the
-write, body. Readers take the newest whole slot. So a writer that dies in the middle of a write
-never blocks a reader, in whatever order its stores become visible. A write takes a few microseconds
-and no system call.
+A page is a small file, on tmpfs if there is one. One process creates the page, and others map it.
+Each record has two slots, which are written in turn. A slot holds a checksum (CRC-32 of the fields
+after it), the body's length, the number of the write, and the body. Readers take the newest slot
+whose checksum is right. So a writer that dies in the middle of a write never blocks a reader, in
+whatever order its stores become visible. A write takes a few microseconds and no system call.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def make_page(path: Path | None, kind: bytes, layout: int, size_bytes: int) -> m
 
     Args:
         path: the page's file; None keeps the page in this process's memory.
-        kind: four bytes that name the kind of page.
-        layout: the version of the page's layout.
+        kind: four bytes that name the kind of page; a reader expects the same.
+        layout: the version of the page's layout; a reader expects the same.
         size_bytes: the page's size in bytes.
     """
     if path is None:
@@ -62,8 +62,14 @@ def make_page(path: Path | None, kind: bytes, layout: int, size_bytes: int) -> m
 def open_page(path: Path, kind: bytes, layout: int, size_bytes: int) -> mmap.mmap:
     """Maps a page that another process has made.
 
+    Args:
+        path: the page's file.
+        kind: four bytes that name the expected kind of page.
+        layout: the expected version of the page's layout.
+        size_bytes: the page's size in bytes.
+
     Raises:
-        NoPage: the page is missing, belongs to another user, or has another layout.
+        NoPage: the page is missing, belongs to another user, or is of another kind or layout.
     """
     try:
         with path.open("r+b") as file:
@@ -86,7 +92,7 @@ class TwoSlotRecord:
     """Reads and writes one record of a page; only one process may write.
 
     Args:
-        memory: the page.
+        memory: the mapped page.
         at: where the record begins, in bytes.
         body_bytes: the length of the longest body, in bytes.
     """
@@ -99,7 +105,7 @@ class TwoSlotRecord:
 
     @staticmethod
     def size_of(body_bytes: int) -> int:
-        """Returns how many bytes of a page a record takes.
+        """Returns how many bytes of a page a record takes, with both slots.
 
         Args:
             body_bytes: the length of the longest body, in bytes.
@@ -107,7 +113,7 @@ class TwoSlotRecord:
         return 2 * (_SLOT_HEAD.size + body_bytes)
 
     def write(self, body: bytes) -> None:
-        """Writes a new body over the older of the two."""
+        """Writes a new body over the older of the two; the newer one stays readable."""
         if not self._written or self._written < max(self._numbers()):
             self._written = max((number for number, _ in self._whole()), default=0)
         self._written = number = self._written + 1
@@ -116,11 +122,11 @@ class TwoSlotRecord:
         self._memory[at : at + _SUM.size + len(tail)] = _SUM.pack(zlib.crc32(tail)) + tail
 
     def read(self) -> bytes | None:
-        """Returns the newest body that is whole; None before the first write.
+        """Returns the newest complete body; None before the first write.
 
         Raises:
-            NoPage: no slot is whole. Either the first write is under way, or the record is written
-                faster than it is read.
+            NoPage: no slot is complete. Either the first write is under way, or the record is
+                written faster than it is read.
         """
         for _ in range(_READS):
             if found := self._whole():

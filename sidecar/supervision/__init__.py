@@ -1,1 +1,1 @@
-"""Starts, guards and restarts the processes of engines."""
+"""Starts engines and their sidecars as processes, restarts them, and ends them completely."""

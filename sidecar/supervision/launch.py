@@ -23,10 +23,13 @@ _TRIES: Final = 100
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a port that is free now on an address or name of this host.
+    """Returns a port of this host on which nothing listens now.
 
     The port is a random one below the ephemeral range. So no outgoing connection gets it, and two
     processes that search at the same time rarely get the same one.
+
+    Args:
+        host: an address or name of this host.
 
     Raises:
         EngineError: ``host`` is not this host, or has no free port in that range.
@@ -44,9 +47,13 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def with_reaper(argv: Sequence[str], grace_s: float) -> list[str]:
-    """Returns the command that runs ``argv`` under :mod:`sidecar.supervision.reaper`.
+    """Returns a command that runs ``argv`` and ends it when the calling process ends.
 
-    The command ends when this process does, even by SIGKILL: it gets SIGTERM, and SIGKILL after
-    ``grace_s`` seconds.
+    The program :mod:`sidecar.supervision.reaper` runs between this process and ``argv``. It ends
+    ``argv`` even if this process is killed by SIGKILL.
+
+    Args:
+        argv: the command to run.
+        grace_s: how long ``argv`` may take to end after SIGTERM, in seconds; then it gets SIGKILL.
     """
     return [sys.executable, str(_REAPER), str(os.getpid()), str(grace_s), *argv]

@@ -55,12 +55,13 @@ class RankLaunchPlan:
     Args:
         dp_group: the DP group's name. Rank ``r`` is the engine ``dp_group-r``; an engine alone has
             the name itself.
-        size: how many ranks.
+        size: how many ranks there are.
         options: options of `wavebus sidecar`, for every rank.
         command: the command of a vLLM server, without its data parallel options; empty for embedded
             engines, and for a server that runs already.
-        port: where rank 0 serves requests, the others on the ports after it; 0: any port.
-        host: where ranks meet; this host's own address.
+        port: the port at which rank 0 serves requests; the other ranks use the ports after it. 0:
+            any free port.
+        host: an address of this host, at which the ranks find each other.
         gpus: GPUs of this host, by the names of ``CUDA_VISIBLE_DEVICES``, distributed evenly over
             the ranks. Empty: every rank sees the GPUs that this process sees.
 
@@ -84,14 +85,20 @@ class RankLaunchPlan:
             )
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Returns the environment variables that a rank gets in addition to this process's."""
+        """Returns the environment variables that a rank gets beside those of this process."""
         if not self.gpus:
             return {}
         share = len(self.gpus) // self.size
         return {_VISIBLE: ",".join(self.gpus[rank * share : (rank + 1) * share])}
 
     def argv(self, rank: int, meeting_port: int) -> list[str]:
-        """Returns the command line of one rank, for the rendezvous at ``meeting_port``."""
+        """Returns the command line of one rank's sidecar, with its engine.
+
+        Args:
+            rank: the rank's number.
+            meeting_port: the port of ``host`` at which the ranks find each other; a new one for
+                every start of the DP group.
+        """
         line = [sys.executable, "-m", "bus.cli.main", "sidecar", *self.options]
         if self.size == 1:
             line += ["--name", self.dp_group, "--restarts", "0"]
@@ -109,7 +116,14 @@ class RankLaunchPlan:
 
 
 def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str]:
-    """Returns the options that make a vLLM server one rank, with requests of its own."""
+    """Returns vLLM's options that make a server one rank of a DP group.
+
+    Args:
+        rank: the rank's number.
+        size: how many ranks the DP group has.
+        host: the address at which the ranks find each other.
+        meeting_port: the port there.
+    """
     return [
         *("--data-parallel-size", str(size), "--data-parallel-rank", str(rank)),
         *("--data-parallel-address", host, "--data-parallel-rpc-port", str(meeting_port)),
@@ -118,10 +132,17 @@ def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str
 
 
 def parse_server_command(command: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """Returns a vLLM server's command without ``--port``, and that port; 0 if there is none.
+    """Splits ``--port`` off a vLLM server's command: each rank needs its own port.
+
+    Args:
+        command: the command, as the user gave it.
+
+    Returns:
+        The command without ``--port``, and the port; 0 if the command has none.
 
     Raises:
-        UsageError: the command chooses ranks itself, or the port is not a number.
+        UsageError: the command has data parallel options, which are set per rank, or its port is
+            not a number.
     """
     rest: list[str] = []
     port = "0"
@@ -152,11 +173,12 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 class RankSupervisor:
-    """Runs the ranks of a plan until it is stopped or they die too often.
+    """Runs all ranks of a DP group, and restarts all of them when one dies.
 
     Args:
         plan: how the ranks are started.
-        restarts: how many times in a row the DP group is restarted.
+        restarts: how many times in a row the DP group is restarted before :meth:`run` fails. A run
+            of over 10 minutes begins the count anew.
         output: where ranks write. Default: this process's stdout and stderr.
         env: the ranks' environment. Default: this process's.
     """
@@ -178,11 +200,14 @@ class RankSupervisor:
         self._log = bus.log.logger(dp_group=plan.dp_group)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Runs the ranks until ``stop`` is set.
+        """Runs the ranks until ``stop`` is set, or until they died too often.
+
+        Args:
+            stop: ends the ranks and this call when it is set.
 
         Raises:
-            EngineError: code ``engine_dead``: ranks died too often.
-            WavebusError: a rank rejects its options.
+            EngineError: code ``engine_dead``: the DP group died once more than it may be restarted.
+            WavebusError: a rank rejects its options (exit code 2).
         """
         failures = 0
         while True:

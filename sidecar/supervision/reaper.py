@@ -43,13 +43,21 @@ ARGUMENTS = 3
 
 
 def die_with_parent(signum: int) -> None:
-    """Makes the kernel signal this process when its parent's thread ends. Linux only."""
+    """Makes the kernel send this process a signal when its parent's thread ends. Linux only.
+
+    Args:
+        signum: the signal's number.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a command as the module describes, and returns the exit code."""
+    """Runs a command under the rules of this module's docstring, and returns the exit code.
+
+    Args:
+        arguments: ``PARENT_PID GRACE_S COMMAND...``.
+    """
     parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
     stop = threading.Event()
     received: list[int] = []

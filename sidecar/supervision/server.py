@@ -1,7 +1,8 @@
 """Starts a vLLM API server that never outlives its sidecar.
 
-Options that the RL routes need are added to the user's command if they are missing. The server runs
-under :mod:`sidecar.supervision.reaper`, in a process group of its own.
+Options that the bus needs, such as those for vLLM's RL routes, are added to the user's command if
+they are missing. The server runs under :mod:`sidecar.supervision.reaper`, in a process group of its
+own.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ _HEALTH_LINE: Final = '"GET /health HTTP/1.1" 200'
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """The complete command of a server.
+    """The command that starts a vLLM server, with every option that the bus needs.
 
     Attributes:
         argv: the command line.
         env: the server's environment.
         base_url: the URL by which this host reaches the server.
-        endpoint: the URL on which the server listens.
+        endpoint: the URL for clients, with the host on which the server listens.
         api_key: the key that the server's data routes require; empty: none.
     """
 
@@ -71,7 +72,7 @@ class ServerCommand:
 
 
 def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerCommand:
-    """Completes the command of a vLLM API server.
+    """Adds the options that the bus needs to the command of a vLLM API server.
 
     These options are added where they are missing: ``--host 127.0.0.1``, a free ``--port``, the
     weight transfer backend, and ``--enable-scale-out`` (the token-in, token-out route). A host
@@ -81,6 +82,10 @@ def complete_command(argv: Sequence[str], env: Mapping[str, str]) -> ServerComma
     ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` unless that variable is set.
 
     Options in a ``--config`` file are not read. vLLM prefers the added ones, which come later.
+
+    Args:
+        argv: the user's command.
+        env: the environment that the server is to get.
 
     Raises:
         UsageError: an option contradicts what the bus needs. The text names the option.
@@ -139,19 +144,20 @@ def _for_other_hosts(host: str, api_key: str, env: Mapping[str, str]) -> list[st
 
 
 class SupervisedServer:
-    """Runs one server process, from start to stop.
+    """Runs one vLLM server as a child process, which never outlives this process.
 
     The server's output goes to this process's stderr. Lines about the sidecar's health checks are
     left out, unless the log's level is debug.
 
     Args:
-        argv: the command, such as ``python -m vllm.entrypoints.openai.api_server
-            --model …``, which :func:`complete_command` completes.
+        argv: the command, such as ``python -m vllm.entrypoints.openai.api_server --model …``, which
+            :func:`complete_command` completes.
         env: the server's environment. Default: this process's.
         ready_timeout_s: how long :meth:`start` waits until the server is healthy, in seconds.
         grace_s: how long the server may take to end after SIGTERM before it is killed, in seconds.
-        coordinate: the DP group's place on the bus, if the bus coordinates its waves. Every rank
-            gets it, and rank 0 uses it.
+        coordinate: the address of the DP group on the bus, if the bus coordinates its waves; else
+            None. The server of every rank gets it, and that of rank 0 starts a DP coordinator with
+            it.
 
     Raises:
         UsageError: as :func:`complete_command`.
@@ -184,10 +190,11 @@ class SupervisedServer:
         return self._process.pid if self._process is not None else 0
 
     async def start(self) -> str:
-        """Starts the server, and returns its URL when it is healthy. Called once.
+        """Starts the server, and returns its URL when it is healthy. Can be called once.
 
         Raises:
-            EngineDead: the server ended before that. The text has its exit code and last lines.
+            EngineDead: the server ended before it was healthy. The text has its exit code and last
+                lines.
             EngineError: the server was not healthy in time, and was stopped.
         """
         if self._process is not None:
@@ -213,7 +220,7 @@ class SupervisedServer:
         return self.base_url
 
     async def wait_for_exit(self) -> str:
-        """Waits until the server has ended, and returns how it ended."""
+        """Waits until the server has ended, and returns its exit code in words."""
         process = self._process
         if process is None:
             raise EngineError("start() comes first")

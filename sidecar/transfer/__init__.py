@@ -1,6 +1,7 @@
-"""The engine's side of weight transfer: receives and verifies chunks, and budgets staging memory.
+"""The engine's side of weight transfer, between the transport and the weights.
 
-The receivers of each backend are in :mod:`bus.weight_transfer`.
+It receives chunks, verifies them, and decides whether memory allows staging. The receivers of the
+transfer backends are in :mod:`bus.weight_transfer`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Receives chunks for a model, from their announcement until they are loaded.
 
-The receiver's abilities decide between three ways:
+What the backend's receiver can do decides how a chunk is received:
 
 - A receiver that launches (:attr:`Receiver.can_launch`) needs no thread. The device receives, and
   the next chunk is launched before this one is there.
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 
 class ChunkReceiver:
-    """Receives the chunks of one model, over one transport at a time.
+    """Receives the chunks of one model's updates, and keeps each until it is loaded.
 
-    One thread uses it. While that thread opens another transport, a second thread may call
+    Only one thread may use it. While that thread opens another transport, a second thread may call
     :meth:`interrupt` and :meth:`clear`.
 
     Args:
         device: where the weights are.
 
     Attributes:
-        backend: the open transport's backend; empty before the first.
+        backend: the name of the open transport's backend; empty before the first.
         receiver: the open transport's receiver, or None.
     """
 
@@ -64,12 +64,12 @@ class ChunkReceiver:
         return 1 if self.receiver is None else self.receiver.prefetch_depth
 
     def use(self, backend: str, receiver: Receiver) -> None:
-        """Replaces the transport by ``receiver``, an end of the named backend."""
+        """Replaces the transport by ``receiver``, the connected end of the named backend."""
         self.close()
         self.backend, self.receiver = backend, receiver
 
     def close(self) -> None:
-        """Closes the transport, and drops all its chunks."""
+        """Closes the transport, and drops all chunks that it has brought."""
         self.stop()
         if self.receiver is not None:
             self.receiver.close()
@@ -78,8 +78,8 @@ class ChunkReceiver:
     def stop(self) -> None:
         """Drops all chunks at once, also those that have not arrived yet.
 
-        The transport is closed if a chunk had not arrived yet, and must then be opened again. A
-        thread that waits in the transport is abandoned; it ends at its deadline.
+        If a chunk had not arrived yet, the transport is closed, and must be opened again. A thread
+        that waits for the chunk is abandoned; it ends at its deadline.
         """
         self._cancel()
         self.clear()
@@ -87,7 +87,7 @@ class ChunkReceiver:
     def interrupt(self) -> None:
         """Ends a :meth:`take` of another thread, which then raises.
 
-        Only the wait of a collective is ended. Other transports deliver their chunks soon anyway.
+        Only a wait in a collective is ended. Other transports deliver or fail soon anyway.
         """
         if self.receiver is not None and self.receiver.is_collective:
             self._cancel()
@@ -184,13 +184,13 @@ class ChunkReceiver:
         return tensors
 
     def take_own(self, seq: int) -> Tensors:
-        """Waits for a chunk, and returns its tensors in memory of the weights' device.
+        """Waits for a chunk, and returns its tensors in lasting memory on the weights' device.
 
         Args:
             seq: number of the chunk.
 
         Returns:
-            ``(name, tensor)`` pairs, which stay valid.
+            ``(name, tensor)`` pairs, which stay valid after :meth:`release`.
 
         Raises:
             EngineError: as :meth:`take`; also ``transfer_failed`` if there is no memory for a copy.

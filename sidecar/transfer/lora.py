@@ -1,6 +1,6 @@
-"""Reads a LoRA adapter from the folder in shared memory where its trainer wrote it.
+"""Receives a LoRA adapter through the folder in shared memory where its trainer wrote it.
 
-Tensors are copied, so a received adapter no longer needs the folder.
+The tensors are copied, so a received adapter no longer needs the folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoraReceiver(Receiver):
-    """Receives LoRA adapters into CPU memory, one at a time.
+    """The receiver for LoRA adapters, which reads one at a time into CPU memory.
 
     Attributes:
         config: PEFT's ``adapter_config``, as the trainer wrote it.
@@ -42,7 +42,16 @@ class LoraReceiver(Receiver):
         return "" if self._folder is None else str(_path(self._folder))
 
     def open(self, params: bytes, place: RankAssignment) -> None:  # noqa: ARG002 - all are equal
-        """Opens the folder that ``params`` names; see :class:`Receiver`."""
+        """Connects to the adapter that the trainer wrote, and reads its config.
+
+        Args:
+            params: names the adapter's folder, as the sender encoded it.
+            place: ignored, because every worker reads the same files.
+
+        Raises:
+            EngineError: code ``transfer_failed``: the config is missing, or not the one that was
+                written.
+        """
         self._folder = None
         folder = decode_received(params, AdapterFolder)
         self.config = _read_config(folder)
@@ -51,7 +60,18 @@ class LoraReceiver(Receiver):
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
-        """Reads the adapter's tensors; see :class:`Receiver`."""
+        """Reads the adapter's tensors from its file, and copies them.
+
+        Args:
+            tensors: names, dtypes and shapes of the tensors to read.
+            handle: names the adapter's folder, which must be the one that was opened.
+
+        Returns:
+            ``(name, tensor)`` pairs, without tensors that the file lacks.
+
+        Raises:
+            EngineError: code ``transfer_failed``: the file can't be read, or is another adapter's.
+        """
         folder = decode_received(handle, AdapterFolder)
         if folder != self._folder:
             raise transfer_failed(f"the adapter in {folder.folder} is not the one that was opened")
@@ -68,7 +88,7 @@ class LoraReceiver(Receiver):
             raise transfer_failed(f"{WEIGHTS_FILE} in {folder.folder}: {error}") from error
 
     def close(self) -> None:
-        """Closes the folder."""
+        """Ends the use of the folder, which belongs to the trainer."""
         self._folder = None
 
 

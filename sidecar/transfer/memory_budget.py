@@ -29,13 +29,15 @@ _V1: Final = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total
 def staging_capacity(
     staging: Staging, needed_bytes: int, device: torch.device, *, held_bytes: int = 0
 ) -> StagingCapacity:
-    """Returns whether an update can be staged on this device.
+    """Returns whether there is memory to stage an update, and how much staging takes.
 
     Args:
-        staging: the staging options of ARM.
-        needed_bytes: what staging takes here, in bytes.
+        staging: the options of the staged update, from the trainer's ARM; its memory limit counts
+            here.
+        needed_bytes: the memory that staging takes in this worker, in bytes.
         device: where the weights are.
-        held_bytes: staging memory that is still allocated from an earlier update, in bytes.
+        held_bytes: staging memory that is still allocated from an earlier update, and is used
+            again, in bytes.
 
     Raises:
         EngineError: the available memory can't be read.

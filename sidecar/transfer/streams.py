@@ -1,4 +1,4 @@
-"""CUDA streams on the device of the weights. CPUs have none and need none."""
+"""CUDA streams on the device of the weights. On a CPU nothing here has an effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Returns a new stream; None on a CPU.
+    """Returns a new CUDA stream on a device; None if the device is a CPU.
 
     Args:
         device: where the weights are.
@@ -27,7 +27,7 @@ def within(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[N
     """Runs a block's device work in a stream, if there is one.
 
     Args:
-        stream: the stream, or None.
+        stream: the stream; None: the block runs as without this function.
         device: the stream's device.
     """
     if stream is None:

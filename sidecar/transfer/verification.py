@@ -1,4 +1,4 @@
-"""Verifies that the received tensors are the announced ones, and equal the sent ones."""
+"""Verifies that received tensors have the announced names and shapes, and the sent content."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _MOST_WORDS: Final = 1 << 22
 
 
 def check_room(backend: str, receiver: Receiver | None, manifest: Manifest) -> None:
-    """Checks that every chunk of a manifest fits the open transport.
+    """Checks that every chunk of an update fits the buffer of the open transport.
 
     Args:
         backend: the backend's name, for the error.
-        receiver: the open transport's receiver, or None.
+        receiver: the open transport's receiver. None, or a receiver without a size limit, passes.
         manifest: the update's tensors and chunks.
 
     Raises:
@@ -52,7 +52,7 @@ def check_room(backend: str, receiver: Receiver | None, manifest: Manifest) -> N
 def check_delivered(
     backend: str, tensors: tuple[TensorMeta, ...], received: list[tuple[str, torch.Tensor]]
 ) -> None:
-    """Checks that a receiver has returned the tensors of the manifest.
+    """Checks that a receiver has returned exactly the announced tensors.
 
     Receivers may come from other packages, so their result is not trusted.
 
@@ -85,10 +85,11 @@ def check_delivered(
 
 
 class DeferredSums:
-    """Compares the checksums of staged chunks together, when the last chunk has arrived.
+    """Compares the checksums of a staged update's chunks, all at once after the last chunk.
 
-    This is early enough, because nothing of a staged update is served before. A chunk then costs
-    one operation on arrival, if its tensors lie where those of the last update did.
+    This is early enough, because nothing of a staged update is served before that. It makes the
+    arrival of a chunk cheap: one operation on the device, if the chunk's tensors lie where those of
+    the last update did.
     """
 
     def __init__(self) -> None:
@@ -104,17 +105,22 @@ class DeferredSums:
         *,
         stays: bool = False,
     ) -> None:
-        """Records a chunk that has arrived.
+        """Records a chunk that has arrived, for the comparison in :meth:`check`.
+
+        Chunks that can't wait, such as those whose checksums cover every byte, are compared at
+        once.
 
         Args:
             seq: number of the chunk.
             received: the chunk's ``(name, tensor)`` pairs.
             verify: what the checksums cover.
             sums: the sender's checksums.
-            stays: whether the tensors stay unchanged until :meth:`check`.
+            stays: True if the tensors stay unchanged until :meth:`check`, so that nothing of them
+                is copied. False: the words that the checksums cover are copied now.
 
         Raises:
-            EngineError: as :func:`check_sums`, for this chunk or an earlier one.
+            EngineError: as :func:`check_sums`; for this chunk or, if many copied words were
+                waiting, an earlier one.
         """
         if verify != "sample" or not isinstance(received, ReceivedChunk):
             check_sums(seq, received, verify, sums)
@@ -125,7 +131,7 @@ class DeferredSums:
             self.check()
 
     def check(self) -> None:
-        """Compares the checksums of all recorded chunks.
+        """Compares the checksums of all recorded chunks, and empties the record.
 
         Raises:
             EngineError: as :func:`check_sums`.
@@ -136,11 +142,11 @@ class DeferredSums:
             _compare(each.seq, each.received, each.sums, sums)
 
     def discard(self) -> None:
-        """Drops the recorded chunks without a comparison."""
+        """Empties the record without a comparison, for example after an abort."""
         self._looks.clear()
 
     def close(self) -> None:
-        """Drops the recorded chunks, and everything kept about their places."""
+        """Empties the record, and frees what was kept about the places of tensors in memory."""
         self._looks.clear()
         self._memo.clear()
 
@@ -162,11 +168,11 @@ def check_sums(
         seq: number of the chunk, for the error.
         received: the chunk's ``(name, tensor)`` pairs.
         verify: what the checksums cover.
-        sums: the sender's checksums.
+        sums: the sender's checksums, one per tensor.
 
     Raises:
-        EngineError: code ``checksum_mismatch``, with the first tensor that differs;
-            ``wrong_state`` if the number of checksums differs.
+        EngineError: code ``checksum_mismatch``, with the first tensor that differs; ``wrong_state``
+            if the number of checksums differs.
     """
     memo = received.memo if isinstance(received, ReceivedChunk) else None
     _compare(seq, received, sums, checksums(torch, [t for _, t in received], verify, memo))

@@ -1,1 +1,1 @@
-"""Drives vLLM: the adapter, its connections, and the plugin inside vLLM's processes."""
+"""The sidecar's access to vLLM: the adapter, its connections, and the plugin inside vLLM."""

@@ -1,7 +1,7 @@
-"""The sidecar's control of admission in vLLM's engine cores.
+"""Opens and closes the admission of vLLM's engine cores, for a sidecar.
 
-The cores' part is :mod:`sidecar.vllm.plugin.core.admission`. While probes run, admission is closed
-to all other requests.
+The cores themselves accept or reject requests: :mod:`sidecar.vllm.plugin.core.admission`. While a
+canary's probes run, admission is closed to all other requests.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 
 class AdmissionControl:
-    """Sets the admission of one engine's cores.
+    """Opens and closes the admission of one vLLM engine, in all its cores.
 
     Args:
-        ask: calls vLLM's ``collective_rpc``.
-        served: clients reach the engine through an API server.
+        ask: calls vLLM's ``collective_rpc`` with a method and its arguments.
+        served: whether clients reach the engine through an API server, which answers rejected
+            requests with HTTP 503.
 
     Attributes:
-        is_supported: the engine's cores have admission control.
-        found_closed: admission was closed, or a probe was running, at :meth:`look`.
-        booted_closed: admission has been closed since the cores booted.
+        is_supported: whether the engine's cores have admission control; False before :meth:`look`.
+        found_closed: whether :meth:`look` found admission closed, or open to probes only.
+        booted_closed: whether :meth:`look` found admission closed since the cores booted.
     """
 
     def __init__(
@@ -41,7 +42,10 @@ class AdmissionControl:
         self.found_closed = self.booted_closed = False
 
     async def look(self) -> None:
-        """Reads the admission state; closes it if an earlier sidecar left a probe running."""
+        """Reads the cores' admission state into the attributes.
+
+        If an earlier sidecar died while probes were running, admission is closed for all requests.
+        """
         answer = await self._ask(SET_ADMISSION, {"served": self._served})
         state = answer[0] if isinstance(answer, list) and answer else None
         self.is_supported = isinstance(state, dict) and "admits" in state
@@ -56,10 +60,11 @@ class AdmissionControl:
         await self._set(admits=open, why="its weights are not those that its group serves")
 
     async def end_requests(self) -> int | None:
-        """Ends all requests of the cores.
+        """Ends all requests of the cores, with the tokens they have.
 
         Returns:
-            How many requests the first core had; None if the cores have no admission control.
+            How many requests the first core had; None if the cores have no admission control, and
+                nothing was ended.
         """
         if not self.is_supported:
             return None
@@ -68,11 +73,17 @@ class AdmissionControl:
         return ended
 
     async def pass_probes(self, mode: PauseMode) -> str:
-        """Closes admission to all but probes; returns the prefix of the probes' request ids.
+        """Closes admission to all requests but probes.
+
+        Args:
+            mode: how the engine was paused.
+
+        Returns:
+            The text with which the ids of the probes' requests must begin.
 
         Raises:
-            EngineError: code ``wrong_state``, for a pause that keeps requests: they would run
-                beside the probes.
+            EngineError: code ``wrong_state``: the pause keeps requests, which would run beside the
+                probes.
         """
         if mode == "keep":
             raise EngineError("a pause that keeps requests", code=NackCode.WRONG_STATE)
@@ -81,7 +92,7 @@ class AdmissionControl:
         return passes
 
     async def end_probes(self) -> None:
-        """Admits no more probes."""
+        """Ends the exception for probes; admission is then open or closed as before."""
         await self._set(passes="")
 
     async def _set(self, **how: Any) -> None:

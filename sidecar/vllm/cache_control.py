@@ -1,4 +1,4 @@
-"""Controls the caches of one vLLM: their run, and when to drop them."""
+"""Keeps the caches of one vLLM engine free of entries that older weights computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,19 @@ if TYPE_CHECKING:
 
 
 class CacheControl:
-    """Controls the caches of one engine. ``ask`` calls vLLM's ``collective_rpc``."""
+    """Decides when the caches of one vLLM engine must be dropped, and drops them.
+
+    With salts, cache entries of different runs and versions are kept apart
+    (:mod:`sidecar.vllm.plugin.core.kv_versions`), and need not be dropped. A vLLM that the plugin
+    can't extend has no salts.
+
+    Args:
+        ask: calls vLLM's ``collective_rpc`` with a method and its arguments.
+
+    Attributes:
+        connectors: by class name, how updates treat each KV connector
+            (:mod:`sidecar.vllm.plugin.kv_connectors`).
+    """
 
     def __init__(self, ask: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> None:
         self._ask = ask
@@ -25,7 +37,12 @@ class CacheControl:
         self.connectors: Mapping[str, str] = {}  # how updates treat them
 
     def learn(self, facts: WorkerFacts) -> None:
-        """Stores the plugin's facts; the sidecar's environment may trust more KV connectors."""
+        """Stores what the plugin reports about salts and KV connectors.
+
+        Args:
+            facts: the plugin's report. Unknown connectors that the sidecar's own environment names
+                as trusted are treated as trusted, too.
+        """
         self._is_salted = not facts.features.get("prefix_cache_versions")
         self.connectors = trust(facts.kv_connectors, trusted_kv_connectors())
 
@@ -42,26 +59,28 @@ class CacheControl:
             raise EngineError(detail, code=NackCode.KV_CONNECTOR_REFUSED)
 
     def clears(self, asked: bool) -> bool:
-        """Returns whether a pause or a swap must drop caches.
+        """Returns whether a pause or a swap must drop the caches.
 
-        ``asked``: the caller wants it. Caches are dropped anyway if this vLLM, or a KV connector,
-        would find keys and values of older weights in them.
+        Args:
+            asked: whether the caller wants them dropped. If not, they are dropped anyway if this
+                vLLM, or a KV connector, would find keys and values of older weights in them.
         """
         return asked or not self._is_salted or CLEARED in self.connectors.values()
 
     async def join_run(self, run: str) -> None:
         """Salts the caches with the id of a run; see :meth:`sidecar.engine.Engine.join_run`.
 
-        A vLLM without salts drops its caches with each update instead.
+        Does nothing in a vLLM without salts, which drops its caches with each update instead.
         """
         if self._is_salted:
             await self._ask(worker_rpc.JOIN_RUN, {"run": run})
 
     async def clear(self) -> bool:
-        """Drops keys, values and prefix cache, also in connectors.
+        """Drops keys, values and prefix cache, also those in KV connectors, if vLLM has salts.
 
         Returns:
-            False if the cores can't do it by themselves, so that vLLM's own calls are needed.
+            True if the cores have dropped them. False if nothing was done, and the caller must use
+                vLLM's own calls.
         """
         if self._is_salted:
             await self._ask(worker_rpc.CLEAR_CACHES, {})

@@ -1,4 +1,4 @@
-"""Connects to a vLLM API server through its RL routes.
+"""Connects to a vLLM API server through its RL routes (``/pause``, ``/collective_rpc`` ...).
 
 The server's API key does not protect those routes (vLLM 0.32 guards only ``/v1`` and
 ``/inference``), so they belong on loopback: a sidecar runs beside its server.
@@ -7,10 +7,10 @@ Calls have no read timeout: a pause ends when the engine is idle, and a call tha
 would still be pending in the server. Only connecting, and requests that a live server answers at
 once, have timeouts here. All other deadlines belong to the caller.
 
-A session that saw a failure is not used again. A server closes the connection of a failed call a
-moment later. If another call uses that connection meanwhile, it is lost, and its caller can't find
-out whether the server received it. So the next call after a failure opens a new connection. Idle
-connections are closed before the server closes them.
+A server closes the connection of a failed call a moment after its answer. Another call that uses
+the connection meanwhile is lost, and its caller can't find out whether the server received it. So
+an HTTP session with a failed call gets no further calls, and the next call opens a new session.
+Idle connections are closed before the server closes them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _COUNTS: Final = "# TYPE vllm:num_requests_running gauge"
 
 
 class VllmHttpClient:
-    """HTTP client of one vLLM server.
+    """Sends HTTP requests to one vLLM server, over connections that no failed call has used.
 
     Args:
         url: the server's URL, without a slash at its end.
@@ -88,14 +88,28 @@ class VllmHttpClient:
     ) -> dict[str, Any]:
         """Sends one POST request without a time limit, and returns the JSON answer.
 
+        Args:
+            path: the route, such as ``/pause``.
+            body: the request's body, sent as JSON.
+            query: the parameters in the URL.
+
         Raises:
-            EngineDead: the connection was refused or broke.
-            EngineError: with the text of the server, or of the plugin inside it.
+            EngineDead: the connection was refused or broke, or the server's engine is dead.
+            EngineError: the server reports an error; with its text, or that of the plugin inside
+                it.
         """
         return await self._json("POST", path, body=body, query=query)
 
     async def status_of(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
-        """Calls a route that needs no plugin; returns the status and the text.
+        """Sends one request whose error status the caller wants to see.
+
+        Args:
+            method: the HTTP method.
+            path: the route.
+            body: the request's body, sent as JSON.
+
+        Returns:
+            The status and the text of the answer.
 
         Raises:
             EngineDead: the connection was refused or broke.
@@ -205,20 +219,22 @@ class VllmHttpClient:
 
 
 class HttpConnection(VllmHttpClient):
-    """Reaches vLLM over an API server's routes, for :class:`sidecar.vllm.engine.VllmAdapter`.
+    """Makes vLLM's calls through an API server, for :class:`sidecar.vllm.engine.VllmAdapter`.
 
     Calls raise :class:`EngineError`, or :class:`EngineDead` if the connection is refused or breaks.
 
     Args:
-        base_url: such as ``http://127.0.0.1:8000``; a path prefix is kept. Empty with ``server``.
-        server: a server that this connection starts, and stops when it is closed.
+        base_url: the URL of a running server, such as ``http://127.0.0.1:8000``; a path prefix is
+            kept. Empty if ``server`` is given.
+        server: a server that this connection starts, and stops when it is closed; None for a
+            running one.
         ready_timeout_s: how long :meth:`open` waits for ``/health``, in seconds.
         api_key: the key that the server requires from clients. Ignored with ``server``.
-        allow_remote: accept a URL that is not on loopback.
+        allow_remote: accepts a URL that is not on loopback, where the RL routes are not protected.
 
     Raises:
-        UsageError: neither or both of ``base_url`` and ``server``; not an HTTP URL; or not on
-            loopback.
+        UsageError: both ``base_url`` and ``server`` are given, or neither is; or the URL is not an
+            HTTP URL, or not on loopback.
     """
 
     kind = "vllm-http"
@@ -260,7 +276,7 @@ class HttpConnection(VllmHttpClient):
         self.drop_adapter = adapters.drop
 
     async def open(self) -> None:
-        """Waits until the server is healthy; starts a supervised one first.
+        """Waits until the server is healthy; a supervised server is started first.
 
         Raises:
             EngineError: the server isn't healthy in time.
@@ -277,9 +293,10 @@ class HttpConnection(VllmHttpClient):
             await self.server.stop()
 
     async def died(self, on_look: Callable[[], None]) -> str:
-        """Returns a reason when the server ends, reports a dead engine, or stops listening.
+        """Waits until the server ends, reports a dead engine, or stops listening.
 
-        A server that is slow to answer is busy, not dead.
+        Returns the reason. A server that is slow to answer is busy, not dead. ``on_look`` is called
+        before each check.
         """
         reasons: list[str] = []
         async with anyio.create_task_group() as tasks:
@@ -316,32 +333,35 @@ class HttpConnection(VllmHttpClient):
         return str((await self._json("GET", "/version", timeout_s=ANSWER_S))["version"])
 
     async def config(self) -> dict[str, Any]:
-        """Returns the server's configuration; the first call takes seconds."""
+        """Returns vLLM's configuration, as nested dicts; the first call takes seconds."""
         answer = await self._json("GET", "/server_info?config_format=json")
         config: dict[str, Any] = answer["vllm_config"]
         return config
 
     async def accepts_probes(self) -> bool:
-        """Returns whether the server accepts token ids from the sidecar.
+        """Returns whether the server can run a canary's probes.
+
+        Probes are requests with token ids as the prompt, which need the token-in, token-out route.
 
         Raises:
-            EngineError: the server counts no requests.
+            EngineError: the server counts no requests, so that a pause could not report them.
         """
         await self._gauges()
         status, _ = await self.status_of("POST", _GENERATE, {})  # an empty body is refused
         return status in BAD_BODY
 
     async def endpoint(self) -> str:
-        """Returns the URL for clients; empty without one."""
+        """Returns the URL for clients."""
         return self._endpoint
 
     async def in_flight(self, seen: int | None) -> int:
-        """Returns the number of requests of every route; ``seen`` is the status page's count.
+        """Returns how many requests the server has, over all its routes.
 
-        Without a status page the count comes from ``/metrics``, which takes the server milliseconds
-        during a pause. ``/load`` counts only some routes, and nothing without an option of its own.
-        The gauges of ``/metrics`` stay correct during a pause, also after an abort in it (seen on
-        0.32); they lag behind the engine by one step.
+        ``seen`` is the count on the core's status page, which is returned as it is. Without a page
+        it is None, and the count comes from ``/metrics``, which takes the server milliseconds
+        during a pause. The gauges of ``/metrics`` stay correct during a pause, also after an abort
+        in it (seen on 0.32); they lag behind the engine by one step. ``/load`` counts only some
+        routes, and nothing without an option of its own.
         """
         return await self._gauges() if seen is None else seen
 
@@ -353,10 +373,10 @@ class HttpConnection(VllmHttpClient):
         return int(sum(map(float, _GAUGE.findall(text))))
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Returns the ids of requests that have begun; empty without an answer within 1 s.
+        """Returns the ids of requests that have begun, as clients chose them.
 
-        A core that hangs in a collective does not answer. Workers still list a request that has
-        ended until their next step.
+        The result is empty if the core has not answered after 1 s, for example because it hangs in
+        a collective. Workers still list a request that has ended until their next step.
         """
         with anyio.move_on_after(REQUEST_IDS_S):
             try:
@@ -366,33 +386,37 @@ class HttpConnection(VllmHttpClient):
         return ()
 
     async def weight_version(self) -> str:
-        """Returns vLLM's text that names the version of the weights."""
+        """Returns the text in which vLLM stores the version of its weights."""
         answer = await self._json("GET", "/weight_info", timeout_s=ANSWER_S)
         return str(answer["weight_version"])
 
     async def set_weight_version(self, version: str) -> None:
-        """Sets vLLM's text that names the version of the weights."""
+        """Sets the text in which vLLM stores the version of its weights."""
         await self.post("/update_weight_version", {"new_version": version})
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pauses by vLLM's own call."""
+        """Pauses the engine by vLLM's route ``/pause``; returns when the engine is idle."""
         query = {"mode": mode, "clear_cache": "true" if clear_cache else "false"}
         await self.post("/pause", query=query)
 
     async def resume(self) -> None:
-        """Resumes by vLLM's own call."""
+        """Resumes the engine by vLLM's route ``/resume``."""
         await self.post("/resume")
 
     async def wake_up(self) -> None:
-        """Wakes and resumes by vLLM's own call."""
+        """Allocates freed memory and resumes the engine, by vLLM's route ``/wake_up``."""
         await self.post("/wake_up")
 
     async def abort_requests(self) -> int:
-        """Ends the requests of one front end of the server; returns how many."""
+        """Ends the requests of one of the server's front ends; returns how many there were."""
         return int((await self.post("/abort_requests", {}))["aborted"])
 
     async def reset_caches(self) -> bool:
-        """Drops all caches; returns False if some of the prefix cache is in use."""
+        """Drops all caches by vLLM's own routes.
+
+        Returns:
+            False if some of the prefix cache is in use; the other caches are kept then, too.
+        """
         query = {"reset_running_requests": "true"}
         if not (await self.post("/reset_prefix_cache", query=query)).get("success"):
             return False
@@ -405,7 +429,10 @@ class HttpConnection(VllmHttpClient):
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
     ) -> ProbeResult:
-        """Runs one request with greedy sampling, ignoring end-of-sequence tokens."""
+        """Runs one probe: a request with greedy sampling that ignores end-of-sequence tokens.
+
+        The cores recognise a probe by its ``request_id``. ``salt`` is that of the prefix cache.
+        """
         body = {
             "token_ids": prompt,
             "sampling_params": {
@@ -422,7 +449,15 @@ class HttpConnection(VllmHttpClient):
         return ProbeResult(tuple(choice["token_ids"]), tuple(logprobs))
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Calls vLLM's ``collective_rpc``; returns each worker's answer, or the core's."""
+        """Calls a method of the workers or the core, by vLLM's ``collective_rpc``.
+
+        Args:
+            method: the method's name.
+            kwargs: its arguments.
+
+        Returns:
+            A list with each worker's answer; for methods that the core answers, with the core's.
+        """
         body = {"method": method, "kwargs": kwargs or {}}
         return (await self.post("/collective_rpc", body)).get("results")
 
@@ -430,11 +465,11 @@ class HttpConnection(VllmHttpClient):
 async def wait_until_healthy(
     health: Callable[[], Awaitable[int]], url: str, limit_s: float
 ) -> None:
-    """Returns when the server is healthy.
+    """Waits until a server's ``/health`` reports that the server can take requests.
 
     Args:
-        health: requests ``/health``, and returns the status.
-        url: for the log, which names the awaited server every 10 s.
+        health: sends a request to ``/health``, and returns the HTTP status.
+        url: the server's URL, which the log names every 10 s meanwhile.
         limit_s: time limit in seconds.
 
     Raises:

@@ -28,7 +28,7 @@ DEATH_CHECK_S: Final = 0.5
 
 
 class InProcessConnection:
-    """Reaches vLLM by an ``AsyncLLM``'s methods, for :class:`sidecar.vllm.engine.VllmAdapter`.
+    """Makes vLLM's calls on an ``AsyncLLM``, for :class:`sidecar.vllm.engine.VllmAdapter`.
 
     Calls raise :class:`EngineError`, or :class:`EngineDead` if the engine core is gone.
 
@@ -37,8 +37,9 @@ class InProcessConnection:
         serve: options of vLLM's API server; None: no routes are served.
 
     Attributes:
-        loaded: by adapter name, vLLM's ``LoRARequest`` of each one loaded since the last commit.
-        settled: the same for committed adapters.
+        loaded: by name of a LoRA adapter, vLLM's ``LoRARequest`` for it; only of adapters that were
+            loaded since the last commit.
+        settled: the same for adapters whose update is committed, which clients may use.
     """
 
     kind = "vllm"
@@ -64,7 +65,10 @@ class InProcessConnection:
             await self._routes.close()
 
     async def died(self, on_look: Callable[[], None]) -> str:
-        """Returns the reason when the engine core is dead."""
+        """Waits until the engine core is dead, and returns that as a text.
+
+        ``on_look`` is called before each check.
+        """
         while not self._llm.errored:  # vLLM has a flag for this, but no event
             on_look()
             await anyio.sleep(DEATH_CHECK_S)
@@ -77,7 +81,7 @@ class InProcessConnection:
         return str(vllm.__version__)
 
     async def config(self) -> dict[str, Any]:
-        """Returns vLLM's configuration: three parts of its ``VllmConfig``."""
+        """Returns those parts of vLLM's configuration (``VllmConfig``) that the adapter needs."""
         config = self._llm.vllm_config
         transfer = config.weight_transfer_config
         return {
@@ -87,46 +91,53 @@ class InProcessConnection:
         }
 
     async def accepts_probes(self) -> bool:
-        """Returns True: :meth:`generate` needs no route."""
+        """Returns True: an ``AsyncLLM`` always takes token ids as a prompt."""
         return True
 
     async def endpoint(self) -> str:
-        """Starts serving routes, if configured; returns their URL, or an empty text."""
+        """Begins to serve routes, if asked for; returns their URL, or an empty text."""
         return await self._routes.start() if self._routes is not None else ""
 
     async def in_flight(self, seen: int | None) -> int:  # noqa: ARG002 - this count is exact
-        """Returns the number of requests."""
+        """Returns how many requests the ``AsyncLLM`` has.
+
+        Args:
+            seen: ignored; :class:`HttpConnection` needs it.
+        """
         return len(self._llm.output_processor.request_states)
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Returns the requests' ids as clients gave them."""
+        """Returns the ids of all requests, as clients chose them."""
         states = self._llm.output_processor.request_states.values()
         return tuple(dict.fromkeys(str(state.external_req_id)[:256] for state in states))
 
     async def weight_version(self) -> str:
-        """Returns vLLM's text that names the version of the weights."""
+        """Returns the text in which vLLM stores the version of its weights."""
         return str(await _call(self._llm.get_weight_version()))
 
     async def set_weight_version(self, version: str) -> None:
-        """Sets vLLM's text that names the version; also marks loaded adapters as committed."""
+        """Sets the text in which vLLM stores the version of its weights.
+
+        This is part of every commit, so loaded LoRA adapters count as committed from then on.
+        """
         await _call(self._llm.update_weight_version(version))
         self.settled.update(self.loaded)
         self.loaded.clear()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pauses by vLLM's own call."""
+        """Pauses the engine by ``AsyncLLM.pause_generation``; returns when the engine is idle."""
         await _call(self._llm.pause_generation(mode=mode, clear_cache=clear_cache))
 
     async def resume(self) -> None:
-        """Resumes by vLLM's own call."""
+        """Resumes the engine by ``AsyncLLM.resume_generation``."""
         await _call(self._llm.resume_generation())
 
     async def wake_up(self) -> None:
-        """Wakes and resumes by vLLM's own call."""
+        """Allocates freed memory and resumes the engine, by ``AsyncLLM.wake_up``."""
         await _call(self._llm.wake_up())
 
     async def abort_requests(self) -> int:
-        """Ends all requests; returns how many."""
+        """Ends all requests with the tokens they have; returns how many there were."""
         processor = self._llm.output_processor
         requests = [*processor.request_states]
         if requests:
@@ -135,7 +146,11 @@ class InProcessConnection:
         return len(requests)
 
     async def reset_caches(self) -> bool:
-        """Drops all caches; returns False if some of the prefix cache is in use."""
+        """Drops all caches by vLLM's own methods.
+
+        Returns:
+            False if some of the prefix cache is in use; the other caches are kept then, too.
+        """
         if not await _call(self._llm.reset_prefix_cache(reset_running_requests=True)):
             return False
         await _call(self._llm.reset_mm_cache())
@@ -145,7 +160,10 @@ class InProcessConnection:
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
     ) -> ProbeResult:
-        """Runs one request with greedy sampling, ignoring end-of-sequence tokens."""
+        """Runs one probe: a request with greedy sampling that ignores end-of-sequence tokens.
+
+        The cores recognise a probe by its ``request_id``. ``salt`` is that of the prefix cache.
+        """
         result: ProbeResult = await _call(self._generate(request_id, prompt, max_tokens, salt))
         return result
 
@@ -167,15 +185,28 @@ class InProcessConnection:
         return ProbeResult(tokens, tuple(float(step[token].logprob) for step, token in steps))
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Calls vLLM's ``collective_rpc``; returns each worker's answer, or the core's."""
+        """Calls a method of the workers or the core, by vLLM's ``collective_rpc``.
+
+        Args:
+            method: the method's name.
+            kwargs: its arguments.
+
+        Returns:
+            A list with each worker's answer; for methods that the core answers, with the core's.
+        """
         return await _call(self._llm.collective_rpc(method, kwargs=kwargs or {}))
 
     async def open_adapter(self, name: str, params: bytes) -> None:  # noqa: ARG002 - any name will do
-        """Stores the path from which vLLM loads the adapter."""
+        """Remembers the folder of a LoRA adapter, for :meth:`load_adapter`.
+
+        Args:
+            name: the adapter's name.
+            params: names the folder, as the sender encoded it.
+        """
         self._adapter_path = adapter_path(params)
 
     async def load_adapter(self, name: str) -> None:
-        """Loads an adapter in place by vLLM's own call."""
+        """Makes vLLM load the LoRA adapter of this name again, by ``AsyncLLM.add_lora``."""
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see software_version()
 
         arguments = (name, adapter_id(name), self._adapter_path)
@@ -183,7 +214,7 @@ class InProcessConnection:
         self.loaded[name] = LoRARequest(*arguments)
 
     async def drop_adapter(self, name: str) -> None:
-        """Discards what :meth:`load_adapter` has recorded."""
+        """Removes from :attr:`loaded` what :meth:`load_adapter` put there, to undo an update."""
         self.loaded.pop(name, None)
 
 
@@ -192,8 +223,8 @@ class HttpRoutes:
 
     Args:
         async_llm: the engine.
-        options: vLLM's options, which :func:`sidecar.supervision.server.complete_command` checks
-            and completes.
+        options: options of vLLM's API server. Missing ones are added, as for a supervised server
+            (:func:`sidecar.supervision.server.complete_command`).
     """
 
     def __init__(self, async_llm: Any, options: Sequence[str]) -> None:
@@ -205,7 +236,7 @@ class HttpRoutes:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Starts listening; returns the URL.
+        """Begins to listen; returns the URL for clients.
 
         Raises:
             EngineError: the address can't be used.

@@ -1,6 +1,7 @@
-"""The sidecar's access to the state of a vLLM's engine cores.
+"""The sidecar's access to what vLLM's engine cores publish about themselves.
 
-That is their status pages and lease pages, ranks, DP coordinator and versions.
+This covers their status pages and lease pages, their ranks, their DP coordinator, and the version
+of their weights.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class CoreLink:
     """Reads and writes the shared-memory pages of one engine's cores.
 
     Args:
-        wanted: the DP coordinator that the user has chosen.
+        wanted: the DP coordinator that the user has chosen, the bus's or vLLM's.
     """
 
     def __init__(self, wanted: DpCoordinator) -> None:
@@ -50,13 +51,13 @@ class CoreLink:
         self._log = bus.log.logger()
 
     def learn(self, facts: WorkerFacts, info: EngineInfo, *, cores: int, here: bool = True) -> None:
-        """Opens the pages that the plugin names.
+        """Opens the pages whose paths the plugin reports.
 
         Args:
             facts: the plugin's facts about the engine.
             info: the description of the engine.
             cores: how many cores the engine has; several behind an internal load balancer.
-            here: the engine runs on this machine.
+            here: True if the engine runs on this machine; otherwise its pages can't be opened.
 
         Raises:
             EngineError: the DP group should have the bus's coordinator, and has another one.
@@ -93,10 +94,16 @@ class CoreLink:
         return ()
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
-        """Writes the lease into every core's page, unless the cores have decided already.
+        """Writes the lease into every core's page, unless a core has already acted on it.
 
-        See :meth:`sidecar.engine.Engine.write_pause_lease`. Several cores have ended a pause only
-        when all of them have. If one core has voted, the lease is not written again.
+        Several cores behind one client end a pause only together. If one of them has voted to end
+        it, the lease is not written again.
+
+        Args:
+            lease: as in :meth:`sidecar.engine.Engine.write_pause_lease`.
+
+        Returns:
+            What the cores have done because the lease was over; None if the lease is in force.
         """
         if lease is not None:
             lease = replace(lease, cores=self._pids)
@@ -130,9 +137,9 @@ class CoreLink:
         return LeaseOutcome(lease.serial, state, next(reasons, "not all of its cores have decided"))
 
     def abandoned_pause(self) -> AbandonedPause | None:
-        """Returns the pause that an earlier sidecar has left; None if there is none.
+        """Returns the pause that an earlier sidecar left in a core; None without one.
 
-        See :meth:`sidecar.engine.Engine.abandoned_pause`.
+        If there are several cores, one with incomplete weights comes first.
         """
         found: list[AbandonedPause] = []
         for page in self._lease_pages:
@@ -145,7 +152,7 @@ class CoreLink:
         return next((left for left in found if left.partial), found[0] if found else None)
 
     def view(self) -> CoreStatusView | None:
-        """Returns the current contents of the status page; None without one."""
+        """Returns what the core's status page shows now; None without a page."""
         if self._page is None:
             return None
         try:
@@ -156,13 +163,14 @@ class CoreLink:
     def requests(self) -> int | None:
         """Returns how many requests run or wait in the engine's core.
 
-        None if that is unknown: there is no readable status page, or the engine has several cores.
+        The result is None if the number is unknown, because there is no readable status page, or
+        the engine has several cores.
         """
         view = self.view() if self._cores == 1 else None
         return None if view is None else view.waiting + view.running
 
     def check_coordinator(self) -> None:
-        """Logs once if the DP coordinator that this rank started is gone."""
+        """Logs an error, once, if the DP coordinator that this rank started is gone."""
         if self._coordinator_pid and not _alive(self._coordinator_pid):
             self._log.error(
                 "dp_coordinator_died",
@@ -174,12 +182,17 @@ class CoreLink:
 
 
 def check_ranks(who: str, *, hybrid: bool, elastic: bool) -> None:
-    """Refuses an engine whose data parallel ranks share one engine, or can change.
+    """Refuses a vLLM whose data parallel ranks the bus can't pause one by one.
+
+    One sidecar drives one rank, or one engine with all its ranks, and their number must stay the
+    same.
 
     Args:
         who: the engine, in words.
-        hybrid: it was booted with ``data_parallel_hybrid_lb``.
-        elastic: it was booted with ``enable_elastic_ep``.
+        hybrid: whether it was booted with ``data_parallel_hybrid_lb``: several of the DP group's
+            ranks, but not all, are behind one server.
+        elastic: whether it was booted with ``enable_elastic_ep``: ranks may join and leave while it
+            serves.
 
     Raises:
         EngineError: says what was found, and how to boot instead.
@@ -224,11 +237,19 @@ def _alive(pid: int) -> bool:
 
 
 def parse_version(text: str) -> int:
-    """Returns the bus's version in vLLM's version text; 0 for other texts, such as ``default``."""
+    """Returns the weight version that vLLM's version text holds.
+
+    Other texts, such as vLLM's ``default``, count as version 0: nothing was committed yet.
+    """
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def driven_backends(chosen: str) -> tuple[str, ...]:
-    """Returns the backends that can update an engine booted with the backend ``chosen``."""
+    """Returns the transfer backends over which an engine can be updated.
+
+    Args:
+        chosen: the backend with which vLLM was booted. All of wavebus's backends work with any
+            choice; one of vLLM's own works only if it was chosen.
+    """
     ours = receiver_backends()
     return ours if chosen == BACKEND else (*ours, native_name(chosen))

@@ -1,7 +1,7 @@
-"""Drives a vLLM engine over HTTP or in process.
+"""The adapter of vLLM: implements the sidecar's engine interface by vLLM's calls.
 
-The adapter knows the order of vLLM's calls and what wavebus adds to them. A connection makes the
-calls: over HTTP (:mod:`sidecar.vllm.connection_http`) or in process
+The adapter decides which calls of vLLM each method takes, in which order, and what wavebus adds to
+them. A connection makes these calls: over HTTP (:mod:`sidecar.vllm.connection_http`) or in process
 (:mod:`sidecar.vllm.connection_inprocess`). Both connections have the same methods.
 """
 
@@ -38,10 +38,10 @@ ABORT_SEEN_S: Final = 1.0
 
 
 class VllmAdapter(WorkerClient):
-    """Implements :class:`sidecar.engine.Engine` for a vLLM engine.
+    """Implements :class:`sidecar.engine.Engine` for a vLLM engine, over any connection.
 
     Args:
-        connection: makes vLLM's calls.
+        connection: makes vLLM's calls, over HTTP or in process.
         dp_coordinator: ``bus`` requires that the bus coordinates the engine's DP group; see
             :mod:`sidecar.vllm.plugin.environment` for how to boot vLLM for that.
     """
@@ -53,10 +53,10 @@ class VllmAdapter(WorkerClient):
         self._admission = AdmissionControl(connection.ask, served=connection.is_served)
 
     async def start(self) -> EngineInfo:
-        """Connects to the engine, and checks that it can be driven; starts a supervised one.
+        """Connects to the engine, or starts its server, and checks that it can be driven.
 
         Raises:
-            EngineError: it does not answer in time, is too old, lacks the RL routes or the
+            EngineError: the engine does not answer in time, is too old, lacks the RL routes or the
                 backend, or has another coordinator; the text says how to start it.
             EngineDead: the supervised server has ended.
         """
@@ -120,19 +120,19 @@ class VllmAdapter(WorkerClient):
         await self._vllm.close()
 
     async def died(self) -> str:
-        """Returns when the engine is dead, with the reason."""
+        """Waits until the engine is dead, and returns the reason."""
         return await self._vllm.died(self._core.check_coordinator)
 
     async def in_flight(self) -> int:
-        """Returns the number of requests that run, wait, or are frozen by a pause."""
+        """Returns how many requests run, wait, or are frozen by a pause."""
         return await self._vllm.in_flight(self._core.requests())
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Returns the requests' ids as clients gave them; empty if the engine can't list them."""
+        """Returns the requests' ids as clients chose them; empty if the engine can't list them."""
         return await self._vllm.request_ids()
 
     def core_view(self) -> CoreStatusView | None:
-        """Returns the contents of the core's status page; None without one."""
+        """Returns what the core's status page shows now; None without a page."""
         return self._core.view()
 
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
@@ -152,7 +152,11 @@ class VllmAdapter(WorkerClient):
         return parse_version(await self._vllm.weight_version())
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pauses the engine; drops the caches on request, or if this vLLM needs it."""
+        """Pauses the engine, and drops the caches if asked.
+
+        The caches are dropped in every pause if this vLLM has no salts, or if a KV connector needs
+        that.
+        """
         await self._vllm.pause(mode, clear_cache=self._caches.clears(clear_cache))
 
     async def resume(self) -> None:
@@ -160,21 +164,22 @@ class VllmAdapter(WorkerClient):
         await self._vllm.resume()
 
     async def sleep(self, level: SleepLevel) -> None:
-        """Puts the workers to sleep, without vLLM's own sleep call.
+        """Makes the workers free memory, by their own sleep method.
 
-        vLLM's own sleep pauses a second time, and a rank then waits for the other ranks' sleep.
+        vLLM's sleep call is not used: it pauses a second time, and a rank then waits for the other
+        ranks' sleep. Staged weights are released first.
         """
         await self._release_staging()
         await self._vllm.ask("sleep", {"level": level})
 
     async def wake_weights(self) -> None:
-        """Allocates the weights' memory in the workers again."""
+        """Makes the workers allocate the weights' memory again."""
         await self._vllm.ask("wake_up", {"tags": ["weights"]})
 
     async def wake(self) -> None:
-        """Wakes the workers by the plugin, then resumes the engine by vLLM's own wake-up call.
+        """Makes the workers allocate all freed memory, then resumes by vLLM's wake-up call.
 
-        vLLM's call finds no memory left to wake, and only resumes. From 0.33 on it also gives the
+        vLLM's call finds nothing left to allocate, and only resumes. From 0.33 on it also gives the
         KV connector the cache's new addresses.
         """
         await self._vllm.ask("wake_up", {"tags": None})
@@ -186,10 +191,10 @@ class VllmAdapter(WorkerClient):
             await self._admission.admit(open=open)
 
     async def abort_requests(self) -> int:
-        """Ends every request; returns their number when none is left, or after 1 s.
+        """Ends every request; returns their number once none is left, or after 1 s.
 
         A server may have several front ends, and each could end only its own requests. So the cores
-        end them, if they can.
+        end the requests if they have admission control.
         """
         ended = await self._admission.end_requests() if self._vllm.is_shared else None
         if ended is None:
@@ -200,12 +205,12 @@ class VllmAdapter(WorkerClient):
         return ended
 
     async def clear_cache(self) -> None:
-        """Drops keys, values and prefix cache by the plugin, or else by vLLM's own calls."""
+        """Drops keys, values and prefix cache: in the cores, or else by vLLM's own calls."""
         if not await self._caches.clear() and not await self._vllm.reset_caches():
             raise EngineError("vLLM could not drop its prefix cache: some of it is in use")
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Opens the transport in all workers; returns how many chunks it may receive ahead."""
+        """Connects all workers to the sender; returns how many chunks may be received ahead."""
         prefetch_depth = await super().open_transfer(backend, params, place)
         if adapter := adapter_of(backend):
             await self._vllm.open_adapter(adapter, params)
@@ -222,7 +227,8 @@ class VllmAdapter(WorkerClient):
     ) -> tuple[ProbeResult, ...]:
         """Admits only the probes, resumes, and pauses again afterwards.
 
-        A paused vLLM runs no probe, and requests kept by a pause would run beside the probes.
+        A paused vLLM runs no request, also no probe. Requests from before the pause are ended,
+        because they would run beside the probes. See :meth:`sidecar.engine.Engine.probe`.
         """
         passes = await self._admission.pass_probes(mode)
         await self.abort_requests()
@@ -240,6 +246,6 @@ class VllmAdapter(WorkerClient):
         return tuple(results)
 
     async def commit(self, version: int) -> None:
-        """Sets the version that the engine serves from now on."""
+        """Makes vLLM label tokens with ``version`` from now on; keeps a loaded LoRA adapter."""
         await self._settle()
         await self._vllm.set_weight_version(str(version))

@@ -1,4 +1,4 @@
-"""Drives a vLLM engine in the same process: an ``AsyncLLM``."""
+"""The adapter of a vLLM engine in the same process: an ``AsyncLLM``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["VllmEngine"]
 
 
 class VllmEngine(VllmAdapter):
-    """Implements :class:`sidecar.engine.Engine` for an ``AsyncLLM``.
+    """Connects an ``AsyncLLM`` of this process to a :class:`sidecar.sidecar.Sidecar`.
 
     The caller builds the ``AsyncLLM`` with ``weight_transfer_config`` backend ``wavebus`` (or one
     of vLLM's own, such as ``nccl``) and keeps it: requests go to it directly, and closing the
@@ -54,7 +54,7 @@ class VllmEngine(VllmAdapter):
             vLLM's ``LoRARequest``.
 
         Raises:
-            UsageError: no update of the adapter was committed here.
+            UsageError: no update of this adapter was committed in this engine.
         """
         settled = self._llm.settled
         if adapter not in settled:

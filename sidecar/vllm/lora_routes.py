@@ -28,24 +28,39 @@ _LARGEST_ID: Final = 2**31 - 1
 
 
 class StatusOf(Protocol):
-    """A function that calls a route of the server."""
+    """A function that calls a route of the server, as :meth:`VllmHttpClient.status_of` does."""
 
     def __call__(self, method: str, path: str, body: Any = None) -> Awaitable[tuple[int, str]]:
-        """Returns the status and the text of the answer."""
+        """Sends a request; returns the status and the text of the answer.
+
+        Args:
+            method: the HTTP method.
+            path: the route.
+            body: the request's body, sent as JSON.
+        """
 
 
 def adapter_path(params: bytes) -> str:
-    """Returns the path of the folder that holds the adapter, from its transport's params."""
+    """Returns the path of a LoRA adapter's folder in shared memory.
+
+    Args:
+        params: names the folder, as the sender encoded it.
+    """
     return os.path.join(SHM_FOLDER, decode(params, AdapterFolder).folder)  # noqa: PTH118 - for vLLM
 
 
 def adapter_id(name: str) -> int:
-    """Returns the integer id under which vLLM gets the adapter of this name."""
+    """Returns the number under which vLLM gets the LoRA adapter of this name."""
     return 1 + zlib.crc32(name.encode()) % _LARGEST_ID
 
 
 class AdapterRoutes:
-    """Loads LoRA adapters into one API server, one at a time."""
+    """Makes one API server load LoRA adapters, one at a time, through its routes.
+
+    Args:
+        status_of: sends a request to the server.
+        url: the server's URL, for errors.
+    """
 
     def __init__(self, status_of: StatusOf, url: str) -> None:
         self._status_of = status_of
@@ -54,11 +69,15 @@ class AdapterRoutes:
         self._known = False
 
     async def open(self, name: str, params: bytes) -> None:
-        """Checks that the server can load the adapter ``name``; changes nothing in it.
+        """Checks that the server can load a LoRA adapter; changes nothing in it.
+
+        Args:
+            name: the adapter's name.
+            params: names the adapter's folder, as the sender encoded it.
 
         Raises:
             EngineError: code ``backend_missing``: the server has no such routes, or they need its
-                API key; code ``malformed``: its own model has that name.
+                API key; code ``malformed``: the server's own model has that name.
         """
         # vLLM refuses a request without a name; if it lacks the route, it answers 404 instead.
         status, text = await self._status_of("POST", LOAD, {"lora_name": "", "lora_path": ""})
@@ -85,12 +104,12 @@ class AdapterRoutes:
         self._path = adapter_path(params)
 
     async def load(self, name: str) -> None:
-        """Loads the adapter in place, so that requests for the model ``name`` use it."""
+        """Makes the server load the opened adapter, for requests whose model is ``name``."""
         body = {"lora_name": name, "lora_path": self._path, "load_inplace": True}
         await self._post(LOAD, body)
 
     async def drop(self, name: str) -> None:
-        """Removes the adapter's name from the server, unless the server had it before."""
+        """Undoes :meth:`load`: removes the adapter's name, unless the server had it before."""
         if not self._known:
             await self._post(UNLOAD, {"lora_name": name}, but=_NOT_FOUND)
 

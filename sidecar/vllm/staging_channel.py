@@ -23,10 +23,11 @@ _GREET_TIMEOUT_S: Final = 60.0
 
 
 class StagingChannels:
-    """Calls every worker of one engine over their staging channels, one operation at a time.
+    """Sends operations to all workers of one engine over their staging channels.
 
-    A call that fails or is cancelled closes all connections, because a late answer would be taken
-    for the next call's. The next call connects again.
+    One operation runs at a time. A call that fails or is cancelled closes all connections, because
+    a late answer would be taken for that of the next call. The next call connects again. The length
+    is the number of workers.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,10 @@ class StagingChannels:
         return len(self._names)
 
     async def open(self, names: Sequence[str]) -> None:
-        """Connects to the workers that listen at these names, and supersedes older connections.
+        """Connects to the workers' sockets, which then ignore all older connections.
+
+        Args:
+            names: each worker's socket, by its name in the abstract namespace.
 
         Raises:
             EngineError: a worker can't be reached from here.
@@ -51,10 +55,14 @@ class StagingChannels:
             raise EngineError(f"a worker has not answered for {_GREET_TIMEOUT_S:.0f} s") from error
 
     async def perform(self, operation: operations.Operation) -> list[operations.Done]:
-        """Carries out an operation in every worker; returns their answers.
+        """Carries out an operation in every worker; returns their answers, in their order.
+
+        Args:
+            operation: the operation.
 
         Raises:
-            EngineError: of the first worker that failed, in their order; or a worker is gone.
+            EngineError: a worker is gone, or the operation failed in some; then the error is that
+                of the first worker that failed, in their order.
         """
         try:
             self._connect()

@@ -1,6 +1,6 @@
-"""Carries out the steps of an update in an engine's workers.
+"""Makes an engine's workers carry out the steps of an update.
 
-The connection to the engine may be HTTP or in process.
+The sidecar's adapter of vLLM (:mod:`sidecar.vllm.engine`) inherits from the class here.
 """
 
 from __future__ import annotations
@@ -24,29 +24,35 @@ if TYPE_CHECKING:
 
 
 class WorkerConnection(Protocol):
-    """Makes the vLLM calls that an update needs; they raise :class:`EngineError`."""
+    """The calls of vLLM that an update needs, over HTTP or in process.
+
+    The calls raise :class:`EngineError`.
+    """
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Calls vLLM's ``collective_rpc``; returns each worker's answer, or the core's.
+        """Calls a method of the workers or the core, by vLLM's ``collective_rpc``.
 
         Args:
             method: one of :mod:`sidecar.vllm.plugin.worker_rpc`, or of vLLM's own.
             kwargs: the method's arguments.
+
+        Returns:
+            A list with each worker's answer; for methods that the core answers, with the core's.
         """
 
     async def load_adapter(self, name: str) -> None:
-        """Loads a LoRA adapter in place by vLLM's own call; workers supply the received tensors."""
+        """Makes vLLM load a LoRA adapter again; it then gets the tensors that workers received."""
 
     async def drop_adapter(self, name: str) -> None:
-        """Undoes :meth:`load_adapter`."""
+        """Undoes :meth:`load_adapter` in vLLM, after the workers have undone theirs."""
 
 
 class WorkerClient:
-    """Carries out updates in one engine's workers, by calls of the plugin.
+    """The update half of a vLLM adapter: calls the plugin in one engine's workers.
 
-    This is the update half of :class:`sidecar.engine.Engine`. Each step is one call of vLLM.
-    Loading a LoRA adapter takes two calls; loading what was loaded on receipt takes none. The
-    client keeps little state of an update: the workers know whether an update session is open, so a
+    It has the update's methods of :class:`sidecar.engine.Engine`. Each is one call of vLLM, but
+    loading a LoRA adapter takes two, and loading what was loaded on receipt takes none. The client
+    keeps little state of an update: the workers know whether an update session is open, so a
     restarted sidecar can recover it.
 
     A staged update uses the workers' staging channels up to the swap, with as few messages as
@@ -99,10 +105,11 @@ class WorkerClient:
         self._channels.close()
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Opens the transport in all workers; returns how many chunks may be received ahead.
+        """Connects all workers to the sender; returns how many chunks may be received ahead.
 
-        This uses the staging channels where they exist, because opening a transport may wait for
-        other engines. vLLM's own transports, and their replacements, are opened through the core.
+        The staging channels are used where they exist, because opening a transport may wait for
+        other engines, and steps must not wait for that. vLLM's own transports, and their
+        replacements, are opened through the core.
         """
         opened = operations.Open(backend, params, place.communicator, place.world_size, place.rank)
         theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
@@ -115,7 +122,7 @@ class WorkerClient:
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
-        """Checks the manifest in all workers; returns how much memory staging needs.
+        """Checks an update in all workers; returns how much memory staging needs.
 
         Raises:
             EngineError: code ``manifest_refused``, ``draft_missing``, ``kv_connector_refused`` or
@@ -145,10 +152,9 @@ class WorkerClient:
             await self._perform(operations.Start(target, recover))
 
     async def receive(self, chunk: Chunk) -> None:
-        """Fetches a chunk.
+        """Makes all workers begin to receive a chunk.
 
-        vLLM's own worker engines load it in the same call, in an update session, and without
-        comparing what has arrived.
+        vLLM's own worker engines also load the chunk in this call, and compare no checksums.
         """
         armed, seq = self._manifest, chunk.seq
         if armed is not None and (seq >= armed.chunks or chunk.tensors != armed.chunk(seq)):
@@ -160,9 +166,9 @@ class WorkerClient:
         await (self._channels.perform if self._staged else self._perform)(receive)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Loads a chunk; with ``sums``, all workers verify it before any of them loads.
+        """Loads a received chunk; if it has checksums, all workers first compare them.
 
-        Verifying and loading are one call, unless workers of several cores have to agree in
+        Comparing and loading are one call, unless workers of several cores have to agree in
         between.
         """
         if self._load_comes_with_receive:
@@ -185,7 +191,7 @@ class WorkerClient:
             await self._perform(operations.LoadChunk(seq, verify, sums))
 
     async def restore(self, target: Target = "model") -> None:
-        """Undoes an update: drops staged weights, or restores the old weights or adapter."""
+        """Ends an update that has changed no weights, and drops what it staged or loaded."""
         if self._staged:
             await self._perform(operations.ReleaseStaging())
         elif self._adapter:
@@ -212,7 +218,7 @@ class WorkerClient:
         await self._connection.ask(worker_rpc.SWAP, kwargs)
 
     async def call_off(self) -> None:
-        """Cancels a swap that still waits for other ranks."""
+        """Cancels a swap that waits for other ranks."""
         await self._connection.ask(worker_rpc.CALL_OFF, {})
 
     async def _release_staging(self) -> None:
@@ -299,7 +305,11 @@ def _room(armed: list[operations.Done]) -> StagingCapacity:
 
 
 def engine_error(text: str) -> EngineError:
-    """Returns the error inside the text of a failed vLLM call."""
+    """Returns the exception for a failed vLLM call, by the call's text.
+
+    If the text contains a failure that the plugin has put there, the exception has its code and
+    tensor.
+    """
     failure = operations.find_failure(text)
     if failure is not None:
         return EngineError(failure.detail, code=failure.code, tensor=failure.tensor)

@@ -1,4 +1,4 @@
-"""The programs of the benches' processes.
+"""The programs that a bench's processes run.
 
-:meth:`sidecar.bench.harness.Bench.launch` starts each.
+:meth:`sidecar.bench.harness.Bench.launch` starts each of them.
 """

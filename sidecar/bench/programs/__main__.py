@@ -1,9 +1,10 @@
-"""Runs a program of a bench: ``python -m sidecar.bench.programs PROGRAM SETTINGS LOOP``.
+"""Runs a bench's program: ``python -m sidecar.bench.programs PROGRAM SETTINGS LOOP``.
 
-PROGRAM is a module, beside this one unless it has a dot, whose function of that name is run.
-SETTINGS are the function's arguments in JSON. An asynchronous function also gets an exit stack,
-and returns an object whose methods the bench calls until stdin ends
-(:class:`sidecar.bench.harness.Worker`). The object's ``hello``, a dictionary, is the first answer.
+PROGRAM is a module with a function of the same name, which is run. The module is beside this one
+unless its name has a dot. SETTINGS are the function's arguments in JSON. LOOP is the kind of event
+loop. A function that is not asynchronous runs to its end. An asynchronous one also gets an exit
+stack, and returns an object. Its attribute ``hello``, a dict, is the process's first answer. Then
+the bench calls the object's methods until stdin ends (:class:`sidecar.bench.harness.Worker`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
 
 
 async def serve(program: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """Executes the call in each line of stdin: a method's name and its arguments."""
+    """Runs an asynchronous program, and executes the calls that come on stdin.
+
+    Each line of stdin has a method's name and its arguments, in JSON.
+
+    Args:
+        program: the program's function.
+        settings: its arguments.
+    """
     async with contextlib.AsyncExitStack() as stack:
         target = await program(stack, **settings)
         write_answer(**getattr(target, "hello", {}))

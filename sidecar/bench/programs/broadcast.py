@@ -1,4 +1,4 @@
-"""Times broadcasts of torch.distributed and memory copies, as baselines for weight transfers."""
+"""Times broadcasts and memory copies, with which weight transfers are compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 
 class MemoryCopy:
-    """Times copies of a buffer into a second one, which was written once before."""
+    """Times copies of a buffer into a second one, as a baseline for weight transfers.
+
+    The second buffer is written once beforehand, so that page faults are not timed.
+
+    Args:
+        memory: the buffer to copy.
+    """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._source = memory
@@ -21,11 +27,11 @@ class MemoryCopy:
 
     @classmethod
     def of_bytes(cls, size_bytes: int) -> Self:
-        """Makes an instance that copies ``size_bytes`` bytes of CPU memory."""
+        """Makes an instance that copies this many bytes of CPU memory."""
         return cls(torch.ones(size_bytes, dtype=torch.uint8))
 
     def took_ms(self) -> float:
-        """Returns the time of one copy within the device."""
+        """Copies the buffer once, and returns how long that took, in ms."""
         _synchronize(self._source)
         since_s = time.monotonic()
         self._target.copy_(self._source)
@@ -34,7 +40,14 @@ class MemoryCopy:
 
 
 class BroadcastEnd:
-    """One end of a broadcast: rank 0 sends, and the others receive."""
+    """One process of a broadcast: rank 0 sends, and the others receive.
+
+    The first broadcast is made at once, so that later ones find connections open.
+
+    Args:
+        size_bytes: size of a broadcast, in bytes.
+        device: where the memory is, ``cuda`` or ``cpu``.
+    """
 
     def __init__(self, size_bytes: int, device: str) -> None:
         self._memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
@@ -42,7 +55,7 @@ class BroadcastEnd:
         self.broadcast_ms()
 
     def broadcast_ms(self) -> float:
-        """Returns the time of one broadcast, from when all ends are ready."""
+        """Takes part in one broadcast; returns its time in ms, without the wait for others."""
         dist.all_reduce(torch.zeros(1, device=self._memory.device))
         _synchronize(self._memory)
         since_s = time.monotonic()
@@ -51,7 +64,7 @@ class BroadcastEnd:
         return (time.monotonic() - since_s) * 1000
 
     def copy_ms(self) -> float:
-        """Returns the time of one copy within this end's memory; the first allocates memory."""
+        """Copies this end's memory once within its device; returns the time in ms."""
         if self._copy is None:
             self._copy = MemoryCopy(self._memory)
         return self._copy.took_ms()
@@ -65,7 +78,7 @@ def _synchronize(memory: torch.Tensor) -> None:
 async def broadcast(
     stack: AsyncExitStack, rank: int, count: int, port: int, device: str, size_bytes: int
 ) -> BroadcastEnd:
-    """Connects this end to the others, by torch's collectives alone.
+    """Connects this process to the others of a broadcast, by torch's collectives alone.
 
     Args:
         stack: ends the process group.

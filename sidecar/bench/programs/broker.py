@@ -1,4 +1,4 @@
-"""Runs the broker of a bench on a free port."""
+"""The program of a bench's broker, on a free port of this host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def broker(
 
     Args:
         stack: ends the broker.
-        heartbeat_ms: the interval of peers' heartbeats.
+        heartbeat_ms: the interval of peers' heartbeats, in ms.
         journal: folder of the journal; empty: none.
     """
     from bus.runtime.broker_server import BrokerServer  # noqa: PLC0415 - only this process needs it

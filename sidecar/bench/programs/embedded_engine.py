@@ -1,6 +1,7 @@
-"""Runs an embedded engine that records its calls, with a sidecar or without.
+"""The program of an embedded engine that records its calls, with a sidecar or without.
 
-Without a broker there is no sidecar: the trainer calls the engine's library over a Unix socket.
+Without a broker there is no sidecar: the trainer then calls the engine's methods over a Unix
+socket.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _LINE_BYTES: Final = 1 << 24  # a manifest of all tensors is one
 
 
 class TimedEngine(EmbeddedEngine):
-    """An embedded engine that records its receive, load and swap calls.
+    """An embedded engine that records when its receive, load and swap calls run.
 
     Args:
         folder: the checkpoint's folder.
@@ -41,6 +42,7 @@ class TimedEngine(EmbeddedEngine):
 
     Attributes:
         calls: name, begin and end of each call, in seconds on ``time.monotonic()``'s clock.
+        hello: the process's first answer.
     """
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
@@ -65,17 +67,17 @@ class TimedEngine(EmbeddedEngine):
             await super().swap(version, clear_cache=clear_cache)
 
     async def finish(self, version: int) -> None:
-        """Finishes and commits an update."""
+        """Finishes and commits an update in one call, as a trainer without a bus does."""
         await self.finish_update()
         await self.commit(version)
 
     def taken_calls(self) -> list[tuple[str, float, float]]:
-        """Returns the calls since this method was last called."""
+        """Returns the calls recorded since this method was last called."""
         taken, self.calls = self.calls, []
         return taken
 
     def swap_ms(self) -> float:
-        """Returns how long the last swap took, including the wait for peer ranks."""
+        """Returns how long the last swap took, with the wait for peer ranks, in ms."""
         times = [
             until_s - since_s for name, since_s, until_s in self.taken_calls() if name == "swap"
         ]
@@ -91,7 +93,7 @@ class TimedEngine(EmbeddedEngine):
         return await asyncio.wrap_future(core.call(look))
 
     def memcpy_ms(self, size_bytes: int) -> float:
-        """Returns the time of a copy of ``size_bytes`` bytes, in ms."""
+        """Copies this many bytes once in CPU memory; returns the time in ms."""
         self._copy = self._copy or MemoryCopy.of_bytes(size_bytes)
         return self._copy.took_ms()
 
@@ -105,10 +107,15 @@ class TimedEngine(EmbeddedEngine):
 async def serve_calls(
     engine: TimedEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Executes the calls of a trainer that runs in another process and uses no bus.
+    """Executes an engine's methods for a trainer in another process that uses no bus.
 
-    Each line is a call: its name and arguments, pickled, in hexadecimal digits. Each answer is a
-    line: empty, or the error's text.
+    Each line is a call: a method's name and its arguments, pickled, in hexadecimal digits. Each
+    answer is a line: empty, or the error's text.
+
+    Args:
+        engine: the engine.
+        reader: the calls.
+        writer: for the answers.
     """
     while line := await reader.readline():
         name, arguments, options = pickle.loads(bytes.fromhex(line.decode()))  # noqa: S301 - ours
@@ -133,16 +140,16 @@ async def embedded_engine(
     master: str = "",
     **options: Any,
 ) -> TimedEngine:
-    """Serves an engine; the first answer has its ``url``.
+    """Runs an embedded engine; the process's first answer has its ``url``.
 
     Args:
         stack: ends the engine.
         folder: the checkpoint's folder.
         group: the engine's group, on the bus if there is a broker.
-        broker: the broker's address.
-        socket: path of the socket for library calls, without a broker.
+        broker: the broker's address; empty: the engine has no sidecar.
+        socket: path of the Unix socket for calls without a bus.
         rank: the rank in a DP group; of an engine alone, a part of its name.
-        ranks: how many ranks there are.
+        ranks: how many ranks the DP group has; 1: the engine is alone.
         master: ``host:port`` at which the ranks meet.
         options: more arguments of :class:`sidecar.embedded.EmbeddedEngine`.
     """

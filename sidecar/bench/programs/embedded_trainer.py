@@ -1,7 +1,7 @@
-"""Runs the trainer of embedded engines, which sends a model with or without a bus.
+"""The program of a trainer that updates embedded engines, over the bus or without it.
 
-Without a bus it calls the engines' library over a connection to each, one call after the other:
-arm, pause, then put, receive and load of each chunk, finish, resume.
+Without a bus it calls each engine's methods over a connection, one call after the other: arm,
+pause, then put, receive and load of each chunk, finish, resume.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ _FLOAT_BYTES: Final = 4
 
 
 def few_large(megabytes: int) -> PolicyConfig:
-    """Returns a dense model of about ``megabytes`` MB, nearly all in two layers."""
+    """Returns the configuration of a dense model with few large tensors.
+
+    Args:
+        megabytes: the size of the model, in MB of float32; nearly all of it is in two layers.
+    """
     layers, head_dim = 2, 64
     floats = megabytes * 1_000_000 / _FLOAT_BYTES / layers
     # Four matrices of attention and three of twice that size: ten squares of the width.
@@ -57,7 +61,11 @@ def few_large(megabytes: int) -> PolicyConfig:
 
 
 def many_small(tensors: int) -> PolicyConfig:
-    """Returns a mixture of experts with about ``tensors`` tensors of some hundred bytes."""
+    """Returns the configuration of a mixture of experts with many small tensors.
+
+    Args:
+        tensors: about how many tensors the model has. Each has some hundred bytes.
+    """
     layers = max(1, tensors // 1000)
     # Three are in no layer, nine in each, and three in each expert.
     experts = ((tensors - 3) / layers - 9) / 3
@@ -72,9 +80,12 @@ def many_small(tensors: int) -> PolicyConfig:
 
 
 def mixture(megabytes: int) -> PolicyConfig:
-    """Returns a mixture of 16 experts of about ``megabytes`` MB, in float32.
+    """Returns the configuration of a mixture of 16 experts, which is fast for its size.
 
-    A token needs two of the experts, so the model is fast for its size.
+    A token needs only two of the experts.
+
+    Args:
+        megabytes: about the size of the model, in MB of float32.
     """
     layers, experts, hidden = 4, 16, 256
     floats = megabytes * 1_000_000 / _FLOAT_BYTES
@@ -96,7 +107,13 @@ MODELS: Final = {"large": few_large, "small": many_small, "mixture": mixture}
 
 
 class DirectTrainer:
-    """Updates engines without a bus, by calls of their library."""
+    """Updates engines without a bus, by calling their methods, for comparison.
+
+    Args:
+        ends: the connections to the engines.
+        backend: the transfer backend's name.
+        packed: whether tensors are packed into buffers to send them.
+    """
 
     def __init__(self, ends: Sequence[End], backend: str, *, packed: bool) -> None:
         self._ends = ends
@@ -105,7 +122,11 @@ class DirectTrainer:
         self._version = 0
 
     async def open(self, plan: UpdatePlan) -> None:
-        """Opens the transport at the trainer and at all engines."""
+        """Opens the transport at the trainer and at all engines.
+
+        Args:
+            plan: how the model is cut into chunks.
+        """
         sender, count = self._timed, len(self._ends)
         world, places = ALONE, [NO_RANK] * count
         if sender.is_collective:
@@ -122,7 +143,17 @@ class DirectTrainer:
     async def update(
         self, plan: UpdatePlan, tensors: Sequence[torch.Tensor], *, clear_cache: bool
     ) -> dict[str, Any]:
-        """Makes one update, and returns its times."""
+        """Makes one update of all engines in a pause, and returns its times.
+
+        Args:
+            plan: how the model is cut into chunks.
+            tensors: the model's tensors, in the plan's order.
+            clear_cache: whether requests recompute their keys and values.
+
+        Returns:
+            ``since_s`` and ``until_s``: begin and end, in seconds on ``time.monotonic()``'s clock;
+                ``receive_ms``: as in :meth:`TimedSender.receive_ms`.
+        """
         self._version += 1
         timed = self._timed
         timed.begin()
@@ -166,7 +197,11 @@ class DirectTrainer:
 
 
 class EmbeddedTrainer:
-    """Sends a model that it does not train. Its first answer has the model's size."""
+    """Sends a model to embedded engines again and again, without training it.
+
+    Attributes:
+        hello: the process's first answer, with the model's size.
+    """
 
     def __init__(
         self,
@@ -190,7 +225,12 @@ class EmbeddedTrainer:
         self.hello = {"size_bytes": self._plan.size_bytes, "tensors": len(metas)}
 
     async def open(self, engines: int, sockets: Sequence[str] = ()) -> None:
-        """Waits for ``engines`` engines on the bus, and connects to other engines' ``sockets``."""
+        """Waits for the engines on the bus, and connects to those without a bus.
+
+        Args:
+            engines: how many engines join the bus.
+            sockets: the Unix sockets of the engines without a bus.
+        """
         await self._agent.wait_for_engines(engines, timeout_s=BOOT_S)
         if sockets:
             ends = [await asyncio.open_unix_connection(path) for path in sockets]
@@ -199,15 +239,15 @@ class EmbeddedTrainer:
             await self._direct.open(self._plan)
 
     def memcpy_ms(self) -> float:
-        """Returns how long a copy of the model's number of bytes takes, in ms."""
+        """Returns the time of one copy of the model's number of bytes, in ms."""
         return self._copy.took_ms()
 
     async def update(self, how: How, *, clear_cache: bool = True) -> dict[str, Any]:
-        """Makes one update over the bus."""
+        """Makes one update over the bus; see :meth:`MeasuredAgent.measured_update`."""
         return await self._agent.measured_update(self._model, how=how, clear_cache=clear_cache)
 
     async def native(self, *, clear_cache: bool) -> dict[str, Any]:
-        """Makes one update without the bus."""
+        """Makes one update without the bus; returns its times (:meth:`DirectTrainer.update`)."""
         assert self._direct is not None, "open comes first"
         tensors = [tensor.detach() for _, tensor in self._source]
         return await self._direct.update(self._plan, tensors, clear_cache=clear_cache)
@@ -225,17 +265,17 @@ async def embedded_trainer(
     lent: bool,
     **options: Any,
 ) -> EmbeddedTrainer:
-    """Makes the model, and becomes the group's owner.
+    """Makes a trainer with a model, which becomes the owner of its group.
 
     Args:
         stack: ends the agent.
         broker: the broker's address.
         group: the group of the engines on the bus.
         folder: where to write a checkpoint of the same shape with other weights.
-        shape: the model's shape.
-        amount: how many megabytes, or, of many small tensors, how many tensors.
-        backend: the transport's backend.
-        lent: whether the model is in shared memory, and sent from there.
+        shape: the kind of model, a key of ``MODELS``.
+        amount: the model's size in MB; for ``small``, the number of its tensors.
+        backend: the transfer backend's name.
+        lent: True keeps the model in shared memory, from where it is sent without a copy.
         options: more arguments of the agent.
     """
     torch.set_num_threads(1)  # a core for the trainer, one for the engine

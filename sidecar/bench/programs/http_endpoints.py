@@ -1,7 +1,7 @@
-"""Runs the engines' side over HTTP: N FastAPI apps on N ports in one process.
+"""The program of HTTP endpoints: N FastAPI apps on N ports in one process.
 
-Each is a ``uvicorn.Server`` as in a vLLM server, with httptools and, unless turned off, a log line
-per request. The middleware of vLLM and uvicorn is left out.
+They stand for engines. Each app has a ``uvicorn.Server`` as in a vLLM server, with httptools and,
+unless turned off, a log line per request. The middleware of vLLM and uvicorn is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEEP_ALIVE_S = 3600
 
 
 def endpoint() -> FastAPI:
-    """Returns an app with vLLM's two routes, as vLLM declares them, without an engine."""
+    """Returns an app with vLLM's routes ``/pause`` and ``/resume``, without an engine."""
     app = FastAPI(openapi_url=None)
 
     @app.post("/pause")
@@ -46,7 +46,13 @@ def endpoint() -> FastAPI:
 async def http_endpoints(
     stack: contextlib.AsyncExitStack, engines: int, *, access_log: bool
 ) -> SimpleNamespace:
-    """Serves all apps, each on a free port; the first answer has the ports."""
+    """Serves many apps, each on a free port; the process's first answer has the ports.
+
+    Args:
+        stack: ends the servers.
+        engines: how many apps to serve.
+        access_log: whether each request is logged.
+    """
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(engines)]
     servers = [Quiet(_config(access_log=access_log)) for _ in listening]
     running = [
@@ -64,11 +70,11 @@ async def http_endpoints(
 
 
 class Quiet(uvicorn.Server):
-    """One of many servers in a process; it handles no signals."""
+    """A server that leaves signals alone, because many run in one process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handles no signals."""
+        """Replaces uvicorn's handling of signals by none."""
         yield
 
 

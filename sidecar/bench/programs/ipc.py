@@ -1,8 +1,8 @@
-"""Replaces vLLM's IPC trainer for a process that has the weights on several GPUs.
+"""Replaces vLLM's IPC trainer engine in a process that has the weights on several GPUs.
 
 A worker can open memory of its own GPU only. So vLLM's trainer has one rank per GPU: the ranks
-gather each other's handles, and the first rank sends all of them to the workers. Here one process
-has a copy of the weights on each GPU, and makes all handles.
+gather each other's memory handles, and the first rank sends all of them to the workers. Here one
+process has a copy of the weights on each GPU, and makes all handles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ Handles: TypeAlias = "dict[str, tuple[Any, ...]]"  # by the GPU's UUID
 
 
 class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
-    """An IPC trainer engine that acts as one trainer rank per GPU."""
+    """A trainer engine of vLLM (IPC) that acts as one trainer rank per GPU.
+
+    Args:
+        options: as for vLLM's class.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -29,7 +33,11 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
         self._others: list[tuple[torch.device, Iterator[Handles]]] = []
 
     def copy_to(self, gpus: Sequence[str]) -> None:
-        """Copies the weights to each of these GPUs that does not have them."""
+        """Copies the weights to each of these GPUs, unless it has them.
+
+        Args:
+            gpus: the GPUs, such as ``cuda:1``.
+        """
         for device in map(torch.device, gpus):
             if device.index == self.device_index:
                 continue
@@ -38,10 +46,10 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
             self._copies.append((device, uuid, weights))
 
     def prepare(self) -> None:
-        """Makes the handles of the copies before an update, which vLLM's other ranks would make.
+        """Makes the memory handles of the copies, before the time of an update begins.
 
-        Their time is then not part of the update's. Packed, one buffer takes one chunk after the
-        other, so nothing can be made in advance.
+        In vLLM's trainer other ranks make these handles at the same time, so their making must not
+        count. If tensors are packed, all go through one buffer, so nothing can be made in advance.
         """
         self._others = []
         for device, uuid, weights in self._copies:
@@ -66,7 +74,7 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
 
 
 def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a copy on another GPU."""
+    """Returns a copy of a tensor on another GPU."""
     return tensor.to(device)
 
 

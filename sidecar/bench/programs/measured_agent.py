@@ -1,4 +1,4 @@
-"""A trainer's agent that records its puts and transfers, and the last ack."""
+"""A trainer's agent that records when it sends an update's chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,17 @@ BOOT_S: Final = 600.0
 
 
 class TimedSender:
-    """A sender that records its puts and transfers, and the last chunk's acknowledgement."""
+    """Wraps the sender of a transfer backend, and records when it puts and transfers chunks.
+
+    Args:
+        sender: the wrapped sender, which does the work.
+
+    Attributes:
+        inner: the wrapped sender.
+        puts: begin and end of each put, in seconds on ``time.monotonic()``'s clock.
+        transfers: the same of each transfer; it begins when the chunk is queued.
+        acked_s: when the last acknowledgement of a chunk came, on the same clock.
+    """
 
     def __init__(self, sender: Sender) -> None:
         self.inner = sender
@@ -30,35 +40,35 @@ class TimedSender:
         self._queued_s: dict[int, float] = {}
 
     def begin(self) -> None:
-        """Forgets the last update's records, because another update begins."""
+        """Drops the records of the last update, because another update begins."""
         self.puts.clear()
         self.transfers.clear()
 
     def transfer_ms(self) -> float:
-        """Returns the sum of :meth:`receive_ms` and the time of earlier puts, in ms.
+        """Returns :meth:`receive_ms` plus the time of the puts before it, in ms.
 
-        Those puts are made while the engine still serves.
+        The trainer makes these puts while the engine still serves.
         """
         left_s = self.transfers[0][0]
         before_s = sum(min(until, left_s) - since for since, until in self.puts if since < left_s)
         return self.receive_ms() + before_s * 1000
 
     def receive_ms(self) -> float:
-        """Returns the time from the first chunk's sending to the last one's ack, in ms."""
+        """Returns the time from the first chunk's sending to the last acknowledgement, in ms."""
         return (self.acked_s - self.transfers[0][0]) * 1000
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Puts a chunk, and records the time."""
+        """Puts a chunk's tensors where receivers can fetch them; records the time."""
         since_s = time.monotonic()
         handle = self.inner.put(seq, tensors)
         self.puts.append((since_s, time.monotonic()))
         return handle
 
     def queue(self, seq: int) -> None:
-        """Queues a chunk, and records the time."""
+        """Queues a chunk to be transferred; records when."""
         self._queued_s[seq] = time.monotonic()
         self.inner.queue(seq)
 
@@ -69,13 +79,23 @@ class TimedSender:
         self.transfers.append((since_s, time.monotonic()))
 
     def on_taken(self, seq: int) -> None:
-        """Records the acknowledgement of a chunk."""
+        """Handles the acknowledgement of a chunk; records when."""
         self.acked_s = time.monotonic()
         self.inner.on_taken(seq)
 
 
 class MeasuredAgent(TrainerAgent):
-    """An agent whose sender is a :class:`TimedSender`."""
+    """A trainer's agent whose sender records its times.
+
+    Args:
+        broker: the broker's address.
+        group: the group to update.
+        backend: the transfer backend's name.
+        options: more arguments of :class:`trainer_agent.TrainerAgent`.
+
+    Attributes:
+        timed: the sender.
+    """
 
     def __init__(self, broker: str, *, group: str, backend: str, **options: Any) -> None:
         super().__init__(broker, group=group, backend=backend, **options)
@@ -85,9 +105,17 @@ class MeasuredAgent(TrainerAgent):
     async def measured_update(
         self, weights: Weights, *, how: How, clear_cache: bool = True
     ) -> dict[str, Any]:
-        """Makes an update; returns its times, in seconds on ``time.monotonic()``'s clock.
+        """Makes an update over the bus, and returns its times.
 
-        ``receive_ms`` is the time from the first chunk's sending to the last one's ack, in ms.
+        Args:
+            weights: what to send.
+            how: staged, or in a pause.
+            clear_cache: whether requests recompute their keys and values.
+
+        Returns:
+            ``since_s`` and ``until_s``: begin and end, in seconds on ``time.monotonic()``'s clock;
+                ``transfer_ms`` and ``receive_ms``: as in :class:`TimedSender`; the fields of
+                :func:`reported`; ``calls``: name, begin and end of each put and transfer.
         """
         timed = self.timed
         timed.begin()
@@ -107,7 +135,7 @@ class MeasuredAgent(TrainerAgent):
 
 
 def reported(agent: TrainerAgent) -> dict[str, Any]:
-    """Returns the agent's report of its last update as a dict."""
+    """Returns the times that an agent reports of its last update, in ms."""
     report = agent.last_update
     assert report is not None, "an update has just been made"
     return {

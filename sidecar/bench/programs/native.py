@@ -1,4 +1,4 @@
-"""Updates vLLM without a bus: its trainer engine and client, and a pause around the update.
+"""Updates vLLM servers without a bus: by vLLM's trainer engine and client, in a pause.
 
 Servers that are ranks of one DP group are called at the same time, because each waits for the
 others in its pause.
@@ -31,24 +31,31 @@ _ROUTES: Final = {
 
 
 class NativeWeights(EitherForm):
-    """Tensors by name, as vLLM's trainer engines take them."""
+    """Gives a model's tensors to a trainer engine of vLLM.
+
+    Args:
+        tensors: the tensors, by name.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
     def describe(self) -> list[Any]:
-        """Returns names, dtypes and shapes."""
+        """Returns name, dtype and shape of each tensor, in vLLM's class."""
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Returns names and tensors."""
+        """Returns an iterator over the ``(name, tensor)`` pairs."""
         return iter(self._tensors.items())
 
 
 class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """A client of vLLM with pause and resume, for one or several servers.
+    """vLLM's HTTP client for updates, which can also pause and resume.
 
-    Several servers are the ranks of one DP group, which are called at once.
+    It calls one server, or all ranks of a DP group at once.
+
+    Args:
+        urls: the server's URL, or those of all ranks.
 
     Attributes:
         calls: name, begin and end of each call, in seconds on ``time.monotonic()``'s clock.
@@ -66,7 +73,11 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         self._post(f"pause?mode=keep&clear_cache={clear_cache}".lower())
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finishes the update and sets the version in one call, as the bus does."""
+        """Finishes the update and sets the weights' version, in one call.
+
+        Args:
+            weight_version: the version; None: the next number.
+        """
         self._version += 1
         super().finish_weight_update(weight_version or str(self._version))
 
@@ -88,18 +99,18 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
 
 
 class NativeUpdate:
-    """Updates servers as vLLM does, without a bus.
+    """Makes updates of vLLM servers without a bus, as vLLM's users do.
 
     Args:
         urls: the server's URL, or those of all ranks of a DP group, each with one worker.
         engine: vLLM's name of its trainer engine.
         weights: the weights to send.
-        gpus: the servers' GPUs, for a trainer engine that lends its own memory.
-        packed: whether weights are sent through buffers. None: vLLM's default.
+        gpus: the servers' GPUs, for the engine ``ipc``, which needs the weights on each of them.
+        packed: whether tensors are packed into buffers to send them; None: vLLM's default.
         clear_cache: whether requests recompute their keys and values.
 
     Raises:
-        UsageError: vLLM has no such trainer engine, or that option does not apply.
+        UsageError: vLLM has no such trainer engine, or ``packed`` does not apply to it.
     """
 
     def __init__(
@@ -128,7 +139,13 @@ class NativeUpdate:
             self._copies.copy_to(gpus)
 
     def update(self) -> dict[str, Any]:
-        """Makes one update, and returns its times and calls."""
+        """Pauses, sends the weights, and resumes; returns the times and the calls.
+
+        Returns:
+            ``since_s`` and ``until_s``: begin and end, in seconds on ``time.monotonic()``'s clock;
+                ``window_ms``: the time between them; ``receive_ms``: the time of the calls that
+                receive; ``calls``: name, begin and end of each call.
+        """
         client = self._client
         client.calls.clear()
         if self._copies:

@@ -1,4 +1,4 @@
-"""Runs a trainer that pauses and resumes its group, and sends no weights."""
+"""The program of a trainer that pauses and resumes its group, and sends no weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _IDLE_LOOK_S: Final = 0.05
 
 
 class PausingTrainer:
-    """A trainer without weights; its first answer has the engines' URLs."""
+    """Pauses and resumes a group, and measures that.
+
+    Attributes:
+        hello: the process's first answer, with the engines' URLs.
+    """
 
     def __init__(self, agent: TrainerAgent, group: str, endpoints: list[str]) -> None:
         self.hello = {"endpoints": endpoints}
@@ -29,8 +33,8 @@ class PausingTrainer:
         """Pauses and resumes the group once.
 
         Returns:
-            Times in ms: of pause and resume together, of the pause, and of the slowest engine's
-                pause.
+            Times in ms: ``round_ms``, of the pause and the resume together; ``pause_ms``, of the
+                pause; ``engines_ms``, of the slowest engine's own pause.
         """
         since_s = time.perf_counter()
         async with self._agent.paused(mode="keep") as ack:
@@ -40,14 +44,16 @@ class PausingTrainer:
         return {"round_ms": took_s * 1000, "pause_ms": pause_ms, "engines_ms": ack.slowest_ms}
 
     async def status(self) -> dict[str, float]:
-        """Returns the broker's status as a dict."""
+        """Returns the broker's CPU time in seconds and its memory in bytes."""
         status = await self._agent.status()
         return {"cpu_s": status.cpu_s, "rss_bytes": status.rss_bytes}
 
     async def idle(self, since_s: float) -> None:
-        """Waits until all cores have become idle after ``since_s``.
+        """Waits until all engine cores of the group have become idle after a moment.
 
-        The time is in seconds on ``time.monotonic()``'s clock: an older status does not count.
+        Args:
+            since_s: the moment, in seconds on ``time.monotonic()``'s clock. A core that was idle
+                before may not have begun the work that is waited for.
         """
         while True:
             [shown] = [s for s in (await self._agent.status()).groups if s.name == self._group]
@@ -60,7 +66,14 @@ class PausingTrainer:
 async def pausing_trainer(
     stack: AsyncExitStack, broker: str, group: str, engines: int
 ) -> PausingTrainer:
-    """Waits until ``engines`` engines have joined, and becomes the group's owner."""
+    """Makes a trainer that owns a group, when all its engines have joined.
+
+    Args:
+        stack: ends the trainer.
+        broker: the broker's address.
+        group: the group.
+        engines: how many engines the group has.
+    """
     agent = await stack.enter_async_context(TrainerAgent(broker, group=group))
     views = await agent.wait_for_engines(engines, timeout_s=BOOT_S)
     return PausingTrainer(agent, group, [view.endpoint for view in views])

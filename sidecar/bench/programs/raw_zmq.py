@@ -1,7 +1,8 @@
-"""Measures the lower limit: a round of bare ZeroMQ, with nothing around it.
+"""Measures the lower limit of a pause and resume: bare ZeroMQ, with nothing around it.
 
-A ROUTER is here, and N DEALERs on N connections are in another process and answer every command at
-once. There are as many messages as the bus sends, and they are frames of the bus.
+A ROUTER socket takes the broker's place, and N DEALER sockets on N connections take the engines'.
+The DEALERs are in another process, and answer every command at once. There are as many messages as
+the bus sends, and they are frames of the bus.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ def steps() -> list[tuple[bytes, bytes]]:
 
 
 class RawRouter:
-    """The ROUTER's side of the round."""
+    """The ROUTER's side of the exchange, in place of a broker.
+
+    Attributes:
+        address: where DEALERs connect.
+    """
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -73,7 +78,7 @@ class RawRouter:
         self._context.term()
 
     def welcome(self, engines: int) -> None:
-        """Waits for the first message of ``engines`` DEALERs."""
+        """Waits until this many DEALERs have sent their first message."""
         while len(self._routes) < engines:
             self._routes.append(self._socket.recv())
             self._socket.recv()
@@ -93,7 +98,12 @@ class RawRouter:
 
 
 def raw_zmq(address: str, engines: int) -> None:
-    """Runs the DEALERs' side, a plain loop, until stdin ends."""
+    """Runs the DEALERs' side, in place of engines, until stdin ends.
+
+    Args:
+        address: the ROUTER's address.
+        engines: how many DEALERs to run.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as bus.runtime.json_lines does, and why
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_PEERS)

@@ -1,4 +1,4 @@
-"""Sends the requests of ``bench rollout``, by the rollout client or by aiohttp alone."""
+"""The program that sends the requests of ``bench rollout``."""
 
 from __future__ import annotations
 
@@ -27,18 +27,23 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
 
 
 class Wave(msgspec.Struct):
-    """A wave of request streams that begin together.
+    """Requests that several streams send; all streams begin together.
+
+    A stream sends its requests one after the other, as one session.
 
     Attributes:
         name: the wave's name, which makes its prompts and sessions unique.
-        tokens: length of each answer.
-        turns: requests of each stream. Each prompt is the one before, its answer, and new tokens.
+        streams: how many streams there are.
+        tokens: how many tokens each answer has.
+        turns: how many requests each stream sends. Each prompt is the one before, its answer, and
+            new tokens.
         urls: engines that aiohttp alone uses, in turn.
         timed: whether to record when tokens come.
-        until_live: whether to disconnect when every stream has a token.
-        first_s: when the first token of each stream came.
-        seams: for each interrupted answer, the first engine, and when the next token came from
-            another.
+        until_live: True ends the wave when every stream has a token; False when all are done.
+        first_s: when the first token of each stream came, on ``time.monotonic()``'s clock.
+        seams: for each answer that was interrupted by an engine's end: that engine, and when the
+            next token came from another one.
+        engines: by stream, the engine that sent the last token.
     """
 
     name: str
@@ -53,7 +58,12 @@ class Wave(msgspec.Struct):
     engines: dict[int, str] = {}
 
     def note(self, stream: int, engine: str) -> None:
-        """Records a token of a stream, and the engine that sent it."""
+        """Records that a token of a stream has come now.
+
+        Args:
+            stream: the stream's number.
+            engine: the name of the engine that has sent the token.
+        """
         before = self.engines.get(stream)
         if before is None:
             self.first_s.append(time.monotonic())
@@ -65,7 +75,15 @@ class Wave(msgspec.Struct):
 async def ask(
     asks: RolloutClient | aiohttp.ClientSession, wave: Wave, stream: int, prompt: list[int]
 ) -> list[int]:
-    """Sends a request, and returns its tokens; aiohttp alone parses the answer without checks."""
+    """Sends one request, and returns the tokens of its answer.
+
+    Args:
+        asks: what sends the request: the rollout client, or aiohttp alone, which parses the answer
+            in the same way but does not check it.
+        wave: the wave that the request is a part of.
+        stream: the stream's number.
+        prompt: token ids.
+    """
     sampling: dict[str, Any] = {"max_tokens": wave.tokens, "ignore_eos": True, "logprobs": 0}
     session = f"{wave.name}-{stream}"
     if isinstance(asks, RolloutClient):
@@ -94,7 +112,18 @@ async def ask(
 
 
 async def run(asks: RolloutClient | aiohttp.ClientSession, wave: Wave) -> dict[str, object]:
-    """Runs one wave, and returns its times."""
+    """Runs one wave, and returns its times.
+
+    Args:
+        asks: what sends the requests.
+        wave: the wave.
+
+    Returns:
+        ``tokens``: how many came; ``wall_s`` and ``cpu_s``: the time and this process's CPU time;
+            ``ttft_ms``: each stream's time to its first token; ``live`` and ``rss_mb``: how many
+            streams were open, and this process's memory at that moment; ``seams``: as in
+            :class:`Wave`.
+    """
 
     async def one(stream: int) -> int:
         drawn = random.Random(f"{wave.name} {stream}")  # noqa: S311 - no secret
@@ -135,18 +164,28 @@ def _rss_mb() -> float:
 
 
 class RolloutAsking:
-    """Sends waves of request streams, with the rollout client or aiohttp alone."""
+    """Sends waves of requests, with the rollout client or with aiohttp alone."""
 
     def __init__(self, asks: RolloutClient | aiohttp.ClientSession) -> None:
         self._asks = asks
 
     async def run(self, wave: dict[str, Any]) -> dict[str, object]:
-        """Runs the request streams of one :class:`Wave`; returns their times and token count."""
+        """Runs one wave; returns what :func:`run` returns.
+
+        Args:
+            wave: the fields of a :class:`Wave`.
+        """
         return await run(self._asks, msgspec.convert(wave, Wave))
 
 
 async def rollout_asking(stack: AsyncExitStack, broker: str, group: str) -> RolloutAsking:
-    """Makes a sender: the rollout client or, without a broker, aiohttp alone."""
+    """Makes what sends requests: the rollout client or, without a broker, aiohttp alone.
+
+    Args:
+        stack: ends the client.
+        broker: the broker's address; empty: aiohttp alone.
+        group: the group of the engines.
+    """
     bus.log.configure(level="warning", json=True)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     timeout = aiohttp.ClientTimeout(total=None)

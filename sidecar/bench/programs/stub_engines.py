@@ -1,4 +1,4 @@
-"""Runs N real sidecars in one process, with stubs in place of their engines."""
+"""The program of many real sidecars in one process, with stubs as their engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class StubEngine:
-    """Implements :class:`sidecar.engine.Engine`; every call returns at once."""
+    """An engine that does nothing, for benches of the control plane.
+
+    It implements :class:`sidecar.engine.Engine`; every call returns at once.
+    """
 
     async def _nothing(self, *_: Any, **__: Any) -> Any:
         return None
@@ -32,7 +35,7 @@ class StubEngine:
     core_view = write_pause_lease = abandoned_pause = _none
 
     async def start(self) -> EngineInfo:
-        """Returns the description of a stub engine."""
+        """Returns the properties of a stub."""
         return EngineInfo("stub", "wavebus bench", "none", 0, 1, 1, ("shm",), "")
 
     async def died(self) -> str:
@@ -66,7 +69,7 @@ class StubEngine:
         target: Target = "model",  # noqa: ARG002
         staging: Staging | None = None,  # noqa: ARG002
     ) -> StagingCapacity:
-        """Returns that the update can't be staged."""
+        """Returns why the update can't be staged: a stub has no weights."""
         return StagingCapacity(why_not="a stub has no weights")
 
     async def probe(
@@ -83,7 +86,14 @@ class StubEngine:
 
 
 async def stub_engines(stack: AsyncExitStack, broker: str, group: str, engines: int) -> None:
-    """Makes ``engines`` stub engines join the bus."""
+    """Makes many stub engines join a group.
+
+    Args:
+        stack: ends the sidecars.
+        broker: the broker's address.
+        group: the group.
+        engines: how many engines join.
+    """
     bus.log.configure(level="warning", json=True)
     sidecars = [
         Sidecar(StubEngine(), broker=broker, group=group, name=f"engine-{index}")

@@ -1,4 +1,4 @@
-"""Runs a vLLM server, with a sidecar if there is a broker."""
+"""The program of a vLLM server, with a sidecar if there is a broker."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ _OURS: Final = "sidecar.vllm.plugin"
 
 
 class TimedConnection(HttpConnection):
-    """A connection that records each call of an update: name, begin and end.
+    """A connection to a vLLM server that records every post that a sidecar makes.
 
-    Times are in seconds on ``time.monotonic()``'s clock, which all processes of a host share.
+    Attributes:
+        calls: name, begin and end of each call, in seconds on ``time.monotonic()``'s clock, which
+            all processes of a host share.
     """
 
     def __init__(self, server: SupervisedServer) -> None:
@@ -38,7 +40,7 @@ class TimedConnection(HttpConnection):
     async def post(
         self, path: str, body: Any = None, *, query: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """Posts a request, and records the call."""
+        """Sends one POST request, and records the call; see :meth:`VllmHttpClient.post`."""
         since_s = time.monotonic()
         try:
             return await super().post(path, body, query=query)
@@ -47,7 +49,12 @@ class TimedConnection(HttpConnection):
 
 
 class TimedVllmEngine:
-    """A vLLM engine that reports its recorded calls to the bench."""
+    """The adapter of a vLLM server, and the calls that its sidecar makes.
+
+    Attributes:
+        hello: the process's first answer.
+        adapter: the adapter, for the sidecar.
+    """
 
     def __init__(self, server: SupervisedServer) -> None:
         self.hello: dict[str, Any] = {}
@@ -55,18 +62,23 @@ class TimedVllmEngine:
         self.adapter = VllmAdapter(self._timed)
 
     def taken_calls(self) -> list[tuple[str, float, float]]:
-        """Returns the calls since this method was last called."""
+        """Returns the calls recorded since this method was last called."""
         taken, self._timed.calls = self._timed.calls, []
         return taken
 
     async def swap_ms(self) -> float:
-        """Returns how long the slowest worker could not step in the last swap."""
+        """Returns how long the slowest worker could not step in the last swap, in ms."""
         facts = await self._timed.ask(worker_rpc.ASK_LOADING)
         return max(float(each["swap_ms"]) for each in facts)
 
 
 def called(path: str, body: Any) -> str:
-    """Returns the name under which a post is recorded: its operation or its route."""
+    """Returns the name under which a post to vLLM is recorded.
+
+    Args:
+        path: the route.
+        body: the request's body. An operation of the plugin is named by it, not by the route.
+    """
     if path == "/update_weight_version":
         return "commit"
     if path == "/collective_rpc" and body["method"] == worker_rpc.SWAP:
@@ -90,16 +102,18 @@ async def vllm_server(
     dp_rank: int | None = None,
     server: str = "",
 ) -> object:
-    """Starts a server. The first answer has its ``url``, and comes when it takes requests.
+    """Runs a vLLM server; the process's first answer has its ``url``.
+
+    The answer comes when the server takes requests.
 
     Args:
         stack: ends the server.
         argv: the server's command.
         variables: environment variables in addition to those of this process.
         broker: the broker's address; empty: vLLM alone, as if there were no wavebus.
-        group: the server's group, which only the other ranks of its DP group share.
-        dp_rank: the server's rank in the DP group.
-        server: the server's name; by default from the group.
+        group: the server's group; only the ranks of its DP group are in it.
+        dp_rank: the server's rank in its DP group; None: it is alone.
+        server: the server's name on the bus; empty: a name made of the group's.
     """
     bus.log.configure(level="warning", json=True)
     own = {} if broker else {_PLUGINS: ",".join(foreign_plugins())}
@@ -127,7 +141,7 @@ async def vllm_server(
 
 
 def foreign_plugins() -> list[str]:
-    """Returns the names of vLLM's plugins here that are not wavebus's."""
+    """Returns the names of all vLLM plugins on this host but wavebus's."""
     found = entry_points()
     groups = [group for group in found.groups if group.startswith("vllm.")]
     plugins = [point for group in groups for point in found.select(group=group)]

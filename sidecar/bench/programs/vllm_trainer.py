@@ -1,4 +1,4 @@
-"""Runs the trainer of vLLM servers, which sends a model in several ways."""
+"""The program of a trainer that updates vLLM servers, in several ways."""
 
 from __future__ import annotations
 
@@ -65,7 +65,13 @@ MODELS: Final = {
 
 
 def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns random weights of a model, made on ``device``; activations keep their size."""
+    """Returns random weights of a model, scaled so that activations keep their size.
+
+    Args:
+        config: the model's sizes.
+        device: where to make the weights.
+        dtype: their dtype.
+    """
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Policy(config).named_parameters()}
     generator = torch.Generator(device).manual_seed(7)
@@ -80,13 +86,24 @@ def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dic
 
 
 def write_config(config: PolicyConfig, folder: Path) -> None:
-    """Writes only ``config.json``, for a server with random weights of its own."""
+    """Writes a model's ``config.json`` alone, for servers that draw random weights themselves.
+
+    Args:
+        config: the model's sizes.
+        folder: where to write the file; must not exist.
+    """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
 
 
 class BusNative:
-    """Sends updates over the bus with vLLM's own trainer engine and worker engine."""
+    """Sends updates over the bus with vLLM's own trainer engine and worker engine.
+
+    Args:
+        agent: the trainer's agent.
+        info: what vLLM's trainer engine needs to start.
+        weights: the weights to send.
+    """
 
     def __init__(self, agent: TrainerAgent, info: Any, weights: dict[str, torch.Tensor]) -> None:
         self._agent = agent
@@ -95,14 +112,22 @@ class BusNative:
         )
 
     def update(self) -> dict[str, Any]:
-        """Makes one update, and returns its times."""
+        """Makes one update; returns its begin, its end, and the times of :func:`reported`."""
         since_s = time.monotonic()
         self._trainer.send_weights()
         return {"since_s": since_s, "until_s": time.monotonic(), **reported(self._agent)}
 
 
 class VllmTrainer:
-    """Sends a model to vLLM servers; its first answer has the model's size."""
+    """Sends a model to vLLM servers again and again, in several ways, without training it.
+
+    Args:
+        stack: ends the agents.
+        settings: as for :func:`vllm_trainer`.
+
+    Attributes:
+        hello: the process's first answer, with the model's size.
+    """
 
     def __init__(self, stack: AsyncExitStack, settings: dict[str, Any]) -> None:
         self._stack = stack
@@ -120,7 +145,7 @@ class VllmTrainer:
         """Opens all transports, and waits for the engines on the bus.
 
         Args:
-            urls: the servers without a bus.
+            urls: the URLs of the servers without a bus.
         """
         load_general_plugins()  # trainer engines of others come with them
         given = self._settings
@@ -161,7 +186,7 @@ class VllmTrainer:
         """Makes one update; returns its times, in seconds on ``time.monotonic()``'s clock.
 
         Args:
-            way: ``native``: vLLM's own, over HTTP; ``bus_native``: the bus, with the same trainer
+            way: ``native``: vLLM's own, over HTTP; ``bus_native``: the bus, with vLLM's trainer
                 engine; ``paused`` or ``staged``: the bus, with a backend of wavebus's.
         """
         if way in self._others:
@@ -171,7 +196,12 @@ class VllmTrainer:
         return await self._ours.measured_update(self._sent, how=how, clear_cache=clear_cache)
 
     async def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        """Returns the model's next tokens, each computed without a cache, on a CPU."""
+        """Returns the tokens that this trainer's model continues a prompt with; on a CPU only.
+
+        Args:
+            prompt: token ids.
+            tokens: how many tokens to generate. Each is computed without a cache.
+        """
         return await anyio.to_thread.run_sync(self._greedy, prompt, tokens)
 
     def _greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
@@ -186,14 +216,14 @@ class VllmTrainer:
 
 
 async def vllm_trainer(stack: AsyncExitStack, **settings: Any) -> VllmTrainer:
-    """Makes the model, and writes its ``config.json``.
+    """Makes a trainer with a model, and writes the model's ``config.json`` for the servers.
 
     Args:
         stack: ends the agents.
-        settings: those of :func:`sidecar.bench.fleet.trainer_settings`. ``groups`` are ``bus`` and,
-            if it is measured, ``bus_native``; ``ranks`` counts the servers of each way, and
-            ``gpus`` are theirs; ``bus_device`` has the weights for wavebus's backend, if not
-            ``device``.
+        settings: what :func:`sidecar.bench.fleet.trainer_settings` returns. ``groups`` has a group
+            for the way ``bus`` and, if it is measured, for ``bus_native``. ``ranks`` is the number
+            of servers of each way, and ``gpus`` are their GPUs. ``bus_device`` is the device whose
+            weights wavebus's backend sends; empty: ``device``.
     """
     torch.set_num_threads(1)
     write_config(MODELS[settings["model"]], Path(settings["folder"]))

@@ -49,7 +49,13 @@ _STOP_PATIENCE_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PendingSwap:
-    """A swap that this rank makes as soon as all ranks are ready."""
+    """A swap that waits in one rank until all ranks are ready.
+
+    Attributes:
+        take: changes the weights.
+        clear_cache: whether requests recompute their keys and values.
+        made: is set when the swap is made, or gets the error if it is cancelled.
+    """
 
     take: Callable[[], None]
     clear_cache: bool
@@ -57,7 +63,11 @@ class PendingSwap:
 
 
 def swap_cancelled(why: str) -> EngineError:
-    """Returns the error of a swap that no rank has made."""
+    """Returns the error of a swap that was cancelled, so that nothing has changed.
+
+    Args:
+        why: the reason.
+    """
     return EngineError(f"the swap was called off: {why}", code=NackCode.CALLED_OFF)
 
 
@@ -116,11 +126,16 @@ class LockstepCore(EngineCore):
         return made
 
     def call_off(self) -> Future[None]:
-        """Cancels a swap that has not been made."""
+        """Cancels a swap that waits for other ranks."""
         return self.call(lambda: self._cancel_swap("it was called off"))
 
     def start_wave(self, wave: int, excluded: int | None) -> None:
-        """Executes START_DP_WAVE."""
+        """Handles START_DP_WAVE of the coordinator; safe in any thread.
+
+        Args:
+            wave: the wave's number.
+            excluded: the rank for which the message is not meant; None: it is meant for all.
+        """
 
         def run() -> None:
             obeyed = self._waves.on_start_wave(wave, excluded)
@@ -130,9 +145,10 @@ class LockstepCore(EngineCore):
             self._put(run)
 
     def stop(self) -> None:
-        """Ends every request, then the thread.
+        """Ends every request, then the core's thread.
 
-        A thread that waits for other ranks in a step or a resume ends with the process.
+        A thread that waits for other ranks in a step or a resume is left, and ends with the
+        process.
         """
         self._ask_to_stop()
         self._thread.join(_STOP_PATIENCE_S)

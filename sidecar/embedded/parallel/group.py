@@ -1,6 +1,7 @@
-"""Collectives of the ranks of a group: gloo, over a store at ``master``.
+"""Collectives between the ranks of a DP group, by gloo.
 
-The process group is not torch's default one, which other code in this process may use.
+The ranks find each other through a store of torch at the address ``master``. Their process group is
+not torch's default one, which other code in this process may use.
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ _COLLECTIVE_TIMEOUT: Final = timedelta(hours=24)
 
 
 class Rendezvous:
-    """Lets the ranks find each other at start. Every method blocks; use it from a thread.
+    """Lets the ranks of a DP group find each other when they start.
+
+    Every method blocks, so call it in a thread of its own.
+
+    Args:
+        options: this rank's options.
 
     Raises:
-        EngineError: from every method: the other ranks did not come in time, or differ.
+        EngineError: also from every method: the other ranks did not come in time, or differ.
     """
 
     def __init__(self, options: DataParallel) -> None:
@@ -52,7 +58,12 @@ class Rendezvous:
         )
 
     def check(self, facts: dict[str, object]) -> None:
-        """Checks that rank 0 has the same facts; raises an error otherwise."""
+        """Checks that this rank is configured as rank 0 is.
+
+        Args:
+            facts: what must be equal on all ranks, by name. Rank 0 publishes its facts, and the
+                others compare theirs.
+        """
         options = self._options
         if options.rank == 0:
             self.tell("facts", facts)
@@ -65,7 +76,7 @@ class Rendezvous:
                 )
 
     def tell(self, key: str, value: dict[str, Any]) -> None:
-        """Publishes a value under a key, for all ranks; once per key."""
+        """Publishes a value for all ranks under a key, which can be used once."""
         self._bounded(lambda: self._store.set(f"{self._options.group}/{key}", json.dumps(value)))
 
     def ask(self, key: str) -> dict[str, Any]:
@@ -101,10 +112,18 @@ class Rendezvous:
 
 
 class RankGroup:
-    """Carries out collectives as one rank. Each call blocks until all ranks have made it.
+    """Carries out collectives with the other ranks of a DP group.
+
+    Each call blocks until all ranks have made it.
+
+    Args:
+        gloo: torch's process group of the ranks.
+        name: the DP group's name.
+        rank: this rank.
+        size: how many ranks there are.
 
     Raises:
-        EngineDead: from every method: a rank has gone, and with it the group.
+        EngineDead: from every method: a rank has gone, and the others can't continue without it.
     """
 
     def __init__(self, gloo: Any, name: str, rank: int, size: int) -> None:
@@ -115,7 +134,7 @@ class RankGroup:
         gloo.set_timeout(_COLLECTIVE_TIMEOUT)
 
     def sums(self, *numbers: int) -> list[int]:
-        """Returns each number's sum over the ranks."""
+        """Returns the sum over all ranks for each of the numbers."""
         total = torch.tensor(numbers)
         self._wait(lambda: self._gloo.allreduce([total], dist.AllreduceOptions()))
         summed: list[int] = total.tolist()
@@ -124,7 +143,8 @@ class RankGroup:
     def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Exchanges rows with all ranks, and returns the received rows.
 
-        Rows are in the order of ranks, on both sides.
+        The given rows are in the order of the ranks to which they go, and the returned rows in that
+        of the ranks from which they come.
 
         Args:
             rows: the rows for all ranks.
@@ -151,10 +171,13 @@ class RankGroup:
 
 
 class GroupExchange:
-    """Spreads experts over the ranks, in order and in blocks of nearly equal size.
+    """Spreads the experts over the ranks: rank after rank a block of nearly equal size.
 
     Implements :class:`sidecar.embedded.qwen3.Exchange` by three all-to-all exchanges: the counts of
     rows, the rows, and the results.
+
+    Args:
+        group: the ranks.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -163,11 +186,11 @@ class GroupExchange:
         self._received: list[int] = []
 
     def own(self, experts: int) -> range:
-        """Returns this rank's block of experts."""
+        """Returns which experts this rank computes, of as many as there are."""
         return self._block(self._group.rank, experts)
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
-        """Exchanges the counts and the rows, and returns those for this rank's experts."""
+        """Sends rows to the ranks of their experts; see :meth:`Exchange.dispatch`."""
         group, experts = self._group, len(counts)
         blocks = [self._block(rank, experts) for rank in range(group.size)]
         own = len(blocks[group.rank])
@@ -180,7 +203,7 @@ class GroupExchange:
         return self._swap(rows, self._sent, self._received), of_source
 
     def combine(self, results: Tensor) -> Tensor:
-        """Exchanges the results, and returns those of this rank's rows."""
+        """Returns the results to the rows' ranks; see :meth:`Exchange.combine`."""
         return self._swap(results, self._received, self._sent)
 
     def _swap(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:

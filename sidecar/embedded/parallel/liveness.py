@@ -1,8 +1,9 @@
 """Connects ranks so that all notice when one of them has gone, also while idle.
 
 Rank 0 listens and the others connect. Each connection ends with its process, however that ends, and
-rank 0 reports a lost rank to the others. A rank that closes in order announces that first. Then the
-others, which are probably closing too, wait a moment before they report a death.
+rank 0 reports a lost rank to the others. A rank that closes in order announces that first. The
+other ranks are then probably closing, too, so they wait a moment before they report that it is
+gone.
 """
 
 from __future__ import annotations
@@ -24,21 +25,20 @@ _MAX_LINE_BYTES: Final = 64
 
 
 class RankLiveness:
-    """Connects one rank to the others, and reports when a rank is gone.
+    """Connects a rank of a DP group to the others; reports when one is gone.
 
     The ranks send lines ``<rank> <what>``: first ``<rank> here``; later ``leaving`` or ``gone``,
-    also
-    about other ranks.
+    also about other ranks.
 
     Args:
         group: the DP group's name.
         rank: this rank.
         size: how many ranks there are.
-        lost: called once, with the reason, when a rank is gone; a moment later if the rank has
+        lost: called once, with the reason, when another rank is gone; 3 s later if that rank has
             announced that it leaves.
 
     Attributes:
-        noticed: set as soon as a rank is known to be gone.
+        noticed: set as soon as another rank is known to be gone, before ``lost`` is called.
     """
 
     def __init__(self, group: str, rank: int, size: int, lost: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Options of a rank of a data parallel group."""
+"""Options of one rank in a data parallel group of embedded engines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ class DataParallel:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The host and port in ``master``."""
+        """The host and port at which the ranks meet.
+
+        Raises:
+            UsageError: ``master`` is no ``host:port``.
+        """
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
             raise UsageError(f"dp_master={self.master!r}: must be host:port")

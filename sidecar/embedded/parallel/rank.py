@@ -1,4 +1,4 @@
-"""A rank's front end: meets the other ranks, and talks to the DP coordinator.
+"""Connects one rank of the embedded engine to the other ranks and the DP coordinator.
 
 The coordinator publishes the current wave to the front end. When a request comes while no wave
 runs, the front end sends FIRST_REQ, so that the other ranks join.
@@ -42,11 +42,12 @@ _NOTICE_S: Final = 0.5
 
 
 class DpRank:
-    """One rank of a group, from :meth:`join` to :meth:`close`, in one event loop.
+    """Makes an embedded engine one rank of a DP group, from :meth:`join` to :meth:`close`.
 
     Args:
         options: the rank's options.
-        lost: called once, with the reason, when the group can't continue.
+        lost: called once, with the reason, when the DP group can't continue: another rank or the DP
+            coordinator is gone.
     """
 
     def __init__(self, options: DataParallel, lost: Callable[[str], None]) -> None:
@@ -67,10 +68,10 @@ class DpRank:
         """Connects this rank to the others.
 
         Args:
-            facts: what must be equal on all ranks.
+            facts: what must be equal on all ranks, by name, such as the network's sizes.
 
         Returns:
-            The exchange with the experts on other ranks.
+            What connects the model to the experts on other ranks.
 
         Raises:
             EngineError: the others did not come, or differ.
@@ -98,7 +99,10 @@ class DpRank:
         died: Callable[[str], None],
         page: CoreStatusPage,
     ) -> LockstepCore:
-        """Makes the core of this rank; see :class:`LockstepCore`."""
+        """Makes the engine core of this rank, after :meth:`join`.
+
+        The arguments are those of :class:`LockstepCore`.
+        """
         options = self.options
         self._core = LockstepCore(
             model,
@@ -113,10 +117,10 @@ class DpRank:
         return self._core
 
     async def ready(self) -> None:
-        """Subscribes to the coordinator, and waits until all ranks' cores have subscribed.
+        """Subscribes this rank to the coordinator, and waits until all ranks have subscribed.
 
         Raises:
-            EngineError: some cores have not subscribed in time.
+            EngineError: some ranks have not subscribed in time.
         """
         assert self._sockets is not None
         self._sockets.listen(on_front=self._on_front, on_core=self._on_core)
@@ -125,7 +129,11 @@ class DpRank:
         await self._bounded(self._ready.wait(), "its coordinator is not ready")
 
     def on_request(self) -> int:
-        """Reports a request to the coordinator, and returns the request's wave."""
+        """Wakes the other ranks for a new request, if no wave runs.
+
+        Returns:
+            The wave that the request belongs to.
+        """
         wave = self._wave
         if not self._running and self._sockets is not None:
             self._running = True
@@ -134,7 +142,17 @@ class DpRank:
         return wave
 
     async def explain(self, reason: str) -> str | None:
-        """Returns why the core died; None if a lost rank is the cause, which ``lost`` reports."""
+        """Finds out whether this rank's core died by itself.
+
+        If it did, the method announces that to the other ranks. A core also dies when another rank
+        is gone; ``lost`` is then called with that reason.
+
+        Args:
+            reason: how the core died.
+
+        Returns:
+            ``reason`` if the core died by itself; None if another rank is gone.
+        """
         try:
             await asyncio.wait_for(self._liveness.noticed.wait(), _NOTICE_S)
         except TimeoutError:
@@ -143,7 +161,7 @@ class DpRank:
         return None
 
     def leave(self) -> None:
-        """Announces to the other ranks that this one closes."""
+        """Announces to the other ranks that this one closes, and is not dead."""
         self._liveness.leave()
 
     async def close(self) -> None:

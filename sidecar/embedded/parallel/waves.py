@@ -1,9 +1,10 @@
-"""One rank's view of its group's waves. No I/O: the core reports events.
+"""One rank's view of its DP group's waves, without I/O.
 
-A wave is one running period of the group. While it runs every rank steps, with a dummy batch if it
-has nothing to do, because a step needs all ranks. All ranks count its steps alike. At the first and
-then at every ``interval``-th step they agree: they add up who has work and who is paused. So they
-end a wave together, and number waves alike.
+A wave is a time in which all ranks of the group step. The core reports events here, and does what
+the answers say. While it runs every rank steps, with a dummy batch if it has nothing to do, because
+a step needs all ranks. All ranks count its steps alike. At the first and then at every
+``interval``-th step they agree: they add up who has work and who is paused. So they end a wave
+together, and number waves alike.
 
 ::
 
@@ -36,7 +37,12 @@ DEFAULT_INTERVAL: Final = 16
 
 
 class RankWaves:
-    """Tracks one rank's view of the waves.
+    """Decides when a rank of a DP group steps, and agrees with the others.
+
+    Args:
+        rank: this rank.
+        size: how many ranks there are.
+        interval: how many steps are between two agreements.
 
     Attributes:
         number: number of the wave that runs, or else of the next one.
@@ -65,17 +71,24 @@ class RankWaves:
 
     @property
     def owes_wave(self) -> bool:
-        """Whether this rank has received a START_DP_WAVE that takes effect at the resume.
+        """Whether this rank must start a wave when it resumes, because of a START_DP_WAVE.
 
-        The rank that caused it may have no work any more, and would not start the wave by itself.
+        The rank that caused the START_DP_WAVE may have no work any more, and would not start the
+        wave by itself.
         """
         return self._start is not None and self._start >= self.number
 
     def on_request(self, wave: int) -> CoreReport | None:
-        """Handles a request that the front end sent for ``wave``; returns a report, if any.
+        """Handles a request of this rank's front end.
 
-        A front end that has not yet received the end of the wave sends no FIRST_REQ, so the core
-        reports the request.
+        A front end that has not yet received the end of a wave sends no FIRST_REQ for its request.
+        Then the core itself starts the next wave and reports that.
+
+        Args:
+            wave: the wave that was running, or expected next, when the front end sent the request.
+
+        Returns:
+            A report for the coordinator that a wave has started; None without one.
         """
         if wave < self.number and not self.running and not self.paused:
             self.running = True
@@ -83,10 +96,17 @@ class RankWaves:
         return None
 
     def on_start_wave(self, wave: int, excluded: int | None) -> bool:
-        """Handles START_DP_WAVE; returns whether the rank starts the wave now.
+        """Handles START_DP_WAVE.
 
         A greater wave number is adopted, but not during a wave, in which all ranks count steps
         together.
+
+        Args:
+            wave: the wave's number.
+            excluded: the rank for which the message is not meant; None: it is meant for all.
+
+        Returns:
+            Whether the rank steps in that wave from now on.
         """
         if excluded == self.rank or wave < self.number:
             return False
@@ -98,9 +118,10 @@ class RankWaves:
         return True
 
     def join_in(self) -> CoreReport | None:
-        """Starts a wave unless one runs, so that the ranks can agree; returns a report, if any.
+        """Starts a wave if none runs, because ranks can agree only within a wave.
 
-        Ranks agree only within a wave.
+        Returns:
+            A report for the coordinator that a wave has started; None without one.
         """
         if self.running or self.paused:
             return None
@@ -108,23 +129,24 @@ class RankWaves:
         return CoreReport(self.rank, started=self.number)
 
     def on_step_begin(self) -> None:
-        """Records that this rank steps."""
+        """Records that this rank begins a step, so a wave runs."""
         self.running = True
 
     def on_step_end(self) -> bool:
-        """Counts a step; returns whether the ranks agree now."""
+        """Counts a step; returns whether all ranks agree after it."""
         self.step += 1
         return self.step == 1 or self.step % self._interval == 0
 
     def on_agreement(self, unfinished: int, paused: int) -> CoreReport | None:
-        """Handles the sums of an agreement.
+        """Handles the sums over all ranks that an agreement has found.
 
         Args:
-            unfinished: how many ranks have work that they may do.
+            unfinished: how many ranks have requests that they may step for.
             paused: how many ranks are paused.
 
         Returns:
-            A report for the coordinator, from rank 0 alone.
+            A report for the coordinator, if the wave is complete or must be announced. Only rank 0
+                reports; the others return None.
         """
         if paused == self.size:
             self.agreed = True
@@ -147,7 +169,8 @@ class RankWaves:
         """Records that all ranks resume from a global pause.
 
         Args:
-            unfinished: whether any rank has work, or a pending START_DP_WAVE.
+            unfinished: whether any rank has requests, or must start a wave because of a
+                START_DP_WAVE.
         """
         kept, self._start = self._start, None
         self.paused = self.agreed = False

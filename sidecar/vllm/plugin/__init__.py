@@ -48,13 +48,14 @@ _registered = False
 
 
 def register() -> None:
-    """Registers the plugin with vLLM; repeated calls do nothing.
+    """Installs wavebus's plugin in this vLLM process; repeated calls do nothing.
 
-    With a vLLM that is too old, this registers nothing and logs a warning, because an exception
-    here would break every other use of vLLM in the environment.
+    vLLM calls this function in each of its processes. With a vLLM that is too old, it installs
+    nothing and logs a warning, because an exception here would break every other use of vLLM in the
+    environment.
 
     Raises:
-        RuntimeError: the bus was chosen to coordinate, and can't with this vLLM.
+        RuntimeError: the environment asks for the bus's DP coordinator, which this vLLM can't use.
     """
     global _registered  # noqa: PLW0603 - vLLM's registry is global and refuses a second entry
     if _registered:

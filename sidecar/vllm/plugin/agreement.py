@@ -30,14 +30,20 @@ _SLOT_BYTES: Final = 12 * 1024  # holds a clipped WorkerFailure even of four-byt
 
 
 class WorkerRefusal(Exception):
-    """Raised in the last worker for all of them, with a :class:`WorkerFailure` in its text."""
+    """An operation's failure in some worker, raised in the last worker for all of them.
+
+    Its text contains the :class:`WorkerFailure`, because vLLM passes only texts on to the sidecar.
+    """
 
 
 def run_together(action: Callable[[], None]) -> None:
-    """Runs an action in every worker, and fails if it failed in any. A collective.
+    """Runs an action in every worker; if it fails in one, the operation fails. A collective.
+
+    Args:
+        action: runs in this worker. It may raise; the workers then agree on one failure.
 
     Raises:
-        WorkerRefusal: in the last worker, if any failed.
+        WorkerRefusal: in the last worker only, if the action failed in any worker.
     """
     failure = agree(attempt(action))
     if failure is not None:
@@ -45,18 +51,27 @@ def run_together(action: Callable[[], None]) -> None:
 
 
 def run_before_any_continues(action: Callable[[], None]) -> None:
-    """Runs an action in every worker; all wait for all. A collective.
+    """Runs an action in every worker, and returns when all have run it. A collective.
 
-    Use this for code between two collectives that may fail in one worker alone.
+    Use this function for an action that may fail in one worker alone, if a collective follows: the
+    failed worker would not enter the collective, and all others would wait for it.
+
+    Args:
+        action: runs in this worker, and may raise.
 
     Raises:
-        EngineError: in every worker, if any failed.
+        EngineError: in every worker, if the action failed in any.
     """
     raise_failure(agree(attempt(action)))
 
 
 def refuse(failure: WorkerFailure) -> None:
-    """Raises a failure that all workers agree on, in the last worker only.
+    """Raises in the last worker a failure that all workers have agreed on.
+
+    In all other workers the function returns, so that vLLM reads every worker's answer.
+
+    Args:
+        failure: the failure; the same in all workers.
 
     Raises:
         WorkerRefusal: in the last worker.
@@ -66,9 +81,9 @@ def refuse(failure: WorkerFailure) -> None:
 
 
 def attempt(action: Callable[[], None]) -> WorkerFailure | None:
-    """Runs an action; returns its failure instead of raising it.
+    """Runs an action; returns its failure instead of raising it, or None without one.
 
-    So workers can agree before any of them raises.
+    So the workers can compare their failures before any of them raises.
     """
     try:
         action()
@@ -104,14 +119,17 @@ def _groups() -> Iterator[Any]:
 
 
 def is_last_worker() -> bool:
-    """Returns whether this worker is the last of its engine, whose answer is read last."""
+    """Returns whether this worker is the one of its engine whose answer vLLM reads last."""
     return all(group.rank_in_group == group.world_size - 1 for group in _groups())
 
 
 def agree(mine: WorkerFailure | None) -> WorkerFailure | None:
-    """Returns the failure of the lowest rank that has one, the same in every worker.
+    """Returns the first worker's failure, in rank order; None if no worker has one. A collective.
 
-    A collective: every worker of the engine must call it. With one worker, nothing is sent.
+    All workers get the same result. With one worker, nothing is sent.
+
+    Args:
+        mine: this worker's failure; None without one.
     """
     outcome = mine
     for group in _groups():
@@ -127,7 +145,11 @@ def agree(mine: WorkerFailure | None) -> WorkerFailure | None:
 
 
 def any_rank(flags: torch.Tensor) -> torch.Tensor:
-    """Returns the elementwise maximum of ``flags`` (uint8, CPU) over all workers. A collective."""
+    """Returns the elementwise maximum of all workers' flags. A collective.
+
+    Args:
+        flags: this worker's flags, as a uint8 tensor on the CPU.
+    """
     merged = flags.clone()
     for group in _groups():
         dist.all_reduce(merged, op=dist.ReduceOp.MAX, group=group.cpu_group)

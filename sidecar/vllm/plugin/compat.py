@@ -1,4 +1,4 @@
-"""Differences between versions of vLLM, and the check of an engine's backend."""
+"""Hides differences between versions of vLLM, and checks an engine's transfer backend."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ BACKEND_OPTION: Final = f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\
 def shared_communicators() -> AbstractContextManager[None]:
     """Lets a worker join NCCL communicators with processes outside vLLM, during a block.
 
-    In some modes vLLM sets NCCL variables for its own use. NCCL applies them to every communicator,
-    and hangs if only one end has them. vLLM 0.32 and later can suspend them.
+    In some modes vLLM sets environment variables of NCCL for its own use. NCCL applies them to
+    every communicator, and hangs if only one end has them. vLLM 0.32 and later can remove the
+    variables for the length of a block.
     """
     try:
         from vllm.utils.nccl import unpinned_nccl_env  # noqa: PLC0415 - not every vLLM has it
@@ -30,9 +31,9 @@ def shared_communicators() -> AbstractContextManager[None]:
 
 
 def deferred_layers(model: Any) -> list[Any]:
-    """Returns the layers that vLLM's reload post-processes only at its end.
+    """Returns the layers that vLLM post-processes only at the end of a whole load.
 
-    These are attention layers, which derive their data from other layers' weights.
+    These are attention layers, whose derived tensors need the weights of other layers.
     """
     from vllm.model_executor.layers import attention  # noqa: PLC0415 - only inside a worker
 
@@ -44,7 +45,7 @@ def deferred_layers(model: Any) -> list[Any]:
 
 
 def reloading_layers(model: Any) -> list[Any]:
-    """Returns vLLM's records of the layers whose reload has begun and not ended."""
+    """Returns vLLM's records of layers that have received only some of their weights."""
     from vllm.model_executor.model_loader.reload.layerwise import (  # noqa: PLC0415 - as above
         get_layerwise_info,
     )

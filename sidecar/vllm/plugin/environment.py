@@ -53,14 +53,20 @@ DP_COORDINATOR_PID: Final = "WAVEBUS_DP_COORDINATOR_PID"
 
 @dataclass(frozen=True, slots=True)
 class BusAddress:
-    """The address of a DP coordinator on the bus: broker, group and DP group."""
+    """Where a DP coordinator finds its broker, and which DP group it coordinates.
+
+    Attributes:
+        broker: the broker's address.
+        group: the group on the bus.
+        dp_group: the DP group's name on the bus.
+    """
 
     broker: str
     group: str
     dp_group: str
 
     def variables(self) -> dict[str, str]:
-        """Returns the variables that make a vLLM start a DP coordinator for this address."""
+        """Returns environment variables that make vLLM start a DP coordinator here."""
         return {
             DP_COORDINATOR: "bus",
             BROKER: self.broker,
@@ -70,7 +76,10 @@ class BusAddress:
 
 
 def dp_coordinator(env: Mapping[str, str] = os.environ) -> DpCoordinator:
-    """Returns which coordinator serves the DP group: ``vllm`` (default) or ``bus``.
+    """Returns which DP coordinator the environment asks for: ``vllm`` (default) or ``bus``.
+
+    Args:
+        env: the environment variables.
 
     Raises:
         ValueError: the variable has another value.
@@ -82,7 +91,10 @@ def dp_coordinator(env: Mapping[str, str] = os.environ) -> DpCoordinator:
 
 
 def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
-    """Returns the address of the DP coordinator on the bus.
+    """Returns the address of the DP coordinator, from the environment variables.
+
+    Args:
+        env: the environment variables.
 
     Raises:
         ValueError: the DP group has no name.
@@ -99,11 +111,18 @@ def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
 
 
 def trusted_kv_connectors(env: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """Returns the names of unknown KV connectors that the user trusts during updates."""
+    """Returns the names of unknown KV connectors that the user allows during updates.
+
+    Args:
+        env: the environment variables.
+    """
     return frozenset(name.strip() for name in env.get(TRUST_KV_CONNECTORS, "").split(","))
 
 
 def memory_folder() -> Path:
-    """Returns a folder for small, frequently written files; create your own folder in it."""
+    """Returns a folder for small files that are written often; on tmpfs if possible.
+
+    Other programs use the folder, too: create a folder of your own in it.
+    """
     shared = Path("/dev/shm")  # noqa: S108 - see above
     return shared if shared.is_dir() else Path(tempfile.gettempdir())

@@ -1,4 +1,4 @@
-"""Extends vLLM's front ends: versions of streamed tokens, token checks, access to routes.
+"""Extends vLLM's front ends: labels streamed tokens, checks token ids, protects routes.
 
 vLLM's API key protects ``/v1`` and ``/inference``. It does not protect the RL routes, which pause
 an engine and replace its weights. So if a server listens beyond loopback, clients of other hosts
@@ -28,7 +28,8 @@ _REFUSAL: Final = b"this route is for clients on the engine's host alone"
 def label_completion_output(original: Callable[..., Any], state: Any, *args: Any) -> Any:
     """Adds to each piece of a request's output the versions of its tokens so far.
 
-    vLLM itself names them in the last piece alone, which a client may lose.
+    vLLM itself names the versions only in the last piece, which a client may lose. Wraps vLLM's
+    ``RequestState._new_completion_output``, which is ``original``.
     """
     output = original(state, *args)
     if output.weight_versions is None:
@@ -41,7 +42,8 @@ def check_token_ids(
 ) -> None:
     """Refuses token ids beyond the vocabulary, which would crash an engine core.
 
-    vLLM 0.32 checks them only if it has a tokenizer.
+    vLLM 0.32 checks token ids only if it has a tokenizer. Wraps vLLM's
+    ``BaseRenderer.validate_token_ids``, which is ``original``.
     """
     original(renderer, token_ids, **named)
     if renderer.tokenizer is None and token_ids:
@@ -55,16 +57,17 @@ def check_token_ids(
 class DataRoutesOnly:
     """ASGI middleware that gives clients of other hosts only the data routes.
 
-    Used with vLLM's ``--middleware``; if several are given, the last one gets a request first. A
-    client is on this host if its connection comes from loopback, or from the address to which it
-    has connected. A request that a proxy forwarded counts as remote, whatever the proxy says.
+    vLLM's option ``--middleware`` installs it; if several are given, the last one gets a request
+    first. A client is on this host if its connection comes from loopback, or from the address to
+    which it has connected. A request that a proxy forwarded counts as remote, whatever the proxy
+    says.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Passes a request on, or refuses it."""
+        """Passes a request on to vLLM, or refuses it with HTTP 403. The parameters are ASGI's."""
         kind = scope["type"]
         if kind == "lifespan" or scope["path"] in DATA_ROUTES or _is_local(scope):
             await self._app(scope, receive, send)

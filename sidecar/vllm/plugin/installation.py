@@ -1,8 +1,8 @@
-"""Installs the registry's seams into the vLLM of this process.
+"""Wraps and replaces code in the vLLM of this process, as the registry lists it.
 
-Everything of vLLM that is wrapped or replaced is installed by :func:`install`,
-:func:`install_seam` or :func:`apply_patches`. :func:`report` says which features the installed vLLM
-supports, and why it lacks the others.
+Everything of vLLM that is wrapped or replaced is installed by :func:`install`, :func:`install_seam`
+or :func:`apply_patches`. :func:`report` says which features the installed vLLM supports, and why it
+lacks the others.
 
 Importing this module imports neither vllm nor torch.
 """
@@ -33,10 +33,12 @@ _installed: set[str] = set()
 
 @functools.cache
 def report() -> Report:
-    """Checks the vLLM that this process would import, without importing it.
+    """Checks how the registry fits the vLLM that this process would import.
+
+    The check reads vLLM's source files, and imports none.
 
     Returns:
-        The report; every feature is off if no vLLM is installed.
+        The features of this vLLM, and why others are off. Without vLLM, all are off.
     """
     tree = SourceTree.installed()
     if tree is None:
@@ -47,12 +49,15 @@ def report() -> Report:
 
 
 def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:
-    """Returns an engine's features, each with why it is off; empty if on.
+    """Returns the state of each feature in one engine.
 
     Args:
-        engine: the report on its vLLM.
-        lockstep: the engine's rank steps in lockstep with others. A feature is then also off if its
-            lockstep part is.
+        engine: the report on the engine's vLLM.
+        lockstep: whether the engine's rank steps in lockstep with others. A feature is then also
+            off if the registry's entry for lockstep ranks (``lockstep_...``) is off.
+
+    Returns:
+        By the feature's name, why the feature is off; empty if it is on.
     """
     found: dict[str, str] = {}
     for name in REGISTRY.features:
@@ -68,7 +73,13 @@ def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:
 
 
 def install(*processes: str) -> None:
-    """Installs every fitting seam for these kinds of process, once; logs the others."""
+    """Installs every seam that fits this vLLM, for some kinds of process.
+
+    A seam is installed once. Seams that do not fit are logged.
+
+    Args:
+        processes: the kinds of process, as in :attr:`bus.seams.Seam.process`.
+    """
     names = [seam.name for seam in REGISTRY.seams if seam.process in processes]
     _install(*(name for name in names if not _unfitting_reason(name)))
 
@@ -76,8 +87,11 @@ def install(*processes: str) -> None:
 def install_seam(name: str) -> str:
     """Installs one seam, unless it is installed already.
 
+    Args:
+        name: the seam's name in the registry.
+
     Returns:
-        Why it does not fit; empty if it is installed.
+        Why the seam does not fit this vLLM; empty if it is installed.
     """
     why = _unfitting_reason(name)
     if not why:
@@ -100,12 +114,12 @@ def _install(*names: str) -> None:
 
 
 def apply_patches(forms: Mapping[str, str], load: Callable[[str], Any]) -> None:
-    """Sets and wraps the attributes that seams name.
+    """Wraps and replaces the code of vLLM that some seams name.
 
     If several seams wrap one method, the registry defines their order.
 
     Args:
-        forms: the seams' names, each with the form in which it fits.
+        forms: by name of each seam, the form of vLLM's code that was found.
         load: imports a module of vLLM by its name.
     """
     seams = [REGISTRY.seam(name) for name in forms]

@@ -1,7 +1,9 @@
-"""How updates treat a vLLM's KV connectors, by their names: see docs/vllm.md.
+"""Decides whether weights may be updated in a vLLM with KV connectors: see docs/vllm.md.
 
 A connector stores keys and values outside the engine's own cache, or fetches another engine's.
-After an update it must return none that older weights computed. Importing this loads no vllm.
+After an update a connector must return no keys and values that older weights computed. What is
+known about each connector is listed by the name of its class. Importing this module does not import
+vllm.
 """
 
 from __future__ import annotations
@@ -50,12 +52,17 @@ def treatments(
     features: Mapping[str, str],
     implements_reset: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> dict[str, str]:
-    """Returns how updates treat each connector, including those inside a ``MultiConnector``.
+    """Returns how updates treat each KV connector of a vLLM.
 
     Args:
-        config: vLLM's ``kv_transfer_config``, or None.
+        config: vLLM's ``kv_transfer_config``; None without connectors.
         features: the features of this vLLM, each with why it is off; empty if on.
-        implements_reset: returns whether a connector's class has its own ``reset_cache``.
+        implements_reset: returns whether the class of a connector has its own ``reset_cache``,
+            given the connector's configuration. Default: by importing the class.
+
+    Returns:
+        By class name, one of this module's treatments, such as ``salted``; refused ones begin with
+            :data:`REFUSED`. Connectors inside a ``MultiConnector`` are listed by themselves.
     """
     found: dict[str, str] = {}
     for each in _leaves(config):
@@ -66,17 +73,37 @@ def treatments(
 
 
 def is_keyed_by_tokens(name: str) -> bool:
-    """Returns whether a connector of this class must confirm that it was cleared."""
+    """Returns whether a connector finds its entries by token ids alone, whatever the salt.
+
+    The cache of such a connector must be cleared at each update, and the connector must confirm
+    that.
+
+    Args:
+        name: the name of the connector's class.
+    """
     return _KNOWN.get(name) == BY_TOKENS
 
 
 def trust(found: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """Returns the treatments with the named unknown connectors marked as trusted."""
+    """Marks unknown connectors as trusted, so that updates are allowed with them.
+
+    Args:
+        found: by class name, how updates treat each connector.
+        names: class names of the unknown connectors that the user trusts.
+
+    Returns:
+        The changed copy of ``found``.
+    """
     return {n: TRUSTED if how == UNKNOWN and n in names else how for n, how in found.items()}
 
 
 def explain(name: str, how: str) -> str:
-    """Returns a sentence on how a connector is treated; if refused, what to do."""
+    """Returns a text that says whether a connector allows updates, or what to do.
+
+    Args:
+        name: the name of the connector's class.
+        how: how updates treat the connector.
+    """
     if not how.startswith(REFUSED):
         return f"{name}: {how}, may be updated"
     return f"{name}: {how.removeprefix(REFUSED)}: updates are refused. {_HINTS.get(how, '')}"

@@ -1,7 +1,7 @@
-"""The registry's seams for keys and values.
+"""The registry's entries for keys and values.
 
-:mod:`sidecar.vllm.plugin.core.kv_versions` and :mod:`sidecar.vllm.plugin.kv_connectors` depend on
-them. Importing this module imports neither vllm nor torch.
+The modules :mod:`sidecar.vllm.plugin.core.kv_versions` and :mod:`sidecar.vllm.plugin.kv_connectors`
+need these seams. Importing this module imports neither vllm nor torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The operations that a sidecar requests from an engine's workers, and their answers.
 
-Both are MessagePack. Decoding is strict: unknown operations, unknown fields and wrong types are
-refused. There are two carriers:
+Operations and answers are MessagePack. Decoding is strict: unknown operations, unknown fields and
+wrong types are refused. There are two carriers:
 
 - vLLM's ``collective_rpc``, calling a method that the plugin adds to workers (:data:`PERFORM`). Its
-  one argument is the operation in base64: in process the text crosses vLLM's MessagePack codec,
-  over HTTP it is JSON, and a text passes both unchanged.
+  one argument is the operation in base64: a text passes unchanged through vLLM's MessagePack codec
+  (in process) and through JSON (over HTTP).
 - the workers' staging channels (:mod:`sidecar.vllm.plugin.staging.channel_server`), while the
   engine serves. Two operations may take either carrier, because they take long: opening a transport
   waits for other processes, and arming a new manifest runs the loader.
@@ -52,15 +52,20 @@ _MARK = re.compile(r"\[wavebus:([A-Za-z0-9_=-]+)\]")
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """Checks that both sides speak the same plugin protocol; changes nothing."""
+    """Checks that the sidecar and the plugin have the same protocol number; changes nothing."""
 
     protocol: Count
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
-    """Opens the transport; an open one is replaced.
+    """Connects the workers to the sender of the weights; replaces an open transport.
 
-    ``first_rank`` is the communicator rank of the engine's first worker.
+    Attributes:
+        backend: the transfer backend's name.
+        params: the sender's parameters, encoded for that backend.
+        communicator: the communicator's number.
+        world_size: how many ranks the communicator has.
+        first_rank: the communicator rank of the engine's first worker.
     """
 
     backend: ShortText
@@ -71,9 +76,12 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
 
 
 class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=True):
-    """Checks a manifest against the target; with ``counts``, the manifest of a patch.
+    """Checks whether an update fits the target; loads nothing.
 
-    ``staging`` is as in the message ARM.
+    Attributes:
+        names, dtypes, shapes, chunk_ends, counts: the fields of :class:`bus.manifest.Manifest`.
+        target: what the update replaces: the model, or its draft model.
+        staging: the options of a staged update; None if it is loaded in a pause.
     """
 
     names: TensorNames
@@ -86,11 +94,13 @@ class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=
 
 
 class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True):
-    """Opens an update session for the target.
+    """Opens an update session for the target, in which chunks are loaded.
 
-    ``recover``: first close the session that an earlier update left open, for whichever target, and
-        run a whole session for the target. This repairs vLLM's own state after an interrupted load.
-        The target's weights are then undefined until every chunk is loaded.
+    Attributes:
+        target: what the update replaces: the model, or its draft model.
+        recover: True first closes the session that an earlier update left open, for whichever
+            target, and runs a whole session for the target. This repairs vLLM's own state after an
+            interrupted load. The target's weights are then undefined until every chunk is loaded.
     """
 
     target: Target
@@ -98,7 +108,13 @@ class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True
 
 
 class ReceiveChunk(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):
-    """Begins to fetch a chunk of the armed manifest; vLLM's own engines also load it."""
+    """Begins to fetch a chunk of the armed manifest; vLLM's own engines also load it.
+
+    Attributes:
+        seq: number of the chunk.
+        backend: the backend that brings the chunk.
+        handle: where to find the chunk, encoded by the sender for this backend.
+    """
 
     seq: Count
     backend: ShortText
@@ -106,7 +122,15 @@ class ReceiveChunk(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fi
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fields=True):
-    """Compares a chunk's checksums, where workers can't verify and load in one operation."""
+    """Compares a chunk's checksums without loading the chunk.
+
+    Needed where workers of several cores can't verify and load in one operation.
+
+    Attributes:
+        seq: number of the chunk.
+        verify: what the checksums cover.
+        sums: the sender's checksums, one per tensor.
+    """
 
     seq: Count
     verify: VerifyMode
@@ -114,7 +138,14 @@ class VerifyChunk(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fiel
 
 
 class LoadChunk(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=True):
-    """Loads the received chunk into the model; ``sums``, if given, must match in all workers."""
+    """Loads a received chunk into the model.
+
+    Attributes:
+        seq: number of the chunk.
+        verify: what the checksums cover.
+        sums: the sender's checksums, one per tensor. All workers compare them before any of them
+            loads. Empty: nothing is compared.
+    """
 
     seq: Count
     verify: VerifyMode
@@ -122,10 +153,13 @@ class LoadChunk(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=T
 
 
 class Restore(msgspec.Struct, frozen=True, tag="restore", forbid_unknown_fields=True):
-    """Closes the session, and gives incomplete layers their old weights back.
+    """Closes the update session; incomplete layers get their old weights back.
 
     If no session is open, one is opened for the target first. If nothing was loaded, all layers
     keep their old weights.
+
+    Attributes:
+        target: what the update was to replace: the model, or its draft model.
     """
 
     target: Target
@@ -136,7 +170,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish", forbid_unknown_fields=Tr
 
 
 class CheckReady(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
-    """Checks that a swap would succeed: all is staged, and the parameters have not moved."""
+    """Checks that a swap would succeed: all is staged, and the parameters can be filled."""
 
 
 class SwapStaged(msgspec.Struct, frozen=True, tag="swap", forbid_unknown_fields=True):
@@ -147,13 +181,13 @@ class SwapStaged(msgspec.Struct, frozen=True, tag="swap", forbid_unknown_fields=
 
 
 class ReleaseStaging(msgspec.Struct, frozen=True, tag="let_go", forbid_unknown_fields=True):
-    """Drops the staged weights."""
+    """Drops the staged weights; the served ones stay as they are."""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknown_fields=True):
     """Replaces a LoRA adapter by the received one; keeps the old one for an undo.
 
-    ``sums`` are as in :class:`LoadChunk`.
+    The attributes are as in :class:`LoadChunk`.
     """
 
     seq: Count
@@ -164,28 +198,32 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknow
 class UndoAdapter(msgspec.Struct, frozen=True, tag="undo_adapter", forbid_unknown_fields=True):
     """Restores the LoRA adapter that the last load replaced.
 
-    Does nothing if no adapter was loaded since the last ARM. ``settled``: also undo a load that is
-    settled.
+    Does nothing if no adapter was loaded since the last ARM.
+
+    Attributes:
+        settled: True also undoes a load that :class:`SettleAdapter` has marked; False leaves it.
     """
 
     settled: bool
 
 
 class SettleAdapter(msgspec.Struct, frozen=True, tag="settle_adapter", forbid_unknown_fields=True):
-    """Marks the last loaded LoRA adapter as being committed."""
+    """Marks the last loaded LoRA adapter as committed, so that a restarted sidecar keeps it."""
 
 
 # -- by the staging channel, while the engine serves -----------------------------------------
 
 
 class Greet(msgspec.Struct, frozen=True, tag="greet", forbid_unknown_fields=True):
-    """Makes this connection the newest, so that older ones are ignored; changes nothing else."""
+    """Makes this connection the newest, so that operations of older ones are not begun."""
 
 
 class Rearm(msgspec.Struct, frozen=True, tag="arm_again", forbid_unknown_fields=True):
-    """Arms the manifest with this digest for another update of the model.
+    """Arms the last manifest again, for another update of the model, without a check.
 
-    It must be the manifest that was armed last, so that it needs no check.
+    Attributes:
+        manifest: the manifest's digest; that of any other manifest is refused.
+        staging: the options of the staged update.
     """
 
     manifest: ShortText
@@ -197,7 +235,13 @@ class StartStaging(msgspec.Struct, frozen=True, tag="start_staging", forbid_unkn
 
 
 class SentChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names a chunk that has arrived or is on its way; ``sums``, if given, must match."""
+    """Names a chunk that has arrived or is on its way.
+
+    Attributes:
+        seq: number of the chunk.
+        verify: what the checksums cover.
+        sums: the sender's checksums, which must match. Empty: nothing is compared.
+    """
 
     seq: Count
     verify: VerifyMode
@@ -205,13 +249,13 @@ class SentChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage", forbid_unknown_fields=True):
-    """Puts these chunks into the staging memory, in order."""
+    """Waits for some chunks, and puts them into the staging memory, in order."""
 
     chunks: tuple[SentChunk, ...]
 
 
 class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
-    """Checks that all chunks are staged."""
+    """Checks that all chunks are staged, and prepares the swap."""
 
 
 Operation: TypeAlias = (
@@ -273,11 +317,11 @@ class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
 
     Attributes:
         ahead: after :class:`Open`, how many chunks may be received ahead.
-        room: after arming, the memory that staging needs, or why it is refused.
+        room: after arming, the memory that staging needs, or why the update can't be staged.
         channel: after :class:`Hello`, the name of the worker's staging channel; empty without one.
-        in_place: after :class:`StartStaging`, chunks are received directly into staging memory. An
-            arrived chunk then needs no further work, and all chunks may be staged by one operation,
-            after the last one.
+        in_place: after :class:`StartStaging`, whether chunks are received directly into staging
+            memory. If so, an arrived chunk needs no further work, and one operation after the last
+            chunk may stage all of them.
     """
 
     ahead: Count = 1
@@ -287,18 +331,24 @@ class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=True):
-    """The answer of an operation that failed in a worker."""
+    """The answer of an operation that failed in a worker.
+
+    Attributes:
+        code: the code of the NACK that the trainer gets.
+        detail: what went wrong, for people.
+        tensor: the name of the tensor at fault; empty if there is none.
+    """
 
     code: NackCode
     detail: Annotated[str, Meta(max_length=DETAIL_CHARS)]
     tensor: Annotated[str, Meta(max_length=TENSOR_CHARS)] = ""
 
     def clipped(self) -> WorkerFailure:
-        """Returns the failure with texts cut to the lengths that the wire allows."""
+        """Returns a copy whose texts are cut to the lengths that the message allows."""
         return WorkerFailure(self.code, self.detail[:DETAIL_CHARS], self.tensor[:TENSOR_CHARS])
 
     def to_bytes(self) -> bytes:
-        """Returns the failure in MessagePack, clipped."""
+        """Returns the failure in MessagePack, with its texts cut."""
         return msgspec.msgpack.encode(self.clipped())
 
     @classmethod
@@ -307,13 +357,17 @@ class WorkerFailure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_f
         return msgspec.msgpack.decode(blob, type=cls)
 
     def to_text(self) -> str:
-        """Returns a readable text for an exception; :func:`find_failure` reads it."""
+        """Returns the failure as the text of an exception, which :func:`find_failure` reads."""
         mark = base64.urlsafe_b64encode(self.to_bytes()).decode()
         return f"{self.detail} [wavebus:{mark}]"
 
 
 def find_failure(text: str) -> WorkerFailure | None:
-    """Returns the failure inside the text of an exception or HTTP answer; None without one."""
+    """Returns the failure that a text of :meth:`WorkerFailure.to_text` contains; None without one.
+
+    Args:
+        text: the text of an exception, or of an HTTP answer.
+    """
     found = _MARK.search(text)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Lists all code inside vLLM that the sidecar and its plugin wrap or call.
+"""Lists all code inside vLLM that wavebus's sidecar and plugin wrap or call.
 
 Each such place is a *seam* (see :mod:`bus.seams`), and has one entry in :data:`REGISTRY`. Only
 :mod:`sidecar.vllm.plugin.installation` installs seams. If several seams wrap one method,

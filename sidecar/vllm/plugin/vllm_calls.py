@@ -1,4 +1,4 @@
-"""The registry's seams for vLLM's front ends, and for calls that need no wrap.
+"""The registry's entries for vLLM's front ends, and for functions that are only called.
 
 Front ends are API servers, and processes with an ``AsyncLLM``; some of their methods are wrapped.
 For vLLM functions that the sidecar or its plugin only calls, nothing is installed.

@@ -1,4 +1,4 @@
-"""Names inside vLLM that the patches refer to, and the features that depend on them.
+"""Names inside vLLM that the registry's entries share, and the features that depend on them.
 
 Importing this module imports neither vllm nor torch.
 """
@@ -74,12 +74,13 @@ START_WAVE: Final = "EngineCoreOutputs(start_wave=self.current_wave)"
 
 
 def wrap(target: str, parameters: str, around: str) -> Wrap:
-    """Describes a wrap whose function is in the plugin.
+    """Describes the wrap of a vLLM method by a function of the plugin.
 
     Args:
-        target: a method of vLLM.
+        target: the method of vLLM, as ``module:Class.method``.
         parameters: the method's parameters, as in :class:`bus.seams.Takes`.
-        around: the function as ``module:name``, or only its module, if it has the method's name.
+        around: the function as ``module:name``, or only its module if the function has the method's
+            name without leading underscores.
     """
     module, _, function = around.partition(":")
     function = function or target.rpartition(".")[2].lstrip("_")

@@ -1,9 +1,9 @@
 """The worker methods that a sidecar calls by vLLM's ``collective_rpc``, and their answers.
 
-The plugin adds them to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which pass vLLM's
-codec and JSON alike. A method that every worker has (:data:`ASK_PRESENCE`) shows whether the plugin
-is there, and which version: calling a missing method would fail in all workers, and the executor
-would mix up later answers (:mod:`sidecar.vllm.plugin.agreement`).
+The plugin adds these methods to vLLM's ``WorkerBase``. Answers are plain dicts and lists, which
+pass vLLM's codec and JSON alike. A method that every worker has (:data:`ASK_PRESENCE`) shows
+whether the plugin is there, and which version: calling a missing method would fail in all workers,
+and the executor would mix up later answers (:mod:`sidecar.vllm.plugin.agreement`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TAIL: Final = re.compile(r"-[0-9a-f]{8}\Z")
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
-    """Facts about an engine and one of its workers, for the sidecar.
+    """What the plugin reports to the sidecar about its engine.
 
     Attributes:
         coordinator: ``vllm`` or ``bus``, whichever coordinates the DP group.
@@ -63,10 +63,12 @@ class WorkerFacts(msgspec.Struct, frozen=True):
         coordinator_pid: pid of the coordinator that this rank started; 0 if it started none.
         core_pid: pid of the worker's core.
         page: path of the core's status page; empty without one.
-        cores: pids of all cores with status pages that the core's own parent has started.
+        cores: pids of all cores that the parent process of the worker's core has started: those
+            behind one client.
         features: as in :class:`bus.messages.EngineFacts`.
-        limits: limits for the requests of one core.
-        kv_connectors: see :mod:`sidecar.vllm.plugin.kv_connectors`.
+        limits: which requests one core takes.
+        kv_connectors: by class name, how updates treat each connector
+            (:mod:`sidecar.vllm.plugin.kv_connectors`).
     """
 
     coordinator: environment.DpCoordinator
@@ -80,12 +82,15 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     kv_connectors: KvConnectors = msgspec.field(default_factory=dict)
 
     def limits_of(self, cores: int) -> RequestLimits:
-        """Returns the limits for the requests of an engine with this many cores."""
+        """Returns which requests an engine takes that has this many cores."""
         return dataclasses.replace(self.limits, slots=self.limits.slots * cores)
 
 
 def read(answer: Any) -> WorkerFacts:
-    """Returns the facts in the answer of ``collective_rpc``: a list with one entry per worker.
+    """Returns the facts that the workers have answered to :data:`ASK_FACTS`.
+
+    Args:
+        answer: a list with each worker's answer; the first one counts.
 
     Raises:
         EngineError: the answer holds no such facts.
@@ -97,7 +102,12 @@ def read(answer: Any) -> WorkerFacts:
 
 
 def read_requests(answer: Any) -> tuple[str, ...]:
-    """Returns the request ids in the answer of ``collective_rpc``; empty if it holds none."""
+    """Returns the request ids that the workers have answered to :data:`ASK_REQUESTS`.
+
+    Args:
+        answer: a list with each worker's answer; the first one counts. Without ids, the result is
+            empty.
+    """
     try:
         return msgspec.convert(answer[0], tuple[ShortText, ...])
     except (msgspec.ValidationError, IndexError, KeyError, TypeError):
@@ -105,10 +115,13 @@ def read_requests(answer: Any) -> tuple[str, ...]:
 
 
 def read_done(answer: Any) -> list[operations.Done]:
-    """Returns each worker's answer to :data:`operations.PERFORM`.
+    """Returns what each worker has answered to :data:`operations.PERFORM`.
+
+    Args:
+        answer: a list with each worker's answer.
 
     Raises:
-        EngineError: there is no such answer.
+        EngineError: an answer has another form, or no worker has answered.
     """
     try:
         done = msgspec.convert(answer, list[operations.Done])
@@ -120,23 +133,34 @@ def read_done(answer: Any) -> list[operations.Done]:
 
 
 def read_called_off(answer: Any) -> bool | None:
-    """Returns whether a swap was called off; None if the cores can't swap."""
+    """Returns what a core has answered to :data:`SWAP` or :data:`CALL_OFF`.
+
+    Args:
+        answer: a list whose first entry counts.
+
+    Returns:
+        Whether a swap was called off; None if the core can't swap.
+    """
     reason = str(answer[0]) if isinstance(answer, list) and answer else ""
     return {"True": True, "False": False}.get(reason)  # over HTTP the answer is the text of a bool
 
 
 def read_draft(answer: Any) -> bool:
-    """Returns whether every worker has a draft model whose weights can be updated."""
+    """Returns whether all workers have answered to :data:`ASK_DRAFT` that they have a draft.
+
+    Args:
+        answer: a list with each worker's answer, True if it has a draft model that can be updated.
+    """
     return isinstance(answer, list) and bool(answer) and all(each is True for each in answer)
 
 
 def check_drives(answer: Any, backend: str, who: str) -> None:
-    """Checks that the answering worker runs this version's plugin, and drives ``backend``.
+    """Checks that the workers have this version's plugin, and drive the backend.
 
     Args:
-        answer: to :data:`ASK_PRESENCE`.
-        backend: the backend that was chosen at boot.
-        who: the engine, in words.
+        answer: a list with each worker's answer to :data:`ASK_PRESENCE`; the first one counts.
+        backend: the weight transfer backend that was chosen at boot.
+        who: the engine, in words, for the error.
 
     Raises:
         EngineError: the plugin is missing, has another version, or drives another backend.
@@ -165,20 +189,36 @@ def is_ours(answer: Any) -> bool:
 
 
 def admission(_worker: Any, **_asked: Any) -> None:
-    """Answers None, because cores with admission control answer this method themselves."""
+    """Answers None for methods that a core answers itself, if its vLLM fits.
+
+    A call reaches the workers only where the core has no such method. The sidecar takes None as
+    "not supported".
+    """
 
 
 swap = call_off = run = clear_caches = admission
 
 
 def presence(wrapper: Any) -> str:
-    """Answers :data:`ASK_PRESENCE`, which shows that the plugin is there."""
+    """Answers :data:`ASK_PRESENCE` with the plugin's version, and the backend that it drives.
+
+    Args:
+        wrapper: vLLM's wrapper of a worker, whose ``__str__`` this function becomes.
+    """
     engine = getattr(getattr(wrapper, "worker", None), "weight_transfer_engine", None)
     return _PRESENT + getattr(engine, "wavebus_drives", "none")
 
 
 def perform(worker: Any, operation: str) -> dict[str, Any]:
-    """Carries out an operation; returns :class:`operations.Done` as a dict."""
+    """Carries out an operation in this worker; a collective of the engine's workers.
+
+    Args:
+        worker: vLLM's worker.
+        operation: the operation, as :func:`operations.encode` returns it.
+
+    Returns:
+        :class:`operations.Done`, as a dict.
+    """
     done = worker.weight_transfer_engine.wavebus_perform(worker, operation)
     answer: dict[str, Any] = msgspec.to_builtins(done)
     return answer
@@ -243,7 +283,7 @@ def _limits(config: Any, features: Mapping[str, str]) -> RequestLimits:
 
 
 def draft(worker: Any) -> bool:
-    """Registers the worker's draft model with its weight transfer engine.
+    """Makes the worker's draft model known to its weight transfer engine.
 
     Returns:
         Whether the draft model can be updated. False in a vLLM without draft updates, and in
@@ -258,7 +298,7 @@ def draft(worker: Any) -> bool:
 
 
 def requests(worker: Any) -> list[str]:
-    """Returns the ids of the requests that have begun, as their clients gave them."""
+    """Returns the ids of the requests in this worker, as their clients gave them."""
     begun: dict[str, Any] = getattr(worker.model_runner, "requests", {})
     keep = os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") == "1"
     ids = [name if keep else _TAIL.sub("", name) for name in list(begun)[:MAX_REQUEST_IDS]]

@@ -36,14 +36,15 @@ SET_ADMISSION: Final = "wavebus_admission"
 
 @dataclass(slots=True)
 class CoreAdmission:
-    """The admission state of one core.
+    """Whether one engine core accepts new requests.
 
     Attributes:
         admits: whether admission is open; None in a core that booted closed, until a sidecar opens
-            it.
-        passes: only requests with this text in their ids are admitted. Empty: no such limit.
-        why: the reason why admission is closed.
-        served: clients reach the engine through an API server.
+            it. None counts as closed.
+        passes: while a canary runs, only requests whose ids contain this text are admitted. Empty:
+            no canary runs.
+        why: the reason why admission is closed, for clients.
+        served: whether clients reach the engine through an API server, which shows them the reason.
     """
 
     admits: bool | None = True
@@ -77,7 +78,10 @@ def _has_unknown_waves(core: Any) -> bool:
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """Ends a request at once if it is not admitted."""
+    """Ends a new request at once if admission is closed to it.
+
+    Wraps vLLM's ``EngineCoreProc._handle_client_request``, which is ``original``.
+    """
     if request_type.name == "ADD" and not _of(core).is_admitted(request[0].request_id):
         _reject(core, *request)
         return
@@ -111,7 +115,11 @@ def _end_empty(core: Any, request: Any) -> None:
 def process_outputs(
     original: Callable[..., Any], processor: Any, outputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Raises an error in the front end for a request that :func:`_end_empty` ended."""
+    """Raises an error in the front end for a request that a core has rejected.
+
+    Wraps vLLM's ``OutputProcessor.process_outputs``, which is ``original``. The core marks a
+    rejected request by the stop reason, which becomes the error's text.
+    """
     refused = len(outputs) == 1 and is_closed_message(outputs[0].stop_reason)
     state = processor.request_states.get(outputs[0].request_id) if refused else None
     processed = original(processor, outputs, *args, **kwargs)
@@ -125,7 +133,7 @@ def process_outputs(
 
 
 def set_admission(core: Any, *, ends: bool = False, **how: Any) -> list[dict[str, Any] | None]:
-    """Sets the named fields of a core's admission state.
+    """Sets the named fields of a core's admission state, and reports the state.
 
     Args:
         core: the engine core.
@@ -133,7 +141,8 @@ def set_admission(core: Any, *, ends: bool = False, **how: Any) -> list[dict[str
         how: new values of fields of :class:`CoreAdmission`.
 
     Returns:
-        One state, with the number of ended requests; [None] if the core has no admission control.
+        A list with one dict: the fields ``admits`` and ``passes``, and with ``ends``, ``ended``:
+            how many requests were ended. The list is [None] if the core has no admission control.
     """
     if _has_unknown_waves(core):
         return [None]

@@ -24,7 +24,14 @@ _OPT_OUT = f"leave {environment.DP_COORDINATOR} unset (sidecar: --dp-coordinator
 
 
 class BusCoordinator:
-    """Replaces vLLM's ``DPCoordinator``, with the methods that vLLM calls.
+    """Starts the bus's DP coordinator in place of vLLM's ``DPCoordinator`` class.
+
+    It has the methods of that class that vLLM calls.
+
+    Args:
+        parallel_config: vLLM's ``ParallelConfig``.
+        enable_wave_coordination: whether the model's ranks run waves, as mixtures of experts do.
+        logging_config: ignored; the coordinator logs as wavebus does.
 
     Raises:
         RuntimeError: the bus can't coordinate this DP group; the text says why, and what to do.
@@ -64,7 +71,7 @@ class BusCoordinator:
         return self.proc.addresses.front
 
     def get_engine_socket_addresses(self) -> tuple[str, str]:
-        """Returns the addresses at which engine cores listen and to which they report."""
+        """Returns where engine cores get messages, and where they send their reports."""
         return self.proc.addresses.core_in, self.proc.addresses.core_out
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -101,7 +108,11 @@ def _refuse_other_shapes(parallel_config: Any, enable_wave_coordination: bool) -
 
 
 def refusal(why: str) -> RuntimeError:
-    """Returns the error that keeps a server from booting if the bus can't coordinate it."""
+    """Returns the error that ends a server's boot if the bus can't coordinate it.
+
+    Args:
+        why: how this vLLM differs from what the coordinator needs.
+    """
     return RuntimeError(
         f"wavebus: {environment.DP_COORDINATOR}=bus can't be used with this vLLM: {why}. "
         f"Please {_OPT_OUT}"

@@ -55,9 +55,13 @@ TAG: Final = "wavebus_salt"
 
 
 def join_run(core: Any, run: str) -> list[bool]:
-    """Salts the caches with the id of a run.
+    """Salts the core's caches with the id of a run.
 
-    Answers :data:`sidecar.vllm.plugin.worker_rpc.JOIN_RUN`.
+    The core answers :data:`sidecar.vllm.plugin.worker_rpc.JOIN_RUN` with this function.
+
+    Args:
+        core: the engine core.
+        run: the run's id.
     """
     if run != core.wavebus_run:
         core.wavebus_run = run
@@ -67,7 +71,10 @@ def join_run(core: Any, run: str) -> list[bool]:
 
 
 def set_weight_version(original: Callable[..., Any], core: Any, weight_version: str) -> None:
-    """Sets the served version, and updates the requests' salts if it has changed."""
+    """Gives requests the salt of a new version when the core begins to serve it.
+
+    Wraps vLLM's ``EngineCore.set_weight_version``, which is ``original``.
+    """
     changed = weight_version != core.get_weight_version()
     original(core, weight_version)
     if changed:
@@ -81,7 +88,10 @@ def _set_salt(core: Any) -> None:
 
 
 def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any) -> Any:
-    """Hashes a new request's blocks with the salt of the served version."""
+    """Adds the served version's salt to a new request, before its blocks are hashed.
+
+    Wraps vLLM's ``EngineCoreProc.preprocess_add_request``, which is ``original``.
+    """
     own, salt = request.cache_salt, core.wavebus_salt
     if salt:
         request.cache_salt = salt + (own or "")
@@ -93,9 +103,10 @@ def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any
 def add_request(
     original: Callable[..., Any], core: Any, request: Any, request_wave: int = 0
 ) -> Any:
-    """Updates the salt of a request if a new version came after it was hashed.
+    """Corrects the salt of a request that was hashed before a new version came.
 
-    Requests are hashed in another thread, before the core adds them.
+    vLLM hashes requests in another thread, before the core adds them. Wraps vLLM's
+    ``EngineCore.add_request``, which is ``original``.
     """
     _salt(core, request)
     note_untagged(core, request.kv_transfer_params)
@@ -104,7 +115,15 @@ def add_request(
 
 
 def note_untagged(core: Any, params: Any) -> None:
-    """Counts requests whose keys and values name no version; logs a warning for the first."""
+    """Counts a request if it brings keys and values of an unknown version.
+
+    Such a request comes from a prefill engine outside the bus, or through a router that drops the
+    tag. The first one is logged as a warning.
+
+    Args:
+        core: the engine core.
+        params: the request's ``kv_transfer_params``; None without any.
+    """
     if core.wavebus_salt and params and params.get("do_remote_prefill") and TAG not in params:
         core.wavebus_untagged += 1
         if core.wavebus_untagged == 1:
@@ -161,12 +180,13 @@ def _salt(core: Any, request: Any) -> bool:
 def clear(core: Any) -> list[bool]:
     """Drops keys and values, so that all requests compute theirs again.
 
-    Answers :data:`sidecar.vllm.plugin.worker_rpc.CLEAR_CACHES`. Blocks that can't be freed now are
-    found by no request with a new salt. Preprocessed images stay cached, because front ends cache
-    them too and send them once; encoder outputs are dropped.
+    The core answers :data:`sidecar.vllm.plugin.worker_rpc.CLEAR_CACHES` with this function. Blocks
+    that can't be freed now stay, but no request with a new salt finds them. Preprocessed images
+    stay cached, because front ends cache them too and send them once; encoder outputs are dropped.
 
     Raises:
-        RuntimeError: a cache that salts don't keep apart is not cleared.
+        RuntimeError: a cache could not be cleared, and no salt keeps its entries from later
+            requests.
     """
     scheduler = core.scheduler
     salted = hasattr(core, "wavebus_salt")
@@ -216,7 +236,11 @@ def _drop_loaded(scheduler: Any, request: Any) -> None:
 
 
 def reset_caches(_original: Callable[..., Any], core: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Clears the caches when a pause begins; blocks held for decode engines are no error."""
+    """Clears the caches when a pause begins, with the function :func:`clear`.
+
+    Replaces vLLM's ``EngineCore._reset_caches``, for which blocks that are held for decode engines
+    are an error.
+    """
     clear(core)
     core.reset_mm_cache()
 
@@ -225,7 +249,11 @@ def reset_caches(_original: Callable[..., Any], core: Any, *_args: Any, **_kwarg
 
 
 def finish_pause(original: Callable[..., Any], core: Any, clear_cache: bool) -> None:
-    """Records whether a version loaded in this pause keeps keys and values."""
+    """Records whether requests keep their keys and values over the pause.
+
+    If weights are loaded in the pause, that decides which salts requests get. Wraps vLLM's
+    ``EngineCore._finish_pause``, which is ``original``.
+    """
     core.wavebus_keeps_kv = not clear_cache
     original(core, clear_cache)
 
@@ -233,8 +261,8 @@ def finish_pause(original: Callable[..., Any], core: Any, clear_cache: bool) -> 
 def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
     """Pauses without waiting until decode engines have fetched their blocks.
 
-    Blocks that are held for decode engines are not work. A sleep must wait for them, because it
-    releases their memory.
+    Blocks that are held for decode engines are not work. Only a sleep waits for the blocks, because
+    it frees their memory. Wraps vLLM's ``EngineCoreProc.pause_scheduler``, which is ``original``.
     """
     before = len(core._idle_state_callbacks)  # noqa: SLF001
     made = original(core, *args, **kwargs)
@@ -246,7 +274,10 @@ def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwarg
 
 
 def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Marks that a sleep is under way, whose pause must wait for held blocks."""
+    """Marks the core as going to sleep, so that :func:`pause_scheduler` waits for held blocks.
+
+    Wraps vLLM's ``EngineCore.sleep``, which is ``original``.
+    """
     core.wavebus_sleeps = True
     try:
         return original(core, *args, **kwargs)
@@ -255,7 +286,11 @@ def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) ->
 
 
 def process_input_queue(original: Callable[..., Any], core: Any) -> None:
-    """Completes the pauses that wait only for held blocks."""
+    """Completes pauses when the core has no work left but blocks held for decode engines.
+
+    Wraps vLLM's ``EngineCoreProc._process_input_queue``, which is ``original``, and which the core
+    calls at every turn of its loop.
+    """
     if core.wavebus_pauses and _is_quiet(core):
         pauses, core.wavebus_pauses = core.wavebus_pauses, ()
         for complete in reversed(pauses):
@@ -278,7 +313,10 @@ def _is_quiet(core: Any) -> bool:
 
 
 def connector_finished(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Tags the parameters that are handed over with the request's salt."""
+    """Adds the request's salt to the parameters that a decode engine will get.
+
+    Wraps vLLM's ``Scheduler._connector_finished`` in a prefill engine, which is ``original``.
+    """
     delayed, params = original(scheduler, request)
     salt = getattr(request, "wavebus_salt", "")
     if params and salt:
@@ -289,7 +327,12 @@ def connector_finished(original: Callable[..., Any], scheduler: Any, request: An
 def matched_tokens(
     original: Callable[..., Any], nixl: Any, request: Any, num_computed_tokens: int
 ) -> Any:
-    """Prevents a fetch of blocks of another version, or of blocks that may be gone."""
+    """Makes a decode engine compute a prompt whose keys and values it must not fetch.
+
+    They are of another version, or the prefill engine may have reused their blocks. Wraps the
+    method by which vLLM's NIXL connector says how many tokens it can fetch
+    (``get_num_new_matched_tokens``), which is ``original``.
+    """
     params = request.kv_transfer_params
     if params and params.get("do_remote_prefill") and hasattr(request, "wavebus_fetches"):
         if not request.wavebus_fetches:
@@ -302,7 +345,11 @@ def matched_tokens(
 
 
 def build_connector_meta(original: Callable[..., Any], nixl: Any, scheduler_output: Any) -> Any:
-    """Records when leases were not renewed in time."""
+    """Records when this decode engine failed to renew its leases of blocks in time.
+
+    Wraps ``build_connector_meta`` of vLLM's NIXL connector, which is ``original``, and which sends
+    the renewals.
+    """
     before = nixl._last_heartbeat_time  # noqa: SLF001
     made = original(nixl, scheduler_output)
     now = nixl._last_heartbeat_time  # noqa: SLF001
@@ -312,7 +359,12 @@ def build_connector_meta(original: Callable[..., Any], nixl: Any, scheduler_outp
 
 
 def update_waiting(original: Callable[..., Any], scheduler: Any, request: Any) -> None:
-    """Makes a request recompute blocks that it may have fetched after their lease."""
+    """Makes a request compute its prompt if its blocks' lease may have run out.
+
+    The prefill engine may then have reused the blocks before this engine had fetched them. Wraps
+    vLLM's ``Scheduler._update_waiting_for_remote_kv``, which is ``original``, and which runs when a
+    request's blocks have arrived.
+    """
     lender = getattr(request, "wavebus_lender", None)
     if lender is not None and _is_lost(lender, request):
         request.num_computed_tokens = 0
@@ -339,7 +391,10 @@ def _patience_s(nixl: Any) -> float:
 
 
 def release(core: Any, request: Any) -> None:
-    """Frees the blocks that a prefill engine holds for a rejected request."""
+    """Frees the blocks that a prefill engine holds for a request that this core rejects.
+
+    Adding the request and ending it at once makes vLLM's connector tell the prefill engine.
+    """
     params = request.kv_transfer_params
     if params and params.get("do_remote_prefill"):
         core.scheduler.add_request(request)

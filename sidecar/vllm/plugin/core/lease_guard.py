@@ -1,17 +1,17 @@
 """Ends a pause inside vLLM's engine core when its pause lease is over.
 
-A sidecar that dies or stops during a pause leaves its engine paused. Before pausing, it has written
-to the core's lease page why the engine is paused, and until when
+A sidecar that dies or stops during a pause leaves its engine paused. Before the pause, the sidecar
+has written to the core's lease page who paused the engine, and until when
 (:mod:`sidecar.shared_pages.pause_lease`). A thread of the core's process reads that page. When the
 lease is over, the core acts on its own thread, between two turns of its loop:
 
 ===================== ==================================================================
 state of the core     action
 ===================== ==================================================================
-not paused            none; but if a peer rank is paused, it completes that pause here, so
-                      that all ranks can resume
+not paused            none; but if a paused peer rank waits for this one in a collective, the
+                      core pauses, too, so that all ranks can resume
 weights incomplete    quarantined: stays paused; requests end with the tokens they have
-update has begun      restores its old weights
+update has begun      restores the old weights
 memory is asleep      wakes
 weights complete      resumes if it has no peers; otherwise it votes, see below
 ===================== ==================================================================
@@ -21,9 +21,9 @@ exchange the paths of their pages, or the cores behind one client (vLLM's intern
 whose one sidecar names them all in the lease. A core whose weights are complete *votes*: from then
 on its lease is void, and it loads nothing that the sidecar still sends. When every peer rank has
 voted, or is being resumed by its own sidecar, each core resumes by itself. If a peer rank has
-incomplete weights, or serves another version, the core is quarantined. The core waits, and logs
-which rank it waits for, while a peer rank's lease runs, its page can't be read, or it is on another
-host.
+incomplete weights, or serves another version, the core is quarantined. While a peer rank's lease is
+in force, or the page of that rank can't be read or is on another host, the core waits, and logs for
+which rank.
 
 A live sidecar ends the pause itself when its lease is over; the core gives it ``GRACE_S`` seconds
 for that.
@@ -75,11 +75,13 @@ _UPDATES: Final = (
 
 
 class PeerCore(msgspec.Struct, frozen=True):
-    """Another rank of the DP group, or another core behind the same client.
+    """A core that must decide together with this one how a pause ends.
+
+    It is another rank of the DP group, or another core behind the same client.
 
     Attributes:
         rank: the rank in the DP group.
-        host: identifies one boot of a host.
+        host: identifies one boot of a host; pages of another host can't be read.
         page: the path of the core's lease page.
     """
 
@@ -92,7 +94,14 @@ Peers: TypeAlias = dict[str, PeerCore | None]  # by a name for messages, such as
 
 
 class LeaseGuard:
-    """Ends the pause of one engine core when its pause lease is over."""
+    """Watches one engine core's lease page, and ends a pause whose lease is over.
+
+    Args:
+        core: vLLM's engine core, in whose process this object lives.
+
+    Attributes:
+        page: the core's lease page, which this class creates.
+    """
 
     def __init__(self, core: Any) -> None:
         path = lease_path(page_path(os.getpid()))
@@ -113,9 +122,10 @@ class LeaseGuard:
             self._store.set(f"{_STORE_KEY}{self._rank}", msgspec.json.encode(peer))
 
     def run(self) -> None:
-        """Wakes the core when a lease is over, and updates the page's heartbeat.
+        """Checks the lease page until the process ends; runs in a thread of its own.
 
-        Runs in a thread for as long as the core lives.
+        When a lease is over, the method wakes the core, which then calls :meth:`look` on its own
+        thread. It also writes the beat of the core's status page.
         """
         while True:
             time.sleep(PERIOD_S)
@@ -138,20 +148,23 @@ class LeaseGuard:
                 _log.warning("wavebus: a look at the lease page failed, and is repeated: %r", error)
 
     def void_reason(self) -> str:
-        """Returns why the sidecar's lease is void; empty if it is in force."""
+        """Returns why the sidecar may change no weights in this pause; empty if it may.
+
+        It may not once the core has acted on the end of the pause's lease.
+        """
         lease, end = self.page.lease(), self.page.outcome()
         if lease is None or end is None or end.serial != lease.serial:
             return ""
         return f"the pause's lease was over, and the engine is {end.state}: {end.reason}"
 
     def look(self) -> None:
-        """Runs :meth:`check_lease` on the core's thread, and raises nothing."""
+        """Calls :meth:`check_lease`, and logs its exceptions. Runs on the core's thread."""
         self._asked = False
         with self._warns():
             self.check_lease()
 
     def check_lease(self) -> None:
-        """Decides how the pause ends, if its lease is over."""
+        """Ends the pause as the module's table says, if its lease is over."""
         lease = self.page.lease()
         if lease is None or not _has_expired(lease):
             return
@@ -314,7 +327,10 @@ _watches = PerProcess(_start, "this core ends no pause by itself")
 
 
 def process_input_queue(original: Callable[..., Any], core: Any) -> None:
-    """Starts the lease guard at the core's first turn."""
+    """Starts the lease guard at the first turn of the core's loop.
+
+    Wraps vLLM's ``EngineCoreProc._process_input_queue``, which is ``original``.
+    """
     _watches.of(core)
     original(core)
 
@@ -322,7 +338,11 @@ def process_input_queue(original: Callable[..., Any], core: Any) -> None:
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """Checks the lease when the guard's wake-up arrives in the core's queue."""
+    """Checks the lease when the guard's wake-up arrives in the core's queue.
+
+    Wraps vLLM's ``EngineCoreProc._handle_client_request``, which is ``original``, and which gets
+    every other entry of the queue.
+    """
     if request is not _DUE:
         original(core, request_type, request)
         return
@@ -339,7 +359,10 @@ def collective_rpc(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Refuses update operations while the pause lease is void."""
+    """Refuses operations that change weights once the core has acted on the lease's end.
+
+    Wraps vLLM's ``EngineCoreProc.collective_rpc``, which is ``original``, with its parameters.
+    """
     watch = _watches.of(core) if method == operations.PERFORM else None
     if watch is not None and kwargs and (void := watch.void_reason()):
         _refuse_updates(void, kwargs["operation"])

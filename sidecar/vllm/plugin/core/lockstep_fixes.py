@@ -45,7 +45,11 @@ def _has_agreed(core: Any) -> bool:
 
 
 def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
-    """Resumes a paused rank, and starts the wave that it dropped meanwhile."""
+    """Resumes a paused rank, and starts the wave whose START_DP_WAVE it dropped in the pause.
+
+    A rank that is not paused does nothing. Wraps vLLM's ``DPEngineCoreProc.resume_scheduler``,
+    which is ``original``.
+    """
     if not (_is_paused(core) or core.pending_pause or core.ignore_start_dp_wave):
         _log.info("wavebus: a resume of a rank that is not paused; nothing is changed")
         return None
@@ -61,7 +65,10 @@ def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """Remembers a START_DP_WAVE that the paused rank is about to drop."""
+    """Remembers a START_DP_WAVE that the paused rank is about to drop.
+
+    Wraps vLLM's ``DPEngineCoreProc._handle_client_request``, which is ``original``.
+    """
     if request_type.name == "START_DP_WAVE" and core.ignore_start_dp_wave:
         wave, excluded = request
         if excluded != core.engine_index:
@@ -72,7 +79,10 @@ def handle_client_request(
 def pause_scheduler(
     original: Callable[..., Any], core: Any, mode: str = "abort", clear_cache: bool = True
 ) -> Any:
-    """Lets a rank of a paused group answer a further pause by itself."""
+    """Lets a rank of a paused DP group answer a further pause by itself.
+
+    Wraps vLLM's ``DPEngineCoreProc.pause_scheduler``, which is ``original``.
+    """
     core.wavebus_alone = mode != "wait" and _has_agreed(core)
     try:
         return original(core, mode, clear_cache)
@@ -81,5 +91,8 @@ def pause_scheduler(
 
 
 def pause_complete(original: Callable[..., Any], core: Any) -> Any:
-    """Completes a pause without asking other ranks, where they have agreed already."""
+    """Completes a pause without an agreement of the ranks, if they are all paused already.
+
+    Wraps vLLM's ``DPEngineCoreProc._pause_complete``, which is ``original``.
+    """
     return core.wavebus_complete_alone() if core.wavebus_alone else original(core)

@@ -36,7 +36,7 @@ _SUFFIXES: Final = (_SUFFIX, ".hold")
 
 
 def pages_folder() -> Path:
-    """Returns the folder of the status pages of all cores with this environment."""
+    """Returns the folder in which the cores of this environment keep their pages."""
     chosen = os.environ.get(environment.CORE_PAGES)
     if chosen:
         return Path(chosen)
@@ -49,7 +49,7 @@ def page_path(pid: int) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates the folder of the pages if it is missing.
+    """Creates the folder of the pages, readable for its owner alone, if it is missing.
 
     Raises:
         PermissionError: the folder belongs to another user.
@@ -60,7 +60,13 @@ def make_folder(folder: Path) -> None:
 
 
 def siblings(pid: int) -> tuple[int, ...]:
-    """Returns the pids of all cores that this core's parent process started, itself included."""
+    """Returns the pids of all cores whose parent process is that of this core.
+
+    These are the cores behind one client, this one included.
+
+    Args:
+        pid: this core's pid.
+    """
     parent = _parent_of(pid)
     pids = (int(path.stem) for path in pages_folder().glob(f"*{_SUFFIX}") if path.stem.isdigit())
     return tuple(sorted(each for each in pids if parent and _parent_of(each) == parent))
@@ -73,7 +79,16 @@ def _parent_of(pid: int) -> int:
 
 
 class CoreStatusWriter:
-    """Writes the status page of one core."""
+    """Creates and writes the status page of the engine core in this process.
+
+    Args:
+        core: vLLM's engine core.
+
+    Attributes:
+        page: the page.
+        steps: how many steps the core has run.
+        enter: writes which phase begins now: :meth:`CoreStatusPage.enter`.
+    """
 
     def __init__(self, core: Any) -> None:
         path = page_path(os.getpid())
@@ -87,7 +102,7 @@ class CoreStatusWriter:
         self.count(core)
 
     def count(self, core: Any) -> None:
-        """Updates the counts, which the next :meth:`enter` publishes."""
+        """Reads the core's counts and flags; the next :attr:`enter` writes them to the page."""
         paused = int(core.scheduler.pause_state) != 0
         agreed = getattr(core, "ignore_start_dp_wave", paused)
         stepping = getattr(core, "engines_running", False)
@@ -103,11 +118,13 @@ class CoreStatusWriter:
 
 
 class PerProcess(Generic[T]):
-    """An object that each process creates at its core's first turn, also after a fork.
+    """Creates one object for this process's engine core, when it is first needed.
+
+    vLLM forks its cores' processes, so an object of the parent process must not be used.
 
     Args:
         make: creates the object for a core; may return None.
-        failure: the warning to log if ``make`` raises; the engine works without the object.
+        failure: the warning to log if ``make`` raises; the core then works without the object.
     """
 
     def __init__(self, make: Callable[[Any], T | None], failure: str) -> None:
@@ -117,7 +134,7 @@ class PerProcess(Generic[T]):
         self._pid = 0
 
     def of(self, core: Any) -> T | None:
-        """Returns the object of this process, or None."""
+        """Returns this process's object, which the first call creates; None without one."""
         if self._pid != os.getpid():
             self._pid, self._made = os.getpid(), None
             try:
@@ -128,7 +145,7 @@ class PerProcess(Generic[T]):
 
     @property
     def current(self) -> T | None:
-        """The object, if this process has created it. Safe in any thread."""
+        """This process's object; None if :meth:`of` has not created it. Safe in any thread."""
         return self._made if self._pid == os.getpid() else None
 
 
@@ -136,7 +153,7 @@ _watches = PerProcess(CoreStatusWriter, "no status page of this engine core")
 
 
 def beat() -> None:
-    """Updates the heartbeat of this process's page. Safe in any thread."""
+    """Writes to this process's status page that the process runs. Safe in any thread."""
     if _watches.current is not None:
         _watches.current.page.beat()
 
@@ -156,7 +173,10 @@ def _watched(around: Callable[..., Any]) -> Callable[..., Any]:
 
 @_watched
 def input_queue(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> None:
-    """Marks the core as idle while it waits for requests."""
+    """Shows the core as idle while it waits for requests.
+
+    Wraps vLLM's ``EngineCoreProc._process_input_queue``, which is ``original``.
+    """
     watch.count(core)
     watch.enter("work" if core.has_work() else "idle")
     original(core)
@@ -172,7 +192,10 @@ def client_request(
     request_type: Any,
     request: Any,
 ) -> None:
-    """Marks the core as working while it handles a request or a worker call."""
+    """Shows the core as working while it handles a request or a worker call.
+
+    Wraps vLLM's ``EngineCoreProc._handle_client_request``, which is ``original``.
+    """
     watch.enter("work")
     original(core, request_type, request)
     watch.count(core)
@@ -181,7 +204,11 @@ def client_request(
 
 @_watched
 def outputs_made(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Updates the counts before outputs leave, so that no ended request is still counted."""
+    """Updates the counts before a step's outputs leave, so that no ended request is counted.
+
+    Wraps vLLM's ``EngineCoreProc.step`` and ``step_with_batch_queue``, each of which is
+    ``original``.
+    """
     outputs = original(core)
     watch.count(core)
     watch.enter("work")
@@ -192,7 +219,10 @@ def outputs_made(watch: CoreStatusWriter, original: Callable[..., Any], core: An
 def abort_outputs(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, *request: Any
 ) -> None:
-    """Updates the counts before the outputs of aborted requests leave."""
+    """Updates the counts before the outputs of aborted requests leave.
+
+    Wraps vLLM's ``EngineCoreProc._send_abort_outputs_to_client``, which is ``original``.
+    """
     watch.count(core)
     watch.enter("work")
     original(core, *request)
@@ -200,7 +230,11 @@ def abort_outputs(
 
 @_watched
 def engine_step(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Marks and counts a step; in lockstep, :func:`agreement` counts instead."""
+    """Shows the core as in a step, and counts the step.
+
+    In lockstep, :func:`agreement` counts instead. Wraps vLLM's
+    ``EngineCoreProc._process_engine_step``, which is ``original``.
+    """
     watch.enter("step")
     executed = original(core)
     if not hasattr(core, "step_counter"):  # in lockstep, agreement() counts
@@ -211,7 +245,10 @@ def engine_step(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 
 @_watched
 def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Marks a dummy step, which runs no request."""
+    """Shows the rank as in a dummy step, which runs no request.
+
+    Wraps vLLM's ``DPEngineCoreProc.execute_dummy_batch``, which is ``original``.
+    """
     watch.enter("dummy")
     result = original(core)
     watch.enter("work")
@@ -222,7 +259,10 @@ def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 def agreement(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
-    """Counts an all-reduce of the DP group, and marks the rank as waiting in it."""
+    """Shows the rank as waiting in an all-reduce of the DP group; counts a step.
+
+    Wraps vLLM's ``DPEngineCoreProc._has_global_unfinished_reqs``, which is ``original``.
+    """
     watch.steps += 1
     watch.count(core)
     watch.enter("sync")
@@ -233,7 +273,10 @@ def agreement(
 
 @_watched
 def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Marks the rank as waiting for the others in the barrier of a resume."""
+    """Shows the rank as waiting for the others in the barrier of a resume.
+
+    Wraps vLLM's ``DPEngineCoreProc.resume_scheduler``, which is ``original``.
+    """
     watch.enter("barrier")
     try:
         return original(core)

@@ -58,7 +58,10 @@ READY: Final = 1 << 16
 
 
 class SwapRefused(Exception):
-    """Raised when a swap was called off; its text holds a ``WorkerFailure`` of ``operations``."""
+    """A swap was called off, and nothing has changed.
+
+    Its text contains a ``WorkerFailure``, because vLLM passes only texts on to the sidecar.
+    """
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -68,7 +71,14 @@ class SwapRefused(Exception):
 
 @dataclass(slots=True)
 class ReadySwap:
-    """A swap that a rank in lockstep makes as soon as all ranks are ready."""
+    """A swap that waits in one lockstep rank until all ranks are ready.
+
+    Attributes:
+        version: the number of the staged weights.
+        operation: the encoded operation by which workers swap.
+        clear_cache: whether requests drop their keys and values.
+        made: gets the swap's result, or why it was called off.
+    """
 
     version: int
     operation: str
@@ -91,9 +101,22 @@ _conference = _Vote()
 
 
 def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool) -> Any:
-    """Swaps now or, in lockstep, when all ranks are ready.
+    """Swaps to the staged weights now or, in lockstep, when all ranks are ready.
 
-    Answers :data:`sidecar.vllm.plugin.worker_rpc.SWAP`. Returns the result or a future of it.
+    The core answers :data:`sidecar.vllm.plugin.worker_rpc.SWAP` with this function.
+
+    Args:
+        core: the engine core.
+        version: the number of the staged weights.
+        check: the encoded operation by which workers check that a swap would succeed.
+        operation: the encoded operation by which workers swap.
+        clear_cache: whether requests drop their keys and values.
+
+    Returns:
+        ``[False]``: the swap was not called off. In lockstep, a future of it.
+
+    Raises:
+        SwapRefused: the swap is impossible now, and nothing has changed.
     """
     made: Future[list[bool]] = Future()
     asked = ReadySwap(version, operation, clear_cache, made)
@@ -118,9 +141,15 @@ def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool)
 
 
 def call_off(core: Any) -> list[bool]:
-    """Cancels a waiting swap; returns whether one was waiting.
+    """Cancels a swap that waits for other ranks.
 
-    Answers :data:`sidecar.vllm.plugin.worker_rpc.CALL_OFF`.
+    The core answers :data:`sidecar.vllm.plugin.worker_rpc.CALL_OFF` with this function.
+
+    Args:
+        core: the engine core.
+
+    Returns:
+        ``[True]`` if a swap was waiting, else ``[False]``.
     """
     waiting, core.wavebus_ready = core.wavebus_ready, None
     if waiting is not None:
@@ -175,7 +204,11 @@ def _exit_on_failure() -> Iterator[None]:
 def has_global_unfinished_reqs(
     original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
-    """Swaps if all ranks reported in this step's all-reduce that they are ready."""
+    """Swaps if all ranks have reported in this step's all-reduce that they are ready.
+
+    Wraps vLLM's ``DPEngineCoreProc._has_global_unfinished_reqs``, which is ``original``, and which
+    makes the all-reduce.
+    """
     _conference.ready = core.wavebus_ready is not None
     _conference.all_ready = False
     unfinished = original(core, local_unfinished)
@@ -192,7 +225,10 @@ def has_global_unfinished_reqs(
 def sum_by_torch(
     _original: Callable[..., Any], dp_group: Any, has_unfinished: bool, pending_pause: bool
 ) -> tuple[bool, bool]:
-    """Replaces ``ParallelConfig.sync_dp_state``, a static method; also counts ready ranks."""
+    """Makes the ranks' all-reduce with torch, and adds the number of ready ranks to it.
+
+    Replaces vLLM's static method ``ParallelConfig.sync_dp_state``, with its parameters and results.
+    """
     import torch  # noqa: PLC0415 - a core has it
 
     def add_up(votes: torch.Tensor) -> None:
@@ -208,9 +244,11 @@ def sum_by_vllm(
     has_unfinished: bool,
     pending_pause: bool,
 ) -> tuple[bool, bool]:
-    """Replaces ``sync_dp_state``, a method, by vLLM's own all-reduce, which has a time limit.
+    """Makes the ranks' all-reduce with vLLM's function, and adds the number of ready ranks.
 
-    All ranks must use the same kind of all-reduce, or they hang.
+    Replaces vLLM's method ``ParallelConfig.sync_dp_state``, with its parameters and results, where
+    vLLM uses an all-reduce of its own, with a time limit. All ranks must use the same kind of
+    all-reduce, or they hang.
     """
     from vllm.distributed.utils import cpu_all_reduce_  # noqa: PLC0415 - only inside a core
 
@@ -245,7 +283,10 @@ def _labels_of(core: Any) -> deque[list[Any]]:
 
 
 def attach_weight_version(original: Callable[..., Any], core: Any, outputs: Any) -> None:
-    """Labels a step that was in flight at a swap with the version before."""
+    """Labels a step's outputs with the version before a swap, if it began before.
+
+    Wraps vLLM's ``EngineCore._attach_weight_version``, which is ``original``.
+    """
     labels = _labels_of(core)
     if not labels:
         original(core, outputs)

@@ -1,1 +1,1 @@
-"""Manifests, copy plans, and the memory in which updates are staged."""
+"""Checks manifests, loads updates into a worker's model, and holds staged weights."""

@@ -1,9 +1,9 @@
 """Copy plans: where each element of each received tensor goes in the model's parameters.
 
 A plan is built once per manifest, from the copies that a :class:`LoaderTrace` recorded while the
-model's own loader ran. Layer names play no part. A plan exists only if the loader does nothing but
-copy, and fills every element of every parameter exactly once. Later updates then repeat the copies
-and need no loader.
+model's own loader ran. Names of layers play no part in it. A plan exists only if the loader does
+nothing but copy, and fills every element of every parameter exactly once. Later updates then repeat
+the copies and need no loader.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ _LARGE_BYTES: Final = 1 << 20
 
 
 class NoPlanError(Exception):
-    """Raised with the reason why these tensors can't be copied by a plan."""
+    """No copy plan can load the tensors of a manifest; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTarget:
-    """A parameter or buffer as the loader fills it; always contiguous."""
+    """Shape and dtype that a parameter or buffer has while it is loaded.
+
+    The serving parameter may look different, for example repacked for a kernel. The loaded form is
+    always contiguous.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,12 +45,14 @@ class PlanTarget:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Where the elements of each tensor of a manifest go.
+    """Says where the elements of each tensor of a manifest go in the model.
 
     Attributes:
-        copies: by name of each tensor in the manifest; empty if this worker uses no part of it.
-        fills: by target, the elements that get the same value in every update, such as padding.
-        targets: every parameter and buffer that is filled, by name.
+        copies: by tensor name, the copies of its elements; empty if this worker needs no element of
+            it.
+        fills: by target name, the elements that get the same value in every update, such as
+            padding.
+        targets: by name, every parameter and buffer that is filled.
     """
 
     copies: dict[str, tuple[TracedCopy, ...]]
@@ -54,7 +60,14 @@ class CopyPlan:
     targets: dict[str, PlanTarget]
 
     def is_whole(self, chunks: Iterable[Iterable[TensorMeta]]) -> bool:
-        """Returns whether every element of these tensors is copied, without a dtype cast."""
+        """Returns whether this worker uses every element of the given tensors as it was sent.
+
+        This is so if every element is copied, and none is cast to another dtype. The chunks can
+        then be staged without being rearranged.
+
+        Args:
+            chunks: the tensors of each chunk.
+        """
         return all(
             sum(torch.Size(copy.region[1]).numel() for copy in self.copies[meta.name])
             == torch.Size(meta.shape).numel()
@@ -68,7 +81,7 @@ class CopyPlan:
 
     @functools.cached_property
     def size_bytes(self) -> int:
-        """Total size of all targets, in bytes."""
+        """Total size of all targets in the form in which they are loaded, in bytes."""
         return sum(
             torch.Size(target.shape).numel() * target.dtype.itemsize
             for target in self.targets.values()
@@ -76,7 +89,7 @@ class CopyPlan:
 
 
 def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
-    """Returns the copy plan of a load that covers the whole model.
+    """Makes a copy plan from the recorded load of a whole model.
 
     Args:
         trace: recorded while the loader was given every tensor of the manifest.
@@ -84,7 +97,8 @@ def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
             tied output head). Empty if there is none.
 
     Raises:
-        NoPlanError: names the tensor or parameter, and the reason.
+        NoPlanError: no plan can repeat this load; the text names the tensor or parameter, and the
+            reason.
     """
     if trace.beyond_copies:
         raise NoPlanError(trace.beyond_copies)
@@ -118,16 +132,28 @@ def make_plan(trace: LoaderTrace, *, unloaded: str) -> CopyPlan:
 
 
 def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """Returns the part of a contiguous tensor that ``region`` describes, as a view."""
+    """Returns a view of some elements of a contiguous tensor.
+
+    Args:
+        tensor: the tensor.
+        region: the elements: offset in the tensor, sizes and strides, all in elements.
+    """
     offset, sizes, strides = region
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
 
 class CopyBatch:
-    """A list of tensor copies that can be executed repeatedly.
+    """Copies of tensors, prepared once and executed in each update.
 
     Small tensors are copied together in one call. On a GPU, large ones are copied one by one, which
     is faster for them.
+
+    Args:
+        targets: the tensors to copy to.
+        sources: the tensors to copy from, in the same order.
+
+    Attributes:
+        numel: how many elements are copied.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -145,7 +171,7 @@ class CopyBatch:
         self.numel = sum(target.numel() for target in targets)
 
     def run(self) -> None:
-        """Copies every source into its target; may be called repeatedly."""
+        """Copies every source into its target."""
         for target, source in self._apart:
             target.copy_(source)
         if self._targets:

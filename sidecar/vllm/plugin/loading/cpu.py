@@ -28,14 +28,24 @@ if TYPE_CHECKING:
 
 
 class CpuRepacking:
-    """Keeps repacked layers correct during one model's updates; does nothing on other devices."""
+    """Makes vLLM repack a model's weights for the CPU with each update.
+
+    Does nothing on other devices.
+
+    Args:
+        model: the serving model.
+        device: the device of its weights.
+    """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model if device.type == "cpu" else None
         self._kernels: list[tuple[Any, Any]] = []
 
     def before_start(self) -> None:
-        """Makes expert layers set up their kernels, and so pack their weights, again."""
+        """Removes expert layers' kernels before a load, so that vLLM packs the new weights.
+
+        vLLM packs the weights of such a layer only when it sets up the layer's kernel.
+        """
         for module in self._modules():
             method: Any = getattr(module, "quant_method", None)
             kernel = getattr(method, "moe_kernel", None)
@@ -44,7 +54,10 @@ class CpuRepacking:
                 method.moe_kernel = None
 
     def after_finish(self) -> None:
-        """Restores kernels of layers that were not loaded, and repacks tied output heads."""
+        """Repacks tied output heads after a load, and restores kernels that are still missing.
+
+        A kernel is still missing if the update did not load its layer.
+        """
         for method, kernel in self._kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
@@ -63,7 +76,10 @@ class CpuRepacking:
 
 
 def install() -> None:
-    """Adds the missing collectives to vLLM's CPU communicator; does nothing on other platforms."""
+    """Adds to vLLM's CPU communicator the collectives that mixtures of experts need.
+
+    Does nothing on other platforms than CPUs.
+    """
     from vllm.platforms import current_platform  # noqa: PLC0415 - vLLM has chosen it by now
 
     if not current_platform.is_cpu():
@@ -78,7 +94,16 @@ def install() -> None:
 
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-    """Returns all ranks' rows in rank order; for a list, one result per tensor."""
+    """Returns the rows of all ranks, in rank order. A collective.
+
+    Becomes a method of vLLM's ``CpuCommunicator``.
+
+    Args:
+        self: the communicator.
+        input_: this rank's rows; or a list of tensors, which gives a list of results.
+        dim: the dimension of the rows; must be 0.
+        sizes: how many rows each rank has; None: all have as many as this one.
+    """
     import torch  # noqa: PLC0415 - in vLLM's processes
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -94,7 +119,16 @@ def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = 
 
 
 def reduce_scatterv(self: Any, input_: Any, dim: int = -1, sizes: list[int] | None = None) -> Any:
-    """Returns this rank's rows of the sum over all ranks."""
+    """Adds the tensors of all ranks, and returns this rank's rows of the sum. A collective.
+
+    Becomes a method of vLLM's ``CpuCommunicator``.
+
+    Args:
+        self: the communicator.
+        input_: the rows for all ranks, in rank order.
+        dim: the dimension of the rows; must be 0.
+        sizes: how many rows each rank gets; None: all get equally many.
+    """
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -109,5 +143,5 @@ def reduce_scatterv(self: Any, input_: Any, dim: int = -1, sizes: list[int] | No
 def reduce_scatterv_into_output(
     self: Any, input_: Any, output: Any, dim: int = -1, sizes: list[int] | None = None
 ) -> Any:
-    """Writes this rank's rows of the sum over all ranks into ``output``."""
+    """Does what :func:`reduce_scatterv` does, and writes the result into ``output``."""
     return output.copy_(reduce_scatterv(self, input_, dim, sizes))

@@ -1,9 +1,9 @@
 """Records what a model's own loader does with the tensors that it is given.
 
-A dispatch mode observes every write into a parameter or buffer, and which tensor it came from. A
-view shares the storage of its tensor, so a copy shows which elements went where, however the loader
-sliced and transposed both sides. On the meta device this needs no memory. The module works for any
-``nn.Module`` with any loaders, and does not depend on vLLM.
+A torch dispatch mode observes every write into a parameter or buffer, and which tensor the written
+elements came from. A view shares the storage of its tensor, so a copy shows which elements went
+where, however the loader sliced and transposed both sides. On the meta device this needs no memory.
+The module works for any ``nn.Module`` with any loaders, and does not depend on vLLM.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ Region: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TracedCopy:
-    """A copy from elements of a received tensor to elements of a parameter or buffer."""
+    """Record of one copy that the model's loader made from a given tensor.
+
+    Later updates repeat the copy without the loader (:mod:`sidecar.vllm.plugin.loading.copy_plan`).
+
+    Attributes:
+        source: the copied elements of the given tensor: offset, sizes and strides, in elements.
+        target: the name of the parameter or buffer that was filled.
+        region: the filled elements of the target, in the same form.
+    """
 
     source: Region
     target: str
@@ -39,7 +47,13 @@ class TracedCopy:
 
 @dataclass(frozen=True, slots=True)
 class TracedFill:
-    """A constant that a loader writes into a parameter or buffer, such as padding."""
+    """Record of a constant that the model's loader wrote, such as the zeros of padding.
+
+    Attributes:
+        target: the name of the parameter or buffer that was filled.
+        region: the filled elements: offset, sizes and strides, in elements.
+        value: the constant.
+    """
 
     target: str
     region: Region
@@ -47,14 +61,14 @@ class TracedFill:
 
 
 class TargetNames:
-    """Finds the name of a model's parameter or buffer by its storage.
+    """Finds which parameter or buffer of a model a tensor belongs to, by its storage.
 
-    Some loaders create a parameter only when they reach its tensor: vLLM's do so for the bias of an
-    output head.
+    A lookup may search the model again, because some loaders create a parameter only when they
+    reach its tensor: vLLM's do so for the bias of an output head.
 
     Attributes:
-        parameters: by name.
-        buffers: by name.
+        parameters: the model's parameters, by name.
+        buffers: the model's buffers, by name.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -66,7 +80,7 @@ class TargetNames:
 
         Args:
             tensor: the tensor to look up.
-            again: search the model again if the tensor is unknown.
+            again: True searches the model for new parameters if the tensor is unknown.
         """
         name = self._names.get(storage_of(tensor), "")
         if not name and again:
@@ -82,20 +96,22 @@ class TargetNames:
 
 
 class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the copies that a loader makes; a context manager around each chunk's load.
+    """Records the copies that a model's loader makes, while it is entered around the load.
 
     Args:
         metas: the tensors that the loader will be given.
         targets: the model's parameters and buffers.
         shared: parameters that belong to another model, which must not be filled.
-        exact_dtype: refuse a tensor whose dtype differs from that of the parameter it fills.
-        model_dtype: the model's; a tensor of this dtype may fill a float32 parameter as well.
+        exact_dtype: True refuses a tensor whose dtype differs from that of the parameter that it
+            fills.
+        model_dtype: the model's dtype, by torch's name. A tensor of this dtype may also fill a
+            float32 parameter.
 
     Attributes:
         sources: meta tensors as ``metas`` describe them, to be passed to the loader.
         used: indices of the tensors that filled something.
-        copies: for each of these indices, the copies made from that tensor.
-        fills: what the loader set to a constant.
+        copies: by index of a tensor, the copies that were made from it.
+        fills: the constants that the loader wrote.
         beyond_copies: the first operation that a copy plan can't repeat, and its tensor; empty if
             there was none.
     """
@@ -131,43 +147,56 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def current(self) -> TensorMeta:
-        """The tensor that the loader got last."""
+        """The tensor that the loader got last, to name it if the loader fails."""
         return self.metas[self._at]
 
     def feed(self, start: int, end: int, without: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors of one chunk for the loader, except the one named ``without``."""
+        """Yields the names and tensors of one chunk, for the loader.
+
+        Args:
+            start: index of the chunk's first tensor in the manifest.
+            end: index after the chunk's last tensor.
+            without: name of a tensor that the loader must not get, such as a tied output head.
+        """
         for index in range(start, end):
             self._at = index
             if self.metas[index].name != without:
                 yield self.metas[index].name, self.sources[index]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns the parameter or buffer of that name."""
+        """Returns the model's parameter or buffer of that name."""
         parameters, buffers = self.targets.parameters, self.targets.buffers
         return parameters[name] if name in parameters else buffers[name]
 
     def written(self, parameter: str) -> int:
-        """Returns how many elements of a parameter were written."""
+        """Returns how many elements of a parameter the loader has written."""
         return sum(map(_numel, self._writes.get(parameter, ())))
 
     def origins(self) -> dict[str, str]:
-        """Returns the name of each written parameter or buffer, with a tensor that filled it."""
+        """Returns, for each written parameter or buffer, the name of a tensor that filled it."""
         return {
             name: self.metas[next(iter(regions.values()))].name
             for name, regions in self._writes.items()
         }
 
     def read(self, index: int) -> int:
-        """Returns how many elements of a tensor were read."""
+        """Returns how many elements of a tensor the loader has copied, by the tensor's index."""
         return sum(map(_numel, self._reads.get(index, ())))
 
     def read_to_end(self, index: int) -> bool:
-        """Returns whether a tensor's last element was read."""
+        """Returns whether the loader has used a tensor's last element, by the tensor's index.
+
+        If not, the tensor has more rows than the model.
+        """
         last = torch.Size(self.metas[index].shape).numel() - 1
         return self.derived(index) or any(_last(r) == last for r in self._reads.get(index, ()))
 
     def derived(self, index: int) -> bool:
-        """Returns whether the loader computed with a tensor, so that its reads can't be counted."""
+        """Returns whether the loader computed with a tensor, so that its reads can't be counted.
+
+        Args:
+            index: the tensor's index in the manifest.
+        """
         return index in self._derived
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -277,12 +306,22 @@ _FILLS = frozenset(
 
 
 def refused(tensor: str, reason: str) -> EngineError:
-    """Returns a ``manifest_refused`` error, whose text begins with the tensor's name."""
+    """Returns the error that refuses a manifest because of one tensor.
+
+    Args:
+        tensor: the tensor's name, with which the text begins.
+        reason: what is wrong with it.
+    """
     return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
 
 
 def shared_refusal(meta: TensorMeta, parameter: str) -> EngineError:
-    """Returns the error for a tensor that fills a parameter shared with the main model."""
+    """Returns the error that refuses a draft's tensor because the main model owns its parameter.
+
+    Args:
+        meta: the tensor.
+        parameter: the name of the shared parameter.
+    """
     return refused(
         meta.name,
         f"fills {parameter}, which this draft shares with the model that it drafts for: leave it "

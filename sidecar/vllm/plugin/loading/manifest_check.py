@@ -61,10 +61,10 @@ _log = logging.getLogger("vllm.wavebus")
 
 
 def quiet_loading() -> AbstractContextManager[None]:
-    """Lets a chunk be loaded by itself, even if a model expects all tensors at once.
+    """Lets vLLM's loader load one chunk, without its check that all tensors are there.
 
-    vLLM's own backends load chunks in the same context (``nccl_engine.py``, 0.32). Versions without
-    that context have no such check.
+    Some models (MTP drafts) expect all tensors in one load. vLLM's own backends load chunks in the
+    same context (``nccl_engine.py``, 0.32). Versions without the context have no such check.
     """
     try:
         from vllm.model_executor.model_loader import (  # noqa: PLC0415 - only inside a worker
@@ -78,12 +78,12 @@ def quiet_loading() -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The arguments from which vLLM built a model.
+    """The arguments from which vLLM built a model, kept to build it again.
 
     Attributes:
         vllm_config, model_config, prefix: the arguments of the model's constructor.
         quantised: whether the checkpoint is quantised, or vLLM quantises the model while loading.
-        shared: names of its parameters that belong to another model.
+        shared: names of its parameters that belong to another model, as a draft's may.
     """
 
     vllm_config: Any
@@ -94,11 +94,16 @@ class Blueprint:
 
 
 def tied_head(model_config: Any, model: torch.nn.Module) -> str:
-    """Returns the name of a tied output head, which must not be loaded by itself.
+    """Returns the name of an output head that shares the embeddings' memory.
 
-    vLLM 0.32 skips it, but fails when the embeddings are not in the same chunk
-    (``models/utils.py``). vLLM also ties a head that was equal to the embeddings in its checkpoint,
-    whatever the configuration says. Empty if nothing is tied.
+    The name is empty if there is none. Such a tied head must not be loaded by itself: vLLM 0.32
+    skips its tensor, but fails when the embeddings are not in the same chunk (``models/utils.py``).
+    vLLM also ties a head that was equal to the embeddings in its checkpoint, whatever the
+    configuration says.
+
+    Args:
+        model_config: vLLM's configuration of the model.
+        model: the serving model.
     """
     config = model_config.hf_text_config
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -113,7 +118,14 @@ def tied_head(model_config: Any, model: torch.nn.Module) -> str:
 
 
 class ManifestChecker:
-    """Checks manifests against the model of one worker; builds its meta model only once."""
+    """Checks whether a manifest's tensors would fill the model of one worker exactly.
+
+    Args:
+        built: the arguments from which vLLM built the model. The copy on the meta device is built
+            from them, once.
+        serving: the serving model.
+        tied_head: the parameter that the loader never fills; empty for none.
+    """
 
     def __init__(self, built: Blueprint, serving: torch.nn.Module, tied_head: str) -> None:
         self._built = built
@@ -128,8 +140,8 @@ class ManifestChecker:
     def prepare(self) -> None:
         """Builds the meta model early, so that no request has to wait for it.
 
-        No other thread may create tensors meanwhile. If the meta model can't be built, this logs a
-        warning, and a later check raises the error.
+        No other thread may create tensors meanwhile. If the meta model can't be built, the method
+        logs a warning, and a later check raises the error.
         """
         try:
             self._meta_model()
@@ -138,14 +150,17 @@ class ManifestChecker:
 
     @property
     def prepared(self) -> bool:
-        """Whether the meta model is built."""
+        """Whether the meta model is built, so that :meth:`check` is quick."""
         return self._model is not None
 
     def check(self, manifest: Manifest) -> LoaderTrace:
         """Refuses a manifest that would not fill the model. A collective of the engine's workers.
 
+        Args:
+            manifest: names, shapes, dtypes and chunks of an update.
+
         Returns:
-            The trace of the loader's copies of the manifest's tensors.
+            The record of the copies that the loader makes of the manifest's tensors.
 
         Raises:
             EngineError: code ``manifest_refused``, with ``tensor`` and the reason.
@@ -169,9 +184,13 @@ class ManifestChecker:
         return trace
 
     def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], TargetNames]:
-        """Returns the loader of the meta model, with that model's parameters and buffers.
+        """Returns the meta model's loader, for a comparison with a copy plan.
 
-        Used by :mod:`sidecar.vllm.plugin.loading.staged_weights`, after a check.
+        :meth:`check` must have built the meta model before.
+
+        Returns:
+            A function that gives ``(name, tensor)`` pairs to the loader; and the parameters and
+                buffers of the meta model.
         """
         model = self._model
         assert model is not None, "a manifest was checked"
@@ -302,8 +321,13 @@ class ManifestChecker:
 def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Module:
     """Builds the worker's model again on the meta device, isolated from the serving one.
 
-    Layers and loaders read values from integer tables, such as the map of experts. These tables are
-    created on the CPU, with the content of the serving model's.
+    Tensors on the meta device have no values. But layers and loaders read values from integer
+    tables, such as the map of experts. So these tables are created on the CPU, with the content
+    that the serving model's tables have.
+
+    Args:
+        built: the arguments from which vLLM built the model.
+        serving: the serving model.
     """
     from vllm.config import CompilationMode  # noqa: PLC0415 - only inside a worker
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415
@@ -359,7 +383,10 @@ def _complete(module: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 
 def quantised_while_loading(model: torch.nn.Module) -> bool:
-    """Returns whether vLLM quantises layers while it loads them from an unquantised checkpoint."""
+    """Returns whether vLLM quantises the layers of a model while it loads them.
+
+    The model then takes the tensors of an unquantised checkpoint.
+    """
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     return any(getattr(method, "uses_meta_device", False) for method in methods)
 
@@ -413,5 +440,5 @@ def _unknown(meta: TensorMeta, why: str) -> EngineError:
 
 
 def meta_numel(meta: TensorMeta) -> int:
-    """Returns the number of elements of a tensor."""
+    """Returns the number of elements of an announced tensor."""
     return torch.Size(meta.shape).numel()

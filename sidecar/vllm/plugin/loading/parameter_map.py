@@ -1,4 +1,4 @@
-"""Locates the parameters of a serving model that a copy plan fills.
+"""Finds the parameters and buffers of a serving model that a copy plan fills.
 
 Some kernels store a layer's weights in another order than the loader writes them. Shape and dtype
 stay the same, so only the kernel's name shows the difference. Among vLLM's unquantised layers, only
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRef:
-    """A copy plan's target, found in the serving model.
+    """A parameter or buffer of the serving model that a copy plan fills.
 
     Attributes:
         module: the module that owns the parameter or buffer.
-        key: its name in that module.
-        tensor: the parameter or buffer.
-        address: the address of its memory; vLLM may give a parameter new memory.
+        key: the name of the parameter or buffer in that module.
+        tensor: the parameter or buffer, as it was found.
+        address: the address of its memory, as it was found. vLLM may give a parameter new memory
+            later.
     """
 
     module: torch.nn.Module
@@ -40,20 +41,23 @@ class ParameterRef:
 
     @property
     def owned(self) -> dict[str, Any]:
-        """The module's own dict that holds the target: its parameters or its buffers."""
+        """The dict of the module's parameters or of its buffers, whichever holds the tensor."""
         own: dict[str, Any] = self.module._parameters  # noqa: SLF001 - as the docstring says
         return own if own.get(self.key) is not None else self.module._buffers  # noqa: SLF001
 
     @property
     def current(self) -> torch.Tensor | None:
-        """The tensor that the module now has under the target's name."""
+        """The tensor that the module has now under this name; None if there is none."""
         return self.owned.get(self.key)
 
 
 class ParameterFingerprint:
-    """Is true while the parameters are those that :func:`find_parameters` has found.
+    """Detects whether vLLM has replaced or moved parameters; true while it has not.
 
-    Steps wait during the check, so the compared values are prepared beforehand.
+    The engine runs no step during the check, so the compared values are prepared beforehand.
+
+    Args:
+        places: what :func:`find_parameters` found, by name.
     """
 
     def __init__(self, places: Mapping[str, ParameterRef]) -> None:
@@ -77,7 +81,12 @@ class ParameterFingerprint:
 def find_parameters(
     plan: CopyPlan, model: torch.nn.Module, device: torch.device
 ) -> dict[str, ParameterRef]:
-    """Returns the parameters and buffers of a serving model that the plan fills, by name.
+    """Returns the parameters and buffers of a model that a copy plan fills, by name.
+
+    Args:
+        plan: the copy plan.
+        model: the serving model.
+        device: the device of its weights.
 
     Raises:
         NoPlanError: a target is missing, or can't be filled as the plan says.
@@ -99,19 +108,23 @@ def find_parameters(
 
 
 def as_tensors() -> AbstractContextManager[None]:
-    """Treats parameters as plain tensors during a block.
+    """Treats vLLM's parameters as plain tensors during a block, which is faster.
 
-    vLLM's parameters handle every access by ``__torch_function__``, in Python: 3 µs instead of 0.1
-    µs.
+    Otherwise each access goes through ``__torch_function__`` in Python, and takes 3 µs instead of
+    0.1 µs.
     """
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
     return guard
 
 
 def repacks(place: ParameterRef, device: torch.device) -> bool:
-    """Returns whether vLLM repacks this parameter after it is loaded.
+    """Returns whether vLLM stores a parameter in another form after it is loaded.
 
     On a CPU, vLLM repacks the parameters of its layers, but not their buffers.
+
+    Args:
+        place: the parameter.
+        device: the device of the model's weights.
     """
     method = getattr(place.module, "quant_method", None)
     return device.type == "cpu" and method is not None and place.key in place.module._parameters  # noqa: SLF001 - the module's own, no child's
@@ -138,6 +151,6 @@ _EXPERTS_AS_LOADED: Final = frozenset({"TRITON", "BATCHED_TRITON"})
 
 
 def reordering_kernel(module: torch.nn.Module) -> str:
-    """Returns the kernel for which vLLM reorders this layer's weights; empty if there is none."""
+    """Returns the name of the kernel for which vLLM reorders a layer's weights; else empty."""
     kernel = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
     return "" if kernel is None or kernel.name in _EXPERTS_AS_LOADED else str(kernel.name)

@@ -1,11 +1,11 @@
 """Checks that a patch can be written into the parameters that the model serves.
 
 vLLM passes a patch to the model's loaders as tensors of full shape, with NaN for elements that do
-not change, and the loaders write into the served parameters. That is correct only while those have
-the memory layout in which they were loaded; vLLM itself compares nothing but shapes. It may have
-changed the layout for its kernels: quantised, transposed or packed, or with blocks of one shape in
-another order. The first three can be seen from shape, strides and dtype. The last can't; only
-expert layers are known to be reordered.
+not change, and the loaders write into the served parameters. That is correct only while the served
+parameters have the memory layout in which they were loaded. vLLM compares nothing but shapes, and
+may have changed the layout for its kernels: quantised, transposed or packed, or with blocks of one
+shape in another order. The first three can be seen from shape, strides and dtype. The last can't;
+only expert layers are known to be reordered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def check_in_place(
     Args:
         vllm_config: vLLM's configuration.
         serving: the worker's model.
-        loaded: the parameters of the same model as its loader expects them.
+        loaded: the parameters of the same model on the meta device, in the layout that the loader
+            expects.
         origins: the patched parameters' names, each with the name of a tensor that patches it.
 
     Raises:

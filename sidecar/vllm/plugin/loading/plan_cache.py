@@ -42,13 +42,13 @@ PLAIN_METHODS: Final = frozenset(
 
 @dataclass(slots=True)
 class PlanEntry:
-    """The copy plan for the tensors of one manifest, or why there is none.
+    """What is known about loading the tensors of one manifest by a copy plan.
 
     Attributes:
-        tensors: their names, dtypes and shapes.
+        tensors: names, dtypes and shapes of the tensors.
         plan: the copy plan; None without one.
         proven: whether a comparison has shown that the plan does the same as the loader.
-        reason: why there is no plan.
+        reason: why there is no plan; empty if there is one.
     """
 
     tensors: tuple[Any, ...]
@@ -58,7 +58,7 @@ class PlanEntry:
 
 
 class PlanCache:
-    """Keeps the copy plan of one worker's model, and decides how a session loads.
+    """Keeps one model's copy plan, and decides whether an update is loaded by the plan.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -68,7 +68,8 @@ class PlanCache:
         any_rank: returns the elementwise maximum of flags over all workers of the engine.
 
     Attributes:
-        update: the open session, if it loads by the plan; else None.
+        update: loads the current update by the plan; None if vLLM's loader loads it, or there is no
+            update.
     """
 
     def __init__(
@@ -91,7 +92,12 @@ class PlanCache:
         self._way = ""  # how the last update was loaded
 
     def on_armed(self, manifest: Manifest, trace: LoaderTrace) -> None:
-        """Makes the copy plan of an armed manifest, from the recorded copies of the loader."""
+        """Makes the copy plan of an armed manifest, unless it has the last one's tensors.
+
+        Args:
+            manifest: the armed manifest.
+            trace: the copies that the loader makes of the manifest's tensors.
+        """
         tensors = (manifest.names, manifest.dtypes, manifest.shapes)
         if self._entry is not None and self._entry.tensors == tensors:
             return
@@ -105,13 +111,14 @@ class PlanCache:
             self._discard(known, f"{type(error).__name__}: {error}", level=logging.ERROR)
 
     def start(self, *, reloading: bool) -> bool:
-        """Chooses how a session loads. A collective of the engine's workers.
+        """Chooses how an update is loaded. A collective of the engine's workers.
 
         Args:
-            reloading: an earlier session left layers in the middle of vLLM's reload.
+            reloading: whether an earlier update left layers that vLLM's reload has only partly
+                loaded. Only vLLM's loader can complete them.
 
         Returns:
-            True if it loads by the plan (:attr:`update`); False if it uses vLLM's loader.
+            True if the update is loaded by the plan (:attr:`update`); False if by vLLM's loader.
         """
         self.close()
         known = self._entry
@@ -129,15 +136,19 @@ class PlanCache:
         return self.update is not None
 
     def on_load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Records the tensors that the loader is about to load, for the comparison."""
+        """Keeps a chunk that vLLM's loader is about to load, for the comparison.
+
+        Args:
+            tensors: the chunk's ``(name, tensor)`` pairs.
+        """
         self._observe(lambda comparison: comparison.on_load(tensors))
 
     def on_loaded(self) -> None:
-        """Compares what the loader has loaded so far with the plan."""
+        """Compares what vLLM's loader has loaded so far with the plan."""
         self._observe(PlanComparison.compare_loaded)
 
     def on_finished(self) -> None:
-        """Marks the plan as proven, or drops it, after a complete load by the loader."""
+        """Marks the plan as proven, or drops it, after a whole load by vLLM's loader."""
         comparison, known = self._comparison, self._comparing
         if comparison is None or known is None:
             return
@@ -154,7 +165,11 @@ class PlanCache:
             self._discard(known, comparison.difference, level=logging.ERROR)
 
     def on_staged(self, *, proven: bool) -> None:
-        """Records the result of a staged update: a wrong plan is dropped."""
+        """Records what a staged update has shown about the plan.
+
+        Args:
+            proven: True if the loader made the same copies as the plan; False drops the plan.
+        """
         known = self.entry
         self._way = "staged"
         if not proven:
@@ -162,27 +177,28 @@ class PlanCache:
         known.proven = known.plan is not None
 
     def close(self) -> None:
-        """Ends the session."""
+        """Ends the current update."""
         self.close_comparison()
         self.update = None
 
     def close_comparison(self) -> None:
-        """Stops comparing, because an incomplete update proves nothing."""
+        """Stops comparing the loader with the plan: an incomplete update proves nothing."""
         if self._comparison is not None:
             self._comparison.close()
         self._comparison = self._comparing = None
 
     @property
     def entry(self) -> PlanEntry:
-        """The entry for the tensors that were armed last."""
+        """What is known about the tensors that were armed last."""
         return self._entry or PlanEntry((), reason="nothing was armed")
 
     def account(self) -> dict[str, Any]:
-        """Returns how updates are loaded, as JSON-compatible fields.
+        """Returns how updates of this model are loaded, as JSON-compatible fields.
 
-        ``way`` is how the last update was loaded: ``plan``, ``staged`` or ``loader``; empty before
-        the first. ``proven``: whether the next update of the armed tensors can use the plan.
-        ``reason``: why none can.
+        Returns:
+            ``way``: how the last update was loaded: ``plan``, ``staged`` or ``loader``; empty
+                before the first. ``proven``: whether the next update of the armed tensors can use
+                the plan. ``reason``: why there is no plan; empty if there is one.
         """
         known = self.entry
         return {"way": self._way, "proven": known.proven, "reason": known.reason}

@@ -1,8 +1,8 @@
-"""Runs copy plans, and compares them with vLLM's loader.
+"""Loads updates by copy plans, and compares a plan with vLLM's loader.
 
-Parameters are looked up by name whenever an update starts, because layers may have replaced
-parameters since, and parameters may have moved. vLLM inserts ``base_layer`` into names when it
-serves LoRA adapters; it is ignored.
+Parameters are looked up by name whenever an update starts, because vLLM may have replaced or moved
+parameters since the last one. When vLLM serves LoRA adapters, it inserts ``base_layer`` into names,
+which the lookup ignores.
 
 **Layers that repack.** On a CPU, vLLM converts the weights of most layers to another form after
 they are loaded. Such a layer is filled in separate memory. When it is complete, vLLM's own method
@@ -28,7 +28,13 @@ Received = list[tuple[str, torch.Tensor]]
 
 
 class RepackedLayer:
-    """Fills a layer in separate memory, and then lets vLLM post-process it."""
+    """Fills a layer that vLLM repacks: in separate memory, which vLLM then converts.
+
+    Args:
+        module: the layer.
+        targets: shapes and dtypes of the layer's parameters as they are loaded, by their names in
+            the layer.
+    """
 
     def __init__(self, module: torch.nn.Module, targets: dict[str, PlanTarget]) -> None:
         self._module = module
@@ -37,14 +43,23 @@ class RepackedLayer:
         self._filled: dict[str, torch.Tensor] = {}
 
     def memory(self, key: str, device: torch.device) -> torch.Tensor:
-        """Returns the tensor to be filled in place of the parameter ``key``; allocates it once."""
+        """Returns the separate tensor to fill in place of a parameter.
+
+        Args:
+            key: the parameter's name in the layer.
+            device: where to allocate the tensor.
+        """
         if key not in self._filled:
             target = self._targets[key]
             self._filled[key] = torch.empty(target.shape, dtype=target.dtype, device=device)
         return self._filled[key]
 
     def note(self, numel: int) -> None:
-        """Counts filled elements; after the last one, gives all tensors to the layer."""
+        """Counts filled elements; when all are filled, makes vLLM convert them into the layer.
+
+        Args:
+            numel: how many elements were filled since the last call.
+        """
         self._missing -= numel
         if not self._missing:
             filled, self._filled = self._filled, {}
@@ -52,7 +67,12 @@ class RepackedLayer:
 
 
 def put(module: torch.nn.Module, filled: dict[str, torch.Tensor]) -> None:
-    """Sets the weights of a repacking layer, by their names in the module."""
+    """Makes vLLM convert loaded weights into the form in which a layer serves them.
+
+    Args:
+        module: a layer that vLLM repacks.
+        filled: the loaded weights, by their names in the layer.
+    """
     own: dict[str, Any] = module._parameters  # noqa: SLF001 - see Place
     kept = {key: own[key] for key in filled}
     try:
@@ -67,7 +87,7 @@ def put(module: torch.nn.Module, filled: dict[str, torch.Tensor]) -> None:
 
 
 class PlannedUpdate:
-    """Copies the chunks of an update session into the model, by a plan.
+    """Loads the chunks of one update by a copy plan, without vLLM's loader.
 
     Args:
         plan: where each element goes.
@@ -93,7 +113,10 @@ class PlannedUpdate:
         self._begun: set[str] = set()
 
     def load(self, tensors: Received) -> None:
-        """Copies a chunk into the model.
+        """Copies a chunk's tensors into the model's parameters.
+
+        Args:
+            tensors: the chunk's ``(name, tensor)`` pairs.
 
         Raises:
             KeyError: the manifest has no tensor of that name.
@@ -119,14 +142,22 @@ class PlannedUpdate:
 
 
 class PlanComparison:
-    """Compares the work of vLLM's loader in an update session with the plan.
+    """Compares what vLLM's loader does in one update with a copy plan.
 
     Each element that the plan would have copied must be where the plan would have put it. A chunk's
-    tensors are kept until their layers are complete, as vLLM's reload keeps them too. A layer that
-    repacks is compared before it repacks.
+    tensors are kept until their layers are complete, because vLLM's reload fills a layer only then.
+    A layer that vLLM repacks is compared before it is repacked.
+
+    Args:
+        plan: the copy plan.
+        model: the serving model.
+        device: the device of its weights.
 
     Attributes:
         difference: the first difference; empty if there is none.
+
+    Raises:
+        NoPlanError: the model's parameters don't match the plan.
     """
 
     def __init__(self, plan: CopyPlan, model: torch.nn.Module, device: torch.device) -> None:
@@ -146,14 +177,18 @@ class PlanComparison:
             self._hook(method)
 
     def on_load(self, tensors: Received) -> None:
-        """Records tensors that are about to be loaded."""
+        """Keeps a chunk that the loader is about to load.
+
+        Args:
+            tensors: the chunk's ``(name, tensor)`` pairs.
+        """
         for name, tensor in tensors:
             self._missing.discard(name)
             for target in dict.fromkeys(copy.target for copy in self._plan.copies[name]):
                 self._waiting.setdefault(target, []).append((name, tensor))
 
     def compare_loaded(self) -> None:
-        """Compares the tensors that the loader has already put into their parameters."""
+        """Compares the parameters that the loader has filled so far."""
         for name in [name for name in self._waiting if name not in self._repacked]:
             place = self._places[name]
             if place.current is place.tensor:
@@ -161,11 +196,11 @@ class PlanComparison:
 
     @property
     def is_equal(self) -> bool:
-        """Returns whether every element arrived where the plan would have copied it."""
+        """Whether every element arrived where the plan would have copied it."""
         return not (self._missing or self._waiting or self.difference)
 
     def finish(self) -> None:
-        """Compares the remaining tensors after the loader has finished."""
+        """Compares the remaining parameters, after the loader has finished."""
         self.close()
         for name in list(self._waiting):
             current = None if name in self._repacked else self._places[name].current
@@ -176,7 +211,7 @@ class PlanComparison:
                 self._compare(name, current.data)
 
     def close(self) -> None:
-        """Removes the hooks from vLLM's layers."""
+        """Removes from vLLM's layers the hooks that compare them before they are repacked."""
         for method, own in self._hooked:
             if own is None:
                 del method.process_weights_after_loading
@@ -238,15 +273,16 @@ class PlanComparison:
 def copies(
     plan: CopyPlan, tensors: Received, memory: Callable[[str], torch.Tensor]
 ) -> tuple[CopyBatch, list[tuple[str, int]]]:
-    """Returns the copies that put received tensors into the targets of a plan.
+    """Prepares the copies that put received tensors into the targets of a plan.
 
     Args:
         plan: where each element goes.
-        tensors: some tensors of the manifest.
-        memory: returns the tensor in which a target of the plan is filled.
+        tensors: ``(name, tensor)`` pairs: some tensors of the manifest.
+        memory: returns the tensor to fill for a target of the plan, by the target's name.
 
     Returns:
-        The copies; and for each of them its target, with how many elements it fills.
+        The copies, not yet executed; and for each copy the name of its target, with how many
+            elements the copy fills.
 
     Raises:
         KeyError: the manifest has no tensor of that name.
@@ -265,7 +301,13 @@ def copies(
 
 
 def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
-    """Fills a target's constant elements, such as padding; returns how many there are."""
+    """Writes the constants of a target, such as padding; returns how many elements that fills.
+
+    Args:
+        plan: the copy plan.
+        name: the target's name.
+        target: the tensor to fill.
+    """
     filled = 0
     for each in plan.fills.get(name, ()):
         filled += part(target, each.region).fill_(each.value).numel()
@@ -273,9 +315,11 @@ def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
 
 
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors have equal bits, after a cast of ``other`` to one dtype.
+    """Returns whether two tensors have equal bits; so a NaN equals the same NaN.
 
-    NaN equals NaN of the same bits.
+    Args:
+        one: a tensor.
+        other: a tensor of the same shape; cast to the dtype of ``one`` before the comparison.
     """
     other = other.to(device=one.device, dtype=one.dtype)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]

@@ -10,9 +10,9 @@
     any      release    EMPTY    the served weights have not changed
 
 A copy plan is *proven* when it has been seen to do the same as the model's own loader. A plan that
-no update has proven yet is proven while it is used: the loader runs over the arrived chunk with its
-parameters on the meta device, and each copy that it makes is compared with the staged elements. The
-serving model is not touched.
+no update has proven yet is proven while it is used: the loader of the meta model runs over the
+arrived chunk, and each copy that the loader makes is compared with the staged elements. The serving
+model is not touched.
 
 On a CPU, vLLM serves some weights in another form than it loads them in
 (:mod:`sidecar.vllm.plugin.loading.plan_runner`). The swap converts them.
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
 
 
 class StagedWeights:
-    """Holds the staged weights of one model, in memory that the next update can reuse.
+    """Holds the next weights of one model beside the served ones, until the swap.
 
     Args:
         model: the serving model.
         device: the device of its weights.
 
     Attributes:
-        memory: the memory in which updates are staged.
+        memory: the memory in which updates are staged, which the next update can reuse.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -78,10 +78,10 @@ class StagedWeights:
         self._swap: tuple[tuple[object, ...], CopyBatch] | None = None
 
     def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
-        """Allocates memory for everything that the plan fills, or reuses an earlier update's.
+        """Begins to stage an update: allocates memory for it, or reuses an earlier one's.
 
         Args:
-            plan: where each element goes.
+            plan: where each element goes in the model.
             chunks: the tensors of each chunk. Pass the same objects for the same manifest, so that
                 earlier preparations are reused.
 
@@ -101,14 +101,27 @@ class StagedWeights:
         self._begun = True
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:
-        """Returns the staging tensors into which the transport may receive a chunk without a copy.
+        """Returns the part of the staging memory into which a chunk can be received directly.
 
-        None if the chunk must be copied by :meth:`stage`.
+        Args:
+            seq: number of the chunk.
+
+        Returns:
+            The chunk's tensors in staging memory; None if the chunk must be received elsewhere, and
+                copied by :meth:`stage`.
         """
         return self._require_layout().buffer_for(seq)
 
     def stage(self, seq: int, tensors: Received) -> bool:
-        """Puts a chunk into the staging memory; returns whether it had to be copied.
+        """Puts a received chunk into the staging memory.
+
+        Args:
+            seq: number of the chunk.
+            tensors: the chunk's ``(name, tensor)`` pairs.
+
+        Returns:
+            Whether the chunk was copied; False if it was received into its place
+                (:meth:`buffer_for`).
 
         Raises:
             KeyError: the manifest has no tensor of that name.
@@ -118,12 +131,12 @@ class StagedWeights:
     def prove(
         self, tensors: Received, load: Callable[[Received], None], names: TargetNames
     ) -> None:
-        """Compares a chunk's staged elements with the copies that the model's loader makes.
+        """Compares a chunk's staged elements with what the model's loader would have done.
 
         Args:
-            tensors: the chunk's tensors as they arrived.
-            load: runs the loader of a model on the meta device over them.
-            names: that model's parameters and buffers.
+            tensors: the chunk's ``(name, tensor)`` pairs, as they arrived.
+            load: gives tensors to the loader of the meta model, whose parameters have no memory.
+            names: the parameters and buffers of the meta model.
 
         Raises:
             EngineError: code ``engine_failed``: the loader does something else than the plan.
@@ -143,7 +156,7 @@ class StagedWeights:
             raise EngineError(f"the copy plan is not what the loader does: {proof.difference}")
 
     def seal(self) -> None:
-        """Checks that every element was staged.
+        """Checks that every element was staged, and prepares the swap.
 
         Raises:
             EngineError: code ``wrong_state``: some elements were not staged.
@@ -161,16 +174,17 @@ class StagedWeights:
         """Checks that a swap would succeed.
 
         Raises:
-            EngineError: code ``called_off``: not all is staged, or the model's weights have moved.
+            EngineError: code ``called_off``: not all is staged, or the model's parameters have
+                changed and can't be filled any more.
         """
         if not self._sealed:
             raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
         self._find_parameters_or(NackCode.CALLED_OFF, self._require_layout().plan)
 
     def swap(self) -> None:
-        """Copies the staged weights to the parameters that :meth:`require_sealed` found.
+        """Copies the staged weights into the served parameters.
 
-        No step may run meanwhile.
+        :meth:`require_sealed` must have returned before, and no step may run meanwhile.
         """
         assert self._parameters is not None, "it was asked whether they are there"
         _, places, _ = self._parameters
@@ -186,7 +200,11 @@ class StagedWeights:
                 put(module, filled)
 
     def release(self, *, keep: bool) -> None:
-        """Ends the update; ``keep`` keeps its memory allocated for the next one."""
+        """Ends the staged update; the served weights stay as they are.
+
+        Args:
+            keep: True keeps the staging memory allocated for the next update; False frees it.
+        """
         self._begun = self._sealed = False
         if not keep:
             self.memory.release()
@@ -219,7 +237,9 @@ class StagedWeights:
             raise EngineError(str(error), code=code) from error
 
     def find_parameters(self, plan: CopyPlan) -> dict[str, ParameterRef]:
-        """Returns the parameters that the plan fills; searches again only if they moved.
+        """Returns the model's parameters that the plan fills, by name.
+
+        The model is searched again only if vLLM has replaced or moved parameters.
 
         Raises:
             NoPlanError: the model's parameters don't match the plan.

@@ -1,9 +1,9 @@
-"""Allocates the memory in which an update is staged.
+"""Allocates and frees the memory in which an update is staged.
 
-On a GPU, releasing frees the memory but keeps the tensor objects; they get memory again when it is
-next needed. Views and lists of copies made from them so stay valid from one update to the next. On
-a CPU the tensors are created anew each time, because a layer that repacks may keep the tensor that
-it was given.
+On a GPU, a release frees the memory but keeps the tensor objects, which get memory again for the
+next update. So views of the tensors, and prepared copies, stay valid from one update to the next.
+On a CPU the tensors are created anew each time, because a layer that repacks may keep the tensor
+that it was given.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StagingBuffers:
     """Allocates and releases the staging memory of one model.
 
     Attributes:
-        tensors: by name. A new dict whenever the tensors are created anew.
+        tensors: the staging tensors by name; a new dict whenever the tensors are created anew.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,11 +41,17 @@ class StagingBuffers:
 
     @property
     def released_bytes(self) -> int:
-        """Size of the released memory that the tensors will take again, in bytes."""
+        """Memory that the existing tensors will take at the next :meth:`allocate`, in bytes.
+
+        It is 0 while the memory is allocated.
+        """
         return 0 if self._held else sum(each.nbytes for each in self.tensors.values())
 
     def allocate(self, shapes: Shapes) -> None:
-        """Allocates tensors with these names, shapes and dtypes, unless they are allocated already.
+        """Allocates the staging tensors, unless they are allocated already.
+
+        Args:
+            shapes: by name, the shape and the dtype of each tensor.
 
         Raises:
             EngineError: code ``staging_refused``: the device is out of memory.

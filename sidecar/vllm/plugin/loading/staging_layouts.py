@@ -1,17 +1,17 @@
-"""How the tensors of an update are laid out in staging memory.
+"""Decides where in staging memory the tensors of an update lie.
 
 ==================  ===========================  ================================================
 layout              one buffer for               used when
 ==================  ===========================  ================================================
 :class:`AsSent`     each chunk, as it is packed  the worker uses all of every tensor, and serves
                                                  its weights as they are loaded
-:class:`ByTarget`   each target of the plan      otherwise: it takes shards, casts dtypes, or
+:class:`ByTarget`   each target of the plan      otherwise: it uses shards, casts dtypes, or
                                                  repacks layers
 ==================  ===========================  ================================================
 
-With :class:`AsSent` the transport can receive a chunk directly into its buffer: nothing is copied
-before the swap, while the worker runs steps. With :class:`ByTarget`, memory holds no more than this
-worker's part of the update.
+With :class:`AsSent` the transport can receive a chunk directly into the chunk's buffer: nothing is
+copied before the swap, while the worker runs steps. With :class:`ByTarget`, memory holds no more
+than this worker's part of the update.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _ALL: Final = "all"  # the name of the single buffer
 
 
 class StagingLayout(ABC):
-    """Lays out the updates of one manifest in staging memory.
+    """Decides where in staging memory the tensors of one manifest lie.
 
     Attributes:
-        plan: where each element goes.
+        plan: where each element goes in the model.
         shapes: names, shapes and dtypes of the memory that the layout needs.
         missing: how many elements are not staged yet.
     """
@@ -62,7 +62,12 @@ class StagingLayout(ABC):
         self._planned: WeakKeyDictionary[ReceivedChunk, CopyBatch] = WeakKeyDictionary()
 
     def begin(self, memory: Memory) -> None:
-        """Begins another update in this memory, with nothing staged."""
+        """Begins to stage an update; nothing of it is staged yet.
+
+        Args:
+            memory: tensors with the names, shapes and dtypes of :attr:`shapes`. Views of the same
+                memory are reused from update to update.
+        """
         if memory is not self._memory:
             self.discard()
             self._memory = memory
@@ -70,7 +75,15 @@ class StagingLayout(ABC):
         self._start()
 
     def stage(self, seq: int, tensors: Received) -> bool:
-        """Puts a chunk into the memory; returns whether it had to be copied.
+        """Puts a received chunk into the memory.
+
+        Args:
+            seq: number of the chunk.
+            tensors: the chunk's ``(name, tensor)`` pairs.
+
+        Returns:
+            Whether the chunk was copied; False if it was received into its place
+                (:meth:`buffer_for`).
 
         Raises:
             KeyError: the manifest has no tensor of that name.
@@ -86,12 +99,12 @@ class StagingLayout(ABC):
         return copied
 
     def discard(self) -> None:
-        """Drops views and copies that belong to released memory."""
+        """Drops views and prepared copies of memory that was released."""
         self._memory = {}
         self._planned.clear()
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:  # noqa: ARG002 - not every layout has one
-        """Returns the staging tensors to receive a chunk into; None if it must be copied."""
+        """Returns the memory into which a chunk can be received directly; None without one."""
         return None
 
     def _copy(self, seq: int, tensors: Received) -> CopyBatch:
@@ -106,18 +119,30 @@ class StagingLayout(ABC):
 
     @abstractmethod
     def find(self, target: str, region: Region) -> torch.Tensor | None:
-        """Returns the staged part of a target; None if no chunk has filled it."""
+        """Returns staged elements of a parameter or buffer.
+
+        Args:
+            target: the name of the parameter or buffer.
+            region: the elements: offset, sizes and strides, in elements.
+
+        Returns:
+            A view of the elements in staging memory; None if they are not staged.
+        """
 
     @abstractmethod
     def into(self, targets: Memory) -> CopyBatch:
-        """Returns the copies that move all staged weights into ``targets``.
+        """Prepares the copies that move all staged weights into the given tensors.
 
         Args:
             targets: tensors with the names and shapes of the copy plan's targets.
         """
 
     def pad(self, targets: Memory) -> None:  # noqa: B027 - not every layout has to
-        """Fills the constant elements that :meth:`into` does not copy, such as padding."""
+        """Writes the constants that :meth:`into` does not copy, such as padding.
+
+        Args:
+            targets: tensors with the names and shapes of the copy plan's targets.
+        """
 
     @abstractmethod
     def _start(self) -> None: ...
@@ -127,14 +152,14 @@ class StagingLayout(ABC):
 
 
 class ByTarget(StagingLayout):
-    """Keeps one tensor per target of the plan in staging memory, in the target's shape."""
+    """Stages weights as the worker needs them: one tensor per parameter or buffer."""
 
     def __init__(self, plan: CopyPlan) -> None:
         super().__init__(plan)
         self.shapes = {name: (each.shape, each.dtype) for name, each in plan.targets.items()}
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
-        """Returns the staged part of a target; None if the target is unknown."""
+        """Returns staged elements of a target; None if the target is unknown."""
         there = self._memory.get(target)
         return None if there is None else part(there, region)
 
@@ -155,7 +180,7 @@ class ByTarget(StagingLayout):
 
 
 class AsSent(StagingLayout):
-    """Keeps chunks in staging memory one after another, each as it was packed."""
+    """Stages chunks as they were sent: one buffer, with one packed chunk after another."""
 
     def __init__(self, plan: CopyPlan, chunks: Sequence[tuple[TensorMeta, ...]]) -> None:
         super().__init__(plan)
@@ -183,11 +208,11 @@ class AsSent(StagingLayout):
         self._views.clear()
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:
-        """Returns the chunk's tensors in the staging memory."""
+        """Returns the chunk's tensors in staging memory; None for a chunk beyond the last."""
         return self._own(seq) if seq < len(self._chunks) else None
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
-        """Returns the staged part of a target; None if no chunk has filled it."""
+        """Returns staged elements of a target; None if no chunk has brought them."""
         if not self._found:
             for seq, name, copy in self._copies():
                 self._found[copy.target, copy.region] = seq, name, copy.source
@@ -211,7 +236,7 @@ class AsSent(StagingLayout):
         return CopyBatch([target for target, _ in pairs], [source for _, source in pairs])
 
     def pad(self, targets: Memory) -> None:
-        """Fills the padding of the targets."""
+        """Writes the constants of all targets, which no chunk brings."""
         for name in self.plan.fills:
             pad(self.plan, name, targets[name])
 

@@ -1,4 +1,4 @@
-"""The state that a worker keeps per model, and the armed update."""
+"""What a worker keeps for each model that it can update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
 
 class TargetModel:
-    """Holds everything that is needed to load one model of the worker (served model or draft)."""
+    """What a worker needs to load one of its models: served model or draft.
+
+    Args:
+        model: the model.
+        built: the arguments from which vLLM built the model.
+        device: the device of its weights.
+    """
 
     def __init__(self, model: torch.nn.Module, built: Blueprint, device: torch.device) -> None:
         self.model = model
@@ -36,18 +42,21 @@ class TargetModel:
         self.repacking = CpuRepacking(model, device)
 
     def without_tied_head(self, received: Tensors) -> Tensors:
-        """Returns the received tensors without a tied head, which is loaded with the embeddings."""
+        """Returns received tensors without that of a tied output head.
+
+        The head shares the embeddings' memory, so it is loaded with them.
+        """
         if not self.tied_head or all(name != self.tied_head for name, _ in received):
             return received
         return [(name, tensor) for name, tensor in received if name != self.tied_head]
 
     @property
     def is_reloading(self) -> bool:
-        """Whether some layers are in the middle of vLLM's layerwise reload."""
+        """Whether vLLM's reload has loaded some layers only in part."""
         return bool(reloading_layers(self.model))
 
     def discard(self) -> None:
-        """Drops the tensors that vLLM's reload has buffered for incomplete layers.
+        """Drops the tensors that vLLM's reload keeps for incomplete layers, after an abort.
 
         Otherwise every later finish would try to load them again, and fail again.
         """
@@ -57,15 +66,20 @@ class TargetModel:
             info.load_numel = 0
 
     def process_deferred(self, dtype: torch.dtype) -> None:
-        """Post-processes the layers that vLLM leaves for the end of a load."""
+        """Makes vLLM post-process the layers that it leaves for the end of a load.
+
+        Args:
+            dtype: the model's dtype.
+        """
         for layer in deferred_layers(self.model):
             layer.process_weights_after_loading(dtype)
 
 
 class ArmedManifest:
-    """A manifest with its chunks, which stay the same objects in all its updates.
+    """A checked manifest, kept with its chunks for all updates that use it.
 
-    So the next update can reuse everything that was derived from these chunks.
+    The chunks stay the same objects from update to update, so that values derived from them, such
+    as views, can be reused.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -75,7 +89,15 @@ class ArmedManifest:
         self._fits: tuple[Receiver, int | None] | None = None
 
     def check_room(self, backend: str, receiver: Receiver | None) -> None:
-        """Runs :func:`sidecar.transfer.check_room`, once per transport."""
+        """Checks that every chunk fits the transport; repeats the check only for a new transport.
+
+        Args:
+            backend: the backend's name, for the error.
+            receiver: the open transport's receiver, or None.
+
+        Raises:
+            EngineError: as :func:`sidecar.transfer.check_room`.
+        """
         fits = None if receiver is None else (receiver, receiver.room_bytes)
         if fits is None or fits != self._fits:
             check_room(backend, receiver, self.manifest)
@@ -84,7 +106,13 @@ class ArmedManifest:
 
 @dataclass(frozen=True, slots=True)
 class ArmedUpdate:
-    """An update whose manifest was checked. ``staging`` is as in the message ARM."""
+    """An update that is ready to load, because its manifest was checked.
+
+    Attributes:
+        announced: the manifest, with its chunks.
+        target: what the update replaces: the model, or its draft model.
+        staging: the options of a staged update; None if it is loaded in a pause.
+    """
 
     announced: ArmedManifest
     target: Target
@@ -96,12 +124,18 @@ class ArmedUpdate:
         return self.announced.manifest
 
     def counts(self, seq: int) -> tuple[int, ...]:
-        """Returns how many elements of each tensor a patch's chunk carries."""
+        """Returns how many elements of each tensor a chunk of a patch brings.
+
+        The result is empty if the update is no patch.
+        """
         return self.manifest.counts[self.manifest.part(seq)]
 
 
 def require_armed(armed: ArmedUpdate | None) -> ArmedUpdate:
-    """Returns the armed update.
+    """Returns the armed update, for a step that needs one.
+
+    Args:
+        armed: the armed update, or None.
 
     Raises:
         EngineError: code ``wrong_state``: no update was armed.

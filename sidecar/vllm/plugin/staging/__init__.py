@@ -1,1 +1,1 @@
-"""Staged updates inside a worker, and the staging channel through which the sidecar calls them."""
+"""Staged updates inside a vLLM worker, and the channel by which the sidecar requests them."""

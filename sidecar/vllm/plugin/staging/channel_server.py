@@ -1,18 +1,19 @@
-"""A worker's staging channel: the sidecar calls the worker while it runs steps.
+"""A worker's staging channel, by which a sidecar calls the worker while it runs steps.
 
 vLLM's ``collective_rpc`` goes through the engine core, which calls its workers between two steps:
 the call waits for a step, and the next step waits for the call. Staging must not delay steps, so
 each worker also listens at its own Unix socket, and carries out operations in a thread, one at a
 time.
 
-Requests from the engine core take precedence. They begin a swap, end an update, or start another
-one, so a running operation of the channel is obsolete: it is interrupted, and no other begins until
-the worker is done. (Opening a transport is not interrupted, and does not block the core.) The
-newest connection supersedes all others: requests on older ones that have not begun are dropped.
+Requests from the engine core take precedence. Such a request begins a swap, ends an update, or
+starts another one, so a running operation of the channel is obsolete. The running operation is
+interrupted, and no other one begins until the worker has handled the core's request. (Opening a
+transport is not interrupted, and does not block the core.) The newest connection supersedes all
+others: requests on older ones that have not begun are dropped.
 
 The socket is in Linux's abstract namespace, so a killed process leaves no file behind. Both ends
-accept only processes of the same user, or of root. A frame is its length (4 bytes, big-endian)
-and an operation of :mod:`sidecar.vllm.plugin.operations`. The answer has the same form.
+accept only processes of the same user, or of root. A frame is its length (4 bytes, big-endian) and
+an operation of :mod:`sidecar.vllm.plugin.operations`. The answer has the same form.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ _RETRY_S: Final = 0.05
 
 
 class StagingChannelServer:
-    """Serves one worker's staging channel, once :attr:`name` has been read.
+    """The worker's end of its staging channel; it listens once :attr:`name` was read.
 
     Args:
         execute: carries out an operation, in a thread of the channel.
         interrupt: makes the running operation return soon; called from any thread, at any time.
-        thread_context: entered once in each such thread, around all its work.
+        thread_context: entered once in each thread that executes operations, around all its work.
     """
 
     def __init__(
@@ -79,7 +80,10 @@ class StagingChannelServer:
 
     @contextlib.contextmanager
     def preempted(self) -> Iterator[None]:
-        """Interrupts the running operation, and begins no other for the length of a block."""
+        """Keeps the channel from working during a block, which a request of the core needs.
+
+        The running operation is interrupted, and no other one begins until the block ends.
+        """
         wait_s = 0.0
         while not self._worker_lock.acquire(timeout=wait_s):
             self._interrupt()  # again: the next one may just have begun
@@ -90,7 +94,7 @@ class StagingChannelServer:
             self._worker_lock.release()
 
     def close(self) -> None:
-        """Accepts no more connections."""
+        """Stops listening; connections that are open stay open."""
         listener, self._listener = self._listener, None
         if listener is not None:
             with contextlib.suppress(OSError):

@@ -15,9 +15,9 @@
     the core        ReleaseStaging   worker's      the staged weights are dropped
 
 Until the swap the worker runs steps. Steps are mostly Python, and so is the staging channel, and
-Python runs one thread at a time. So everything that the channel does delays a step, and must be
-short. On a GPU the channel uses its own CUDA stream, and acknowledges an operation only when the
-GPU has finished it.
+Python runs one thread at a time. So everything that the channel does in Python delays a step, and
+must be short. On a GPU the channel uses its own CUDA stream, and acknowledges an operation only
+when the GPU has finished it.
 
 A worker with peer workers receives a new manifest through the core, because checking it is a
 collective of the workers.
@@ -73,37 +73,38 @@ _SWITCH_INTERVAL_S: Final = 0.0005
 
 
 class StagingEngine(Protocol):
-    """The methods of the worker's weight transfer engine that its staging channel calls.
+    """What a staging channel needs of its worker's weight transfer engine.
 
-    The channel returns their errors to the sidecar.
+    The methods may raise ``EngineError``, which the channel returns to the sidecar.
     """
 
     @property
     def armed(self) -> ArmedUpdate | None:
-        """The next update, or the current one; None if no update is armed."""
+        """The update that was armed last; None if no update is armed."""
 
     def open_transfer(self, operation: Open) -> int:
-        """Opens the transport; returns how many chunks may be received ahead."""
+        """Connects to the sender; returns how many chunks may be received before one is loaded."""
 
     def arm(self, operation: ArmManifest) -> StagingCapacity:
-        """Arms an update; returns what staging it needs, or why it can't be staged."""
+        """Checks an update; returns how much memory staging needs, or why it can't be staged."""
 
     def rearm(self, operation: Rearm) -> StagingCapacity:
-        """Arms the last manifest again; returns what :meth:`arm` returns."""
+        """Arms the last manifest for another update; returns what :meth:`arm` returns."""
 
 
 class Stager:
     """Stages the updates of one model while the engine keeps stepping.
 
     Args:
-        loadable: the model.
+        loadable: the served model, and what is needed to load it.
         receiver: the worker's receiver of chunks.
         vllm_config: the configuration with which the model was built.
         device: the device of its weights.
-        engine: the worker's engine.
+        engine: the worker's weight transfer engine, which opens transports and arms updates.
 
     Attributes:
         swap_ms: how long the last swap kept the device from running steps, in milliseconds.
+        channel: the worker's staging channel, which executes its operations here.
     """
 
     def __init__(
@@ -132,7 +133,10 @@ class Stager:
     def capacity(self, armed: ArmedUpdate | None, *, is_partial: bool) -> StagingCapacity:
         """Returns how much memory staging needs, or why the armed update can't be staged.
 
-        ``is_partial``: an earlier load stopped half-way.
+        Args:
+            armed: the armed update; None without one.
+            is_partial: whether the model's weights are incomplete because an earlier load stopped
+                half-way. If so, the next update must be loaded in a pause.
         """
         if armed is None or armed.staging is None or armed.target != "model":
             return StagingCapacity(why_not="no update was armed that may be staged")
@@ -180,14 +184,18 @@ class Stager:
         return needed >= asked and free_memory(self._device) < free + needed // 10
 
     def discard_transport(self) -> None:
-        """Drops references to the transport's buffers before another transport is opened."""
+        """Drops references to the transport's buffers, before another transport is opened."""
         self._sums.close()
 
     def swap(self) -> None:
-        """Swaps in all workers, or in none.
+        """Copies the staged weights into the served ones, in all workers or in none.
 
-        If the swap fails after the check, the engine must not continue; the error's code is then
-        not :data:`NackCode.CALLED_OFF`.
+        First all workers check that they can swap. If the swap fails after that check, some workers
+        may have swapped, and the engine must not continue.
+
+        Raises:
+            EngineError: code ``called_off``: a worker can't swap, and nothing has changed. Any
+                other code: the swap failed after the check.
         """
         loadable = self._target
         agreement.run_before_any_continues(loadable.staged.require_sealed)
@@ -200,7 +208,7 @@ class Stager:
         self.release()
 
     def release(self) -> None:
-        """Drops the staged weights."""
+        """Drops the staged weights, and chunks that have not been staged yet."""
         self._discard_chunks()
         staging = None if self._armed is None else self._armed.staging
         self._armed = None

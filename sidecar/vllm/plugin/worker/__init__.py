@@ -1,1 +1,1 @@
-"""The part of the plugin that runs inside vLLM's workers."""
+"""The part of the plugin that runs inside vLLM's workers, and loads their weights."""

@@ -1,9 +1,9 @@
-"""Registers the worker's draft model with the weight transfer engine.
+"""Makes the worker's draft model known to its weight transfer engine.
 
 vLLM passes the served model to the engine, and points the engine at the draft only when an update
-of the draft starts. Its manifest must be checked before that, so a sidecar calls this first. Only
-the drafter knows from which configuration a draft model was built, and vLLM's two model runners
-expose it in different ways (0.32).
+of the draft starts. The manifest must be checked before that, so a sidecar first makes the draft
+model known. Only the drafter knows from which configuration a draft model was built, and vLLM's two
+model runners expose it in different ways (0.32).
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ logger = init_logger("vllm.wavebus")
 
 
 def introduce(worker: Any) -> bool:
-    """Registers the worker's draft model with the worker's engine.
+    """Makes the worker's draft model known to the worker's weight transfer engine.
+
+    Args:
+        worker: vLLM's worker.
 
     Returns:
-        False if this vLLM hides how the draft was built, or the engine can't use the draft.
+        False, with a warning in the log, if the draft can't be updated: this vLLM hides how the
+            draft was built, or its engine can't use the draft.
     """
     try:
         draft = worker.get_draft_model()
@@ -36,7 +40,7 @@ def introduce(worker: Any) -> bool:
 
 
 def shared_parameters(draft: torch.nn.Module, model: torch.nn.Module) -> frozenset[str]:
-    """Returns the names of ``draft``'s parameters that are also parameters of ``model``."""
+    """Returns the names of a draft's parameters that also belong to the main model."""
     theirs = {id(parameter) for parameter in model.parameters()}
     ours = draft.named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in ours if id(parameter) in theirs)

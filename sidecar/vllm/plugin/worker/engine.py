@@ -94,8 +94,8 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """Carries out the sidecar's operations in one worker: checks manifests, receives, loads.
 
-    vLLM points ``self.model`` at the model of a session (served or draft) only while the session is
-    open. A manifest is armed before that: hence :meth:`introduce_draft`.
+    vLLM points ``self.model`` at the model to update (served or draft) only while a session is
+    open. Manifests are armed before that, so :meth:`introduce_draft` makes a draft known.
     """
 
     wavebus_drives = BACKEND
@@ -121,7 +121,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.session = UpdateSession()
 
     def introduce_draft(self, model: torch.nn.Module, built: Blueprint) -> None:
-        """Registers the worker's draft model, so that its manifests can be armed."""
+        """Makes the worker's draft model known, so that its manifests can be armed."""
         known = self._loadable.get("draft")
         if known is None or known.model is not model:
             self._loadable["draft"] = TargetModel(model, built, self.device)
@@ -135,23 +135,23 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     # -- entry points of vLLM ---------------------------------------------------------------
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
-        """Keeps an ``init_info``, which no sidecar sends, to refuse it later."""
+        """Keeps a caller's ``init_info``, which no sidecar sends, until the call is refused."""
         return InitInfo(init_dict)
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
-        """Keeps an ``update_info``, which no sidecar sends, to refuse it later."""
+        """Keeps a caller's ``update_info``, which no sidecar sends, until the call is refused."""
         return UpdateInfo(update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:  # noqa: ARG002 - not for us
-        """Refuses, because a sidecar opens transports by an operation."""
+        """Refuses vLLM's own call, because a sidecar opens transports by an operation."""
         agreement.refuse(_NOT_YOURS)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:  # noqa: ARG002 - not for us
-        """Refuses, because a sidecar loads by an operation."""
+        """Refuses vLLM's own call, because a sidecar loads by an operation."""
         agreement.refuse(_NOT_YOURS)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:  # noqa: ARG002 - not for us
-        """Refuses, because a sidecar receives by an operation."""
+        """Refuses vLLM's own call, because a sidecar receives by an operation."""
         agreement.refuse(_NOT_YOURS)
 
     def start_weight_update(self) -> None:
@@ -227,14 +227,14 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def wavebus_room(self) -> StagingCapacity:
-        """Returns how much memory staging the armed update needs, or why it can't be staged."""
+        """How much memory staging the armed update needs, or why it can't be staged."""
         if self._began:
             self._began = self._loadable["model"].is_reloading
         return self._stager.capacity(self.armed, is_partial=self.session.open or self._began)
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
-        """Returns :meth:`PlanCache.account`, the last swap in ms, and staging memory in bytes."""
+        """:meth:`PlanCache.account`, the last swap in ms, and staging memory in bytes."""
         model = self._loadable["model"]
         swap_ms, staging_bytes = round(self._stager.swap_ms, 3), model.staged.memory.held_bytes
         return {**model.plans.account(), "swap_ms": swap_ms, "staging_bytes": staging_bytes}
@@ -314,7 +314,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._loadable[self._target].discard()
 
     def open_transfer(self, operation: operations.Open) -> int:
-        """Opens the transport; returns how many chunks may be received ahead.
+        """Connects to the sender; returns how many chunks may be received before one is loaded.
 
         Raises:
             EngineError: the transport can't be opened.
@@ -395,7 +395,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return self.wavebus_room
 
     def rearm(self, operation: operations.Rearm) -> StagingCapacity:
-        """Arms the last manifest again for staging, while the engine serves, without peers.
+        """Arms the last manifest again for staging, while the engine serves. No collective.
 
         Raises:
             EngineError: another update was armed last, or the transport has no room for it.

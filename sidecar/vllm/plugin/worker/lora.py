@@ -39,7 +39,12 @@ _OURS = os.path.join(SHM_FOLDER, FOLDER_PREFIX)  # noqa: PTH118 - a prefix of pa
 
 @dataclass(frozen=True, slots=True)
 class HeldAdapter:
-    """An adapter in CPU memory: its config, and its tensors by PEFT's names."""
+    """A LoRA adapter in CPU memory, from which vLLM loads it whenever it needs it.
+
+    Attributes:
+        config: PEFT's ``adapter_config``.
+        tensors: the adapter's tensors, by PEFT's names.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -54,10 +59,10 @@ class _PreviousAdapter:
 
 
 class LoraAdapters:
-    """Keeps the LoRA adapters that came over the bus, in one worker.
+    """Keeps the LoRA adapters that came over the bus, and gives them to vLLM.
 
     Args:
-        manager: vLLM's ``LoRAModelManager``; None where LoRA is not enabled.
+        manager: vLLM's ``LoRAModelManager`` of the worker; None where LoRA is not enabled.
         lacking: why adapters can't be updated in this vLLM; empty if they can.
     """
 
@@ -73,7 +78,11 @@ class LoraAdapters:
 
     @classmethod
     def of(cls, model: Any) -> LoraAdapters:
-        """Returns the adapters of a worker's model; vLLM uses them whenever it loads an adapter."""
+        """Returns the adapters of a worker's model, and connects them to vLLM's loading.
+
+        Args:
+            model: the serving model. The first call for it creates the object.
+        """
         manager = getattr(model, "lora_manager", None)
         if manager is None:
             return cls(None)
@@ -84,10 +93,10 @@ class LoraAdapters:
         return known
 
     def require_available(self) -> None:
-        """Checks that this engine can take adapters.
+        """Checks that this engine can take LoRA adapters.
 
         Raises:
-            EngineError: code ``backend_missing``.
+            EngineError: code ``backend_missing``: LoRA is not enabled, or this vLLM's differs.
         """
         if self._manager is None:
             raise EngineError(
@@ -101,16 +110,30 @@ class LoraAdapters:
             )
 
     def check(self, config: dict[str, Any], manifest: Manifest) -> None:
-        """Checks that an adapter fits the model; see :func:`check_adapter`."""
+        """Checks that a LoRA adapter fits the model; loads nothing.
+
+        Args:
+            config: PEFT's ``adapter_config``.
+            manifest: names, shapes and dtypes of the adapter's tensors.
+
+        Raises:
+            EngineError: as :func:`check_adapter`.
+        """
         check_adapter(config, manifest, self._manager)
 
     def load(self, name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Replaces the adapter of this name, and unloads the old one from vLLM.
+        """Replaces the adapter of a name, and unloads the old one from vLLM.
 
-        vLLM loads the new one when it next needs an adapter of that name.
+        vLLM loads the new adapter when it next needs one of that name. The old one is kept until
+        the next update begins, so that :meth:`undo` can restore it.
+
+        Args:
+            name: the adapter's name.
+            config: PEFT's ``adapter_config``.
+            tensors: the adapter's tensors, by PEFT's names.
 
         Raises:
-            EngineError: vLLM can't make an adapter of it; nothing has changed.
+            EngineError: vLLM can't make a LoRA model of these tensors; nothing has changed.
         """
         fresh = HeldAdapter(config, tensors)
         self._built(fresh, 1)
@@ -120,13 +143,19 @@ class LoraAdapters:
         self._unload(name)
 
     def begin(self) -> None:
-        """Begins another update: discards an unsettled adapter, and keeps a settled one."""
+        """Begins another update: undoes the last load unless it was settled."""
         self.undo(settled=False)
         self._before = None
         self._settled = False
 
     def undo(self, *, settled: bool) -> None:
-        """Undoes the load of the current update; with ``settled``, even if it is settled."""
+        """Restores the adapter that the current update's load has replaced.
+
+        If there was none before, the loaded one is removed. Does nothing without a load.
+
+        Args:
+            settled: True also undoes a load that :meth:`settle` has marked; False leaves it.
+        """
         before = self._before
         if before is None or (self._settled and not settled):
             return
@@ -138,14 +167,17 @@ class LoraAdapters:
         self._unload(before.name)
 
     def settle(self) -> None:
-        """Marks the loaded adapter as being committed."""
+        """Marks the loaded adapter as committed, so that a restarted sidecar keeps it."""
         self._settled = True
 
     # -- when vLLM loads one ---------------------------------------------------------
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Marks a block in which vLLM loads adapters for requests, not on a user's command."""
+        """Marks a block in which vLLM loads adapters because requests need them.
+
+        Outside such a block, a user has asked for the load, and the user's path counts.
+        """
         self._stepping = True
         try:
             yield
@@ -153,10 +185,14 @@ class LoraAdapters:
             self._stepping = False
 
     def replacement_for(self, request: Any) -> tuple[Any, Any]:
-        """Returns what vLLM must load for a ``LoRARequest``.
+        """Decides what vLLM must load for one of its requests to load an adapter.
+
+        Args:
+            request: vLLM's ``LoRARequest``.
 
         Returns:
-            vLLM's model of a stored adapter, or None; and the request to load if it is None.
+            Two values: vLLM's model of the adapter that came over the bus, or None; and if it is
+                None, the request that vLLM must load itself.
         """
         name, path = request.lora_name, request.lora_path
         self._ids.setdefault(name, set()).add(request.lora_int_id)
@@ -195,7 +231,10 @@ class LoraAdapters:
 
 
 def load_adapter(original: Callable[..., Any], manager: Any, lora_request: Any) -> Any:
-    """Gives vLLM an adapter that came over the bus instead of one from disk."""
+    """Gives vLLM an adapter that came over the bus instead of one from disk.
+
+    Wraps vLLM's ``LRUCacheWorkerLoRAManager._load_adapter``, which is ``original``.
+    """
     adapters: LoraAdapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
     if adapters is None:
         return original(manager, lora_request)
@@ -204,7 +243,10 @@ def load_adapter(original: Callable[..., Any], manager: Any, lora_request: Any) 
 
 
 def apply_adapters(original: Callable[..., Any], manager: Any, lora_requests: set[Any]) -> None:
-    """Loads the adapters that a step lacks, without repeating in-place loads."""
+    """Loads the adapters that a step lacks, without repeating in-place loads.
+
+    Wraps vLLM's ``LRUCacheWorkerLoRAManager._apply_adapters``, which is ``original``.
+    """
     adapters: LoraAdapters | None = getattr(manager._adapter_manager, "wavebus_adapters", None)  # noqa: SLF001
     if adapters is None:
         original(manager, lora_requests)

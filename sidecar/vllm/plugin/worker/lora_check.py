@@ -33,7 +33,11 @@ class _Pair:
 
 
 def peft_helper(config: dict[str, Any], lora_config: Any) -> Any:
-    """Returns vLLM's ``PEFTHelper`` for an adapter's config.
+    """Makes vLLM's ``PEFTHelper``, which checks and holds a LoRA adapter's config.
+
+    Args:
+        config: PEFT's ``adapter_config``.
+        lora_config: vLLM's LoRA options.
 
     Raises:
         EngineError: code ``manifest_refused``: vLLM does not support such an adapter.
@@ -49,9 +53,14 @@ def peft_helper(config: dict[str, Any], lora_config: Any) -> Any:
 
 
 def check_adapter(config: dict[str, Any], manifest: Manifest, manager: Any) -> None:
-    """Compares an adapter with the modules that vLLM's ``LoRAModelManager`` has wrapped.
+    """Checks that a LoRA adapter fits the modules of the model that take one.
 
     A collective of the engine's workers, because each has a part of the model.
+
+    Args:
+        config: PEFT's ``adapter_config``.
+        manifest: names, shapes and dtypes of the adapter's tensors.
+        manager: vLLM's ``LoRAModelManager``, which has wrapped these modules.
 
     Raises:
         EngineError: code ``manifest_refused``, with the tensor that is unknown, misshapen, of too
@@ -84,7 +93,7 @@ def check_adapter(config: dict[str, Any], manifest: Manifest, manager: Any) -> N
 
 
 def weights_mapper(model: Any) -> Any:
-    """Returns vLLM's mapper from checkpoint names to its own; None without one."""
+    """Returns vLLM's mapper from a checkpoint's tensor names to its own; None without one."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return None if mapper is None else mapper.get_rename_mapper()
 

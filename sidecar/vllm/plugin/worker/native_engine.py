@@ -2,9 +2,9 @@
 
 An engine booted with ``--weight-transfer-config '{"backend": "nccl"}'`` gets a subclass of whatever
 class vLLM's factory has registered under that name. Calls of other callers reach that class
-unchanged. The sidecar's calls are the operations of :mod:`sidecar.vllm.plugin.operations`, carried
-out as by :class:`WavebusWeightTransferEngine`. So manifests are checked before any rank enters a
-collective, no worker raises alone, and an interrupted update can be recovered. Only four things
+unchanged. The sidecar's operations (:mod:`sidecar.vllm.plugin.operations`) are carried out by
+:class:`NativeUpdates`, as in wavebus's own engine. So manifests are checked before any rank enters
+a collective, no worker raises alone, and an interrupted update can be recovered. Only four things
 remain with vLLM's class: opening its transport, starting, receiving (which loads) and finishing.
 """
 
@@ -37,7 +37,11 @@ __all__ = ["NativeUpdates", "guarded"]
 
 @dataclass(frozen=True, slots=True)
 class OriginalMethods:
-    """Calls the methods of vLLM's engine class, past those of its guarded subclass."""
+    """The methods of vLLM's own engine class, which :func:`guarded` hides by a subclass.
+
+    Each attribute is the method of that name, but for two: ``init_transfer_engine`` also gets the
+    parallel config to use, and ``takes_draft`` says whether the class can update a draft model.
+    """
 
     parse_init_info: Callable[[dict[str, Any]], Any]
     init_transfer_engine: Callable[[Any, Any], None]  # info, parallel config
@@ -49,7 +53,15 @@ class OriginalMethods:
 
 
 class NativeUpdates(WavebusWeightTransferEngine):
-    """Serves the sidecar in a guarded engine of vLLM; also runs wavebus's own backends."""
+    """Carries out a sidecar's operations with one of vLLM's own engines, or by itself.
+
+    By itself it loads updates that come over a backend of wavebus's.
+
+    Args:
+        name: the engine's name in vLLM's factory.
+        original: the methods of vLLM's engine.
+        args: as for :class:`WavebusWeightTransferEngine`.
+    """
 
     def __init__(self, name: str, original: OriginalMethods, *args: Any) -> None:
         super().__init__(*args)
@@ -63,7 +75,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     @property
     def wavebus_room(self) -> StagingCapacity:
-        """Returns a refusal, because vLLM's own engines stage nothing."""
+        """A refusal, because an engine booted with vLLM's own backend stages nothing."""
         return StagingCapacity(why_not="vLLM's own worker engine")
 
     def _start(self) -> None:
@@ -118,9 +130,9 @@ class NativeUpdates(WavebusWeightTransferEngine):
             self._original.shutdown()
 
     def closed_with_theirs(self) -> None:
-        """Closes wavebus's receiver, because a caller shuts down the guarded engine.
+        """Closes wavebus's receiver when vLLM shuts its engine down.
 
-        The caller itself closes vLLM's own transport.
+        The caller closes vLLM's own transport itself.
         """
         self._opened = False
         self.shutdown()
@@ -228,11 +240,11 @@ def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str
 
 
 def guarded(name: str, theirs: type[Any]) -> type[Any]:
-    """Returns a subclass of ``theirs`` that a sidecar can drive as well.
+    """Returns a subclass of a vLLM engine class that a sidecar can drive, too.
 
     Args:
-        name: the name of ``theirs`` in vLLM's factory.
-        theirs: a worker engine class of vLLM.
+        name: the engine's name in vLLM's factory, such as ``nccl``.
+        theirs: vLLM's engine class. Other callers than a sidecar reach its methods unchanged.
     """
 
     class Guarded(theirs):  # type: ignore[misc]

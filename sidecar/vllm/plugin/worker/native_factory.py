@@ -1,7 +1,8 @@
-"""Creates vLLM's worker engines so that a sidecar can drive whichever is chosen at boot.
+"""Makes vLLM create weight transfer engines that a sidecar can drive.
 
-vLLM's registry is read only when an engine is created, because other plugins may register their
-engines after this one. Importing this module imports neither vllm nor torch.
+This concerns wavebus's engine and vLLM's own, whichever is chosen at boot. vLLM's registry is read
+only when an engine is created, because other plugins may register theirs after this one. Importing
+this module imports neither vllm nor torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ _log = logging.getLogger("vllm.wavebus")
 
 
 def register() -> None:
-    """Registers wavebus's worker engine with vLLM's factory; only workers that use it import it."""
+    """Registers wavebus's weight transfer engine with vLLM's factory.
+
+    Its module is imported only in workers that use the engine.
+    """
     from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - only called in vLLM
         WeightTransferEngineFactory,
     )
@@ -37,7 +41,10 @@ def create_engine(
     device: Any,
     model: Any,
 ) -> Any:
-    """Creates the chosen worker engine as one that a sidecar can drive; wraps ``create_engine``."""
+    """Creates the chosen weight transfer engine as one that a sidecar can drive.
+
+    Wraps vLLM's ``WeightTransferEngineFactory.create_engine``, which is ``original``.
+    """
     engine = _guarded(factory, config.backend)
     if engine is None:
         return original(factory, config, vllm_config, device, model)

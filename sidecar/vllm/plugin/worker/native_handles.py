@@ -10,7 +10,12 @@ from bus.vllm_payloads import IpcTensor
 
 
 def rebuildable(value: Any) -> Any:
-    """Returns the value with each :class:`IpcTensor` as arguments of ``rebuild_cuda_tensor``.
+    """Returns a value whose CUDA IPC handles are in the form that PyTorch needs.
+
+    Args:
+        value: an :class:`IpcTensor`, which becomes the arguments of PyTorch's
+            ``rebuild_cuda_tensor``; or a list or dict that may contain some, at any depth. Other
+            values stay as they are.
 
     Raises:
         ValueError: a handle has a dtype that PyTorch does not know.

@@ -1,10 +1,11 @@
 """A worker's update session: vLLM's own session, opened and closed for the sidecar.
 
 vLLM's workers keep state for their session: they point their engine at the draft model while it
-lasts, and drop LoRA adapters at its end. So the sidecar's session is opened and closed by the
-worker's own calls. These call the engine, which never raises there: otherwise vLLM would end the
-session of that one worker, while those of its peers stay open. The engine's error is raised after
-the worker's call has returned. A session is open in all workers of an engine or in none.
+lasts, and drop LoRA adapters at its end. So the sidecar's session is opened and closed by methods
+of the worker, which in turn call the engine. The engine never raises inside these calls: otherwise
+vLLM would end the session of that one worker, while those of the other workers stay open. The
+engine's error is raised after the worker's method has returned. A session is open in all workers of
+an engine or in none.
 
 If the engine is called while no call of the sidecar is running, the caller is not the sidecar.
 """
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
 
 
 class UpdateSession:
-    """Tracks whether an update session is open, and whether the sidecar opens or closes it.
+    """Opens and closes the sidecar's update session in one vLLM worker.
 
     Attributes:
-        open: the sidecar's session is open.
-        ours: a call of the sidecar that opens or closes the session is running.
-        refused: another caller was refused a session. vLLM knows this only in the one worker that
-            raised the error (:func:`agreement.refuse`); in the others vLLM considers the session
-            open.
+        open: whether the sidecar's session is open.
+        ours: True while the sidecar opens or closes the session. vLLM's calls of the engine are
+            then the sidecar's; all others come from another caller.
+        refused: whether another caller was refused a session. vLLM knows of the refusal only in the
+            one worker that raised the error (:func:`agreement.refuse`). In the other workers vLLM
+            considers that session open, and the next one of the sidecar must close it first.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,10 @@ class UpdateSession:
         self._failure: WorkerFailure | None = None
 
     def require_open(self, worker: Any) -> None:
-        """Checks that a session is open.
+        """Checks that a session is open, both for the sidecar and in vLLM.
+
+        Args:
+            worker: vLLM's worker.
 
         Raises:
             EngineError: code ``wrong_state``: no session is open.
@@ -54,9 +59,13 @@ class UpdateSession:
     def begin(self, worker: Any, target: Target) -> None:
         """Opens a session for the target. A collective of the engine's workers.
 
+        Args:
+            worker: vLLM's worker.
+            target: what the update replaces: the model, or its draft model.
+
         Raises:
-            EngineError: code ``wrong_state``: a session is open already. Or the engine's own error;
-                the session is then open.
+            EngineError: code ``wrong_state``: a session is open already. After any other error,
+                which is the engine's, the new session is open.
         """
         agreement.run_before_any_continues(lambda: self._require_none(worker))
         with self._by_us():
@@ -69,8 +78,8 @@ class UpdateSession:
         """Closes the session. A collective of the engine's workers.
 
         Raises:
-            EngineError: code ``wrong_state``: no session is open. Or the engine's own error; the
-                session is then closed.
+            EngineError: code ``wrong_state``: no session is open. After any other error, which is
+                the engine's, the session is closed.
         """
         agreement.run_before_any_continues(lambda: self.require_open(worker))
         self.close(worker)
@@ -87,7 +96,14 @@ class UpdateSession:
         self.open = False
 
     def on_vllm_call(self, action: Callable[[], None], *, opens: bool) -> None:
-        """Runs the engine's part when the worker opens or closes a session."""
+        """Runs the engine's part of opening or closing a session, and keeps its error.
+
+        :meth:`begin` and :meth:`close` raise the error when the worker's method has returned.
+
+        Args:
+            action: the engine's part.
+            opens: True if the session is being opened, False if it is being closed.
+        """
         self._failure = agreement.attempt(action)
         self.open = opens
 
