@@ -73,8 +73,8 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
         """Checks the epoch of a step of ``update_id`` before its request.
 
         Args:
-            message: the step's message.
             epoch: the trainer's present fencing epoch.
+            update_id: the update that the step belongs to; the error names it.
 
         Raises:
             UpdateFailed: with code ``fenced``, if the pause was made in another epoch.
