@@ -4,7 +4,7 @@ Invariants:
 
 - An engine gets a resume only after its pause has returned, and one resume per pause.
 - The step pause_global is acknowledged by that return and by nothing else. PAUSE_GLOBAL asks for
-  that ack, and so does a PAUSE_LOCAL with ``one_phase``, whose step pause_local has no ack.
+  this ack. So does PAUSE_LOCAL with ``one_phase``, which gets no other.
 - A paused engine has dropped everything that its present pause asks to drop, even if an earlier
   pause of another trainer kept it.
 - A repeated command is acknowledged again and calls nothing.

@@ -3,7 +3,7 @@
 Two phases keep a rank from waiting in a collective for a peer rank that never pauses. If every DP
 group of the pause has one rank, there are no peer ranks, and one phase is enough: PAUSE_LOCAL with
 ``one_phase`` asks for what PAUSE_GLOBAL asks for. A sidecar of an older wire version acknowledges
-it as the first phase. It then gets PAUSE_GLOBAL.
+the first phase. It then gets PAUSE_GLOBAL, too.
 
 Invariants:
 
