@@ -89,7 +89,7 @@ class KeysChanged(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
 
 
 class TimerFired(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="tick"):
-    """The broker's timer fired."""
+    """Journal record: the broker checked its deadlines, so a replay does it here, too."""
 
     now_ms: float
 

@@ -184,10 +184,10 @@ def view_of(memory: torch.Tensor, offset_bytes: int, meta: TensorMeta) -> torch.
 
 
 def check_lent(lent: IpcTensors | ShmTensors, tensors: Sequence[TensorMeta]) -> None:
-    """Checks that a handle places every tensor of the chunk within lent memory.
+    """Checks that a chunk's tensors lie within the memory that the trainer shares for it.
 
     Args:
-        lent: the decoded handle.
+        lent: the chunk's decoded handle: the shared memory, and each tensor's place in it.
         tensors: names, dtypes and shapes of the chunk's tensors.
 
     Raises:

@@ -228,7 +228,7 @@ class EmbeddedEngine:
         Args:
             token_ids: the prompt, shorter than ``max_model_len``.
             params: how to choose tokens, and when to stop.
-            stream: True: the iterator yields every token at once; False: each choice when it has
+            stream: True: each token is yielded as soon as it is there; False: each choice when it has
                 ended.
 
         Raises:

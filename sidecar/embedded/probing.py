@@ -30,7 +30,7 @@ def probe_requests(
     Args:
         prompts: the token ids of each probe's prompt.
         max_tokens: how many tokens each probe generates.
-        max_len: how many tokens a sequence may have.
+        max_len: how many tokens prompt and output may have together.
         vocab_size: how many tokens the vocabulary has.
 
     Raises:

@@ -181,7 +181,7 @@ class PauseLeasePage:
         self._outcome.write(msgspec.msgpack.encode(outcome))
 
     def abandoned_pause(self, *, paused: bool) -> AbandonedPause | None:
-        """Returns the pause that an earlier sidecar left; None without one.
+        """Returns the pause that an earlier sidecar began and never ended, or None.
 
         Args:
             paused: whether the core is paused now. If not, a lease on the page is out of date.

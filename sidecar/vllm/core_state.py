@@ -137,9 +137,9 @@ class CoreLink:
         return LeaseOutcome(lease.serial, state, next(reasons, "not all of its cores have decided"))
 
     def abandoned_pause(self) -> AbandonedPause | None:
-        """Returns the pause that an earlier sidecar left in a core; None without one.
+        """Returns the pause that an earlier sidecar began in a core and never ended, or None.
 
-        If there are several cores, one with incomplete weights comes first.
+        Of several paused cores, one with incomplete weights is chosen.
         """
         found: list[AbandonedPause] = []
         for page in self._lease_pages:

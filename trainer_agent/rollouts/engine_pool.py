@@ -127,13 +127,16 @@ class EnginePool:
         return load
 
     async def acquire_prefill(self, avoid: frozenset[str]) -> EngineLoad | None:
-        """Waits for a prefill engine for one sequence; returns None if the group has none.
+        """Waits until a prefill engine can take one sequence, and reserves a place there.
 
         Args:
             avoid: names of engines that must not be chosen.
 
+        Returns:
+            The engine; None, at once, if the group has no engines for prefill alone.
+
         Raises:
-            NoEngine: as :meth:`acquire`.
+            NoEngine: it has some, but none could be used in time, as in :meth:`acquire`.
         """
         return await self._wait(self._for_prefill, None, 1, avoid)
 

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 
 def as_source(weights: Weights, config: Any = None) -> WeightSource:
-    """Returns the source for a module, a state dict, pairs, or a source itself.
+    """Returns a source, from which the trainer agent sends weights of any accepted form.
 
     Args:
-        weights: the weights. A model of transformers is sent as ``save_pretrained`` would write it.
+        weights: a module, a state dict, pairs of name and tensor, or a source, which is returned.
+            A model of transformers is sent as ``save_pretrained`` would write it.
         config: for a state dict of a model of transformers, the model's configuration.
 
     Raises:
-        UsageError: ``weights`` is none of these; or transformers can't revert its own mapping.
+        UsageError: ``weights`` has another form; or transformers can't translate the names of its
+            modules back to those of the checkpoint.
     """
     if isinstance(weights, torch.nn.Module | Mapping):
         saved = saved_form(weights, config)

@@ -394,7 +394,7 @@ class EngineSession:
         return effects
 
     def on_lease_vote(self, vote: m.LeaseVote, now_ms: float) -> list[c.SessionEffect]:
-        """Records a peer rank's vote, and answers with this rank's vote if asked."""
+        """Records a peer rank's vote on the end of the pause lease; answers it if it asks."""
         if vote.dp_rank not in self.lease.peers:
             return []
         self.lease.on_vote(vote)

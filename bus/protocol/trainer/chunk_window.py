@@ -107,5 +107,5 @@ class ChunkWindow:
         self._chunks[seq].go(_E.SENT)
 
     def on_applied(self, seq: int) -> None:
-        """Records that every remaining engine has applied the chunk."""
+        """Records that all engines that are still in the update have applied chunk ``seq``."""
         self._chunks[seq].go(_E.APPLIED)

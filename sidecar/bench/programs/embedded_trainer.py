@@ -239,7 +239,7 @@ class EmbeddedTrainer:
             await self._direct.open(self._plan)
 
     def memcpy_ms(self) -> float:
-        """Returns the time of one copy of the model's number of bytes, in ms."""
+        """Copies as many bytes as the model has, within CPU memory; returns the time in ms."""
         return self._copy.took_ms()
 
     async def update(self, how: How, *, clear_cache: bool = True) -> dict[str, Any]:

@@ -31,10 +31,12 @@ _ROUTES: Final = {
 
 
 class NativeWeights(EitherForm):
-    """Gives a model's tensors to a trainer engine of vLLM.
+    """The weight source of vLLM's own update, which the bench compares with the bus's.
+
+    vLLM's trainer-side weight transfer engine reads the tensors from it.
 
     Args:
-        tensors: the tensors, by name.
+        tensors: the model's tensors, by name.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -26,7 +26,7 @@ _OURS: Final = "sidecar.vllm.plugin"
 
 
 class TimedConnection(HttpConnection):
-    """A connection to a vLLM server that records every post that a sidecar makes.
+    """A sidecar's connection to a vLLM server that records the times of its HTTP posts.
 
     Attributes:
         calls: name, begin and end of each call, in seconds on ``time.monotonic()``'s clock, which

@@ -171,13 +171,14 @@ class RankGroup:
 
 
 class GroupExchange:
-    """Spreads the experts over the ranks: rank after rank a block of nearly equal size.
+    """Sends rows to the ranks that hold their experts, and brings the results back.
 
-    Implements :class:`sidecar.embedded.qwen3.Exchange` by three all-to-all exchanges: the counts of
-    rows, the rows, and the results.
+    Each rank holds one block of successive experts; the blocks are of nearly equal size. Implements
+    :class:`sidecar.embedded.qwen3.Exchange` by three all-to-all exchanges: the counts of rows, the
+    rows, and the results.
 
     Args:
-        group: the ranks.
+        group: the ranks that share the experts.
     """
 
     def __init__(self, group: RankGroup) -> None:

@@ -85,10 +85,12 @@ def install(*processes: str) -> None:
 
 
 def install_seam(name: str) -> str:
-    """Installs one seam, unless it is installed already.
+    """Wraps the places inside vLLM that one seam names, unless this was done before.
+
+    A seam is a place inside vLLM that the plugin depends on.
 
     Args:
-        name: the seam's name in the registry.
+        name: the seam's name in the plugin's registry of seams.
 
     Returns:
         Why the seam does not fit this vLLM; empty if it is installed.

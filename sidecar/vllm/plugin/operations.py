@@ -76,10 +76,11 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
 
 
 class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=True):
-    """Checks whether an update fits the target; loads nothing.
+    """Operation at ARM: each worker checks whether an update fits its model, and loads nothing.
 
     Attributes:
-        names, dtypes, shapes, chunk_ends, counts: the fields of :class:`bus.manifest.Manifest`.
+        names, dtypes, shapes, chunk_ends, counts: the update's tensors, as the fields of
+            :class:`bus.manifest.Manifest` describe them.
         target: what the update replaces: the model, or its draft model.
         staging: the options of a staged update; None if it is loaded in a pause.
     """

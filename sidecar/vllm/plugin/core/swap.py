@@ -58,9 +58,10 @@ READY: Final = 1 << 16
 
 
 class SwapRefused(Exception):
-    """A swap was called off, and nothing has changed.
+    """A swap of the weights was called off, and nothing has changed.
 
-    Its text contains a ``WorkerFailure``, because vLLM passes only texts on to the sidecar.
+    The exception's text is an encoded ``WorkerFailure``, which the sidecar decodes: of an
+    exception in a worker, vLLM hands on the text alone.
     """
 
     def __init__(self, why: str) -> None:
