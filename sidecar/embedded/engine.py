@@ -228,8 +228,8 @@ class EmbeddedEngine:
         Args:
             token_ids: the prompt, shorter than ``max_model_len``.
             params: how to choose tokens, and when to stop.
-            stream: True: each token is yielded as soon as it is there; False: each choice when it has
-                ended.
+            stream: True: each token is yielded as soon as it is there; False: each choice when it
+                has ended.
 
         Raises:
             EngineDead: the engine is gone.

@@ -46,7 +46,8 @@ class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sampling_params: how to choose tokens, and when to stop.
         request_id: the client's id for the request; None: the engine makes one.
         model: the model that the client expects, or None.
-        stream: True sends each token as soon as it is there, as server-sent events; False sends one answer.
+        stream: True sends each token as soon as it is there, as server-sent events; False sends one
+            answer.
     """
 
     token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)]

@@ -133,10 +133,10 @@ class EnginePool:
             avoid: names of engines that must not be chosen.
 
         Returns:
-            The engine; None, at once, if the group has no engines for prefill alone.
+            The engine; None if no prefill engine remains beside those to avoid.
 
         Raises:
-            NoEngine: it has some, but none could be used in time, as in :meth:`acquire`.
+            NoEngine: some remain, but none could be used in time, as in :meth:`acquire`.
         """
         return await self._wait(self._for_prefill, None, 1, avoid)
 
