@@ -41,7 +41,7 @@ LONG_CLASSES = {
     "EnginePause": 270,
     "EngineRegistry": 339,
     "EngineSession": 448,
-    "EngineUpdate": 392,
+    "EngineUpdate": 387,
     "Group": 342,
     "Sidecar": 421,
     "TrainerAgent": 376,

@@ -284,7 +284,7 @@ class SimEngine:
         if message.update_id != update.update_id:
             return
         self.truth.sent[message.chunk] = bool(message.sums)
-        if message.chunk < update.applied_chunks:
+        if message.chunk < update._chunks.applied:
             self.met["sent, already applied"] += 1
         elif isinstance(call, CallReceive) and call.seq == message.chunk:
             self.met["sent while it is received"] += 1

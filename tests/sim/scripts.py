@@ -43,7 +43,7 @@ from bus.messages import (
 )
 from bus.protocol.trainer.chunk_window import ChunkWindow
 from bus.protocol.trainer.pause_window import PauseWindow
-from bus.protocol.trainer.update import TrainerUpdate, UpdateRequest
+from bus.protocol.trainer.update import TrainerUpdate, TrainerUpdateState, UpdateRequest
 from tests.sim.engine import TENSORS
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_nack, make_sent
 
@@ -198,7 +198,8 @@ class Stream(Steps):
             self._filled_ms.append(max([now_ms, *self._filled_ms[-1:]]) + self._think_ms)
             self._unanswered[seq] = 2
             asks.append(Later(self._chunks[seq][0], self._filled_ms[seq] - now_ms))
-        while self.update.has_started and (seq := len(self._left_ms)) < len(self._filled_ms):
+        is_loading = self.update.state is TrainerUpdateState.LOADING
+        while is_loading and (seq := len(self._left_ms)) < len(self._filled_ms):
             begun_ms = max([now_ms, self._filled_ms[seq], *self._left_ms[-1:]])
             self._left_ms.append(begun_ms + self._send_ms)
             asks.append(Later(self._chunks[seq][1], self._left_ms[seq] - now_ms))

@@ -123,11 +123,6 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._order.target
 
     @property
-    def applied_chunks(self) -> int:
-        """The number of loaded chunks of the present or last update."""
-        return self._chunks.applied
-
-    @property
     def in_place(self) -> bool:
         """Whether an update is under way that overwrites the served weights."""
         return self.state in MIXED and not self.staged

@@ -180,11 +180,6 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
             return self._window.is_open and not self.is_staged
         return self.state is _S.LOADING
 
-    @property
-    def has_started(self) -> bool:
-        """Whether UPDATE_START is acknowledged, so that every engine waits for chunks."""
-        return self.state is _S.LOADING
-
     # -- requests of the trainer ------------------------------------------------
 
     def arm(

@@ -510,7 +510,7 @@ def test_with_room_for_two_one_is_received_ahead() -> None:
     driver.sent(2)
     driver.returned()
     driver.returned()
-    assert driver.update.applied_chunks == CHUNKS
+    assert driver.update._chunks.applied == CHUNKS
 
 
 @pytest.mark.parametrize("failure", [LATE, BROKEN])
@@ -1087,7 +1087,7 @@ def test_a_chunk_that_is_sent_before_the_one_before_it_is_forgotten() -> None:
     assert load_calls(driver)[-1] == ("receive", 1)
     driver.sent(1)
     drain(driver)
-    assert driver.update.applied_chunks == 2
+    assert driver.update._chunks.applied == 2
 
 
 @pytest.mark.parametrize("after", range(3))
@@ -1185,7 +1185,7 @@ def test_a_chunk_that_is_not_what_was_sent_is_not_loaded(chunk: int, found: str)
         "b",
     )
     assert len(driver.queue) == 0
-    assert driver.update.applied_chunks == chunk
+    assert driver.update._chunks.applied == chunk
     assert driver.finish() == []
     assert outcome([*driver.abort(), *driver.returned()]) == found
     assert bool(driver.update.partial) is (found == "partial")
