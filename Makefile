@@ -41,11 +41,11 @@ ci-next: $(NEXT)/.vllm-next
 	$(NEXT)/bin/python -m pytest -q -m 'not slow' tests/vllm/test_dp_staged.py
 
 # Without vLLM: some minutes. Half of these wait for timers, so there is one more than processors,
-# and mypy runs beside them. Models play as many schedules as mutants are caught by; `make ci-slow`
-# plays all.
+# and mypy runs beside them. Models play a fifth of their schedules, `make mutants` twice as many and
+# `make ci-slow` all.
 test-fast: $(VENV)/.test lint layers
 	$(BIN)/mypy & types=$$!; \
-	WAVEBUS_MODEL_SHARE=0.4 $(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal \
+	WAVEBUS_MODEL_SHARE=0.2 $(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal \
 		--ignore=tests/vllm --ignore=tests/mutants --ignore=tests/slow; tests=$$?; \
 	wait $$types && exit $$tests
 
