@@ -234,15 +234,15 @@ class EngineRegistry:
         self.changes += 1
 
     def on_abort_ack(self, name: str, outcome: str) -> bool:
-        """Records an ABORT's outcome; returns whether that quarantines an engine that was not."""
+        """Records an ABORT's outcome; returns whether it leaves the engine quarantined."""
         record = self._records.get(name)
         if record is None:
             return False
         self.changes += 1
         if outcome == "partial":
-            was, record.has_model = record.quarantined, False
-            record.quarantined = was or "it had loaded a part of an update"
-            return not was
+            record.quarantined = record.quarantined or "it had loaded a part of an update"
+            record.has_model = False
+            return True
         self._end_quarantine(name)
         return False
 

@@ -167,7 +167,7 @@ def test_an_abort_says_whether_it_left_a_part() -> None:
     engines = roster()
     assert engines.on_abort_ack("e0", "partial")
     assert "e0" in engines.quarantined
-    assert not engines.on_abort_ack("e0", "partial")  # it is already, and was logged
+    assert engines.on_abort_ack("e0", "partial")  # as before, or by its heartbeat: it is told
     assert not engines.on_abort_ack("e0", "restored")
     assert "e0" not in engines.quarantined
     assert not engines.on_abort_ack("gone", "partial")

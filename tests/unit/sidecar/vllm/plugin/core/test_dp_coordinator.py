@@ -51,7 +51,7 @@ def test_it_has_what_vllm_asks_of_it(coordinator: BusCoordinator) -> None:
     assert len(addresses) == 3
     assert all(address.startswith("tcp://127.0.0.1:") for address in addresses)
     assert coordinator.proc.pid == int(os.environ[environment.DP_COORDINATOR_PID])
-    assert coordinator.proc.name == "wavebus_gateway_moe"
+    assert coordinator.proc.name == "wavebus_coordinator_moe"
     assert coordinator.proc.is_alive()
     assert coordinator.proc.exitcode is None
 
