@@ -34,6 +34,21 @@ if TYPE_CHECKING:
     from bus.weight_transfer.packing import Tensors
 
 
+def require_chunk(chunks: Sequence[tuple[TensorMeta, ...]], seq: int) -> tuple[TensorMeta, ...]:
+    """Returns what the armed manifest says of the tensors of chunk ``seq``.
+
+    Args:
+        chunks: names, dtypes and shapes of the tensors of each chunk of the armed manifest.
+        seq: number of the chunk in its update.
+
+    Raises:
+        EngineError: code ``transfer_failed``: the manifest has no such chunk.
+    """
+    if seq >= len(chunks):
+        raise transfer_failed(f"chunk {seq} is not one of the armed manifest")
+    return chunks[seq]
+
+
 class ChunkReceiver:
     """Receives the chunks of one model's updates, and keeps each until it is loaded.
 
@@ -121,9 +136,7 @@ class ChunkReceiver:
             EngineError: code ``transfer_failed`` if there is no such chunk, or the transport is not
                 open or failed; ``wrong_state`` if all buffers are in use.
         """
-        if seq >= len(chunks):
-            raise transfer_failed(f"chunk {seq} is not one of the armed manifest")
-        receiver, metas = self.receiver, chunks[seq]
+        receiver, metas = self.receiver, require_chunk(chunks, seq)
         if receiver is None or backend != self.backend:
             raise transfer_failed(f"transport {backend!r} is not open in this worker")
         self.release(seq)  # a repeated request receives the chunk again

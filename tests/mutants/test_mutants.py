@@ -100,13 +100,12 @@ PROPERTIES: Final = ("tests/model/", "tests/chaos/test_schedules.py")
 
 def all_suites() -> tuple[tuple[str, ...], str]:
     """The files of all suites, and for the guard what each of them chooses: paths, and a word."""
-    suites: dict[str, list[tuple[str, ...]]] = {}
+    chosen: dict[str, list[str]] = {}
     for suite in {header_of(patch).suite for patch in PATCHES}:
         paths, word = (suite[:-2], suite[-1]) if "-k" in suite else (suite, "")
         assert "-k" not in paths, f"-k and one word end a suite: {suite}"
-        suites.setdefault(word, []).append(paths)
-    files = {path.split("::")[0] for each in suites.values() for paths in each for path in paths}
-    chosen = {word: [path for paths in each for path in paths] for word, each in suites.items()}
+        chosen.setdefault(word, []).extend(paths)
+    files = {path.split("::")[0] for paths in chosen.values() for path in paths}
     return tuple(sorted(files)), json.dumps(chosen)
 
 

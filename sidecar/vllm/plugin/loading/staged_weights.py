@@ -113,19 +113,7 @@ class StagedWeights:
         return self._require_layout().buffer_for(seq)
 
     def stage(self, seq: int, tensors: Received) -> bool:
-        """Puts a received chunk into the staging memory.
-
-        Args:
-            seq: number of the chunk.
-            tensors: the chunk's ``(name, tensor)`` pairs.
-
-        Returns:
-            Whether the chunk was copied; False if it was received into its place
-                (:meth:`buffer_for`).
-
-        Raises:
-            KeyError: the manifest has no tensor of that name.
-        """
+        """Puts a received chunk into the staging memory, as :meth:`StagingLayout.stage` does."""
         return self._require_layout().stage(seq, tensors)
 
     def prove(

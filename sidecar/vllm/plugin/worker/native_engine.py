@@ -21,6 +21,7 @@ from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
 from bus.weight_transfer.formats import transfer_failed
+from sidecar.transfer.chunk_receiver import require_chunk
 from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.loading.loader_trace import refused
 from sidecar.vllm.plugin.loading.target_model import require_armed
@@ -109,7 +110,8 @@ class NativeUpdates(WavebusWeightTransferEngine):
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         armed = require_armed(self.armed)
         self._require_its_session()
-        columns = _columns(armed.announced.chunks[operation.seq], armed.counts(operation.seq))
+        metas = require_chunk(armed.announced.chunks, operation.seq)
+        columns = _columns(metas, armed.counts(operation.seq))
         return rebuildable(vllm_payloads.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
 
     def _post_process(self) -> None:
