@@ -52,9 +52,10 @@ class BadProxy(Relay):
         finally:
             for way in ways:
                 way.cancel()
+            for each in writers:
+                each.close()  # before the first await: the proxy may end in the middle of this
             await asyncio.gather(*ways, return_exceptions=True)
             for each in writers:
-                each.close()
                 with contextlib.suppress(OSError):
                     await each.wait_closed()
 

@@ -95,9 +95,9 @@ class RankLiveness:
     async def close(self) -> None:
         """Leaves, and closes all connections."""
         self.leave()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         for writer in self._writers.values():
-            writer.close()
+            writer.close()  # before the first await: whoever closes may be cancelled
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for writer in self._writers.values():
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
