@@ -6,10 +6,8 @@ module turns the description into a call of :class:`sidecar.engine.Engine`.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
-from bus.errors import EngineError
 from bus.protocol.engine.calls import (
     Call,
     CallAbortRequests,
@@ -33,9 +31,6 @@ from bus.protocol.engine.calls import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
-    from bus.messages import PauseMode
     from sidecar.engine import Engine
 
 
@@ -57,7 +52,7 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
     """
     match call:
         case CallPause(mode, clear_cache):
-            return await _pause(engine, mode, clear_cache=clear_cache)
+            return await engine.pause(mode, clear_cache=clear_cache)
         case CallStrengthenPause(aborts, clears):
             if aborts:
                 await engine.abort_requests()
@@ -87,7 +82,7 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
         case CallCommit(version):
             await engine.commit(version)
         case CallSwap(version, clear_cache):
-            return await _count_during(engine, engine.swap(version, clear_cache=clear_cache))
+            return await engine.swap(version, clear_cache=clear_cache)
         case CallOpenTransfer(backend=backend, params=params, assignment=place):
             return await engine.open_transfer(backend, params, place)
         case CallRestore(target):
@@ -98,29 +93,3 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
         case CallAdmit():
             await engine.admit(open=True)
     return None
-
-
-async def _pause(engine: Engine, mode: PauseMode, *, clear_cache: bool) -> int:
-    """Pauses the engine, and returns how many requests it has then."""
-    if mode == "keep":
-        # This pause ends no requests, so they can be counted at the same time.
-        return await _count_during(engine, engine.pause(mode, clear_cache=clear_cache))
-    await engine.pause(mode, clear_cache=clear_cache)
-    return await engine.in_flight()
-
-
-async def _count_during(engine: Engine, call: Awaitable[None]) -> int:
-    """Makes a call, and returns how many requests the engine has during it.
-
-    The call does not wait for the count, which costs an HTTP request to a server. Returns 0 if
-    the count fails.
-    """
-    counting = asyncio.create_task(engine.in_flight())
-    try:
-        await call
-        try:
-            return await counting
-        except EngineError:
-            return 0
-    finally:
-        counting.cancel()

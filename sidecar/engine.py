@@ -194,7 +194,7 @@ class Engine(Protocol):
         group's run changes.
         """
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
         """Stops generation; returns when the engine's device is idle.
 
         Args:
@@ -202,6 +202,9 @@ class Engine(Protocol):
                 rejects new ones. ``abort`` ends all requests with the tokens they have.
             clear_cache: whether to drop the KV and prefix cache, so that kept requests are
                 recomputed after the resume.
+
+        Returns:
+            How many requests the engine has then, as :meth:`in_flight` counts them.
         """
 
     async def resume(self) -> None:
@@ -363,7 +366,7 @@ class Engine(Protocol):
             version: the new version, or the one already served, which a catch-up loads again.
         """
 
-    async def swap(self, version: int, *, clear_cache: bool) -> None:
+    async def swap(self, version: int, *, clear_cache: bool) -> int:
         """Replaces the served weights with the staged ones between two steps.
 
         All workers, and all ranks of the DP group, swap between the same two steps. Until this
@@ -373,6 +376,9 @@ class Engine(Protocol):
         Args:
             version: the number of the staged weights, as in :meth:`commit`.
             clear_cache: whether requests under way drop their keys and values and recompute them.
+
+        Returns:
+            How many requests the engine had during the swap, as :meth:`in_flight` counts them.
 
         Raises:
             EngineError: code ``called_off`` if nothing has changed; after any other code the

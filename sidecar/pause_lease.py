@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from bus.protocol.engine.session import EngineSession
     from sidecar.engine import Engine
 
-_SERIAL_BITS: Final = 53
+_SERIAL_BITS: Final = 52
 _MIN_LEASE_MS: Final = 1000.0
 # Calls that must not be made after the engine has ended the pause by itself.
 UPDATE_CALLS: Final = (CallStart, CallReceive, CallLoad, CallFinish, CallCommit)
@@ -49,6 +50,8 @@ class PauseLeaseWriter:
         self._engine = engine
         self._session = session
         self._dp_group = dp_group
+        self._pid = os.getpid()
+        self._serials = count(secrets.randbits(_SERIAL_BITS) + 1)
         self._serial = 0
         self._outcome: LeaseOutcome | None = None  # of the present pause: the engine has ended it
 
@@ -72,7 +75,7 @@ class PauseLeaseWriter:
             self._serial, self._outcome = 0, None
             self._engine.write_pause_lease(None)
             return []
-        self._serial = self._serial or secrets.randbits(_SERIAL_BITS)
+        self._serial = self._serial or next(self._serials)
         self._outcome = end = self._engine.write_pause_lease(self._lease(now_ms))
         return self._on_outcome(end, now_ms) if end and self._session.at_rest else []
 
@@ -188,7 +191,7 @@ class PauseLeaseWriter:
             serial=self._serial,
             pause_id=session.pause.update_id,
             until_ns=deadline_ns(session.held_for_ms(now_ms)),
-            writer_pid=os.getpid(),
+            writer_pid=self._pid,
             dp_group=self._dp_group,
             version=session.version,
             begun=begun,

@@ -387,6 +387,7 @@ class Sidecar:
         Before a call, the engine joins the group's run, if it has not: a run separates cache
         entries.
         """
+        loop = asyncio.get_running_loop()  # a system call each time
         while True:
             if await self._cache_run.join(self._client.link.run, self._failure):
                 continue
@@ -396,7 +397,7 @@ class Sidecar:
             elif self._closing:
                 return
             else:
-                self._wake = asyncio.get_running_loop().create_future()
+                self._wake = loop.create_future()
                 await self._wake
                 self._wake = None
 
@@ -439,8 +440,7 @@ class Sidecar:
         failure = in_flight = None
         try:
             self.session.escalating(await self.engine.request_ids())
-            await self.engine.pause(call.mode, clear_cache=call.clear_cache)
-            in_flight = await self.engine.in_flight()
+            in_flight = await self.engine.pause(call.mode, clear_cache=call.clear_cache)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
             failure = self._failure(type(call).__name__, error)
         now_ms = self._client.now_ms()

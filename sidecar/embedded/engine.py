@@ -216,8 +216,6 @@ class EmbeddedEngine:
         """Returns the version of the weights that are served; 0 before the first commit."""
         return self._started().version
 
-    # Requests
-
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, stream: bool = True
     ) -> Generation:
@@ -234,8 +232,7 @@ class EmbeddedEngine:
         Raises:
             EngineDead: the engine is gone.
         """
-        core = self._started()
-        request_id = str(next(self._ids))
+        core, request_id = self._started(), str(next(self._ids))
         room = self.max_model_len - len(token_ids)
         request = GenerationRequest(
             id=request_id,
@@ -256,9 +253,10 @@ class EmbeddedEngine:
     async def join_run(self, run: str) -> None:
         """Does nothing: the engine keeps its caches to itself, so no other run's are found."""
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stops generation; returns when no step runs and none will start."""
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
+        """Stops generation; returns once no step runs and none will start."""
         await _answer(self._started().pause(mode, clear_cache=clear_cache))
+        return len(self._generations)
 
     async def resume(self) -> None:
         """Resumes generation."""
@@ -356,11 +354,12 @@ class EmbeddedEngine:
         """Makes the engine report the loaded weights as ``version`` from now on."""
         await self._call(partial(self._update().commit, version))
 
-    async def swap(self, version: int, *, clear_cache: bool) -> None:
+    async def swap(self, version: int, *, clear_cache: bool) -> int:
         """Replaces the served weights with the staged ones between two steps."""
         updater = self._update()
         check, take = partial(updater.require_staged, version), partial(updater.swap, version)
         await _answer(self._started().swap(check, take, clear_cache=clear_cache))
+        return len(self._generations)
 
     async def call_off(self) -> None:
         """Cancels a swap that waits for peer ranks, unless all have agreed to swap."""

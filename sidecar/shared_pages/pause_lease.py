@@ -48,7 +48,7 @@ class PauseLease(msgspec.Struct, frozen=True):
     The class is a ``msgspec.Struct``, because a lease is made around every engine call.
 
     Attributes:
-        serial: a random number of this pause, by which an outcome names its lease.
+        serial: the number of this pause, from a random one on, by which an outcome names its lease.
         pause_id: the pause's id on the bus.
         until_ns: when the lease is over, in ns of this host's CLOCK_MONOTONIC.
         writer_pid: the pid of the sidecar that wrote the lease.

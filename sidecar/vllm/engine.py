@@ -24,6 +24,8 @@ from sidecar.vllm.plugin.compat import check_backend
 from sidecar.vllm.worker_client import WorkerClient
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from bus.messages import PauseMode, ProbeResult, SleepLevel
     from bus.weight_transfer.allocation import RankAssignment
     from sidecar.shared_pages.core_status import CoreStatusView
@@ -151,13 +153,33 @@ class VllmAdapter(WorkerClient):
         """Returns the version that the engine serves; 0 before the first commit."""
         return parse_version(await self._vllm.weight_version())
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pauses the engine, and drops the caches if asked.
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
+        """Pauses the engine, and drops the caches if asked; returns the number of requests.
 
         The caches are dropped in every pause if this vLLM has no salts, or if a KV connector needs
         that.
         """
-        await self._vllm.pause(mode, clear_cache=self._caches.clears(clear_cache))
+        pause = self._vllm.pause(mode, clear_cache=self._caches.clears(clear_cache))
+        if mode == "keep":  # it ends no requests, so they can be counted at the same time
+            return await self._count_during(pause)
+        await pause
+        return await self.in_flight()
+
+    async def _count_during(self, call: Awaitable[object]) -> int:
+        """Makes a call, and returns how many requests the engine has during it.
+
+        The call does not wait for the count, which may cost an HTTP request. Returns 0 if the count
+        fails.
+        """
+        counting = asyncio.create_task(self.in_flight())
+        try:
+            await call
+            try:
+                return await counting
+            except EngineError:
+                return 0
+        finally:
+            counting.cancel()
 
     async def resume(self) -> None:
         """Resumes scheduling."""
@@ -249,3 +271,7 @@ class VllmAdapter(WorkerClient):
         """Makes vLLM label tokens with ``version`` from now on; keeps a loaded LoRA adapter."""
         await self._settle()
         await self._vllm.set_weight_version(str(version))
+
+    async def swap(self, version: int, *, clear_cache: bool) -> int:
+        """Makes the core swap to the staged weights between two steps."""
+        return await self._count_during(self.swap_staged(version, clear_cache=clear_cache))

@@ -207,7 +207,7 @@ class WorkerClient:
         elif not self._adapter:
             await self._perform(operations.Finish())
 
-    async def swap(self, version: int, *, clear_cache: bool) -> None:
+    async def swap_staged(self, version: int, *, clear_cache: bool) -> None:
         """Makes the core swap to the staged weights between two steps."""
         kwargs = {
             "version": version,

@@ -60,8 +60,9 @@ class Reads(StubEngine):
         self._receiver = LoraReceiver()
         self._staged: list[tuple[str, torch.Tensor]] = []
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:  # noqa: ARG002
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002
         self.paused = True
+        return 0
 
     async def resume(self) -> None:
         self.paused = False

@@ -189,9 +189,9 @@ def test_where_delivery_cant_be_held_the_pause_must_end_requests(checkpoint: Che
             pauses = engine.pause
             asked = []
 
-            async def pause(mode: str, *, clear_cache: bool) -> None:
+            async def pause(mode: str, *, clear_cache: bool) -> int:
                 asked.append(mode)
-                await pauses(mode, clear_cache=clear_cache)  # type: ignore[arg-type]
+                return await pauses(mode, clear_cache=clear_cache)  # type: ignore[arg-type]
 
             engine.pause = pause  # type: ignore[method-assign]
             canary = Canary(PROBES, score=scored(checkpoint, new))

@@ -35,10 +35,11 @@ class Held(StubEngine):
     async def start(self) -> EngineInfo:
         return EngineInfo("stub", "test", "none", 0, 1, 1, ("shm",), "", can_sleep=True)
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:  # noqa: ARG002
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002
         self.calls.append("pause")
         self.pausing.set()
         await self.let_go.wait()
+        return 0
 
     async def resume(self) -> None:
         self.calls.append("resume")

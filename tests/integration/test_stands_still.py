@@ -65,8 +65,9 @@ class Held(StubEngine):
     ) -> None:
         await self._call("start")
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:  # noqa: ARG002
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002
         self.running.clear()
+        return 0
 
     async def resume(self) -> None:
         self.running.set()

@@ -45,11 +45,12 @@ class Broken(StubEngine):
         self._break("request_ids")
         return ()
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:  # noqa: ARG002
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002
         self._break(mode)
         if mode == "wait":
             await self.drained.wait()
         self.paused_by.append(mode)
+        return 0
 
 
 class Waiting(StubEngine):
@@ -63,10 +64,11 @@ class Waiting(StubEngine):
     async def arm(self, *_: object) -> StagingCapacity:
         return StagingCapacity(needed_bytes=1)
 
-    async def swap(self, version: int, *, clear_cache: bool) -> None:  # noqa: ARG002
+    async def swap(self, version: int, *, clear_cache: bool) -> int:  # noqa: ARG002
         self.swaps.set()
         await self._heard.wait()
         raise EngineError("called off", code=NackCode.CALLED_OFF)
+        return 0
 
     async def call_off(self) -> None:
         self.called_off += 1
@@ -175,10 +177,11 @@ class Sleeper(StubEngine):
     async def start(self) -> EngineInfo:
         return EngineInfo("stub", "test", "none", 0, 1, 1, ("shm",), "", can_sleep=True)
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:  # noqa: ARG002
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002
         self.running.clear()
         self.pausing.set()
         await self.let_go.wait()
+        return 0
 
     async def sleep(self, level: SleepLevel) -> None:  # noqa: ARG002
         self.asleep = True
@@ -275,9 +278,10 @@ class Held(Sleeper):
             self.reached.set()
             await self.go_on.wait()
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
         await super().pause(mode, clear_cache=clear_cache)
         await self._call("pause")
+        return 0
 
     async def start_update(
         self,

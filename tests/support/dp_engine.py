@@ -68,8 +68,9 @@ class GroupEngine:
     async def join_run(self, run: str) -> None:
         """Ranks share no cache with anybody."""
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
         await self.group.all("pause", mode=mode, clear_cache=clear_cache)
+        return await self.in_flight()
 
     async def resume(self) -> None:
         await self.group.all("resume")
@@ -159,8 +160,9 @@ class GroupEngine:
     async def commit(self, version: int) -> None:
         await self._all("commit", version=version)
 
-    async def swap(self, version: int, *, clear_cache: bool) -> None:
+    async def swap(self, version: int, *, clear_cache: bool) -> int:
         await self._all("swap", version=version, clear_cache=clear_cache)
+        return await self.in_flight()
 
     async def call_off(self) -> None:
         await self._all("call_off")

@@ -61,10 +61,10 @@ class TimedEngine(EmbeddedEngine):
         with self._noted("load"):
             await super().load(seq, verify, sums)
 
-    async def swap(self, version: int, *, clear_cache: bool) -> None:
+    async def swap(self, version: int, *, clear_cache: bool) -> int:
         """Swaps in the staged weights, and records the call."""
         with self._noted("swap"):
-            await super().swap(version, clear_cache=clear_cache)
+            return await super().swap(version, clear_cache=clear_cache)
 
     async def finish(self, version: int) -> None:
         """Finishes and commits an update in one call, as a trainer without a bus does."""

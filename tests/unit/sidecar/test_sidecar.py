@@ -50,10 +50,11 @@ class Recorded(StubEngine):
     async def request_ids(self) -> tuple[str, ...]:
         return REQUESTS
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:  # noqa: ARG002
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002
         if mode == "wait":
             await self._drained.wait()
         self._drained.set()
+        return 0
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -101,9 +102,10 @@ class Leased(Recorded):
         self._written.set()
         return None
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:  # noqa: ARG002
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002
         assert self.page is not None
         self.serials.append(self.page.serial)
+        return 0
 
     async def start_update(self, **_: object) -> None:
         self.calls.append("start")

@@ -165,7 +165,7 @@ def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
         client.receive(Chunk(0, "shm", (META,), b"h")),
         client.load(0, "full", (7,)),
         client.finish_update(),
-        client.swap(3, clear_cache=False),
+        client.swap_staged(3, clear_cache=False),
         client.restore("model"),
     )
     assert told(workers, *steps) == [
@@ -315,7 +315,9 @@ def test_where_versions_would_share_a_prefix_cache_it_is_always_cleared(
     told(workers, client._hello(facts({"prefix_cache_versions": mixes}), cores=1))
     assert client._caches.clears(True)
     assert client._caches.clears(False) == bool(mixes)
-    assert told(workers, client.swap(5, clear_cache=False))[-1] == f"swap to 5, {bool(mixes)}"
+    assert (
+        told(workers, client.swap_staged(5, clear_cache=False))[-1] == f"swap to 5, {bool(mixes)}"
+    )
 
 
 def test_workers_that_cannot_be_reached_stage_nothing(
