@@ -40,6 +40,9 @@ _ENGINES: Final = 4
 _STEP_MS: Final = 20.0
 _STREAMS: Final = 64
 _TOKENS: Final = 100
+# The time to the first token scatters by more than the ways differ, and short answers are enough.
+_FIRST_TOKENS: Final = 10
+_FIRST_ROUNDS: Final = 12  # for each round of the other comparisons
 _WAVES: Final = 10
 _LIVE_TOKENS: Final = 400  # long, so that no stream ends before all have begun
 _BOOT_S: Final = 400.0
@@ -50,7 +53,7 @@ _PAIRS: Final = (
     ("tokens_per_s", "tokens_per_s", "client", "bare"),
     ("cpu_us_per_token", "cpu_us", "client", "bare"),
     ("timed_tokens_per_s", "tokens_per_s", "client_timed", "router"),
-    ("ttft_ms", "ttft_ms", "client_timed", "router"),
+    ("ttft_ms", "ttft_ms", "client_first", "router_first"),
 )
 
 
@@ -132,12 +135,14 @@ class RolloutBench:
     async def compare(self, rounds: int) -> dict[str, Any]:
         """Measures all ways in turn, with one stream and with many; returns medians and ratios."""
 
-        async def one(name: str, streams: int, *, timed: bool) -> dict[str, Any]:
-            took = await self.wave(name.split("_", maxsplit=1)[0], streams, _TOKENS, timed=timed)
-            if took["tokens"] != streams * _TOKENS:
+        async def one(
+            name: str, streams: int, *, timed: bool, tokens: int = _TOKENS
+        ) -> dict[str, Any]:
+            took = await self.wave(name.split("_", maxsplit=1)[0], streams, tokens, timed=timed)
+            if took["tokens"] != streams * tokens:
                 raise BenchFailed(f"{name}: {took['tokens']} tokens")
             return {
-                "token_ms": took["wall_s"] * 1000 / _TOKENS,
+                "token_ms": took["wall_s"] * 1000 / tokens,
                 "tokens_per_s": took["tokens"] / took["wall_s"],
                 "cpu_us": took["cpu_s"] * 1e6 / took["tokens"],
                 "ttft_ms": median(took["ttft_ms"] or [0.0]),
@@ -145,15 +150,21 @@ class RolloutBench:
 
         ways = {f"{way}_1": partial(one, f"{way}_1", 1, timed=False) for way in ("client", "bare")}
         ways |= {way: partial(one, way, _STREAMS, timed=False) for way in ("client", "bare")}
-        ways["client_timed"] = partial(one, "client_timed", _STREAMS, timed=True)
+        first: dict[str, Any] = {}
         if "router" in self.ways:
-            ways["router"] = partial(one, "router", _STREAMS, timed=True)
+            for way in ("client_timed", "router"):
+                ways[way] = partial(one, way, _STREAMS, timed=True)
+            for way in ("client_first", "router_first"):
+                first[way] = partial(one, way, _STREAMS, timed=True, tokens=_FIRST_TOKENS)
 
         def tell(number: int, way: str, _: object) -> None:
             if way == "client":
                 say(f"{title(number)} of {rounds}")
 
         found = await in_turn(ways, rounds, swing=True, on_round=tell)
+        if first:
+            say(f"{_FIRST_ROUNDS * rounds} rounds of the time to the first token")
+            found |= await in_turn(first, _FIRST_ROUNDS * rounds, swing=True)
         figures: dict[str, Any] = {}
         for name, unit, ours, theirs in _PAIRS:
             if theirs in found:

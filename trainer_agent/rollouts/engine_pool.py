@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -12,8 +13,6 @@ from bus.errors import NoEngine, WavebusError
 from trainer_agent.rollouts.router import Router
 
 if TYPE_CHECKING:
-    import anyio
-
     from bus.messages import EngineView, Routes
     from trainer_agent.connection import Connection
     from trainer_agent.rollouts.router import EngineLoad
@@ -38,12 +37,12 @@ class AttemptWatch:
 
     Attributes:
         engine: the engine's name.
-        scope: cancelled if no token arrives for the pool's ``stall_s`` while the engine runs.
+        limit: runs out if no token arrives for the pool's ``stall_s`` while the engine runs.
         last_s: when the last token arrived, on the event loop's clock.
     """
 
     engine: str
-    scope: anyio.CancelScope
+    limit: asyncio.Timeout
     last_s: float
 
 
@@ -59,7 +58,7 @@ class EnginePool:
 
     Attributes:
         attempts: the attempts under way.
-        requests: cancel scopes of the requests under way; cancelled when the pool is closed.
+        requests: the limits of the requests under way, which run out when the pool is closed.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class EnginePool:
     ) -> None:
         self.router = Router()
         self.attempts: set[AttemptWatch] = set()
-        self.requests: set[anyio.CancelScope] = set()
+        self.requests: set[asyncio.Timeout] = set()
         self.stall_s = stall_s
         self._group = group
         self._unavailable_s = unavailable_s
@@ -98,8 +97,8 @@ class EnginePool:
 
     def close(self) -> None:
         """Leaves the bus, and cancels all requests under way."""
-        for scope in self.requests:
-            scope.cancel()
+        for limit in self.requests:
+            expire(limit)
         self._connection.close()
         self._stop_timer()
         if self._watch is not None:
@@ -205,7 +204,7 @@ class EnginePool:
         self._stop_timer()
         release_s = self.router.next_release_s(now_s)
         if (self._waiting or self._for_prefill) and release_s is not None:
-            self._timer = asyncio.get_running_loop().call_at(release_s, self._grant)
+            self._timer = asyncio.get_running_loop().call_later(release_s - now_s, self._grant)
 
     async def _require_engines(self) -> None:
         """Checks that an engine generates tokens, or will after a pause.
@@ -249,7 +248,7 @@ class EnginePool:
                 if attempt.engine in idle:
                     attempt.last_s = now_s
                 elif attempt.last_s < now_s - self.stall_s:
-                    attempt.scope.cancel()
+                    expire(attempt.limit)
 
     def _on_routes(self, group: str, routes: Routes) -> None:
         if group == self._group:
@@ -263,5 +262,11 @@ class EnginePool:
             self._timer = None
 
     def now_s(self) -> float:
-        """Returns the event loop's time in seconds."""
-        return asyncio.get_running_loop().time()
+        """Returns the time in seconds, on the clock of event loops."""
+        return time.monotonic()
+
+
+def expire(limit: asyncio.Timeout) -> None:
+    """Lets an ``asyncio.timeout(None)`` that was entered run out; a second call does nothing."""
+    if limit.when() is None:
+        limit.reschedule(0)

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
-import anyio
-
 from bus.errors import BusClosed, RequestPoisoned, RolloutFailed
 from trainer_agent.rollouts.attempt import FAILURES, Cut, pieces, prefill
 from trainer_agent.rollouts.choice import ChoiceState
@@ -15,7 +13,7 @@ from trainer_agent.rollouts.engine_pool import AttemptWatch
 from trainer_agent.rollouts.results import Completion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     import aiohttp
 
@@ -65,16 +63,18 @@ class RolloutRun:
             UsageError, RolloutFailed: as :meth:`RolloutClient.generate`.
             BusClosed: the client was closed.
         """
-        with anyio.CancelScope() as scope:
-            self._pool.requests.add(scope)
-            try:
-                return await self._run()
-            except Exception:
-                if not scope.cancel_called:  # else: the HTTP session was closed as well
-                    raise
-            finally:
-                self._pool.requests.discard(scope)
-        raise BusClosed(f"request {self._request.id}: the client was closed")
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._pool.requests.add(limit)
+                try:
+                    return await self._run()
+                finally:
+                    self._pool.requests.discard(limit)
+        except Exception:
+            if limit.when() is None:
+                raise
+            # The client was closed, and its HTTP session as well.
+            raise BusClosed(f"request {self._request.id}: the client was closed") from None
 
     async def _run(self) -> Completion:
         request = self._request
@@ -157,20 +157,22 @@ class RolloutRun:
         Raises:
             Cut: the answer ends before that.
         """
-        with self._watched(route.engine) as attempt:
-            async with contextlib.aclosing(pieces(self._http, route.endpoint, body)) as stream:
-                async for batch in stream:
-                    for piece in batch:
-                        if not 0 <= piece.index < len(choices):
-                            raise Cut("broken", f"choice {piece.index} of {len(choices)}")
-                        choice = choices[piece.index]
-                        delta = choice.take(piece, route.engine)
-                        if delta is not None:
-                            self._pool.on_token(attempt)
-                            if self._on_delta is not None:
-                                self._on_delta(delta)
-                        if choice.has_ended and all(each.has_ended for each in choices):
-                            return
+        async with (
+            self._watched(route.engine) as attempt,
+            contextlib.aclosing(pieces(self._http, route.endpoint, body)) as stream,
+        ):
+            async for batch in stream:
+                for piece in batch:
+                    if not 0 <= piece.index < len(choices):
+                        raise Cut("broken", f"choice {piece.index} of {len(choices)}")
+                    choice = choices[piece.index]
+                    delta = choice.take(piece, route.engine)
+                    if delta is not None:
+                        self._pool.on_token(attempt)
+                        if self._on_delta is not None:
+                            self._on_delta(delta)
+                    if choice.has_ended and all(each.has_ended for each in choices):
+                        return
 
     async def _prefill(self, body: dict[str, Any]) -> str:
         """Makes a prefill engine compute the prompt; adds ``kv_transfer_params`` to ``body``.
@@ -181,7 +183,7 @@ class RolloutRun:
         while load := await self._pool.acquire_prefill(frozenset(self._avoid | tried)):
             route = load.route
             try:
-                with self._watched(route.engine) as attempt:
+                async with self._watched(route.engine) as attempt:
                     body["kv_transfer_params"] = await prefill(self._http, route.endpoint, body)
                     self._pool.on_token(attempt)
             except Cut as error:
@@ -194,22 +196,25 @@ class RolloutRun:
                 self._pool.release(load, 1)
         return ""
 
-    @contextlib.contextmanager
-    def _watched(self, engine: str) -> Iterator[AttemptWatch]:
+    @contextlib.asynccontextmanager
+    async def _watched(self, engine: str) -> AsyncIterator[AttemptWatch]:
         """Cancels the block if the engine stalls.
 
         Raises:
             Cut: the engine has stalled.
         """
-        with anyio.CancelScope() as scope:
-            attempt = AttemptWatch(engine, scope, self._pool.now_s())
-            self._pool.attempts.add(attempt)
-            try:
-                yield attempt
-            finally:
-                self._pool.attempts.discard(attempt)
-        if scope.cancelled_caught:
-            raise Cut("stalled", f"no token for {self._pool.stall_s:g} s")
+        try:
+            async with asyncio.timeout(None) as limit:
+                attempt = AttemptWatch(engine, limit, self._pool.now_s())
+                self._pool.attempts.add(attempt)
+                try:
+                    yield attempt
+                finally:
+                    self._pool.attempts.discard(attempt)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Cut("stalled", f"no token for {self._pool.stall_s:g} s") from None
 
     def _blame(self, load: EngineLoad, cut: Cut) -> None:
         """Records that an engine's answer was cut off; the request avoids the engine from now on.
