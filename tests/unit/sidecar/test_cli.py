@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from bus.cli import options
+from bus.cli.main import wavebus
 from bus.errors import UsageError
-from sidecar.cli import sidecar
 from sidecar.cli_plan import SidecarPlan, make_vllm
 from sidecar.vllm.connection_http import HttpConnection
 from sidecar.vllm.engine import VllmAdapter
@@ -44,7 +44,8 @@ def test_trusted_connectors_are_known_to_the_sidecar_and_its_server(
     )  # it would be that of later tests
     asked = ["--trust-kv-connector", "One", "--trust-kv-connector", "Two", "--engine", "vllm"]
     with pytest.raises(UsageError, match="--engine=vllm"):
-        sidecar.main(asked, standalone_mode=False)
+        # By the command above it: click keeps a command's help option as its first call made it.
+        wavebus.main(["sidecar", *asked], standalone_mode=False)
     assert trusted_kv_connectors() == {"One", "Two"}
     engine = make_vllm(SidecarPlan(), (sys.executable,))
     assert isinstance(engine, VllmAdapter)
