@@ -43,9 +43,8 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
 
     Returns:
         What the session machine needs to know: for a pause and a swap, the number of requests in
-            the engine; for ARM, the staging capacity; for a canary, the
-            probes' results; for an opened transfer, how many chunks may be received ahead;
-            otherwise None.
+            the engine; for ARM, the staging capacity; for a canary, the probes' results; for an
+            opened transfer, how many chunks may be received ahead; otherwise None.
 
     Raises:
         EngineError: the call failed. An adapter may raise other exceptions, too.
