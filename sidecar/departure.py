@@ -41,6 +41,22 @@ class Departure:
         if self.begun and ack.closed:
             self._answered.set()
 
+    async def leave(
+        self, peer: PeerClient, beat: Callable[[], Heartbeat], death: str, reason: str
+    ) -> None:
+        """Leaves the bus, after :meth:`announce`, even if that is cancelled.
+
+        Args:
+            peer: the sidecar's connection to the broker.
+            beat: as in :meth:`announce`.
+            death: why the engine died; empty if it is alive.
+            reason: why the sidecar leaves, if the engine is alive.
+        """
+        try:
+            await self.announce(peer, beat, death)
+        finally:
+            peer.close(death or reason)
+
     async def announce(self, peer: PeerClient, beat: Callable[[], Heartbeat], death: str) -> None:
         """Sends a last heartbeat, and waits for its answer for at most two heartbeat intervals.
 

@@ -42,10 +42,9 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
         call: describes the call.
 
     Returns:
-        What the session machine needs to know: for a pause, a strengthened pause and a swap, the
-            number of requests in the engine; for ARM, the staging capacity; for a canary, the
-            probes' results; for an opened transfer, how many chunks may be received ahead;
-            otherwise None.
+        What the session machine needs to know: for a pause and a swap, the number of requests in
+            the engine; for ARM, the staging capacity; for a canary, the probes' results; for an
+            opened transfer, how many chunks may be received ahead; otherwise None.
 
     Raises:
         EngineError: the call failed. An adapter may raise other exceptions, too.
@@ -58,7 +57,6 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
                 await engine.abort_requests()
             if clears:
                 await engine.clear_cache()
-            return await engine.in_flight()
         case CallResume(asleep, opens):
             if opens:
                 await engine.admit(open=True)

@@ -133,9 +133,7 @@ class Sidecar:
         self.death = ""
         self._broker = broker
         self._security = security(key, broker_key, insecure=insecure)
-        self._transport = transport
-        self._scheduler = scheduler
-        self._link_config = link_config
+        self._transport, self._scheduler, self._link_config = transport, scheduler, link_config
         self._peer: PeerClient | None = None
         self._peer_links: PeerLinks | None = None  # to the other ranks of its DP group
         self._tasks = SupervisedTasks(self._on_task_failed)
@@ -143,9 +141,8 @@ class Sidecar:
         self._next_call: Call | None = None
         self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
         self._swap_cancelled: CallSwap | None = None  # set until that swap returns
-        self._cache_run = CacheRun(engine)
+        self._cache_run, self._departure = CacheRun(engine), Departure()
         self._closing = self._is_frozen = False  # frozen: the core
-        self._departure = Departure()
         self._ended, self._changed = asyncio.Event(), asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -158,8 +155,8 @@ class Sidecar:
         Raises:
             EngineError: the engine can't be started, or does not answer.
         """
-        info = await self.engine.start()
         try:
+            info = await self.engine.start()
             self.info = replace(info, endpoint=advertised(info.endpoint, self._advertise))
             with answers_within(START_ANSWER_S, "the engine"):
                 version = await self.engine.version()
@@ -215,18 +212,12 @@ class Sidecar:
             for watch in (self._watch_engine, self._watch_load, self._watch_core):
                 self._tasks.start(watch())
         except BaseException:
-            if self._peer_links is not None:
-                self._peer_links.close()
-            await self.engine.close()
+            await self.close("it could not be started")
             raise
 
     @property
     def _client(self) -> PeerClient:
-        """The sidecar's end of the link to the broker.
-
-        Raises:
-            BusClosed: the sidecar was not started.
-        """
+        """The sidecar's end of the link to the broker; raises BusClosed before the start."""
         if self._peer is None:
             raise BusClosed("start() first, or use `async with`")
         return self._peer
@@ -271,22 +262,31 @@ class Sidecar:
             raise refusal(self._client.link.refusal)
 
     async def close(self, reason: str = "closed") -> None:
-        """Leaves the bus; :meth:`PauseLeaseWriter.release` says how the engine goes on."""
-        if self._peer is not None:
-            await self._departure.announce(self._peer, self._beat, self.death)
-            self._peer.close(self.death or reason)
-        with anyio.CancelScope(shield=True):
-            refusal = self._client.link.refusal if self._peer is not None else None
-            if not self.death and (refusal is None or refusal.code is not NackCode.NAME_TAKEN):
-                runs_on = self.info is None or not self.info.ends_with_sidecar
-                with anyio.move_on_after(CLOSE_TIMEOUT_S):
-                    await self._last_call()
-                    await self._lease_writer.release(runs_on=runs_on)
-            await self._tasks.cancel()
-            self._ended.set()
-            if self._peer_links is not None:
-                self._peer_links.close()
-            await self.engine.close()
+        """Leaves the bus; :meth:`PauseLeaseWriter.release` says how the engine goes on.
+
+        Raises:
+            EngineError: the engine could not be released. Everything is closed all the same.
+        """
+        try:
+            if self._peer is not None:
+                await self._departure.leave(self._peer, self._beat, self.death, reason)
+        finally:
+            with anyio.CancelScope(shield=True):
+                try:
+                    refusal = self._client.link.refusal if self._peer is not None else None
+                    if not self.death and (
+                        refusal is None or refusal.code is not NackCode.NAME_TAKEN
+                    ):
+                        runs_on = self.info is None or not self.info.ends_with_sidecar
+                        with anyio.move_on_after(CLOSE_TIMEOUT_S):
+                            await self._last_call()
+                            await self._lease_writer.release(runs_on=runs_on)
+                finally:
+                    await self._tasks.cancel()
+                    self._ended.set()
+                    if self._peer_links is not None:
+                        self._peer_links.close()
+                    await self.engine.close()
 
     # -- messages that the link sends ------------------------------------------
 
@@ -344,9 +344,9 @@ class Sidecar:
 
     def _on_state(self, state: LinkState) -> None:
         self._changed.set()
-        peer = self._peer
-        if state is LinkState.JOINED and peer is not None:
+        if state is LinkState.JOINED:
             self._wake_caller()  # the group may have a new run
+            peer = self._client
             self._perform(self.session.on_group_version(peer.link.version, peer.now_ms()))
         if state is LinkState.REFUSED:
             self._ended.set()

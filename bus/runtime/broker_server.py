@@ -13,7 +13,7 @@ from bus.errors import DecodeError
 from bus.ids import new_boot
 from bus.messages import WIRE_NAMES, Ack, Commit, HeartbeatAck, Message, Status, Step, codec
 from bus.protocol.broker.broker import Broker
-from bus.protocol.broker.config import BROKER_NAME, BrokerConfig
+from bus.protocol.broker.config import BROKER_NAME, LEASE_PER_PEER_TIMEOUT, BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.runtime.clock import Alarm
 from bus.runtime.heartbeat_acks import HeartbeatAcks
@@ -61,6 +61,7 @@ class BrokerServer:
         self._log = bus.log.logger()
         self._seq = 0
         self._alarm = Alarm(scheduler, self._on_alarm)
+        self._ticks_from_ms = 0.0
         self._acks = HeartbeatAcks()
         self._acks_timer: Handle | None = None
 
@@ -109,9 +110,25 @@ class BrokerServer:
 
     def _on_alarm(self) -> None:
         now_ms = self._scheduler.now_ms()
+        self._check_stall(now_ms)
+        if now_ms < self._ticks_from_ms:
+            self._arm()
+            return
         if self._journal is not None:
             self._journal.on_timer(now_ms)
         self._perform(self.machine.tick(now_ms))
+
+    def _check_stall(self, now_ms: float) -> None:
+        """Delays the next tick by a heartbeat if this process did not run for a while.
+
+        The tick would count all peers as lost before the frames are read that they have sent
+        meanwhile. After a stall as long as a lease it may: engines may have ended their pauses.
+        """
+        config, due_ms = self.machine.config, self.machine.next_deadline_ms()
+        shortest_lease_ms = LEASE_PER_PEER_TIMEOUT * config.peer_timeout_ms
+        limit_ms = shortest_lease_ms - 2 * config.heartbeat_ms
+        if self._ticks_from_ms <= due_ms and config.heartbeat_ms < now_ms - due_ms < limit_ms:
+            self._ticks_from_ms = now_ms + config.heartbeat_ms
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         notes: list[Note] = []
@@ -166,7 +183,7 @@ class BrokerServer:
             bus.log.write(self._log, Note("unreachable", "debug", fields))
 
     def _arm(self) -> None:
-        self._alarm.ring_by(self.machine.next_deadline_ms())
+        self._alarm.ring_by(max(self.machine.next_deadline_ms(), self._ticks_from_ms))
 
 
 def _is_commit(message: Message) -> bool:

@@ -127,7 +127,8 @@ class PeerClient:
     def send(self, message: Message, *, msg_id: int = 0, reply_to: int = 0) -> int:
         """Sends a message to the broker, with the link's epoch.
 
-        A message is lost if the broker can't be reached: repeat it if it needs an answer.
+        A message is lost if the broker can't be reached, or this peer is closed: repeat it if it
+        needs an answer.
 
         Args:
             message: the message.
@@ -164,8 +165,10 @@ class PeerClient:
         """Sends LEAVE and closes the transport. A second call does nothing."""
         if self._closed:
             return
+        state = self.link.state
         self.perform(self.link.leave(reason))
         self.kill()
+        self._report_state(state)
 
     def kill(self) -> None:
         """Closes the transport without LEAVE, as the kernel does for a killed process."""
@@ -227,6 +230,8 @@ class PeerClient:
             self._on_state(self.link.state)
 
     def _transmit(self, message: Message, msg_id: int, reply_to: int, epoch: int) -> None:
+        if self._closed:
+            return
         self._seq += 1
         frame = codec.encode_frame(
             message,

@@ -40,6 +40,7 @@ class AdmissionControl:
         self._served = served
         self.is_supported = False
         self.found_closed = self.booted_closed = False
+        self._passes_probes = False
 
     async def look(self) -> None:
         """Reads the cores' admission state into the attributes.
@@ -88,12 +89,15 @@ class AdmissionControl:
         if mode == "keep":
             raise EngineError("a pause that keeps requests", code=NackCode.WRONG_STATE)
         passes = f"wavebus-probe-{secrets.token_hex(8)}"
+        self._passes_probes = self.is_supported
         await self._set(passes=passes, why="it runs the probes of a canary")
         return passes
 
     async def end_probes(self) -> None:
-        """Ends the exception for probes; admission is then open or closed as before."""
-        await self._set(passes="")
+        """Ends the exception for probes, if there is one; admission is then as before it."""
+        if self._passes_probes:
+            await self._set(passes="")
+            self._passes_probes = False
 
     async def _set(self, **how: Any) -> None:
         if not self.is_supported:

@@ -170,6 +170,8 @@ class VllmHttpClient:
                 ) as response,
             ):
                 yield response
+        except aiohttp.ConnectionTimeoutError as error:
+            raise EngineError(f"{self._url}{path}: no connection in {CONNECT_S:g} s") from error
         except TimeoutError as error:
             raise EngineError(f"{self._url}{path}: no answer in {timeout_s} s") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:

@@ -161,25 +161,34 @@ class VllmAdapter(WorkerClient):
         """
         pause = self._vllm.pause(mode, clear_cache=self._caches.clears(clear_cache))
         if mode == "keep":  # it ends no requests, so they can be counted at the same time
-            return await self._count_during(pause)
-        await pause
-        return await self.in_flight()
+            in_flight = await self._count_during(pause)
+        else:
+            await pause
+            in_flight = await self._count()
+        await self._admission.end_probes()
+        return in_flight
 
     async def _count_during(self, call: Awaitable[object]) -> int:
         """Makes a call, and returns how many requests the engine has during it.
 
-        The call does not wait for the count, which may cost an HTTP request. Returns 0 if the count
-        fails.
+        The call does not wait for the count, which may cost an HTTP request.
         """
-        counting = asyncio.create_task(self.in_flight())
+        counting = asyncio.create_task(self._count())
         try:
             await call
-            try:
-                return await counting
-            except EngineError:
-                return 0
+            return await counting
         finally:
             counting.cancel()
+
+    async def _count(self) -> int:
+        """Returns how many requests the engine has; 0 if they can't be counted.
+
+        A count is only reported: the call that it belongs to was made, and does not fail with it.
+        """
+        try:
+            return await self.in_flight()
+        except EngineError:
+            return 0
 
     async def resume(self) -> None:
         """Resumes scheduling."""
@@ -222,7 +231,7 @@ class VllmAdapter(WorkerClient):
         if ended is None:
             ended = await self._vllm.abort_requests()
         with anyio.move_on_after(ABORT_SEEN_S):
-            while await self.in_flight():  # noqa: ASYNC110 - no event tells it
+            while await self._count():  # noqa: ASYNC110 - no event tells it
                 await anyio.sleep(ABORT_SEEN_S / 50)
         return ended
 
@@ -250,12 +259,14 @@ class VllmAdapter(WorkerClient):
         """Admits only the probes, resumes, and pauses again afterwards.
 
         A paused vLLM runs no request, also no probe. Requests from before the pause are ended,
-        because they would run beside the probes. See :meth:`sidecar.engine.Engine.probe`.
+        because they would run beside the probes. Other requests are admitted again after the next
+        pause that returns: if it fails, the engine may run with weights that are not proven. See
+        :meth:`sidecar.engine.Engine.probe`.
         """
         passes = await self._admission.pass_probes(mode)
-        await self.abort_requests()
-        await self.resume()
         try:
+            await self.abort_requests()
+            await self.resume()
             results = await asyncio.gather(
                 *(
                     self._vllm.generate(f"{passes}-{number}", prompt, max_tokens, salt)
@@ -264,7 +275,6 @@ class VllmAdapter(WorkerClient):
             )
         finally:
             await self.pause(mode, clear_cache=clear_cache)
-            await self._admission.end_probes()
         return tuple(results)
 
     async def commit(self, version: int) -> None:

@@ -208,7 +208,7 @@ class Broker:
                     m.HeartbeatAck(
                         group.version if group else 0,
                         group.pause_held_at(peer.name) if group else "",
-                        message.closed,
+                        message.closed and not (group and group.routing.keeps(peer.name)),
                     ),
                     (peer.route,),
                     envelope.id,

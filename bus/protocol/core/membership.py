@@ -271,6 +271,7 @@ class Membership:
             user=user,
             bucket=old.bucket if old is not None else None,
             is_unreachable=old is not None,
+            overdue=old.overdue if old is not None else "",
         )
         if join.engine is not None:
             peer.phase = join.engine.phase

@@ -207,7 +207,7 @@ class EngineSession:
         self, call: c.Call, now_ms: float, *, result: c.CallResult = None
     ) -> list[c.SessionEffect]:
         """Handles the return of the running engine call, with its ``result``."""
-        if isinstance(result, int) and isinstance(call, c.CallPause | c.CallStrengthenPause):
+        if isinstance(result, int) and isinstance(call, c.CallPause):
             self.pause.in_flight = result
         job = self._queue.end(call)
         took_ms = now_ms - job.since_ms

@@ -109,6 +109,11 @@ class Routing:
             held.revision = self.now.revision
         return self.now
 
+    def keeps(self, name: str) -> bool:
+        """Whether an engine stays in the routes, whatever it reports, until a commit is over."""
+        in_commit = self._update.state is UpdateState.COMMITTING
+        return in_commit and any(route.engine == name for route in self.now.engines)
+
     # -- held messages -----------------------------------------------------------
 
     @property

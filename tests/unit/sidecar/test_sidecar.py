@@ -7,10 +7,12 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import anyio
+import anyio.lowlevel
 import pytest
 import torch
 
-from bus.errors import EngineError, Refused
+from bus.errors import BusClosed, EngineError, Refused
 from bus.messages import NackCode, PauseLocal, StartDpWave
 from bus.messages.types import MAX_REQUEST_IDS
 from bus.protocol.broker.config import BrokerConfig
@@ -350,5 +352,147 @@ def test_a_second_sidecar_of_an_engine_is_refused_and_touches_nothing() -> None:
                 with pytest.raises(Refused, match=f"the engine at {url} has the sidecar first"):
                     await car.run()
             assert second.calls == []
+
+    run(scenario())
+
+
+class Closing(Recorded):
+    """Records its end, to which it comes only if nobody cancels it; a resume or a start fails."""
+
+    def __init__(self, *, starts: bool = True) -> None:
+        super().__init__()
+        self._starts = starts
+        self.pausing, self.paused = asyncio.Event(), asyncio.Event()
+        self.paused.set()
+
+    async def start(self) -> EngineInfo:
+        if not self._starts:
+            raise EngineError("too old")
+        return await super().start()
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002
+        self.pausing.set()
+        await self.paused.wait()
+        return 0
+
+    async def resume(self) -> None:
+        raise EngineError("no resume")
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        self.calls.append("closed")
+
+
+def test_an_engine_that_can_not_be_started_is_closed() -> None:
+    """Its adapter may have started a server before it found out."""
+
+    async def scenario() -> None:
+        engine = Closing(starts=False)
+        with pytest.raises(EngineError, match="too old"):
+            await Sidecar(engine, broker="tcp://127.0.0.1:9", name="engine").start()
+        assert engine.calls == ["closed"]
+
+    run(scenario())
+
+
+def test_a_start_that_is_cancelled_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, though the scope that was cancelled is still in force."""
+
+    async def scenario() -> None:
+        engine = Closing()
+        with anyio.CancelScope() as scope:
+
+            async def version() -> int:
+                scope.cancel()
+                await anyio.lowlevel.checkpoint()
+                return 0
+
+            monkeypatch.setattr(engine, "version", version)
+            await Sidecar(engine, broker="tcp://127.0.0.1:9", name="engine").start()
+        assert scope.cancelled_caught
+        assert engine.calls == ["closed"]
+
+    run(scenario())
+
+
+def test_a_sidecar_whose_engine_does_not_resume_is_closed_nonetheless() -> None:
+    """The caller gets the reason, and nothing of the sidecar is left."""
+
+    async def scenario() -> None:
+        engine = Closing()
+        async with (
+            a_broker() as (_, address),
+            TrainerAgent(address, name="trainer", timeout_s=20) as agent,
+        ):
+            sidecar = Sidecar(engine, broker=address, name="engine")
+            await sidecar.start()
+            await agent.wait_for_engines(1)
+            with contextlib.suppress(Exception):
+                async with agent.paused():
+                    with pytest.raises(EngineError, match="no resume"):
+                        await sidecar.close()
+        assert engine.calls[-1] == "closed"
+        assert not sidecar._tasks._tasks
+        await sidecar.run()
+
+    run(scenario())
+
+
+def test_a_close_that_is_cancelled_closes_the_engine() -> None:
+    """While it waits for the broker, which does not answer."""
+
+    async def scenario() -> None:
+        engine = Closing()
+        async with a_broker() as (server, address):
+            sidecar = Sidecar(engine, broker=address, name="engine")
+            await sidecar.start()
+            await sidecar.joined()
+            server.close()
+            closing = asyncio.create_task(sidecar.close())
+            while not sidecar._departure.begun:  # noqa: ASYNC110 - no event tells it
+                await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+        assert engine.calls[-1] == "closed"
+
+    run(scenario())
+
+
+def test_nobody_waits_for_the_join_of_a_closed_sidecar() -> None:
+    """No broker has answered before."""
+
+    async def scenario() -> None:
+        sidecar = Sidecar(Closing(), broker="tcp://127.0.0.1:9", name="engine")
+        await sidecar.start()
+        joining = asyncio.create_task(sidecar.joined())
+        await asyncio.sleep(0)
+        await sidecar.close()
+        with pytest.raises(BusClosed):
+            await joining
+
+    run(scenario())
+
+
+def test_a_sidecar_that_is_closed_during_an_engine_call_ends_without_an_error() -> None:
+    """The call's answer has no broker to go to any more."""
+
+    async def scenario() -> None:
+        engine = Closing()
+        engine.paused.clear()
+        async with a_broker() as (_, address):
+            sidecar = Sidecar(engine, broker=address, name="engine")
+            await sidecar.start()
+            await sidecar.joined()
+            pause = PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep")
+            sidecar._perform(sidecar.session.command(1, 1, pause, 0.0))
+            await engine.pausing.wait()
+            closing = asyncio.create_task(sidecar.close())
+            while not sidecar._closing:  # noqa: ASYNC110 - no event tells it
+                await asyncio.sleep(0)
+            engine.paused.set()
+            with pytest.raises(EngineError, match="no resume"):
+                await closing
+            await sidecar.run()
 
     run(scenario())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+import socket
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -307,6 +308,26 @@ def test_a_call_has_no_read_timeout_and_ends_with_the_server() -> None:
                 await pause
 
     run(scenario())
+
+
+def test_a_server_that_accepts_no_connection_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens, and so is not dead; its queue of connections is full."""
+    monkeypatch.setattr(connection_http, "CONNECT_S", 0.1)
+
+    async def scenario() -> None:
+        with ExitStack() as stack:
+            full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            for _ in range(4):
+                end = stack.enter_context(socket.socket())
+                end.setblocking(False)
+                end.connect_ex(full.getsockname())
+            connection = HttpConnection(f"http://127.0.0.1:{full.getsockname()[1]}")
+            with pytest.raises(EngineError, match=r"/resume: no connection in 0.1 s") as found:
+                await connection.resume()
+            assert not isinstance(found.value, EngineDead)
+            await connection.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_quiet_connection_is_closed_by_us(monkeypatch: pytest.MonkeyPatch) -> None:

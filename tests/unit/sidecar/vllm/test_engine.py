@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -45,7 +46,7 @@ class Connection:
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("call", ["keep", "wait", "swap"])
 def test_pause_and_swap_count_the_requests(call: str, *, counts: bool, fails: bool) -> None:
-    """A count that fails is no failure of a swap, or of a pause that keeps requests."""
+    """A count that fails is no failure of the swap or the pause, which was made."""
 
     async def play() -> int:
         adapter = VllmAdapter(cast("Any", Connection(counts=counts, fails=fails)))
@@ -56,8 +57,59 @@ def test_pause_and_swap_count_the_requests(call: str, *, counts: bool, fails: bo
     if fails:
         with pytest.raises(EngineError, match="no call"):
             asyncio.run(play())
-    elif call == "wait" and not counts:
-        with pytest.raises(EngineError, match="no counts"):
-            asyncio.run(play())
     else:
         assert asyncio.run(play()) == (3 if counts else 0)
+
+
+class ProbedConnection:
+    """Fails in one call, once. Admission passes probes alone, or all requests (empty)."""
+
+    is_served = is_shared = True
+
+    def __init__(self, fails: str) -> None:
+        self.passes = ""
+        self.calls: list[str] = []
+        self._fails = fails
+
+    async def ask(self, _method: str, how: dict[str, Any]) -> list[dict[str, Any]]:
+        if how.get("ends"):
+            self._call("abort_requests")
+            return [{"ended": 0}]
+        self.passes = how.get("passes", self.passes)
+        return [{"admits": True, "passes": self.passes}]
+
+    async def in_flight(self, _seen: int | None) -> int:
+        return 0
+
+    async def resume(self) -> None:
+        self._call("resume")
+
+    async def generate(self, *_: object) -> None:
+        self._call("generate")
+
+    async def pause(self, *_: object, **__: object) -> None:
+        self._call("pause")
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self._fails:
+            self._fails = ""
+            raise EngineError(f"no {name}")
+
+
+@pytest.mark.parametrize("fails", ["", "abort_requests", "resume", "generate", "pause"])
+def test_requests_are_admitted_after_probes_that_failed(fails: str) -> None:
+    """Once the engine is paused: until then it may run with weights that are not proven."""
+
+    async def play() -> None:
+        connection = ProbedConnection(fails)
+        adapter = VllmAdapter(cast("Any", connection))
+        await adapter._admission.look()
+        with pytest.raises(EngineError, match=f"no {fails}") if fails else nullcontext():
+            await adapter.probe(((1, 2),), 4, "salt", mode="abort", clear_cache=True)
+        assert connection.calls[-1] == "pause"
+        assert bool(connection.passes) == (fails == "pause")
+        await adapter.pause("abort", clear_cache=True)
+        assert connection.passes == ""
+
+    asyncio.run(play())

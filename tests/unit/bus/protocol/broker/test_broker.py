@@ -1033,6 +1033,20 @@ def test_no_engines_time_runs_until_the_chunk_is_sent(bench: Bench) -> None:
     assert note.fields["detail"] == failure.detail
 
 
+def test_an_overdue_engine_that_joins_again_takes_no_part(bench: Bench) -> None:
+    """A broker that did not run for a while is missed by all; a step is not over by that."""
+    bench.loading()
+    bench.begin(0)
+    bench.ack("e0", Step.CHUNK)
+    silent_until(bench, bench.now_ms + CONFIG.step_timeout_ms + 2000.0)
+    registry = bench.broker.groups["policy"].registry
+    assert registry.ready() == ["e0"]
+    bench.engine("e1")
+    assert registry.ready() == ["e0"]
+    bench.ack("e1", Step.ABORT)
+    assert registry.ready() == ["e0", "e1"]
+
+
 def notes(effects: list[Effect], event: str) -> list[dict[str, object]]:
     return [dict(e.fields) for e in effects if isinstance(e, Note) and e.event == event]
 

@@ -65,6 +65,15 @@ def test_the_same_boot_joins_again_and_refreshes_its_facts() -> None:
     assert list(members.by_route.values()) == [again]
 
 
+def test_an_engine_that_joins_again_is_still_overdue() -> None:
+    """Its link has missed the broker for a while; that is no answer to the step."""
+    members = Membership(5000.0)
+    peer_of(join(members)).overdue = "chunk"
+    assert peer_of(join(members, seq=7)).overdue == "chunk"
+    members.remove(members.by_name["e0"])
+    assert peer_of(join(members, seq=8)).overdue == ""
+
+
 @pytest.mark.parametrize("silent_ms", [0.0, 4_999.0, 60_000.0])
 def test_another_boot_is_refused_as_long_as_the_first_is_a_member(silent_ms: float) -> None:
     """The refusal says who holds the name and when it was heard; nothing has changed."""

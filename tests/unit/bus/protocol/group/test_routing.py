@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from bus.messages import (
+    Commit,
     Heartbeat,
+    HeartbeatAck,
     Join,
     Leave,
     NackCode,
@@ -34,7 +37,7 @@ from bus.runtime.peer import PeerClient, route_of
 from tests.sim.makers import make_nack
 from tests.unit.bus._builders import engine_join, messages
 from tests.unit.bus._scene import Scene
-from tests.unit.bus.protocol.broker.test_broker import Bench
+from tests.unit.bus.protocol.broker.test_broker import MANIFEST, Bench
 
 if TYPE_CHECKING:
     from bus.messages import Envelope, Message
@@ -398,6 +401,30 @@ def test_a_revision_of_an_earlier_broker_confirms_nothing() -> None:
     assert sent(bench.say("w", RoutesTaken("policy", 99), group="")) == []
     assert bench.say("w", RoutesTaken("nobody", 1), group="") == []
     assert sent(bench.confirm("w")) == [("HeartbeatAck", "e0")]
+
+
+def test_an_engine_that_leaves_in_a_commit_is_in_the_routes_until_that_is_over() -> None:
+    """They do not change in a commit; so an engine that ended now would get requests."""
+    bench = Watched()
+    bench.trainer()
+    bench.loading()
+    for chunk in range(MANIFEST.chunks):
+        bench.begin(chunk)
+        bench.all_ack(Step.CHUNK, chunk=chunk)
+    bench.say("t", UpdateFinish("u1"))
+    bench.all_ack(Step.FINISH)
+    bench.say("t", Commit("u1", 1, "", ()))
+    bench.ack("e0", Step.COMMIT)
+    leaves = Heartbeat("updating", 0, 0, "u1", closed=True)
+    [ack] = messages(bench.say("e1", leaves))
+    assert isinstance(ack, HeartbeatAck)
+    assert not ack.closed
+    bench.ack("e1", Step.COMMIT)
+    committed = replace(leaves, phase="paused", version=1)
+    assert ("HeartbeatAck", "e1") not in sent(bench.say("e1", committed))
+    [ack] = messages(bench.confirm("w"))
+    assert isinstance(ack, HeartbeatAck)
+    assert ack.closed
 
 
 def test_an_engine_that_leaves_twice_is_held_for_the_later_routes() -> None:
