@@ -139,7 +139,7 @@ def write_pair(folder: Path, key: Key) -> tuple[Path, Path]:
             f"{error.filename} is there already, and no key is overwritten; choose another name"
         ) from error
     except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}") from error
+        raise UsageError(f"--output {folder}: {error.strerror}") from error
     return secret_path, public_path
 
 
@@ -227,10 +227,10 @@ def silence_hint(security: Security | None) -> str:
         security: the keys of the connection that got no answer.
     """
     if security is None or security.own is None:
-        return ". A broker with keys answers nobody who has none (--key, --broker-key)"
+        return ". If the broker has keys, give --key and --broker-key"
     return (
-        f". If one runs, it may not know the key {security.own.public} of {security.own.name} "
-        "(its log says key_refused), or have another key than --broker-key"
+        f". If one runs there, either it does not know the key {security.own.public} of "
+        f"{security.own.name} (its log says key_refused), or --broker-key is not its key"
     )
 
 

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from bus.errors import UsageError
 
+LOOKS_LIKE: Final = "an address looks like tcp://127.0.0.1:7710"
+_SCHEMES: Final = ("tcp", "ipc", "inproc")
+_MOST_PORTS: Final = 65_535
+
 # Addresses that stand for all of the host's, and where this machine reaches such a server.
 WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
+
+
+def check_address(address: str) -> None:
+    """Checks the form of a ZeroMQ address, as far as ZeroMQ would wait for a wrong one in vain.
+
+    Raises:
+        UsageError: the scheme is unknown, nothing follows it, or the port is too high.
+    """
+    scheme, _, rest = address.partition("://")
+    if scheme not in _SCHEMES or not rest:
+        raise UsageError(f"{address!r}: {LOOKS_LIKE}")
+    port = rest.rpartition(":")[2]
+    if scheme == "tcp" and port.isdecimal() and int(port) > _MOST_PORTS:
+        raise UsageError(f"{address!r}: a port is at most {_MOST_PORTS}; {LOOKS_LIKE}")
+
+
+def check_url(url: str) -> SplitResult:
+    """Returns the parts of a server's base URL.
+
+    Raises:
+        UsageError: the URL is malformed.
+    """
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts
+    raise UsageError(f"{url!r}: a URL looks like http://127.0.0.1:8000")
 
 
 def is_loopback(address: str) -> bool:

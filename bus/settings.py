@@ -1,41 +1,53 @@
 """Reads the TOML file of settings, which ranks below flags and ``WAVEBUS_…`` variables.
 
 The file is ``--config``, or ``WAVEBUS_CONFIG``, or ``wavebus.toml`` in the current
-folder. Keys are the long options without dashes. Top-level keys apply to every
+folder. Keys are the long options without the dashes in front. Top-level keys apply to every
 command that has the option; the keys of a table apply to its command::
 
-    broker = "tcp://10.0.0.7:7710"
+    group = "policy"
 
     [sidecar]
-    group = "policy"
+    broker = "tcp://10.0.0.7:7710"
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from bus.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection
+
+    import click
+
+    # The options of a command by their keys, and such mappings of its subcommands by their names.
+    Options: TypeAlias = Mapping[str, "click.Option | Options"]
 
 DEFAULT_BROKER: Final = "tcp://127.0.0.1:7710"
 DEFAULT_FILE: Final = Path("wavebus.toml")
 
 
-def load(path: Path | None, command: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the defaults of one command from the settings file.
+def load(
+    path: Path | None, command: str, options: Options, commands: Collection[str]
+) -> dict[str, Any]:
+    """Returns the defaults of one command from the settings file, by parameter name.
+
+    The values are text, as flags and the environment have it, so that the command checks all of
+    them alike and names the option of a wrong one.
 
     Args:
         path: the file; None: ``wavebus.toml``, if it exists.
         command: the name of the command and of its table.
-        options: the command's option names; the value of a subcommand's name is such a mapping.
+        options: the command's options.
+        commands: the names of all commands, which tables may have.
 
     Raises:
-        UsageError: the file can't be read, is no TOML, or its table has a key that is no
-            option of the command.
+        UsageError: the file can't be read, is no TOML, has a table that belongs to no command, or
+            the command's table has a key that is no option of the command.
     """
     if path is None:
         if not DEFAULT_FILE.is_file():
@@ -47,7 +59,11 @@ def load(path: Path | None, command: str, options: Mapping[str, Any]) -> dict[st
         raise UsageError(f"--config {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path}: {error}") from error
-    everywhere = {_option(k): v for k, v in data.items() if not isinstance(v, dict)}
+    for name, table in data.items():
+        if isinstance(table, dict) and name not in commands:
+            known = ", ".join(sorted(commands))
+            raise UsageError(f"{path}: [{name}] is the table of no command; there are: {known}")
+    everywhere = {_key(k): v for k, v in data.items() if not isinstance(v, dict)}
     own = data.get(command, {})
     return _merge(path, command, everywhere, own if isinstance(own, dict) else {}, options)
 
@@ -57,24 +73,25 @@ def _merge(
     table: str,
     everywhere: Mapping[str, Any],
     own: Mapping[str, Any],
-    options: Mapping[str, Any],
+    options: Options,
 ) -> dict[str, Any]:
-    known = {key: value for key, value in everywhere.items() if key in options}
-    for key, value in own.items():
-        name = _option(key)
-        if name not in options:
+    given = {_key(key): value for key, value in own.items()}
+    for key in given:
+        if key not in options:
             names = ", ".join(sorted(options))
             raise UsageError(f"{path}: [{table}] has no option {key!r}; it has: {names}")
-        inner = options[name]
-        if inner is None:
-            known[name] = value
-        elif isinstance(value, dict):
-            known[name] = _merge(path, f"{table}.{key}", everywhere, value, inner)
-    for name, inner in options.items():
-        if inner is not None and name not in known:
-            known[name] = _merge(path, f"{table}.{name}", everywhere, {}, inner)
+    known: dict[str, Any] = {}
+    for key, option in options.items():
+        value = given.get(key, everywhere.get(key))
+        if isinstance(option, Mapping):
+            inner = value if isinstance(value, dict) else {}
+            known[key] = _merge(path, f"{table}.{key}", everywhere, inner, option)
+        elif value is not None:
+            assert option.name is not None
+            several = value if isinstance(value, list) else [value]
+            known[option.name] = list(map(str, several)) if option.multiple else str(value)
     return known
 
 
-def _option(key: str) -> str:
-    return key.replace("-", "_")
+def _key(text: str) -> str:
+    return text.replace("_", "-")

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from bus.cli.options import GroupPlan, option
+from bus.cli.options import GroupPlan, checked, option
 from bus.errors import UsageError
 from bus.keys import API_KEY_VARIABLE
+from bus.net import check_url
 
 if TYPE_CHECKING:
     from sidecar.embedded.parallel.options import DataParallel
@@ -55,18 +56,23 @@ class SidecarPlan(GroupPlan):
         envvar="WAVEBUS_DP_COORDINATOR",
     )
     attach: str | None = option(
-        None, "Use the vLLM server that runs there, on loopback.", metavar="URL"
+        None,
+        "Use the vLLM server that runs there, on loopback.",
+        metavar="URL",
+        callback=checked(check_url),
     )
     model: Path | None = option(
         None,
         "Embedded: folder of a Qwen3 or Qwen3-MoE checkpoint (config.json, *.safetensors).",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
     )
-    host: str = option("127.0.0.1", "Embedded: serve requests there.")
-    port: int = option(0, "Embedded: on this port; 0 takes any free one.", min=0, max=65535)
+    host: str = option("127.0.0.1", "Embedded: the address that serves requests.")
+    port: int = option(
+        0, "Embedded: the port that serves requests; 0 takes any free one.", min=0, max=65535
+    )
     advertise: str | None = option(
         None,
-        "By which clients reach the engine. Needed where it listens on every address.  "
+        "Host or URL by which clients reach the engine. Needed if it listens on every address.  "
         "[default: the address on which it listens]",
         metavar="HOST|URL",
         envvar="WAVEBUS_ADVERTISE",
@@ -78,9 +84,9 @@ class SidecarPlan(GroupPlan):
         min=0,
         show_default=False,
     )
-    max_model_len: int | None = option(None, "Embedded: tokens of a sequence.", min=2)
-    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Embedded: of the weights.")
-    threads: int = option(1, "Embedded: of torch.", min=1)
+    max_model_len: int | None = option(None, "Embedded: most tokens of a sequence.", min=2)
+    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Embedded: type of the weights.")
+    threads: int = option(1, "Embedded: threads of torch.", min=1)
     dp_size: int = option(
         1,
         "Ranks of a data parallel group, which share the model's experts. Without --dp-rank all "

@@ -1,6 +1,6 @@
 """The shape of the code: sizes, import circles, what an import loads, mirrored tests, and names.
 
-`docs/architecture.md` gives the reasons. Which package may import which stands in `pyproject.toml`,
+`docs/architecture.md` lists the rules. Which package may import which stands in `pyproject.toml`,
 as contracts of import-linter; this file holds the rules that import-linter can't express.
 """
 

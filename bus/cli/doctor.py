@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import click
 
 from bus.cli import features
-from bus.cli.options import broker_option, json_option, key_options
+from bus.cli.options import broker_option, checked, json_option, key_options
 from bus.errors import BusTimeout, UsageError, WavebusError
-from bus.net import is_loopback
+from bus.net import check_url, is_loopback
 from bus.runtime.event_loop import choose_loop, run
 from bus.runtime.status_client import fetch_status
 from bus.runtime.zmq_transport import ZmqServer, library_version
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from bus.cli.options import BrokerAddress, Keys
     from bus.keys import Security
     from bus.seams import Registry, Report
@@ -73,6 +75,7 @@ class Options:
 @click.option(
     "--attach",
     metavar="URL",
+    callback=checked(check_url),
     default=None,
     help="Also look at a vLLM server that runs there: its RL routes and its backend.",
 )
@@ -105,29 +108,33 @@ def doctor(
     if markdown:
         raise UsageError("--markdown goes with --vllm PATH")
     options = Options(address.broker, attach, keys.security())
-    checks = bus_checks(options)
-    for entry in sorted(entry_points(group="wavebus.doctor"), key=lambda e: e.name):
-        try:
-            checks += entry.load()(options)
-        except ModuleNotFoundError as error:
-            checks.append(
-                Check(
-                    entry.name,
-                    "note",
-                    f"role not usable here: {error.name} is not installed",
-                    f"pip install 'wavebus[{'sidecar' if entry.name == 'sidecar' else 'trainer'}]'",
-                )
-            )
+    checks: list[Check] = []
+    for check in _all_checks(options):  # some take long, so each is shown when it is made
+        checks.append(check)
+        if as_json:
+            continue
+        mark = click.style(_MARKS[check.state], fg=_COLOURS[check.state], bold=True)
+        click.echo(f"{mark} {check.name:<22} {check.detail}")
+        if check.hint and check.state != "ok":
+            click.echo(f"  {'':<22} → {check.hint}")
     failed = any(check.state == "fail" for check in checks)
     if as_json:
         click.echo(json.dumps({"ok": not failed, "checks": [asdict(c) for c in checks]}))
-    else:
-        for check in checks:
-            mark = click.style(_MARKS[check.state], fg=_COLOURS[check.state], bold=True)
-            click.echo(f"{mark} {check.name:<22} {check.detail}")
-            if check.hint and check.state != "ok":
-                click.echo(f"  {'':<22} → {check.hint}")
     raise click.exceptions.Exit(1 if failed else 0)
+
+
+def _all_checks(options: Options) -> Iterator[Check]:
+    yield from bus_checks(options)
+    for entry in sorted(entry_points(group="wavebus.doctor"), key=lambda e: e.name):
+        try:
+            yield from entry.load()(options)
+        except ModuleNotFoundError as error:
+            yield Check(
+                entry.name,
+                "note",
+                f"role not usable here: {error.name} is not installed",
+                f"pip install 'wavebus[{'sidecar' if entry.name == 'sidecar' else 'trainer'}]'",
+            )
 
 
 def _show_features(wheels: tuple[Path, ...], *, markdown: bool, as_json: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -42,10 +44,9 @@ class _Moment:
 def _moment(ctx: click.Context, param: click.Parameter, value: str | None) -> _Moment | None:
     if value is None:
         return None
-    try:
-        return _Moment(float(value), wall=False)
-    except ValueError:
-        pass
+    with contextlib.suppress(ValueError):
+        if math.isfinite(seconds := float(value)):
+            return _Moment(seconds, wall=False)
     try:
         found = datetime.fromisoformat(value)
     except ValueError:
@@ -143,7 +144,8 @@ def show(source: Path, filters: Filters) -> None:
 
     Times are seconds since the broker began (12.5), or UTC (2026-03-01T12:00:00).
     """
-    _print(source, filters, None)
+    if not _print(source, filters, None):
+        click.echo(f"{source}: no record passes the filters", err=True)
 
 
 @journal.command()

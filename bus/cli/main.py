@@ -85,16 +85,17 @@ def _extra(command: str) -> str:
 
 def _defaults_of(ctx: click.Context, name: str, command: click.Command) -> None:
     """Sets a command's defaults from the TOML file, which ranks below flags and environment."""
-    defaults = settings.load(ctx.params.get("config"), name, _options(command))
+    commands = {*_OWN, *_entries()}
+    defaults = settings.load(ctx.params.get("config"), name, _options(command), commands)
     ctx.default_map = {**(ctx.default_map or {}), name: defaults}
 
 
 def _options(command: click.Command) -> dict[str, Any]:
-    """Returns the option names of a command and its subcommands, as a tree."""
+    """Returns the options of a command and its subcommands by their long names, as a tree."""
     found: dict[str, Any] = {
-        param.name: None
+        max(param.opts, key=len).lstrip("-"): param
         for param in command.params
-        if isinstance(param, click.Option) and param.name and param.name != "help"
+        if isinstance(param, click.Option)
     }
     if isinstance(command, click.Group):
         found |= {name: _options(sub) for name, sub in command.commands.items()}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
+import os
 import signal
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,12 +17,56 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get
 import click
 
 import bus.log
+from bus.errors import UsageError
 from bus.keys import BROKER_KEY_VARIABLE, INSECURE_VARIABLE, KEY_VARIABLE, Security, security
+from bus.net import check_address
 from bus.runtime.event_loop import run
 from bus.settings import DEFAULT_BROKER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+
+class FiniteRange(click.FloatRange):
+    """A number between bounds. NaN is between any two, and infinity above any lower bound."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Returns the number; a usage error that names the option if it is not finite."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
+def check_parent(path: Path) -> None:
+    """Checks that a file can be written into its folder.
+
+    Raises:
+        UsageError: the folder does not exist, or can't be written.
+    """
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UsageError(f"{path}: no such folder, or it can't be written")
+
+
+def checked(check: Callable[[Any], object]) -> Callable[..., Any]:
+    """Returns a callback for an option, which names the option if its value is malformed.
+
+    Args:
+        check: raises :class:`UsageError` if the value is malformed.
+    """
+
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        try:
+            if value is not None:
+                check(value)
+        except UsageError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+        return value
+
+    return callback
+
 
 INSECURE_HELP: Final = (
     "Allow connections beyond loopback without keys. Anyone who can reach the port can then "
@@ -33,7 +79,7 @@ journal_argument = click.argument(
 )
 timeout_option = click.option(
     "--timeout-s",
-    type=click.FloatRange(0.1, 600),
+    type=FiniteRange(0.1, 600),
     default=3.0,
     show_default=True,
     help="How long to wait for the broker.",
@@ -82,7 +128,7 @@ def options_of(
             if get_origin(hint) is Literal:
                 more["type"] = click.Choice(get_args(hint))
             elif bounds := {end: more.pop(end) for end in ("min", "max") if end in more}:
-                of = click.IntRange if hint is int else click.FloatRange
+                of = click.IntRange if hint is int else FiniteRange
                 more["type"] = of(**bounds)
             more.setdefault("type", hint)
             if is_flag:
@@ -103,6 +149,7 @@ class BrokerAddress:
         "The broker's address.  [env: WAVEBUS_BROKER]",
         envvar="WAVEBUS_BROKER",
         metavar="ADDRESS",
+        callback=checked(check_address),
     )
 
 
@@ -123,7 +170,7 @@ class Keys:
 
     key: Path | None = option(
         None,
-        f"The own secret key (NAME.secret of `wavebus keygen`).  [env: {KEY_VARIABLE}]",
+        f"This peer's secret key (NAME.secret of `wavebus keygen`).  [env: {KEY_VARIABLE}]",
         envvar=KEY_VARIABLE,
         type=click.Path(path_type=Path),
     )

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import json
 from typing import TYPE_CHECKING, Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import bus.log
-from bus.errors import UsageError
+from bus.net import check_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,9 +36,7 @@ class RouterWorkers:
     """
 
     def __init__(self, url: str, group: str) -> None:
-        self._url = urlsplit(url)
-        if self._url.scheme not in ("http", "https") or not self._url.hostname:
-            raise UsageError(f"--router {url}: a URL is needed, as http://127.0.0.1:30000")
+        self._url = check_url(url)
         self._group = group
         self._routed: set[str] | None = None  # the router's list is not known yet
         self._revision: int | None = None  # of these routes, from the present broker

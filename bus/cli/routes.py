@@ -14,8 +14,9 @@ import click
 import msgspec
 
 from bus.cli.options import (
-    GroupPlan,
+    BrokerAddress,
     Keys,
+    checked,
     configure_log,
     json_option,
     key_options,
@@ -25,9 +26,11 @@ from bus.cli.options import (
     timeout_option,
 )
 from bus.cli.router_workers import RouterWorkers
+from bus.cli.status import NO_GROUP, groups_of
 from bus.errors import BusTimeout, refusal
 from bus.keys import silence_hint
 from bus.messages import Envelope, Message, Routes, RoutesTaken, Status, StatusRequest
+from bus.net import check_url
 from bus.protocol.core.link import LinkState
 from bus.runtime.event_loop import run
 from bus.runtime.peer import PeerClient, default_name
@@ -37,17 +40,24 @@ if TYPE_CHECKING:
     from bus.keys import Security
 
 _STDOUT: Final = 1
+_GROUP: Final = "policy"
 
 
 @dataclass(frozen=True)
-class RoutesPlan(GroupPlan):
+class RoutesPlan(BrokerAddress):
     """Options of ``wavebus routes``."""
 
+    group: str | None = option(
+        None,
+        f"Show this group alone.  [env: WAVEBUS_GROUP]  [default: all; with --router: {_GROUP}]",
+        envvar="WAVEBUS_GROUP",
+    )
     follow: bool = option(False, "Go on, and print each change.", "--follow", "-f")
     router: str | None = option(
         None,
-        "Keep the worker list of this vllm-router right for --group, and follow.",
+        "Keep the worker list of this vllm-router equal to the routes of --group, and follow.",
         metavar="URL",
+        callback=checked(check_url),
     )
 
 
@@ -68,11 +78,13 @@ def routes(plan: RoutesPlan, timeout_s: float, keys: Keys, as_json: bool) -> Non
     security = keys.security()
     if not (plan.follow or plan.router):
         answer = run(fetch_status(plan.broker, timeout_s=timeout_s, security=security))
-        for each in answer.groups:
+        if not answer.groups:
+            click.echo(NO_GROUP, err=True)
+        for each in groups_of(answer, plan.group):
             _print(each.name, each.routes, as_json=as_json)
         return
     configure_log("info" if plan.router else "warning", "auto")
-    workers = RouterWorkers(plan.router, plan.group) if plan.router else None
+    workers = RouterWorkers(plan.router, plan.group or _GROUP) if plan.router else None
     run_until_stopped(
         lambda stop: _follow(plan, security, timeout_s, stop, workers, as_json=as_json)
     )
@@ -93,6 +105,8 @@ async def _follow(
 
     def on_message(envelope: Envelope, message: Message) -> None:
         if isinstance(message, Routes):
+            if plan.group not in (None, envelope.group):
+                return
             with contextlib.suppress(BrokenPipeError):  # _watch_output ends the command
                 _print(envelope.group, message, as_json=as_json)
             if workers is not None:
@@ -125,7 +139,7 @@ async def _follow(
             await asyncio.wait_for(joined.wait(), timeout_s)
         except TimeoutError:
             raise BusTimeout(
-                f"no broker at {plan.broker} let {name} in{silence_hint(security)}"
+                f"no broker answers at {plan.broker} within {timeout_s:g} s{silence_hint(security)}"
             ) from None
         waits: list[asyncio.Task[object]] = [
             asyncio.create_task(each.wait()) for each in (stop, ended)
@@ -133,7 +147,7 @@ async def _follow(
         if workers is not None:
             follow = workers.follow(
                 lambda: peer.send(StatusRequest()),
-                lambda revision: peer.send(RoutesTaken(plan.group, revision)),
+                lambda revision: peer.send(RoutesTaken(plan.group or _GROUP, revision)),
             )
             waits.append(asyncio.create_task(follow))
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bus.cli.options import BrokerAddress, Keys
     from bus.messages import EngineView, GroupStatus, Status
 
+NO_GROUP: Final = "no group yet: no sidecar and no trainer has joined"
 _NAMED: Final = 4  # engine names in one line
 
 
@@ -34,23 +35,31 @@ def status(
     Exits with 3 if no broker answers.
     """
     answer = run(fetch_status(address.broker, timeout_s=timeout_s, security=keys.security()))
-    if group is not None:
-        chosen = tuple(g for g in answer.groups if g.name == group)
-        if not chosen:
-            names = ", ".join(g.name for g in answer.groups) or "none"
-            raise UsageError(f"--group={group}: the broker has no such group; it has: {names}")
-        answer = dataclasses.replace(answer, groups=chosen)
+    answer = dataclasses.replace(answer, groups=groups_of(answer, group))
     if as_json:
         click.echo(msgspec.json.encode(answer).decode())
     else:
         click.echo(_table(address.broker, answer))
 
 
+def groups_of(answer: Status, group: str | None) -> tuple[GroupStatus, ...]:
+    """Returns the groups that ``--group`` names: one, or all if it is None.
+
+    Raises:
+        UsageError: the broker has no such group.
+    """
+    chosen = tuple(each for each in answer.groups if group in (None, each.name))
+    if group is not None and not chosen:
+        names = ", ".join(each.name for each in answer.groups) or "none"
+        raise UsageError(f"--group={group}: the broker has no such group; it has: {names}")
+    return chosen
+
+
 def _table(address: str, answer: Status) -> str:
     used = f"{answer.cpu_s:.1f} s of CPU, {answer.rss_bytes / 1e6:.0f} MB"
     lines = [f"broker {address}: up {answer.uptime_s:.0f} s, {answer.peers} peers, {used}"]
     if not answer.groups:
-        lines.append("no group yet: no sidecar and no trainer has joined")
+        lines.append(NO_GROUP)
     for group in answer.groups:
         lines.append("")
         lines.append(
@@ -61,6 +70,8 @@ def _table(address: str, answer: Status) -> str:
         )
         if group.waiting_for:
             lines.append(f"  waiting for: {', '.join(group.waiting_for)}")
+        if not group.engines:
+            lines.append("  no engine has joined")
         lines += _columns(
             ("engine", "dp group", "version", "phase", "serves", "requests", "heard", "endpoint"),
             [
@@ -164,6 +175,8 @@ def _dp_groups(group: GroupStatus) -> list[str]:
 
 
 def _columns(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    if not rows:
+        return []
     table = [head, *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
     return [

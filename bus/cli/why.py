@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "--journal",
     "journal_path",
     type=click.Path(exists=True, path_type=Path),
-    help="Ask this journal (a file or a folder) where its last broker stood when it ends.",
+    help="Answer from this journal (a file or a folder): the state at its end.",
 )
 @timeout_option
 @key_options

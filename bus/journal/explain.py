@@ -92,12 +92,12 @@ def _judge(engine: EngineView | None, group: GroupStatus, status: Status) -> tup
         return "wedged", dp_group.diagnosis
     if dp_group is not None and dp_group.health == "down":
         return "dead", dp_group.diagnosis
-    last_frame = f"heard {_for(engine.last_heard_ms)} ago"
+    last_frame = f"last heard {_for(engine.last_heard_ms)} ago"
     if engine.last_heard_ms > _SILENT_BEATS * status.heartbeat_ms:
-        return "silent", f"{last_frame}; it is lost at {_for(status.peer_timeout_ms)}"
+        return "silent", f"{last_frame}; it counts as lost after {_for(status.peer_timeout_ms)}"
     wave = f"; {_wave(dp_group)}" if dp_group is not None else ""
     return "blocked", (
-        f"it lives ({last_frame}), and its own call has not returned; it says that it is "
+        f"it is alive ({last_frame}), and its own call has not returned; it reports "
         f"{engine.phase}, with {engine.in_flight} requests{wave}"
     )
 
@@ -115,13 +115,11 @@ def _between_steps(group: GroupStatus, status: Status) -> list[Finding]:
     if group.update in _IDLE:
         where = f"the pause {group.update_id} is {group.pause}"
     if not group.owner:
-        text = f"{where}, no engine is waited for, and no trainer holds the group"
+        text = f"{where}, no engine is waited for, and no trainer owns the group"
         return [Finding(group.name, "", "trainer", "", group.update_id, 0, 0.0, text)]
     silent = group.owner_heard_ms > _SILENT_BEATS * status.heartbeat_ms
-    last_frame = f"{'silent' if silent else 'alive'}, heard {_for(group.owner_heard_ms)} ago"
-    text = (
-        f"{where}, no engine is waited for: {group.owner} ({last_frame}) is to say what comes next"
-    )
+    last_frame = f"{'silent' if silent else 'alive'}, last heard {_for(group.owner_heard_ms)} ago"
+    text = f"{where}, no engine is waited for: {group.owner} ({last_frame}) must send the next step"
     return [Finding(group.name, group.owner, "trainer", "", group.update_id, 0, 0.0, text)]
 
 

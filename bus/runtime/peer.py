@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import bus.log
 from bus.errors import DecodeError, refusal
 from bus.ids import new_boot
+from bus.keys import silence_hint
 from bus.messages import (
     MAX_FRAME_BYTES,
     WIRE_NAMES,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 # Refusals may be late, but not by more JOINs than this.
 _JOINS_KEPT: Final = 64
+# A peer that has received nothing from a broker for so long says so in the log.
+_ABSENT_MS: Final = 10_000.0
 HOST = socket.gethostname()[:256]
 
 
@@ -98,6 +101,9 @@ class PeerClient:
         join = join or (lambda: Join(role, HOST, os.getpid(), None, None))
         self.link = Link(group=group, join=join, beat=beat, config=link_config)
         self.log = bus.log.logger(peer=name, group=group)
+        text = f"no broker answers at {broker}{silence_hint(security)}"
+        self._absent = Note("no_broker_answers", "warning", {"detail": text})
+        self._absent_at_ms: float | None = None
         self._transport = transport or ZmqClient(broker, route_of(name, self.boot), security)
         self._scheduler = scheduler or AsyncioScheduler()
         self._on_message = on_message
@@ -113,6 +119,7 @@ class PeerClient:
     def start(self) -> None:
         """Starts to join."""
         self._transport.listen(self._on_frame)
+        self._absent_at_ms = self._scheduler.now_ms() + _ABSENT_MS
         self.perform(self.link.start(self._scheduler.now_ms()))
 
     def now_ms(self) -> float:
@@ -192,12 +199,16 @@ class PeerClient:
             return
         now_ms = self._scheduler.now_ms()
         state = self.link.state
+        if self._absent_at_ms is not None and now_ms >= self._absent_at_ms:
+            self._absent_at_ms = None
+            self.note(self._absent)
         self.perform(self.link.tick(now_ms))
         self._report_state(state)
         self._on_tick(now_ms)
         self.arm()
 
     def _on_frame(self, frame: bytes) -> None:
+        self._absent_at_ms = None
         state = self.link.state
         try:
             envelope, message = codec.decode(frame)

@@ -34,7 +34,7 @@ import bus.log
 from bus.errors import UsageError
 from bus.keys import Security
 from bus.messages import MAX_FRAME_BYTES
-from bus.net import is_loopback
+from bus.net import LOOKS_LIKE, check_address, is_loopback
 from bus.runtime.zmq_connections import CHECK_S, ConnectionGuard
 from bus.runtime.zmq_curve import ZapHandler, secure_client, secure_server
 from bus.runtime.zmq_socket import ZmqSocket
@@ -74,8 +74,6 @@ _RECONNECT_PAUSE_S: Final = 0.25
 # Longer than a healthy broker is silent to a peer; doubles after each reconnect.
 _SILENCE_LIMIT_S: Final = 6.0
 _MAX_SILENCE_LIMIT_S: Final = 30.0
-_SCHEMES: Final = ("tcp", "ipc", "inproc")
-_LOOKS_LIKE: Final = "an address looks like tcp://127.0.0.1:7710"
 # By process, because forks need their own: the first is that of sockets without a handler for keys,
 # the others have one handler each.
 _contexts: dict[int, list[zmq.Context[zmq.Socket[bytes]]]] = {}
@@ -363,9 +361,7 @@ def _refuse_open(address: str, *, insecure: bool, what: str) -> None:
     Raises:
         UsageError: the address is malformed, or beyond loopback without ``insecure``.
     """
-    scheme, _, rest = address.partition("://")
-    if scheme not in _SCHEMES or not rest:
-        raise UsageError(f"{address}: {_LOOKS_LIKE}")
+    check_address(address)
     if is_loopback(address):
         return
     threat = f"{what} pause engines and replace their weights"
@@ -384,7 +380,7 @@ def _explain(address: str, error: zmq.ZMQError) -> str:
             f"{address} is in use: another broker may run there (`wavebus status --broker "
             f"{address}`); choose another port"
         )
-    return f"{address}: {error.strerror}; {_LOOKS_LIKE}"
+    return f"{address}: {error.strerror}; {LOOKS_LIKE}"
 
 
 def library_version() -> str:

@@ -138,7 +138,12 @@ def require_engines(plan: EnginesPlan) -> None:
     if plan.engine == "vllm":
         require_modules("vllm")
     if plan.logs is not None:
-        plan.logs.mkdir(parents=True, exist_ok=True)
+        try:
+            plan.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.BadParameter(
+                f"{plan.logs}: {error.strerror}", param_hint="--logs"
+            ) from error
 
 
 def show(name: str, plan: Any, *, as_json: bool, loop: LoopChoice = "auto") -> None:

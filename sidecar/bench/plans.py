@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import click
 
-from bus.cli.options import option
+from bus.cli.options import check_parent, checked, option
 from bus.errors import UsageError
 from bus.runtime.event_loop import LoopChoice  # noqa: TC001 - an option's type, read by options_of
 
@@ -263,4 +263,5 @@ class GapPlan(EnginesPlan):
         Path("gap.png"),
         "Where the picture goes: tokens over the time of an update.",
         type=click.Path(dir_okay=False, path_type=Path),
+        callback=checked(check_parent),
     )

@@ -142,7 +142,7 @@ class EmbeddedEngine:
         except BaseException as error:
             await self.close()
             if isinstance(error, OSError):
-                raise EngineError(f"can't listen for requests: {error}") from error
+                raise EngineError(f"can't listen: {error}; choose another --port") from error
             raise
         return EngineInfo(
             kind="embedded",

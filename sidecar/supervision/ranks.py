@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 import bus.log
-from bus.errors import EngineError, UsageError, WavebusError
+from bus.errors import EngineError, UsageError
 from bus.messages import NackCode
 from sidecar.supervision.launch import SUPERVISED, free_port, with_reaper
 
@@ -207,7 +207,7 @@ class RankSupervisor:
 
         Raises:
             EngineError: code ``engine_dead``: the DP group died once more than it may be restarted.
-            WavebusError: a rank rejects its options (exit code 2).
+            UsageError: a rank rejects its options (exit code 2).
         """
         failures = 0
         while True:
@@ -223,7 +223,7 @@ class RankSupervisor:
             self._log.error("rank_ended", dp_rank=rank, exit_code=code, generation=self.generation)
             await self._end()
             if code == _USAGE:
-                raise WavebusError(f"rank {rank} refused its options; see above")
+                raise UsageError(f"rank {rank} refused its options; see above")
             if failures > self._restarts:
                 raise EngineError(
                     f"DP group {self.plan.dp_group} died {failures} times in a row, last with "

@@ -19,14 +19,13 @@ import re
 from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
 
 import bus.log
 from bus.errors import EngineDead, EngineError, UsageError
-from bus.net import is_loopback_host
+from bus.net import check_url, is_loopback_host
 from sidecar.engine import ProbeResult
 from sidecar.vllm.lora_routes import AdapterRoutes
 from sidecar.vllm.plugin import worker_rpc
@@ -257,13 +256,11 @@ class HttpConnection(VllmHttpClient):
         api_key = server.prepared.api_key if server is not None else api_key
         super().__init__(url, api_key)
         self._endpoint = server.prepared.endpoint if server is not None else self._url
-        parts = urlsplit(self._url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"base_url={base_url!r}: expected such as http://127.0.0.1:8000")
-        self.is_local = server is not None or is_loopback_host(parts.hostname)
+        host = check_url(self._url).hostname or ""
+        self.is_local = server is not None or is_loopback_host(host)
         if not allow_remote and not self.is_local:
             raise UsageError(
-                f"{parts.hostname} is not a loopback address, and the server's API key does "
+                f"{host} is not a loopback address, and the server's API key does "
                 "not cover its RL routes: whoever reaches it can pause it and replace its "
                 "weights. Run the sidecar beside the server, bound to 127.0.0.1, or pass "
                 "allow_remote=True on a network that only you can reach"
@@ -286,7 +283,11 @@ class HttpConnection(VllmHttpClient):
         """
         if self.server is not None:
             await self.server.start()
-        await wait_until_healthy(self._health, self._url, self._ready_timeout_s)
+        try:
+            await wait_until_healthy(self._health, self._url, self._ready_timeout_s)
+        except BaseException:
+            await self.close_sessions()
+            raise
 
     async def close(self) -> None:
         """Closes the sessions, and stops a supervised server."""
@@ -483,6 +484,8 @@ async def wait_until_healthy(
         while True:
             try:
                 status = await health()
+            except aiohttp.ClientConnectorError as error:
+                last = error.os_error.strerror or str(error)
             except (aiohttp.ClientError, TimeoutError) as error:
                 last = str(error) or type(error).__name__
             else:

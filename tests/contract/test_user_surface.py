@@ -308,7 +308,7 @@ def test_settings() -> None:
             name = " ".join(param.opts + param.secondary_opts)
             told = [f"  {name} [{param.param_type_name}]: {_kind(param.type)}"]
             if isinstance(param, click.Option):
-                told.append(f"key {param.name}")
+                told.append(f"key {max(param.opts, key=len).lstrip('-')}")
             if param.envvar:
                 told.append(f"env {param.envvar}")
             if param.required:

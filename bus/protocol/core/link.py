@@ -187,7 +187,8 @@ class Link:
             self._held_ms = now_ms
         patience_ms = max(self.config.patience_ms, nack.retry_after_ms + self.config.retry_ms)
         if nack.code in WORTH_A_WAIT and now_ms < self._held_ms + patience_ms:
-            return [Note("join_waits", "warning", {"code": nack.code.value, "detail": nack.detail})]
+            fields = {"code": nack.code.value, "detail": nack.detail}
+            return [Note("join_waits", "warning", fields)] if now_ms == self._held_ms else []
         return self._on_refused(nack)
 
     def _on_refused(self, nack: m.Nack) -> list[Effect]:

@@ -106,7 +106,7 @@ def end_waits(state: GroupState, now_ms: float) -> list[Effect]:
                 NackCode.TIMEOUT,
                 f"{len(ready)} of {wait.count} engines joined group {state.name} "
                 f"in {wait.timeout_ms} ms: {', '.join(ready) or 'none'}",
-                hint="look at the sidecars' logs, and at `wavebus status`",
+                hint="look at the sidecars' logs; `wavebus status` shows who joined which group",
             )
             effects += state.session.answer_ids([msg_id], failure.nack())
     return effects

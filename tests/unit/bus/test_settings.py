@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import click
 import pytest
 
 from bus.errors import UsageError
@@ -12,7 +13,18 @@ from bus.settings import load
 if TYPE_CHECKING:
     from pathlib import Path
 
-OPTIONS = {"broker": None, "group": None, "log_level": None, "run": {"group": None, "name": None}}
+
+def options(*flags: str) -> dict[str, Any]:
+    return {each.strip("-"): click.Option([each]) for each in flags}
+
+
+OPTIONS: dict[str, Any] = {
+    **options("--broker", "--group", "--log-level"),
+    "json": click.Option(["--json", "as_json"]),
+    "update": click.Option(["--update"], multiple=True),
+    "run": options("--group", "--name"),
+}
+COMMANDS = ("sidecar", "broker")
 
 
 def written(folder: Path, text: str) -> Path:
@@ -24,7 +36,7 @@ def written(folder: Path, text: str) -> Path:
 def test_the_top_is_for_every_command_that_has_the_option(tmp_path: Path) -> None:
     """Also for subcommands; options that it lacks are another command's."""
     path = written(tmp_path, 'broker = "b"\ngroup = "g"\nport = 7\n')
-    assert load(path, "sidecar", OPTIONS) == {
+    assert load(path, "sidecar", OPTIONS, COMMANDS) == {
         "broker": "b",
         "group": "g",
         "run": {"group": "g"},
@@ -37,19 +49,38 @@ def test_a_table_goes_before_the_top(tmp_path: Path) -> None:
         tmp_path,
         'group = "g"\n[sidecar]\ngroup = "s"\n[sidecar.run]\ngroup = "r"\nname = "n"\n',
     )
-    assert load(path, "sidecar", OPTIONS) == {"group": "s", "run": {"group": "r", "name": "n"}}
+    assert load(path, "sidecar", OPTIONS, COMMANDS) == {
+        "group": "s",
+        "run": {"group": "r", "name": "n"},
+    }
 
 
 def test_dashes_and_underscores_are_the_same(tmp_path: Path) -> None:
     """Keys are the long options without their dashes in front."""
     path = written(tmp_path, '[sidecar]\nlog-level = "debug"\n')
-    assert load(path, "sidecar", OPTIONS)["log_level"] == "debug"
+    assert load(path, "sidecar", OPTIONS, COMMANDS)["log_level"] == "debug"
+
+
+def test_values_are_text_by_parameter_name(tmp_path: Path) -> None:
+    """So the command checks them as it checks flags. A list is one for an option that allows it."""
+    path = written(tmp_path, '[sidecar]\njson = true\nupdate = ["u1", "u2"]\ngroup = [1]\n')
+    assert load(path, "sidecar", OPTIONS, COMMANDS) == {
+        "as_json": "True",
+        "update": ["u1", "u2"],
+        "group": "[1]",
+        "run": {},
+    }
+
+
+def test_one_value_of_an_option_that_allows_several(tmp_path: Path) -> None:
+    path = written(tmp_path, '[sidecar]\nupdate = "u1"\n')
+    assert load(path, "sidecar", OPTIONS, COMMANDS)["update"] == ["u1"]
 
 
 def test_another_commands_table_is_not_read(tmp_path: Path) -> None:
     """What stands there is its own affair."""
     path = written(tmp_path, "[broker]\nwhatever = 1\n")
-    assert load(path, "sidecar", OPTIONS) == {"run": {}}
+    assert load(path, "sidecar", OPTIONS, COMMANDS) == {"run": {}}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +88,8 @@ def test_another_commands_table_is_not_read(tmp_path: Path) -> None:
     [
         ("[sidecar]\ngruop = 1\n", r"\[sidecar\] has no option 'gruop'"),
         ("[sidecar.run]\ngruop = 1\n", r"\[sidecar.run\] has no option 'gruop'"),
+        ("[sidcar]\ngroup = 1\n", r"\[sidcar\] is the table of no command; there are: broker, sid"),
+        ("[sidecar]\nas-json = true\n", "it has: broker, group, json, log-level, run, update"),
         ("[sidecar\n", "some.toml"),
         ("x = \n", "some.toml"),
     ],
@@ -66,18 +99,18 @@ def test_a_wrong_file_is_refused_with_its_name_and_the_key(
 ) -> None:
     """A typo must not pass in silence."""
     with pytest.raises(UsageError, match=told):
-        load(written(tmp_path, text), "sidecar", OPTIONS)
+        load(written(tmp_path, text), "sidecar", OPTIONS, COMMANDS)
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     """Missing, a folder, or no text."""
     with pytest.raises(UsageError, match="No such file"):
-        load(tmp_path / "none.toml", "sidecar", OPTIONS)
+        load(tmp_path / "none.toml", "sidecar", OPTIONS, COMMANDS)
     with pytest.raises(UsageError, match="directory"):
-        load(tmp_path, "sidecar", OPTIONS)
+        load(tmp_path, "sidecar", OPTIONS, COMMANDS)
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match=r"bad\.toml"):
-        load(tmp_path / "bad.toml", "sidecar", OPTIONS)
+        load(tmp_path / "bad.toml", "sidecar", OPTIONS, COMMANDS)
 
 
 def test_the_default_file_is_read_where_it_is_and_only_there(
@@ -85,6 +118,6 @@ def test_the_default_file_is_read_where_it_is_and_only_there(
 ) -> None:
     """No file that nobody asked for is nothing wrong."""
     monkeypatch.chdir(tmp_path)
-    assert load(None, "sidecar", OPTIONS) == {}
+    assert load(None, "sidecar", OPTIONS, COMMANDS) == {}
     (tmp_path / "wavebus.toml").write_text('broker = "here"\n', encoding="utf-8")
-    assert load(None, "sidecar", OPTIONS)["broker"] == "here"
+    assert load(None, "sidecar", OPTIONS, COMMANDS)["broker"] == "here"

@@ -33,8 +33,30 @@ def test_during_a_commit_it_shows_what_a_watcher_has(
     assert shown == f"{group.name} version 0: {_endpoints(routes)}\n"
 
 
-def _show(group: GroupStatus, monkeypatch: pytest.MonkeyPatch) -> None:
-    status = Status("broker", 1.0, 0.0, 0, 1000, 5000, 2, (group,))
+def test_group_shows_this_group_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And names the groups there are, if it is none of them."""
+    group = Scene(1).world.existing_group.status(0.0)
+    _show(group, monkeypatch)
+    assert run(["routes", "--group", group.name]) == 0
+    assert capsys.readouterr().out.startswith(f"{group.name} version 0: ")
+    assert run(["routes", "--group", "polcy"]) == 2
+    assert f"--group=polcy: the broker has no such group; it has: {group.name}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_broker_without_a_group_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _show(None, monkeypatch)
+    assert run(["routes"]) == 0
+    assert "no group yet: no sidecar and no trainer has joined" in capsys.readouterr().err
+
+
+def _show(group: GroupStatus | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = Status("broker", 1.0, 0.0, 0, 1000, 5000, 2, (group,) if group else ())
 
     async def fetch_status(*_: object, **__: object) -> Status:
         return status

@@ -82,6 +82,15 @@ def test_it_says_what_an_engine_waits_for(
         assert f" no, waits for {waits_for}" in shown(changed)
 
 
+def test_it_says_that_a_group_has_no_engine(
+    group: GroupStatus, shown: Callable[[GroupStatus], str]
+) -> None:
+    """As a group of a mistyped name, which its trainer has made."""
+    lines = shown(dataclasses.replace(group, engines=())).splitlines()
+    assert "  no engine has joined" in lines
+    assert not any("endpoint" in line for line in lines)
+
+
 def test_it_says_who_is_gone_or_boots(
     group: GroupStatus, shown: Callable[[GroupStatus], str]
 ) -> None:

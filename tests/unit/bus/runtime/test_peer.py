@@ -12,7 +12,10 @@ from tests.sim.makers import make_nack
 from tests.unit.bus._builders import envelope
 
 if TYPE_CHECKING:
+    import pytest
+
     from bus.messages import Envelope
+    from bus.protocol.core.effects import Note
     from bus.runtime.interfaces import OnFrame
 
 ROLE: Role = "trainer"
@@ -77,6 +80,34 @@ def test_a_refusal_of_something_else_is_no_refusal_of_the_join() -> None:
     assert joined.peer.link.state is LinkState.JOINING
     joined.wire.say(Welcome(100, 500, 0), joined.wire.last_join())
     assert joined.peer.link.state is LinkState.JOINED
+
+
+def test_a_peer_that_no_broker_answers_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the address, and what keys have to do with it. A broker that is lost later is another
+    matter."""
+    noted: list[Note] = []
+    monkeypatch.setattr(PeerClient, "note", lambda _, note: noted.append(note))
+    clock = SimScheduler()
+    peer = PeerClient(
+        name="e0",
+        group="policy",
+        broker="tcp://127.0.0.1:1",
+        transport=Wire(),
+        scheduler=clock,
+        on_message=lambda *_: None,
+    )
+    peer.start()
+    clock.run_for(9_900)
+    assert noted == []
+    clock.run_for(60_000)
+    assert [each.event for each in noted] == ["no_broker_answers"]
+    assert noted[0].fields["detail"] == (
+        "no broker answers at tcp://127.0.0.1:1. If the broker has keys, give --key and "
+        "--broker-key"
+    )
+    noted.clear()
+    Joined().clock.run_for(60_000)
+    assert [each.event for each in noted] == ["joined", "broker_lost"]
 
 
 def test_a_refusal_of_any_of_its_joins_is_one() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.errors import EngineError, UsageError, WavebusError
+from bus.errors import EngineError, UsageError
 from sidecar.supervision.ranks import (
     RankLaunchPlan,
     RankSupervisor,
@@ -149,5 +149,5 @@ def test_it_gives_up_after_so_many_deaths_in_a_row() -> None:
 
 def test_wrong_options_are_not_tried_again() -> None:
     """Exit code 2 says that the next try would end alike."""
-    with pytest.raises(WavebusError, match="rank 0 refused its options"):
+    with pytest.raises(UsageError, match="rank 0 refused its options"):
         run(Scripted(1, "exit(2)"), restarts=5)

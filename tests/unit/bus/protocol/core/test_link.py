@@ -144,12 +144,13 @@ def test_a_silent_broker_is_missed_and_asked_again() -> None:
 
 @pytest.mark.parametrize("code", [NackCode.NAME_TAKEN, NackCode.GROUP_HELD])
 def test_a_name_that_is_held_is_waited_for_so_long(code: NackCode) -> None:
-    """Its owner may be dead and not yet missed; after the patience it is final."""
+    """Its owner may be dead and not yet missed; after the patience it is final. Noted once."""
     driver = Driver().to(_S.JOINING)
-    driver.say(make_nack(code), 100.0)
+    noted = driver.say(make_nack(code), 100.0)
+    assert [each.event for each in noted if isinstance(each, Note)] == ["join_waits"]
     assert driver.link.state is _S.JOINING
     assert sent(driver.link.tick(8_000.0)) == [Join]
-    driver.say(make_nack(code), 8_099.0)
+    assert driver.say(make_nack(code), 8_099.0) == []
     assert driver.link.state is _S.JOINING
     driver.say(make_nack(code), 8_100.0)
     assert driver.link.state is _S.REFUSED
