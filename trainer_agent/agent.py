@@ -46,7 +46,6 @@ from trainer_agent.weights.source import Weights, copy_source
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-    from types import TracebackType
 
     from bus.protocol.core.link import LinkConfig
     from bus.runtime.interfaces import ClientTransport
@@ -211,12 +210,14 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
 
         The broker ends a pause that is still held. An update under way is aborted.
         """
-        if self._sending is not None:
-            await cancel_and_wait(self._sending)
-        if self._catch_up is not None:
-            await self._catch_up.stop()
-        self._connection.close()
-        self._transport.close()
+        try:
+            if self._sending is not None:
+                await cancel_and_wait(self._sending)
+            if self._catch_up is not None:
+                await self._catch_up.stop()
+        finally:
+            self._connection.close()
+            self._transport.close()
 
     async def close_transport(self) -> None:
         """Destroys the transport's sender and frees its memory; the next update opens a new one.
@@ -230,12 +231,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
     async def __aenter__(self) -> Self:
         return await self.connect()
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # -- updates ----------------------------------------------------------------
@@ -365,6 +361,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 chunk_bytes=self.chunk_bytes,
                 verify=self.verify,
             )
+            update.on_end = stream.close
             stream.plan.check_finite = check_finite
             stream.on_released = on_sent
             if self._snapshot is not None and target == "model":
