@@ -44,7 +44,7 @@ LONG_CLASSES = {
     "EngineUpdate": 387,
     "Group": 342,
     "Sidecar": 421,
-    "TrainerAgent": 374,
+    "TrainerAgent": 376,
     "TrainerEngineSession": 367,
     "UpdateMachine": 292,
     "WavebusWeightTransferEngine": 380,

@@ -46,6 +46,7 @@ from trainer_agent.weights.source import Weights, copy_source
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+    from types import TracebackType
 
     from bus.protocol.core.link import LinkConfig
     from bus.runtime.interfaces import ClientTransport
@@ -231,7 +232,12 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
     async def __aenter__(self) -> Self:
         return await self.connect()
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         await self.close()
 
     # -- updates ----------------------------------------------------------------
@@ -355,11 +361,9 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 return await follow_rank_zero(self._connection, read, number)
         async with self._suspend_catch_up(), self._updates.begin(ask, target) as update:
             engine_dtype = await self._connection.engine_dtype() if dtype == "engine" else ""
+            read = CastSource(read, engine_dtype) if engine_dtype else read
             stream = ChunkStream(
-                CastSource(read, engine_dtype) if engine_dtype else read,
-                self._transport.sender,
-                chunk_bytes=self.chunk_bytes,
-                verify=self.verify,
+                read, self._transport.sender, chunk_bytes=self.chunk_bytes, verify=self.verify
             )
             update.on_end = stream.close
             stream.plan.check_finite = check_finite
@@ -367,8 +371,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             if self._snapshot is not None and target == "model":
                 begin = self._snapshot.begin
                 update.copy = stream.copy = await anyio.to_thread.run_sync(begin, stream.plan.metas)
-            report = await send_stream(update, stream, self._transport, self._steps, label)
-        return report.version
+            return (await send_stream(update, stream, self._transport, self._steps, label)).version
 
     async def send_weights(
         self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateArguments]
