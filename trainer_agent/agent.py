@@ -211,12 +211,14 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
 
         The broker ends a pause that is still held. An update under way is aborted.
         """
-        if self._sending is not None:
-            await cancel_and_wait(self._sending)
-        if self._catch_up is not None:
-            await self._catch_up.stop()
-        self._connection.close()
-        self._transport.close()
+        try:
+            if self._sending is not None:
+                await cancel_and_wait(self._sending)
+            if self._catch_up is not None:
+                await self._catch_up.stop()
+        finally:
+            self._connection.close()
+            self._transport.close()
 
     async def close_transport(self) -> None:
         """Destroys the transport's sender and frees its memory; the next update opens a new one.
@@ -359,19 +361,17 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 return await follow_rank_zero(self._connection, read, number)
         async with self._suspend_catch_up(), self._updates.begin(ask, target) as update:
             engine_dtype = await self._connection.engine_dtype() if dtype == "engine" else ""
+            read = CastSource(read, engine_dtype) if engine_dtype else read
             stream = ChunkStream(
-                CastSource(read, engine_dtype) if engine_dtype else read,
-                self._transport.sender,
-                chunk_bytes=self.chunk_bytes,
-                verify=self.verify,
+                read, self._transport.sender, chunk_bytes=self.chunk_bytes, verify=self.verify
             )
+            update.on_end = stream.close
             stream.plan.check_finite = check_finite
             stream.on_released = on_sent
             if self._snapshot is not None and target == "model":
                 begin = self._snapshot.begin
                 update.copy = stream.copy = await anyio.to_thread.run_sync(begin, stream.plan.metas)
-            report = await send_stream(update, stream, self._transport, self._steps, label)
-        return report.version
+            return (await send_stream(update, stream, self._transport, self._steps, label)).version
 
     async def send_weights(
         self, source: Weights, *, snapshot: bool = False, **options: Unpack[UpdateArguments]

@@ -116,15 +116,15 @@ class Connection:
         try:
             with anyio.fail_after(min(self.timeout_s, _JOIN_S)):
                 await self._wait_until_joined()
-        except TimeoutError:
+        except BaseException as error:
             self._peer.close()
+            self._peer = None  # so that it may be tried again
+            if not isinstance(error, TimeoutError):
+                raise
             raise BusTimeout(
                 f"no broker answers at {self.broker}; start one with `wavebus broker`"
                 f"{silence_hint(self._security)}"
             ) from None
-        except BaseException:
-            self._peer.close()
-            raise
 
     def close(self) -> None:
         """Leaves the bus; requests under way fail with ``BusClosed``."""

@@ -131,8 +131,8 @@ class _Life:
         self.now_ms = began.now_ms + shift_ms
         self._tracks: dict[str, _Track] = {}
         self._routes: dict[str, bytes] = {}  # of the peers that have joined
-        # Requests of a trainer, by name and id; None once answered, although it may be repeated.
-        self._requests: dict[tuple[str, int], _Key | None] = {}
+        # Requests of a trainer, by route and id; None once answered, although it may be repeated.
+        self._requests: dict[tuple[bytes, int], _Key | None] = {}
 
     def on_received(self, route: bytes, decoded: DecodedFrame) -> list[TraceSpan]:
         """Handles an engine's answer, or a trainer's command."""
@@ -155,7 +155,7 @@ class _Life:
         step = _OF_THE_BUS.get(type(message))
         if step is not None:
             key = (step, decoded.update_id, getattr(message, "chunk", 0))
-            if self._requests.setdefault((peer, envelope.id), key) is not None:
+            if self._requests.setdefault((route, envelope.id), key) is not None:
                 self._on_asked(peer, "trainer", envelope.group, key)
         return []
 
@@ -169,11 +169,11 @@ class _Life:
             (self._routes[peer],) = routes
             return self._end_open_span(peer)  # another life of the peer, or of its link
         if envelope.reply_to:
-            (peer,) = decoded.peers
-            request = self._requests.get((peer, envelope.reply_to))
+            (peer,), (route,) = decoded.peers, routes
+            request = self._requests.get((route, envelope.reply_to))
             if request is None:
                 return []
-            self._requests[peer, envelope.reply_to] = None
+            self._requests[route, envelope.reply_to] = None
             result = message.code.value if isinstance(message, Nack) else "done"
             return self._on_answered(peer, request, result)
         step = STEPS.get(type(message))

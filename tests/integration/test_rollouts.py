@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 import sys
@@ -500,6 +501,35 @@ def test_engines_that_take_no_connection_are_not_asked_for_anything_else_either(
     run(main())
 
 
+@pytest.mark.parametrize("how", ["rejected", "unreachable"])
+def test_engines_that_are_routed_and_take_nothing_are_no_engines(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example, since what they advertise can't be reached from here. They are asked again
+    before ``unavailable_s`` is over."""
+    monkeypatch.setattr("trainer_agent.rollouts.router._LONGEST_HOLD_S", 0.05)
+
+    async def closed(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": "closed"}, status=503)
+
+    async def main() -> None:
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            answers = {"/inference/v1/generate": closed, "/v1/chat/completions/render": closed}
+            async with clients_of(answers, unavailable_s=0.3) as client, asyncio.timeout(10):
+                await client._pool.until_routed()
+                if how == "unreachable":
+                    (load,) = client._pool.router.engines.values()
+                    url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+                    client._pool.router.update([dataclasses.replace(load.route, endpoint=url)])
+                with pytest.raises(NoEngine, match=f"for 0.3 s.*the last: e0 at http://.*{how}"):
+                    await client.generate(PROMPT, {"max_tokens": 5})
+                with pytest.raises(NoEngine, match=f"for 0.3 s.*the last: e0 at http://.*{how}"):
+                    await client.ask("/v1/chat/completions/render", {})
+
+    run(main())
+
+
 def test_five_attempts_in_a_row_without_a_token_are_the_limit() -> None:
     async def main() -> None:
         async with clients_of(raw) as client:
@@ -548,6 +578,50 @@ def test_a_stop_string_is_found_across_the_seam(included: bool) -> None:
             assert choice.token_ids == (78, 79, 80, 81)
             assert (choice.finish_reason, choice.stop_reason) == ("stop", "OPQ")
             assert choice.spans[-1].end == 4
+
+    run(main())
+
+
+class Chatting(Letters):
+    """With a chat template, too."""
+
+    def apply_chat_template(self, _: Any, **__: Any) -> list[int]:
+        return PROMPT
+
+
+@pytest.mark.parametrize("included", [False, True])
+@pytest.mark.parametrize("parses", [False, True])
+def test_a_text_is_cut_at_the_stop_string_that_ended_it(parses: bool, included: bool) -> None:
+    """Not at one of the first tokens, which do not end it; a chat's message ends there as well."""
+
+    async def render(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"token_ids": PROMPT, "sampling_params": {}})
+
+    async def derender(request: web.Request) -> web.StreamResponse:
+        (choice,) = json.loads(await request.read())["generate_response"]["choices"]
+        message = {"role": "assistant", "content": Letters().decode(choice["token_ids"])}
+        return web.json_response({"choices": [{"index": 0, "message": message}]})
+
+    async def main() -> None:
+        answer = then(event(78), event(79), event(78), event(79), event(78, finish="length"))
+        routes = {"/inference/v1/generate": answer}
+        if parses:
+            chat = "/v1/chat/completions"
+            routes |= {f"{chat}/render": render, f"{chat}/derender": derender}
+        async with clients_of(routes, tokenizer=Chatting()) as client:
+            params = {"max_tokens": 9, "min_tokens": 2, "stop": ["O", "OXXX"]}
+            params["include_stop_str_in_output"] = included
+            template = {"enable_thinking": False}
+            done = await client.chat(
+                [{"role": "user", "content": "?"}],
+                sampling_params=params,
+                chat_template_kwargs=template,
+            )
+            assert template == {"enable_thinking": False}
+            (choice,) = done.choices
+            assert choice.token_ids == (78, 79, 78, 79)
+            assert choice.text == ("NONO" if included else "NON")
+            assert done.messages[0]["content"] == choice.text
 
     run(main())
 

@@ -17,7 +17,7 @@ from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.serving import an_engine, assert_serve
-from trainer_agent import SyncTrainerAgent, TrainerAgent, share_memory
+from trainer_agent import CpuCache, SyncTrainerAgent, TrainerAgent, share_memory
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -263,6 +263,33 @@ def test_weights_that_are_not_finite(
     (warning,) = [line for line in lines if line["event"] == "weights_not_finite"]
     assert warning["tensor"] == bad
     assert warning["update_id"].startswith("u")
+
+
+def test_a_cache_takes_other_weights_as_soon_as_its_update_has_failed(
+    checkpoint: Checkpoint,
+) -> None:
+    """Also where the error is handled, which holds on to what was under way."""
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            TrainerAgent(broker, group="policy", chunk_bytes=CHUNK_BYTES) as agent,
+            an_engine(checkpoint, broker, "e0") as engine,
+        ):
+            await agent.wait_for_engines(1)
+            weights = perturbed(checkpoint.weights, 1)
+            next(iter(weights.values())).view(-1)[0] = float("nan")
+            cache = CpuCache(weights)
+            weights = perturbed(checkpoint.weights, 2)
+            try:
+                await agent.update_weights(cache, check_finite=True)
+            except NonFiniteWeights:
+                cache.store(weights)
+            version = await agent.update_weights(cache)
+            cache.store(weights)
+            await assert_serve(checkpoint, weights, version, engine)
+
+    run(scenario())
 
 
 def test_several_ranks_take_no_snapshot() -> None:

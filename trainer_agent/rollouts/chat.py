@@ -56,7 +56,7 @@ async def ask_any(
         RolloutFailed: five engines in a row failed.
     """
     avoid: set[str] = set()
-    failures = 0
+    failures, refused_s = 0, 0.0
     method = "GET" if body is None else "POST"
     timeout = aiohttp.ClientTimeout(pool.stall_s, sock_connect=http.timeout.sock_connect)
     while True:
@@ -80,6 +80,8 @@ async def ask_any(
         avoid.add(load.route.engine)
         if cut.how in ("rejected", "unreachable"):
             pool.router.rejected(load, pool.now_s())
+            refused_s = refused_s or pool.now_s()
+            await pool.require_engines(refused_s, f"{load.route.engine} at {url}: {cut}")
         else:
             failures += 1
         if failures == FAILURES:
@@ -220,7 +222,7 @@ class Chat:
                 "tokenizer with a chat template"
             )
         messages, tools = request.pop("messages"), request.pop("tools", None)
-        options = request.pop("chat_template_kwargs", {})
+        options = dict(request.pop("chat_template_kwargs", {}))  # a copy: it is the caller's
         if unknown := request.keys() - set(_HANDED_ON):
             raise UsageError(f"{min(unknown)}: needs engines that render messages")
         options |= {"add_generation_prompt": True, "return_dict": False}
@@ -248,13 +250,15 @@ class Chat:
         if found is None:
             raise RolloutFailed("no engine has a route any more that makes messages of tokens")
         parsed = {each["index"]: each["message"] for each in found["choices"]}
-        return tuple(_message(choice, parsed.get(choice.index)) for choice in done.choices)
+        return tuple(self._message(choice, parsed.get(choice.index)) for choice in done.choices)
 
-
-def _message(choice: Choice, parsed: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns a choice's message, up to the stop string."""
-    message = parsed or {"role": "assistant", "content": choice.text or ""}
-    text = message.get("content")
-    if isinstance(choice.stop_reason, str) and isinstance(text, str):
-        return {**message, "content": text.partition(choice.stop_reason)[0]}
-    return message
+    def _message(self, choice: Choice, parsed: dict[str, Any] | None) -> dict[str, Any]:
+        """Returns a choice's message, which ends where the choice's text does."""
+        text = choice.text or ""
+        if parsed is None:
+            return {"role": "assistant", "content": text}
+        content = parsed.get("content")
+        if isinstance(content, str) and self._tokenizer is not None:
+            behind = self._tokenizer.decode(choice.token_ids)[len(text) :]
+            return {**parsed, "content": content.removesuffix(behind)}
+        return parsed

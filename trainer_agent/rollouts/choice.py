@@ -58,6 +58,7 @@ class ChoiceState:
         self._inexact: list[str] = []
         self._finish = ""  # of the current attempt
         self._stop: int | str | None = None
+        self._stop_chars = 0  # from the start of the stop string to the end of the text
         self._begun = 0  # tokens before the current attempt
         self._wire_spans: list[PieceSpan] = []
         self._stop_search = _StopSearch(tokenizer) if tokenizer and request.stops else None
@@ -182,7 +183,7 @@ class ChoiceState:
         if self._tokenizer is not None:
             text = self._tokenizer.decode(self.token_ids)
             if isinstance(self._stop, str) and self._request.stops:
-                at = text.find(self._stop)
+                at = text.find(self._stop, max(0, len(text) - self._stop_chars))
                 kept = len(self._stop) if self._request.params.include_stop_str_in_output else 0
                 text = text[: at + kept] if at >= 0 else text
         return Choice(
@@ -202,11 +203,11 @@ class ChoiceState:
         assert self._stop_search is not None
         first = len(self.token_ids) - len(fresh)
         for place, token in enumerate(fresh):
-            found = self._stop_search.add(token, self._request.stops)
+            found, chars = self._stop_search.add(token, self._request.stops)
             if found and first + place + 1 > self._request.params.min_tokens:
                 del self.token_ids[first + place + 1 :]
                 del self._logprobs[first + place + 1 :]
-                self._finish, self._stop = "stop", found
+                self._finish, self._stop, self._stop_chars = "stop", found, chars
                 return fresh[: place + 1]
         return fresh
 
@@ -242,16 +243,17 @@ class _StopSearch:
         self._text = GrowingText(tokenizer)
         self._tail = ""
 
-    def add(self, token: int, stops: Sequence[str]) -> str:
-        """Returns the stop string that this token completes; empty if none."""
-        fresh = self._text.add(token)
-        if not fresh:
-            return ""
-        seen = self._tail + fresh
+    def add(self, token: int, stops: Sequence[str]) -> tuple[str, int]:
+        """Returns the stop string that this token completes; empty if none.
+
+        Returns also how many characters the text has from the start of that stop string.
+        """
+        seen, before = self._tail + self._text.add(token), len(self._tail)
         longest = max(map(len, stops))
         self._tail = seen[-(longest - 1) :] if longest > 1 else ""
-        found = [(at, stop) for stop in stops if (at := seen.find(stop)) >= 0]
-        return min(found)[1] if found else ""
+        starts = ((seen.find(stop, max(0, before - len(stop) + 1)), stop) for stop in stops)
+        at, stop = min((each for each in starts if each[0] >= 0), default=(0, ""))
+        return stop, len(seen) - at
 
 
 def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:

@@ -153,7 +153,7 @@ class EnginePool:
             while not waiter.granted.done():
                 await asyncio.wait([waiter.granted], timeout=self._unavailable_s)
                 if not waiter.granted.done():
-                    await self._require_engines()
+                    await self.require_engines()
             return waiter.granted.result()
         except BaseException:
             if not waiter.granted.done():
@@ -172,7 +172,7 @@ class EnginePool:
             try:
                 await asyncio.wait_for(self._routed.wait(), self._unavailable_s)
             except TimeoutError:
-                await self._require_engines()
+                await self.require_engines()
 
     def release(self, load: EngineLoad, sequences: int) -> None:
         """Frees an engine's slots after an attempt, and assigns them to waiting requests.
@@ -201,18 +201,25 @@ class EnginePool:
             if load is not None:
                 self._waiting.remove(waiter)
                 waiter.granted.set_result(load)
+            elif waiter.session is None and not waiter.avoid:
+                break  # later ones with fewer sequences would take each place that becomes free
         self._stop_timer()
         release_s = self.router.next_release_s(now_s)
         if (self._waiting or self._for_prefill) and release_s is not None:
             self._timer = asyncio.get_running_loop().call_later(release_s - now_s, self._grant)
 
-    async def _require_engines(self) -> None:
+    async def require_engines(self, since_s: float = 0.0, last: str = "") -> None:
         """Checks that an engine generates tokens, or will after a pause.
+
+        Args:
+            since_s: when engines began to refuse a request; until ``unavailable_s`` later, nothing
+                is checked.
+            last: how the last engine refused it, for the error.
 
         Raises:
             NoEngine: there is none; the text names the group's engines.
         """
-        if self.now_s() - self._last_token_s < self._unavailable_s:
+        if self.now_s() - max(since_s, self._last_token_s) < self._unavailable_s:
             return
         known = sorted(self.router.engines) or ["none"]
         try:
@@ -227,7 +234,7 @@ class EnginePool:
         there = ", ".join(f"{each.name} at {each.endpoint or 'no endpoint'}" for each in engines)
         raise NoEngine(
             f"no engine took a request for {self._unavailable_s:g} s; in group {self._group}: "
-            f"{there or 'nobody'}; routed: {', '.join(known)}"
+            f"{there or 'nobody'}; routed: {', '.join(known)}" + f"; the last: {last}" * bool(last)
         )
 
     async def _watch_engines(self) -> None:
@@ -253,7 +260,7 @@ class EnginePool:
     def _on_routes(self, group: str, routes: Routes) -> None:
         if group == self._group:
             self.router.update(routes.engines)
-            (self._routed.set if routes.engines else self._routed.clear)()
+            (self._routed.set if self.router.engines else self._routed.clear)()
             self._grant()
 
     def _stop_timer(self) -> None:

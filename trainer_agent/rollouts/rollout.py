@@ -55,6 +55,7 @@ class RolloutRun:
         self._died: set[tuple[str, str]] = set()  # engines that died while they ran it; endpoints
         self._avoid: set[str] = set()  # engines that failed the request
         self._last = ""  # how the last failed attempt ended, and on which engine
+        self._refused_s: float | None = None  # since when engines refuse each attempt
 
     async def run(self) -> Completion:
         """Sends attempts until all choices are done.
@@ -133,6 +134,13 @@ class RolloutRun:
             if choice.done:
                 self._pool.router.succeeded(load)
         self._judge(choices, load, cut)
+        is_refused = cut is None or cut.how in ("rejected", "unreachable")
+        if not is_refused or any(choice.done or choice.gained for choice in choices):
+            self._refused_s = None
+        elif self._refused_s is None:
+            self._refused_s = self._pool.now_s()
+        else:
+            await self._pool.require_engines(self._refused_s, self._last)
 
     def _prepare(self, choice: ChoiceState, reasons: Sequence[str]) -> None:
         """Decides how a choice with tokens continues; ``reasons`` say why not exactly."""

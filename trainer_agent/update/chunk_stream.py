@@ -12,6 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +24,7 @@ from bus.errors import BusTimeout, WavebusError, refusal
 from bus.messages import ChunkSent, Step
 from bus.protocol.trainer.chunk_window import ChunkWindow
 from trainer_agent.update.plan import UpdatePlan
-from trainer_agent.update.steps import flat_task_group
+from trainer_agent.update.steps import flat_task_group, run_to_end
 from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.source import Devices, as_described, tensor_metas
 
@@ -162,6 +163,14 @@ class ChunkStream:
             for _ in self._remaining:
                 pass
 
+    def close(self) -> None:
+        """Ends the pass over the source, unless a thread still waits in it."""
+        if isinstance(self._remaining, Generator) and self._take_lock.acquire(blocking=False):
+            try:
+                self._remaining.close()
+            finally:
+                self._take_lock.release()
+
     async def _put(self, seq: int) -> _FilledChunk:
         taking = asyncio.ensure_future(
             anyio.to_thread.run_sync(self._take, seq, abandon_on_cancel=True)
@@ -176,7 +185,7 @@ class ChunkStream:
                     taking.cancel()
                     raise stuck
                 await asyncio.wait([taking], timeout=_LOOK_S)
-        return await anyio.to_thread.run_sync(self._fill, seq, await taking)
+        return await run_to_end(self._fill, seq, await taking)
 
     def _check_stuck(self, seq: int, waited_s: float) -> WavebusError | None:
         """Returns the error of a source that takes too long for a tensor; None if it does not."""

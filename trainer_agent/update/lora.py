@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -29,6 +30,7 @@ from bus.messages import ChunkSent, TransferInit
 from bus.weight_transfer.formats import SHM_FOLDER, encode
 from trainer_agent.update.chunk_stream import do_nothing
 from trainer_agent.update.plan import UpdatePlan
+from trainer_agent.update.steps import run_to_end
 from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.source import meta_of
 
@@ -132,13 +134,17 @@ async def send_adapter(
         label: the trainer's own name of the adapter's version.
         verify: how much of each tensor is verified by checksum.
     """
-    written = await anyio.to_thread.run_sync(WrittenAdapter, adapter)
+    with contextlib.ExitStack() as ended:
+        # Entered in the thread: a cancelled caller gets no result that it could close.
+        written = await run_to_end(
+            lambda: ended.enter_context(contextlib.closing(WrittenAdapter(adapter)))
+        )
+        ended.callback(transport.invalidate)  # engines have closed the previous transport
 
-    async def open_folder() -> None:
-        init = TransferInit(steps.new_id(), adapter.backend, written.handle, 0, 0, {})
-        await transport.open_foreign(init)
+        async def open_folder() -> None:
+            init = TransferInit(steps.new_id(), adapter.backend, written.handle, 0, 0, {})
+            await transport.open_foreign(init)
 
-    try:
         await open_folder()
         await transport.arm(update, adapter.plan, label, open_folder)
         sums = await anyio.to_thread.run_sync(adapter.sums, verify)
@@ -148,9 +154,6 @@ async def send_adapter(
             await steps.send_chunk(ChunkSent(update.id, 0, verify, sums))
         adapter.plan.warn_of_nonfinite(update.id)
         return await update.commit(label, verify)
-    finally:
-        transport.invalidate()  # engines have closed the previous transport
-        written.close()
 
 
 def adapter_tensors(source: Weights) -> dict[str, torch.Tensor]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 
 import bus.log
 from bus.ids import new_update_id
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from bus.messages import ChunkSent, WeightChunkMeta
     from trainer_agent.connection import Connection
     from trainer_agent.options import PauseOptions
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Steps:
@@ -193,6 +197,18 @@ async def flat_task_group() -> AsyncIterator[TaskGroup]:
             yield tasks
     except BaseExceptionGroup as group:
         raise first_error(group) from group
+
+
+async def run_to_end(call: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Runs a call in a thread; a cancelled caller also waits for its end."""
+    results: list[T] = []
+
+    async def run() -> None:
+        results.append(await anyio.to_thread.run_sync(call, *args))
+
+    async with flat_task_group() as tasks:  # shields the task in it, also if asyncio cancels
+        tasks.start_soon(run)
+    return results[0]
 
 
 async def ask_in_order(*asks: Callable[[], Coroutine[object, object, object]]) -> None:

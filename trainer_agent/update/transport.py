@@ -11,7 +11,7 @@ from bus.errors import Refused
 from bus.messages import NackCode, PlanTransfer, TransferInit, TransferPlan
 from bus.weight_transfer.allocation import ALONE, World
 from bus.weight_transfer.rendezvous import address_towards, host_of
-from trainer_agent.update.steps import flat_task_group
+from trainer_agent.update.steps import flat_task_group, run_to_end
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -75,7 +75,7 @@ class Transport:
         self.invalidate()
         for left in reversed(range(_OPENINGS)):
             world = await self.plan() if self.sender.is_collective else ALONE
-            params = await anyio.to_thread.run_sync(self.sender.open, buffer_bytes, world)
+            params = await run_to_end(self.sender.open, buffer_bytes, world)
             try:
                 update_id = self._steps.new_id()
                 await self._meet_all(

@@ -220,6 +220,7 @@ class Update:
     Attributes:
         paused: set when every engine is paused, or the update failed.
         started: set when every engine waits for chunks, or the update failed.
+        on_end: called when the update has ended, also if it failed.
         copy: a copy of the weights, to be kept at the commit; None: nothing is kept.
     """
 
@@ -233,6 +234,7 @@ class Update:
     ) -> None:
         self.id = machine.id
         self.copy: WeightsCopy | None = None
+        self.on_end: Callable[[], None] = lambda: None
         self._machine = machine
         self._updates = updates
         self._steps = steps
@@ -374,6 +376,7 @@ class Update:
             await self._rank_zero.finish(self._machine.version, error)
         finally:
             self._updates.release()
+            self.on_end()
 
     async def _undo(self) -> None:
         """Aborts the update and resumes the engines.

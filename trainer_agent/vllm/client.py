@@ -56,7 +56,7 @@ class BusWeightSyncClient:
         self._session.require_rank_zero()
         if self._session.is_patching:
             patch = self._session.next_patch.take()
-            self._session.call(lambda: self._session.start(patch, self._options))
+            self._session.call(lambda: self._session.start(patch, self._options, self._target))
             return
         try:
             plan = self._session.source_plan()

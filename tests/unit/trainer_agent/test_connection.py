@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.errors import Refused
+from bus.errors import BusTimeout, Refused
 from bus.messages import (
     MAX_FRAME_BYTES,
     Arm,
@@ -36,6 +36,7 @@ class StubBroker:
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
+        self.is_silent = False
         self._seq = 0
         self._on_frame: OnFrame | None = None
 
@@ -45,6 +46,8 @@ class StubBroker:
     def send(self, frame: bytes) -> bool:
         told, _ = codec.decode(frame)
         self.kinds.append(told.kind)
+        if self.is_silent:
+            return True
         if told.kind == "JOIN":
             self._answer(Welcome(60_000, 60_000, 0), told.id)
         elif told.kind == "ARM":
@@ -97,3 +100,27 @@ def test_a_refusal_of_an_unread_frame_reaches_whoever_sent_the_largest() -> None
     error, kinds = asyncio.run(refusal_of(make_arm("u1", MANIFEST)))
     assert (error.code, error.nack.detail) == (NackCode.OVERSIZED, "too large")
     assert "ARM" in kinds
+
+
+def test_who_found_no_broker_may_try_again() -> None:
+    """For example, since the broker is started only now."""
+
+    async def scenario() -> None:
+        broker = StubBroker()
+        broker.is_silent = True
+        line = Connection(
+            "tcp://127.0.0.1:1",
+            role="trainer",
+            name="t",
+            group="policy",
+            timeout_s=0.05,
+            transport=broker,
+        )
+        with pytest.raises(BusTimeout, match="no broker answers"):
+            await line.open()
+        broker.is_silent, line.timeout_s = False, 60
+        await line.open()
+        assert line.is_joined
+        line.close()
+
+    asyncio.run(scenario())

@@ -167,6 +167,20 @@ def test_what_was_refused_says_so() -> None:
     assert "unfinished" not in results
 
 
+def test_a_trainer_that_is_started_again_under_its_name_has_all_its_steps() -> None:
+    """Its requests have the ids of those that the first one sent."""
+    world = world_of()
+    for _ in range(2):
+        trainer = world.trainers["trainer"]
+        trainer.run(trainer.pause(hold_ms=1.0))
+        assert world.settle()
+        trainer.leave()
+        world.add_trainer()
+        assert world.run_until(lambda: world.trainers["trainer"].is_joined)
+    mine = [span.name for span in the_spans(world) if span.role == "trainer"]
+    assert mine == ["pause_global", "resume"] * 2
+
+
 def test_another_one_under_a_peers_name_draws_nothing(world: SimWorld) -> None:
     """Nor ends a span of the peer's: neither its JOIN, which was refused, nor its acks."""
     entries = world.journals[0].entries()

@@ -17,6 +17,7 @@ from trainer_agent.connection import Connection
 from trainer_agent.failures import own_nack
 from trainer_agent.update.chunk_stream import ChunkStream
 from trainer_agent.update.steps import Steps
+from trainer_agent.update.transport import Transport
 from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.source import PairSource
 
@@ -94,6 +95,55 @@ def test_engines_hear_in_order_what_was_sent() -> None:
 
     asyncio.run(scenario())
     assert [seq for name, seq in told if name == "ChunkSent"] == list(range(CHUNKS))
+
+
+class Busy(Sender):
+    """Is in a call until it may return."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end, self.ended = (threading.Event() for _ in range(3))
+
+    def open(self, chunk_bytes: int, world: World) -> bytes:  # noqa: ARG002 - of all senders
+        return self._work()
+
+    def put(self, seq: int, tensors: Sequence[Tensor]) -> bytes:  # noqa: ARG002 - of all senders
+        return self._work()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _work(self) -> bytes:
+        self.begun.set()
+        assert self.may_end.wait(LIMIT_S)
+        self.ended.set()
+        return b""
+
+
+@pytest.mark.parametrize("call", ["open", "put"])
+def test_a_cancelled_update_leaves_no_thread_in_its_sender(call: str) -> None:
+    """The next update would open it beside, or fill the same buffers; the agent's end frees it."""
+
+    async def scenario() -> None:
+        sender = Busy()
+        line = Connection("", role="trainer", name="t", group="g", timeout_s=LIMIT_S)
+        source = as_source({"a": torch.zeros(16)})
+        stream = ChunkStream(source, sender, chunk_bytes=64, verify="off")
+        stream.connection = line
+        transport = Transport("busy", sender, Steps(line, lease_ms=1, timeout_s=LIMIT_S))
+        work = stream.fill() if call == "put" else transport.reopen(64)
+        cancelled = asyncio.create_task(work)
+        await asyncio.to_thread(sender.begun.wait, LIMIT_S)
+        for _ in range(3):
+            cancelled.cancel()
+            await asyncio.sleep(0)
+        is_waiting = not cancelled.done()
+        sender.may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert is_waiting
+        assert sender.ended.is_set()
+
+    asyncio.run(scenario())
 
 
 class Blocked(PairSource):

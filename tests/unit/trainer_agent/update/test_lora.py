@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
 import stat
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +25,13 @@ from bus.weight_transfer.formats import SHM_FOLDER, decode, encode
 from bus.weight_transfer.shm import ShmSender, sweep
 from sidecar.transfer.lora import LoraReceiver
 from tests.support.adapters import folders
-from trainer_agent.update.lora import Adapter, WrittenAdapter, adapter_tensors, config_text
+from trainer_agent.update.lora import (
+    Adapter,
+    WrittenAdapter,
+    adapter_tensors,
+    config_text,
+    send_adapter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +66,33 @@ def test_it_lies_as_peft_saves_it(written: WrittenAdapter) -> None:
     assert all(torch.equal(stored[name], tensor) for name, tensor in TENSORS.items())
     written.close()
     assert not folder.exists()
+
+
+def test_a_cancelled_update_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is cancelled while a thread writes the adapter."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow_save(*_: Any, **__: Any) -> None:
+        begun.set()
+        assert may_end.wait(30.0)
+
+    async def scenario() -> None:
+        before = folders()
+        bus: Any = SimpleNamespace()
+        adapter = Adapter("mine", TENSORS, CONFIG)
+        sending = asyncio.create_task(
+            send_adapter(adapter, bus, bus, bus, label="", verify="sample")
+        )
+        await asyncio.to_thread(begun.wait, 30.0)
+        sending.cancel()
+        await asyncio.sleep(0)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert folders() == before
+
+    monkeypatch.setattr("trainer_agent.update.lora.save_file", slow_save)
+    asyncio.run(scenario())
 
 
 def test_a_nan_of_an_adapter_is_found() -> None:

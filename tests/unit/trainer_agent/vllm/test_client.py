@@ -23,6 +23,7 @@ from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.serving import an_engine, assert_serve
 from trainer_agent import SyncTrainerAgent, TrainerAgent
 from trainer_agent.update.plan import UpdatePlan
+from trainer_agent.update.update import Update, Updates
 from trainer_agent.vllm.native_payloads import NativeTransport
 from trainer_agent.vllm.payloads import chunk_info, init_info
 from trainer_agent.weights.source import PairSource, tensor_metas
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from bus.messages import Target
     from sidecar.embedded import EmbeddedEngine
     from tests.support.checkpoints import Checkpoint
+    from trainer_agent.options import UpdateOptions
     from trainer_agent.vllm.client import BusWeightSyncClient
     from trainer_agent.vllm.source import BusWeightSource
 
@@ -294,14 +296,42 @@ def test_a_pass_that_is_left_undoes_the_update(checkpoint: Checkpoint) -> None:
     run(scenario())
 
 
+PATCH = SimpleNamespace(
+    name="a",
+    indices=torch.zeros(1, dtype=torch.int32),
+    values=torch.zeros(1),
+    full_shape=(1,),
+)
+
+
+def test_a_patch_of_a_draft_is_none_of_the_model(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine here takes patches."""
+    begun: list[Target] = []
+
+    class Noted(Updates):
+        def begin(self, options: UpdateOptions, target: Target = "model", **more: Any) -> Update:
+            begun.append(target)
+            return super().begin(options, target, **more)
+
+    monkeypatch.setattr("trainer_agent.agent.Updates", Noted)
+
+    async def scenario() -> None:
+        async with a_bench(checkpoint) as bench:
+            await bench.trainer(bench.source(9)[1])
+            session = bench.agent._engine_session
+            session._native_transport = NativeTransport("vllm:sparse_nccl", None)
+            assert list(bench.agent.patches([PATCH], base=1)) == [PATCH]
+            drafts = bench.agent.client(target="draft")
+            await _raises(UpdateFailed, "has no patches", drafts.start_weight_update)
+
+    run(scenario())
+    assert begun == ["draft"]
+
+
 def test_a_patch_is_no_update_of_the_other_ranks(checkpoint: Checkpoint) -> None:
     """Who does not count it, is not behind by one afterwards. No engine here takes patches."""
-    patch = SimpleNamespace(
-        name="a",
-        indices=torch.zeros(1, dtype=torch.int32),
-        values=torch.zeros(1),
-        full_shape=(1,),
-    )
 
     async def scenario() -> None:
         options: dict[str, Any] = {"ranks": 2, "timeout_s": 10.0}
@@ -312,7 +342,7 @@ def test_a_patch_is_no_update_of_the_other_ranks(checkpoint: Checkpoint) -> None
             bench.agent._engine_session._native_transport = NativeTransport(
                 "vllm:sparse_nccl", None
             )
-            assert list(bench.agent.patches([patch], base=1)) == [patch]
+            assert list(bench.agent.patches([PATCH], base=1)) == [PATCH]
             with pytest.raises(UpdateFailed, match="not open any more"):
                 await asyncio.to_thread(bench.agent.client().start_weight_update)
             weights, _ = bench.source(9)
