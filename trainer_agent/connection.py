@@ -129,7 +129,7 @@ class Connection:
     def close(self) -> None:
         """Leaves the bus; requests under way fail with ``BusClosed``."""
         if self._peer is not None:
-            self._peer.close("trainer closed")
+            self._peer.close()
         for future in self._answers.values():
             if not future.done():
                 future.set_exception(BusClosed("the agent was closed"))
