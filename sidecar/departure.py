@@ -31,9 +31,8 @@ class Departure:
     def on_ack(self, ack: HeartbeatAck) -> None:
         """Handles the broker's answer to a heartbeat, which ends the wait of :meth:`announce`.
 
-        The broker answers a heartbeat with closed admission only when the engine is out of the
-        routes and the watchers of the routes have confirmed that, as far as the broker waits for
-        them.
+        The answer says that admission is closed once the engine is out of the routes, and the
+        peers that follow the routes have confirmed that or taken too long.
 
         Args:
             ack: the broker's answer; answers before the announcement are ignored.

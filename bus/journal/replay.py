@@ -194,7 +194,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Unplayable:
-    """The reason why a broker's life, or its rest, can't be replayed.
+    """The reason why one run of a broker can't be replayed, or not to its end.
 
     Attributes:
         reason: the reason, as text.

@@ -1,4 +1,4 @@
-"""Lists every message: its class, wire name, permitted senders, and step.
+"""Lists every message: its class, wire name, permitted senders, and the step it belongs to.
 
 To add a message, write its class in a module of :mod:`bus.messages` and one line here.
 """

@@ -90,8 +90,8 @@ def transfer(*, plan: TransferBenchPlan, as_json: bool) -> None:
 def gap(*, plan: GapPlan, as_json: bool) -> None:
     """Measure the time between tokens during a weight update.
 
-    Requests decode while the engines are updated: by the engine's own flow without a bus, over the
-    bus in a pause, and over the bus staged. The three ways alternate in one run.
+    Engines are updated in three ways while requests decode: without a bus, by the engine's own
+    flow; over the bus in a pause; and over the bus staged. They alternate in one run.
     """
     require_engines(plan)
     show("gap", plan, as_json=as_json)

@@ -35,8 +35,8 @@ class RolloutRun:
         pool: the engines.
         http: the HTTP session for requests to engines.
         tokenizer: decodes tokens to text; None: no text and no stop strings.
-        on_delta: called with new tokens as they arrive. These tokens can't be taken back, so a
-            choice with tokens is not restarted then.
+        on_delta: called with new tokens as they arrive. These tokens can't be taken back, so with
+            ``on_delta`` a choice that has tokens is never begun anew.
     """
 
     def __init__(

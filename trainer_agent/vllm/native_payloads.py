@@ -124,7 +124,7 @@ def _native_of(view: EngineView) -> str:
 
 
 def sender_count(engine: str, ranks: int) -> int:
-    """Returns how many of a trainer's ranks send tensors with vLLM's ``engine``."""
+    """Returns how many of a trainer's ranks send tensors with a transfer engine of vLLM."""
     return ranks if engine in vllm_payloads.SHARDING else 1
 
 

@@ -78,7 +78,7 @@ class DpGroup:
         return self.is_complete and all(peer.phase in _STILL for peer in self.ranks.values())
 
     def is_moving(self) -> bool:
-        """Whether every rank schedules requests."""
+        """Whether every rank runs, and none is paused or about to pause."""
         return self.is_complete and not any(
             peer.phase in _STILL or peer.phase in ("pausing", "resuming")
             for peer in self.ranks.values()

@@ -1,4 +1,4 @@
-"""Engine calls that the session machine requests, and the queue in which they wait."""
+"""Engine calls that the session's state machine requests, and the queue in which they wait."""
 
 from __future__ import annotations
 

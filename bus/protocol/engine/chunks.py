@@ -113,7 +113,7 @@ class EngineChunks:
         return self._go_on()
 
     def on_received(self) -> list[SessionEffect]:
-        """Records that a receive call has returned, and queues what can follow."""
+        """Records that a receive call has returned, and queues the next receive and load calls."""
         self._received += 1
         return self._go_on()
 

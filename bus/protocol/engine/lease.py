@@ -46,7 +46,7 @@ LEASE_RETRY_MS: Final = 1000.0
 
 
 class LeaseState(StrEnum):
-    """Whether a lease holds the pause."""
+    """Whether the time for which the broker may keep the engine paused runs, or is over."""
 
     FREE = "free"
     HELD = "held"

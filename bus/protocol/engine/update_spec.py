@@ -146,7 +146,7 @@ class UpdateSpec:
         self.armed = Armed(self.update_id, round(took_ms, 3), room.needed_bytes, why_not)
 
     def ack(self, msg_id: int, took_ms: float = 0.0) -> SessionEffect:
-        """Returns the answer to the update's ARM, whose message id is ``msg_id``: ARMED or ACK."""
+        """Returns the answer to ARM ``msg_id``: ARMED if it asks about staging, otherwise ACK."""
         if self.armed is not None:
             return Send(self.armed, reply_to=msg_id)
         return ack(msg_id, Step.ARM, self.update_id, took_ms=took_ms)

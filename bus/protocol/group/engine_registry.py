@@ -310,7 +310,7 @@ class EngineRegistry:
         return name in self._records and self._records[name].incomplete
 
     def is_still_pausing(self, name: str) -> bool:
-        """Returns whether a rank has been pausing for some heartbeats while a peer rank runs."""
+        """Whether a rank's pause has lasted for several heartbeats while a peer rank still runs."""
         return self._records[name].pausing_beats > PENDING_BEATS and any(
             self.engines[peer].phase == "running" for peer in self.dp_peers(name)
         )

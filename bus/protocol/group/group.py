@@ -130,7 +130,7 @@ class Group(GroupState):
         return [self.send(m.PeerRanks(tuple(ranks)), peers)]
 
     def on_engine_lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
-        """Removes a lost or leaving engine from the group and from present steps."""
+        """Removes a lost or leaving engine from the group, its pause and its update."""
         if not self.registry.remove(peer):
             return []
         self.served.on_report(self.registry)
@@ -394,7 +394,7 @@ class Group(GroupState):
         return [*effects, self.note("routes", "", "info", fields), *self.tell_routes(watchers())]
 
     def tell_routes(self, watchers: tuple[bytes, ...]) -> list[Effect]:
-        """Sends watchers the routes that were announced last."""
+        """Sends the latest routes to peers that follow them."""
         return [Send(self.routing.now, watchers, 0, self.name, self.epoch)] if watchers else []
 
     def status(self, now_ms: float, booting: Iterable[Peer] = ()) -> m.GroupStatus:

@@ -138,15 +138,15 @@ class RankWaves:
         return self.step == 1 or self.step % self._interval == 0
 
     def on_agreement(self, unfinished: int, paused: int) -> CoreReport | None:
-        """Handles the sums over all ranks that an agreement has found.
+        """Handles the sums that all ranks have computed together.
 
         Args:
-            unfinished: how many ranks have requests that they may step for.
+            unfinished: how many ranks have requests that no pause holds.
             paused: how many ranks are paused.
 
         Returns:
-            A report for the coordinator, if the wave is complete or must be announced. Only rank 0
-                reports; the others return None.
+            A report for the coordinator, if the wave has ended or the other ranks must join it.
+                Only rank 0 reports; the others return None.
         """
         if paused == self.size:
             self.agreed = True

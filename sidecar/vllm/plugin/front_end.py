@@ -55,7 +55,7 @@ def check_token_ids(
 
 
 class DataRoutesOnly:
-    """ASGI middleware that gives clients of other hosts only the data routes.
+    """ASGI middleware that gives clients of other hosts only routes for generation.
 
     vLLM's option ``--middleware`` installs it; if several are given, the last one gets a request
     first. A client is on this host if its connection comes from loopback, or from the address to

@@ -210,7 +210,7 @@ def presence(wrapper: Any) -> str:
 
 
 def perform(worker: Any, operation: str) -> dict[str, Any]:
-    """Carries out an operation in this worker; a collective of the engine's workers.
+    """Carries out an operation in this worker; every worker of the engine is called.
 
     Args:
         worker: vLLM's worker.

@@ -102,7 +102,7 @@ class CoreStatusWriter:
         self.count(core)
 
     def count(self, core: Any) -> None:
-        """Reads the core's counts and flags; the next :attr:`enter` writes them to the page."""
+        """Reads the core's counts and flags, which the next :attr:`enter` writes to the page."""
         paused = int(core.scheduler.pause_state) != 0
         agreed = getattr(core, "ignore_start_dp_wave", paused)
         stepping = getattr(core, "engines_running", False)
@@ -259,7 +259,7 @@ def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 def agreement(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
-    """Shows the rank as waiting in an all-reduce of the DP group; counts a step.
+    """Marks the rank on its status page as waiting for the DP group; counts its step.
 
     Wraps vLLM's ``DPEngineCoreProc._has_global_unfinished_reqs``, which is ``original``.
     """

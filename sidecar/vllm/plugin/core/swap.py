@@ -284,7 +284,7 @@ def _labels_of(core: Any) -> deque[list[Any]]:
 
 
 def attach_weight_version(original: Callable[..., Any], core: Any, outputs: Any) -> None:
-    """Labels a step's outputs with the version before a swap, if it began before.
+    """Labels outputs of a step that began before a swap with the version before the swap.
 
     Wraps vLLM's ``EngineCore._attach_weight_version``, which is ``original``.
     """

@@ -234,7 +234,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
-        """:meth:`PlanCache.account`, the last swap in ms, and staging memory in bytes."""
+        """Returns :meth:`PlanCache.account`, the last swap's duration in ms, and staging bytes."""
         model = self._loadable["model"]
         swap_ms, staging_bytes = round(self._stager.swap_ms, 3), model.staged.memory.held_bytes
         return {**model.plans.account(), "swap_ms": swap_ms, "staging_bytes": staging_bytes}

@@ -85,7 +85,7 @@ class UpdateSession:
         self.close(worker)
 
     def close(self, worker: Any) -> None:
-        """Closes the session, also if another caller has closed it in vLLM.
+        """Closes the session; it may be closed in vLLM already.
 
         Raises:
             EngineError: the engine's own error; the session is then closed.
