@@ -42,7 +42,7 @@ ci-next: $(NEXT)/.vllm-next
 
 # Without vLLM: some minutes. Half of these wait for timers, so there is one more than processors,
 # and mypy runs beside them. Models play a fifth of their schedules, `make mutants` twice as many and
-# `make ci-slow` all.
+# `make slow` all.
 test-fast: $(VENV)/.test lint layers
 	$(BIN)/mypy & types=$$!; \
 	WAVEBUS_MODEL_SHARE=0.2 $(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal \
@@ -51,6 +51,9 @@ test-fast: $(VENV)/.test lint layers
 
 # What takes minutes and tells little more than the others do when all is well; on both vLLMs.
 slow: ci-slow $(NEXT)/.vllm-next
+	WAVEBUS_CHAOS_FRAMES=20000 WAVEBUS_CHAOS_CONNECTIONS=300 \
+		$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal tests/model tests/chaos
+	$(BIN)/python -m pytest -q -m slow --ignore=tests/vllm -k demo tests
 	$(BIN)/python -m pytest -q -m 'not slow' tests/vllm/test_engine_inprocess.py
 	$(BIN)/python -m pytest -q -m slow $(TWO_FILES) --ignore-glob='*/test_dp_*' tests/vllm
 	$(BIN)/python -m pytest -q -m slow tests/vllm/test_dp_*.py
@@ -58,13 +61,10 @@ slow: ci-slow $(NEXT)/.vllm-next
 	$(NEXT)/bin/python -m pytest -q -m slow $(TWO_FILES) --ignore-glob='*/test_dp_*' tests/vllm
 	$(NEXT)/bin/python -m pytest -q -m 'slow and not own_coordinator' tests/vllm/test_dp_*.py
 
-# The part of it that CI has time for: what needs no vLLM. The demo runs alone: how many of its updates
-# find a request in flight depends on what else the processors do.
+# The part of it that CI has time for: what needs no vLLM, and is no demo. Demos run alone: how many of
+# their updates find a request in flight depends on what else the processors do.
 ci-slow: $(VENV)/.test
-	WAVEBUS_CHAOS_FRAMES=20000 WAVEBUS_CHAOS_CONNECTIONS=300 \
-		$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal tests/model tests/chaos
 	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm -k 'not demo' tests
-	$(BIN)/python -m pytest -q -m slow --ignore=tests/vllm -k demo tests
 
 # Tests of the tests: each guarantee, broken on purpose, must make its suite fail.
 mutants: $(VENV)/.test
