@@ -126,7 +126,7 @@ class PauseLeaseWriter:
             EngineError: code ``name_taken``: another live sidecar has paused the engine.
         """
         lease, partial, engine = left.lease, left.partial, self._engine
-        is_held = lease.writer_pid != os.getpid() and is_alive(lease.writer_pid)
+        is_held = lease.writer_pid != self._pid and is_alive(lease.writer_pid)
         if is_held and lease.until_ns > time.monotonic_ns():
             raise EngineError(
                 f"another sidecar, process {lease.writer_pid}, holds this engine in pause "

@@ -15,6 +15,7 @@ import msgspec
 
 from bus.cli.options import (
     BrokerAddress,
+    GroupPlan,
     Keys,
     checked,
     configure_log,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from bus.keys import Security
 
 _STDOUT: Final = 1
-_GROUP: Final = "policy"
+_GROUP: Final = GroupPlan.group
 
 
 @dataclass(frozen=True)
