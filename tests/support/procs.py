@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
 
 from tests.support.fork_server import ForkedProcess, can_fork
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[2]
+KNOWN: WeakSet[Proc] = WeakSet()  # those that somebody still refers to, such as a traceback
 PATIENCE_S = 120.0
 # This checkout, then what finds its entry points where it is not installed.
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -60,6 +62,7 @@ class Proc:
         self._text_came: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        KNOWN.add(self)
 
     def __enter__(self) -> Self:
         return self
@@ -140,6 +143,10 @@ class Proc:
 
     def all_text(self) -> str:
         """What it has logged so far, for a failing test's message."""
+        with contextlib.suppress(queue.Empty):
+            while (line := self._fresh.get_nowait()) is not None:
+                self.events.append(line)
+            self._fresh.put(None)
         return "\n".join([*(json.dumps(e) for e in self.events[-30:]), *self.text[-30:]])
 
     def _read(self) -> None:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 BOOT_S = 300.0
 LIMIT_S = 300.0
+# Two processors have three engines here: one may not run for some seconds, and none is to be lost.
+PATIENT_MS = "20000"
 IDLE_S = 2.0  # vLLM closes a connection that is idle for 5 s; one that closes is no answer
 TOKENS = 40
 CLIENTS = 5
@@ -86,7 +88,9 @@ class Served:
         self.checkpoint = checkpoint
         self.asked = asked
         self.weights: dict[int, Mapping[str, Tensor]] = {0: checkpoint.weights}
-        self.broker = stack.enter_context(wavebus("broker", "--listen", "tcp://127.0.0.1:*"))
+        self.broker = stack.enter_context(
+            wavebus("broker", "--listen", "tcp://127.0.0.1:*", "--peer-timeout-ms", PATIENT_MS)
+        )
         self.address = self.broker.first_line()
         argv = server_argv(
             checkpoint.folder,

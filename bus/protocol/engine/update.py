@@ -169,8 +169,8 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         """Executes a TRANSFER_INIT, whose message id is ``msg_id``."""
         if self.staged and self.state in MIXED and not self._transfer.is_open(message):
             return self.give_way("the bus opens another transport")
-        if self.state in MIXED:
-            raise wrong_state(f"update {self.update_id} is {self.state.value}")
+        if self.state in MIXED:  # the broker has ended that update, and is about to abort it here
+            return []  # TRANSFER_INIT is repeated
         return self._transfer.open(msg_id, message)
 
     def arm(self, msg_id: int, message: m.Arm) -> list[c.SessionEffect]:
@@ -178,8 +178,8 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         known = message.update_id == self.update_id
         if known and self.state not in (_S.NONE, _S.ABORTING):
             return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
-        if self._abort_asked is not None or (self.staged and self.state is _S.ABORTING):
-            return []
+        if self._abort_asked is not None or self.state is _S.ABORTING:
+            return []  # until that is done; ARM is repeated
         if self.staged and self.state in MIXED and message.version > self._order.version:
             return self.give_way("the bus arms a later one")
         if self.state not in (_S.NONE, _S.ARMED):

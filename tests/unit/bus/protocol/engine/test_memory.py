@@ -21,6 +21,7 @@ from bus.messages import (
 )
 from bus.protocol.engine.calls import (
     CallAbortRequests,
+    CallArm,
     CallRestore,
     CallResume,
     CallSleep,
@@ -251,8 +252,8 @@ def test_a_late_sleep_of_a_pause_that_is_over_is_refused() -> None:
     assert not isinstance(driver.running, CallSleep)
 
 
-def test_an_update_armed_again_while_the_emptied_end_their_requests_is_refused() -> None:
-    """It is not taken for armed by its name."""
+def test_an_update_armed_again_while_the_emptied_end_their_requests_waits_for_that() -> None:
+    """It is not taken for armed by its name; the broker repeats ARM."""
     driver = asleep(2)
     driver.command(Wake("u1"))
     driver.returned()
@@ -260,8 +261,11 @@ def test_an_update_armed_again_while_the_emptied_end_their_requests_is_refused()
     driver.command(Abort("u1", "a peer rank refused"))
     driver.tick(5_001.0)
     assert driver.running == CallAbortRequests()
-    nack = nack_in(driver.command(make_arm("u1", MANIFEST, version=4)))
-    assert nack.code is NackCode.WRONG_STATE
+    again = make_arm("u1", MANIFEST, version=4)
+    assert not driver.command(again)
+    driver.returned()
+    driver.command(again)
+    assert isinstance(driver.running, CallArm)
 
 
 def test_a_late_sleep_of_this_pause_does_not_undo_its_wake() -> None:

@@ -203,8 +203,8 @@ COMMANDS: dict[str, Callable[[Driver], object]] = {
     "commit": lambda d: d.commit(),
     "abort": lambda d: d.abort(),
 }
-# In which states a command does something new; and in which it is an old one, answered
-# again or dropped. In all others it is refused.
+# In which states a command does something new; and in which it is an old one, answered again, or
+# dropped because it comes too early and will be repeated. In all others it is refused.
 NEW = {
     "open": {_S.NONE, _S.ARMING, _S.ARMED},
     "arm": {_S.NONE},
@@ -218,9 +218,9 @@ NEW = {
     "abort": set(_S) - {_S.NONE, _S.COMMITTING, _S.ABORTING},
 }
 OLD = {
-    "open": set[EngineUpdateState](),
-    "arm": set(_S) - {_S.NONE, _S.ABORTING},
-    "arm another": set[EngineUpdateState](),
+    "open": MIXED,
+    "arm": set(_S) - {_S.NONE},
+    "arm another": {_S.ABORTING},
     "start": MIXED,
     "chunk": MIXED - {_S.STARTING},
     "sent": MIXED,
