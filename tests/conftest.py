@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
 # torch's stores ask the DNS for the names of both their ends: where it answers nobody, each
 # question would take 5 s, here and in every process that a test starts.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+# On a loaded machine an example of a property, or what it is made of, may be held up for seconds.
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
 
 
 @pytest.hookimpl(wrapper=True)
