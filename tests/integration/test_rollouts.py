@@ -30,13 +30,17 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from tests.integration.conftest import Bus
-    from trainer_agent.rollouts.results import Choice, Completion
+    from trainer_agent.rollouts.results import Choice, Completion, TokenDelta
 
 TIMEOUT_S = 120.0
+# Some seconds, in which an engine or broker may get no processor.
+WAIT_S = 7.0
 PROMPT = [5, 9, 77]
 TOKENS = 40
 SAMPLED = {"temperature": 1.0, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}
 STEP_MS = ("--step-ms", "15")
+# Of requests that are to be under way until they are ended.
+LONG_STEP_MS = ("--step-ms", "100")
 
 
 class Serving(StubEngine):
@@ -63,12 +67,17 @@ def run(main: Any) -> None:
     asyncio.run(asyncio.wait_for(main, TIMEOUT_S))
 
 
-async def sessions(client: RolloutClient, count: int) -> list[list[Completion]]:
-    """Conversations of three turns, each with the answer before as part of its prompt."""
+async def sessions(
+    client: RolloutClient, count: int, last_turn: asyncio.Event | None = None
+) -> list[list[Completion]]:
+    """Conversations of three turns, each with the answer before as part of its prompt. The last one
+    waits for ``last_turn``."""
 
     async def talk(number: int) -> list[Completion]:
         prompt, turns = [*PROMPT, number], []
         for turn in range(3):
+            if last_turn is not None and turn == 2:
+                await last_turn.wait()
             done = await client.generate(
                 prompt, SAMPLED | {"n": 2, "seed": 1000 * number + turn}, session_id=f"s{number}"
             )
@@ -95,9 +104,11 @@ def test_interrupted_sessions_equal_their_undisturbed_twins(bus: Bus) -> None:
             RolloutClient(bus.address) as client,
         ):
             undisturbed = await sessions(client, 16)
-            under_way = asyncio.create_task(sessions(client, 16))
+            updated = asyncio.Event()
+            under_way = asyncio.create_task(sessions(client, 16, updated))
             await until_streaming(client, 16)
             await agent.update_weights(weights)
+            updated.set()
             await until_streaming(client, 8)
             await asyncio.to_thread(engines[0].kill)
             await agent.update_weights(weights)
@@ -118,18 +129,37 @@ def test_each_token_is_its_versions_greedy_token(bus: Bus) -> None:
     engines = [bus.sidecar(f"e{index}", "--step-ms", "25") for index in range(2)]
     weights = {0: bus.checkpoint.weights}
     greedy = {"temperature": 0.0, "max_tokens": 80, "ignore_eos": True, "logprobs": 0}
+    answers: list[tuple[list[int], Choice]] = []
+    came: asyncio.Queue[TokenDelta] = asyncio.Queue()
+    killed = asyncio.Event()
+
+    async def go_on_asking(client: RolloutClient, number: int) -> None:
+        prompt = [*PROMPT, number]
+        while not killed.is_set():
+            done = await client.generate(prompt, greedy, on_delta=came.put_nowait)
+            answers.append((prompt, done.choices[0]))
+
+    async def until_came(*, version: int | None = None, engine: str | None = None) -> None:
+        while not came.empty():  # those of before
+            came.get_nowait()
+        delta = await came.get()
+        while version not in (None, delta.version) or engine not in (None, delta.engine):
+            delta = await came.get()
 
     async def main() -> None:
         async with TrainerAgent(bus.address) as agent, RolloutClient(bus.address) as client:
-            prompts = [[*PROMPT, number] for number in range(8)]
-            asked = [asyncio.create_task(client.generate(each, greedy)) for each in prompts]
+            asking = [asyncio.create_task(go_on_asking(client, number)) for number in range(8)]
             await until_streaming(client, 8)
             for scale in (0.9, 1.2):
                 changed = {name: each * scale for name, each in bus.checkpoint.weights.items()}
-                weights[await agent.update_weights(changed)] = changed
+                version = await agent.update_weights(changed)
+                weights[version] = changed
+                await until_came(version=version)
+            await until_came(engine="e0")
             await asyncio.to_thread(engines[0].kill)
-            answers = [(await each).choices[0] for each in asked]
-        for prompt, choice in zip(prompts, answers, strict=True):
+            killed.set()
+            await asyncio.gather(*asking)
+        for prompt, choice in answers:
             assert_whole(choice, 80)
             assert choice.logprobs is not None
             for span in choice.spans:
@@ -142,8 +172,9 @@ def test_each_token_is_its_versions_greedy_token(bus: Bus) -> None:
                 told = torch.tensor(choice.logprobs[span.start : span.end])
                 assert float((rows.amax(-1) - found).max()) < 1e-4  # none is likelier
                 assert float((found - told).abs().max()) < 1e-4
-        assert {span.version for choice in answers for span in choice.spans} == weights.keys()
-        assert any({span.engine for span in choice.spans} == {"e0", "e1"} for choice in answers)
+        spans = [choice.spans for _, choice in answers]
+        assert {span.version for each in spans for span in each} == weights.keys()
+        assert any({span.engine for span in each} == {"e0", "e1"} for each in spans)
 
     run(main())
 
@@ -184,8 +215,8 @@ def test_a_paused_group_is_waited_for_and_a_group_without_engines_is_not(bus: Bu
     async def main() -> None:
         async with (
             TrainerAgent(bus.address) as agent,
-            RolloutClient(bus.address, stall_s=0.4, unavailable_s=0.4) as client,
-            RolloutClient(bus.address, group="nobody", unavailable_s=0.4) as lonely,
+            RolloutClient(bus.address, stall_s=WAIT_S, unavailable_s=WAIT_S) as client,
+            RolloutClient(bus.address, group="nobody", unavailable_s=WAIT_S) as lonely,
         ):
             async with agent.paused(mode="keep"):
                 waits = asyncio.create_task(client.generate(PROMPT, SAMPLED))
@@ -379,7 +410,8 @@ def test_a_request_goes_on_elsewhere_when_its_engine_talks_nonsense(
     """What the engine gave before stays; what it ended itself is ended."""
 
     async def main() -> None:
-        async with clients_of(answer, honest, stall_s=0.4) as client:
+        stall_s = 0.4 if ended_by == "stalled" else TIMEOUT_S
+        async with clients_of(answer, honest, stall_s=stall_s) as client:
             done = await client.generate(PROMPT, {"max_tokens": 5, "logprobs": 0})
             (choice,) = done.choices
             first = choice.attempts[0]
@@ -467,7 +499,7 @@ def test_an_engine_that_takes_no_connection_has_run_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many do not: none is said to have died of the request, which tries each once."""
-    monkeypatch.setattr("trainer_agent.rollouts.client._CONNECT_S", 0.02)
+    monkeypatch.setattr("trainer_agent.rollouts.client._CONNECT_S", 1.0)
 
     async def main() -> None:
         async with clients_of(honest) as client:
@@ -490,7 +522,7 @@ def test_engines_that_take_no_connection_are_not_asked_for_anything_else_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Five that fail are the limit, but these have not been asked."""
-    monkeypatch.setattr("trainer_agent.rollouts.client._CONNECT_S", 0.02)
+    monkeypatch.setattr("trainer_agent.rollouts.client._CONNECT_S", 1.0)
 
     async def main() -> None:
         async with clients_of(honest) as client:
@@ -516,7 +548,7 @@ def test_engines_that_are_routed_and_take_nothing_are_no_engines(
         with socket.socket() as nobody:
             nobody.bind(("127.0.0.1", 0))
             answers = {"/inference/v1/generate": closed, "/v1/chat/completions/render": closed}
-            async with clients_of(answers, unavailable_s=0.3) as client, asyncio.timeout(10):
+            async with clients_of(answers, unavailable_s=0.3) as client, asyncio.timeout(30):
                 await client._pool.until_routed()
                 if how == "unreachable":
                     (load,) = client._pool.router.engines.values()
@@ -627,7 +659,7 @@ def test_a_text_is_cut_at_the_stop_string_that_ended_it(parses: bool, included: 
 
 
 def test_a_client_that_is_killed_leaves_nothing_on_its_engine(bus: Bus) -> None:
-    bus.sidecar("e0", *STEP_MS)
+    bus.sidecar("e0", *LONG_STEP_MS)
     script = (
         "import asyncio, sys; from trainer_agent import RolloutClient\n"
         "async def main():\n"
@@ -659,7 +691,7 @@ async def until_in_flight(agent: TrainerAgent, count: int) -> None:
 
 def test_requests_without_a_session_go_where_other_clients_have_few(bus: Bus) -> None:
     for index in range(2):
-        bus.sidecar(f"e{index}", *STEP_MS)
+        bus.sidecar(f"e{index}", *LONG_STEP_MS)
 
     async def main() -> None:
         async with RolloutClient(bus.address) as first, RolloutClient(bus.address) as second:

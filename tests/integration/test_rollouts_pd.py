@@ -20,7 +20,7 @@ from bus.messages import RequestLimits
 from sidecar import Sidecar
 from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
-from tests.integration.test_rollouts import event, mute, raw, run, then
+from tests.integration.test_rollouts import TIMEOUT_S, event, mute, raw, run, then
 from tests.support.broker import a_broker
 from tests.support.generating import generating, streamed
 from trainer_agent.rollouts.client import RolloutClient
@@ -192,7 +192,8 @@ def test_a_prefill_engine_that_fails_is_replaced_by_another_or_by_none(
 ) -> None:
     async def main() -> None:
         p0, p1, d0 = Engine("prefill", fails), Engine("prefill"), Engine("decode")
-        async with fleet_of(p0, *([p1] if left else []), d0, stall_s=0.4) as fleet:
+        stall_s = 0.4 if fails is mute else TIMEOUT_S
+        async with fleet_of(p0, *([p1] if left else []), d0, stall_s=stall_s) as fleet:
             choice = await fleet.generate()
             assert [each.ended_by for each in choice.attempts] == ["length"]
             assert d0.asked == [("p1" if left else "alone", 3)]

@@ -22,8 +22,8 @@ LONG = SAMPLED | {"max_tokens": 400}
 
 
 def until_streaming(client: SyncRolloutClient, attempts: int) -> None:
-    """So many requests have engines."""
-    while len(client._connected()[1]._pool.attempts) != attempts:
+    """So many requests have engines, or more."""
+    while len(client._connected()[1]._pool.attempts) < attempts:
         time.sleep(0)
 
 
@@ -48,7 +48,7 @@ def test_threads_share_a_client_while_another_one_trains(bus: Bus) -> None:
         alone = talk(client, 3)
         assert alone[0] == alone[1] == alone[2] != alone[3]
         talks = [threads.submit(talk, client, number) for number in range(8)]
-        until_streaming(client, 8)
+        until_streaming(client, 1)
         agent.update_weights(weights)
         found = [each.result() for each in talks]
     assert found[3] == alone
@@ -83,7 +83,8 @@ def test_a_generator_that_is_closed_leaves_nothing_under_way(bus: Bus) -> None:
         next(many)
         stream.close()
         many.close()
-        until_streaming(client, 0)
+        while client._connected()[1]._pool.attempts:
+            time.sleep(0)
         with pytest.raises(UsageError, match="vocabulary"):
             client.generate([10**6], SAMPLED)
 
