@@ -27,7 +27,7 @@ def test_who_is_cancelled_while_he_leaves_has_left() -> None:
         assert broker.kinds[-1] == "LEAVE"
         let_go.set()
 
-    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
 async def undone(let_go: asyncio.Event) -> None:

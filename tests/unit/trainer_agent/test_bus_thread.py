@@ -15,7 +15,7 @@ from trainer_agent.bus_thread import BusThread
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-LONG_S = 5.0  # nobody waits for it, unless an interrupt is not heard
+LONG_S = 60.0  # nobody waits for it, unless an interrupt is not heard
 
 
 class Client:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MIB: Final = 2**20
 SMALL: Final = module._SMALL_BYTES
 LARGE: Final = b"x" * 2 * SMALL
-LIMIT_S: Final = 30.0
+LIMIT_S: Final = 60.0
 
 
 class Port:

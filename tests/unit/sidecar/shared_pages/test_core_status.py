@@ -35,13 +35,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         for number, phase in enumerate(PHASES):
             flags = LOCALLY_PAUSED | GLOBALLY_PAUSED
             page.count(step=number, wave=7, flags=flags, waiting=2, running=1, untagged=number)
+            before_s = time.monotonic()
             page.enter(phase)
             view = CoreStatusReader(tmp_path / "page").read()
             assert view == page.view()
             assert (view.rank, view.phase, view.step, view.wave) == (3, phase, number, 7)
             assert (view.flags, view.waiting, view.running) == (flags, 2, 1)
             assert view.untagged == view.message().untagged == number
-            assert 0 <= view.age_ms() < 1000
+            assert 0 <= view.age_ms() <= (time.monotonic() - before_s) * 1000
     assert not (tmp_path / "page").exists()
 
 
@@ -53,7 +54,7 @@ def test_a_process_that_does_not_run_is_frozen(monkeypatch: pytest.MonkeyPatch) 
         page.beat()
         assert 0 < page.view().beat_s <= time.monotonic()
         assert not page.view().is_frozen
-        now_s = time.monotonic()
+        now_s = page.view().beat_s
         for phase, after_s, frozen in (("idle", 9, False), ("idle", 11, True), ("step", 9, False)):
             page.enter(cast("CorePhase", phase))
             with monkeypatch.context() as patched:

@@ -112,7 +112,7 @@ def http(engine: VllmAdapter) -> HttpConnection:
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def config(backend: str | None, **parallel: bool) -> dict[str, Any]:
@@ -364,9 +364,12 @@ def test_a_quiet_connection_is_closed_by_us(monkeypatch: pytest.MonkeyPatch) -> 
     run(scenario())
 
 
-def test_a_connection_that_saw_a_failure_is_not_used_again() -> None:
+def test_a_connection_that_saw_a_failure_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Servers close it a moment later, perhaps when the next call has just taken it. What is
     under way beside the failure goes on."""
+    monkeypatch.setattr(connection_http, "KEEP_ALIVE_S", 60.0)
     waiting = asyncio.Event()
 
     async def scenario() -> None:

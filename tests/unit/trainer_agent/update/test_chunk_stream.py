@@ -154,7 +154,7 @@ class Blocked(PairSource):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super().__iter__():
             yield name, tensor
-            self.let_go.wait(3.0)
+            self.let_go.wait(LIMIT_S)
 
 
 @pytest.mark.parametrize("lost", [False, True])
