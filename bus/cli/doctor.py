@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 State: TypeAlias = Literal["ok", "note", "warn", "fail"]
 ENOUGH_FILES: Final = 4096
+_ANSWER_S: Final = 1.0
 _MARKS: Final[dict[str, str]] = {"ok": "✓", "note": "·", "warn": "!", "fail": "✗"}
 _COLOURS: Final[dict[str, str]] = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "red"}
 
@@ -239,7 +240,7 @@ def _files() -> Check:
 def _broker(address: str, how: Security | None) -> Check:
     """Checks that a broker answers at the address, or could listen there."""
     try:
-        status = run(fetch_status(address, timeout_s=1.0, security=how))
+        status = run(fetch_status(address, timeout_s=_ANSWER_S, security=how))
     except UsageError as error:
         return Check("broker", "fail", str(error), "give --broker an address, or keys")
     except BusTimeout as error:

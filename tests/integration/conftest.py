@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+# A peer that is lost is missed soon, and one is not lost that for seconds gets no processor.
+TIMES = ("--heartbeat-ms", "500", "--peer-timeout-ms", "7000")
+
+
 class Bus:
     """A broker with short timeouts, and what was started beside it."""
 
@@ -27,12 +31,7 @@ class Bus:
         return self.add(
             wavebus(
                 "broker",
-                "--listen",
-                listen,
-                "--heartbeat-ms",
-                "500",
-                "--peer-timeout-ms",
-                "3000",
+                *("--listen", listen, *TIMES),
                 *extra,
             )
         )

@@ -14,7 +14,7 @@ import pytest
 
 from sidecar.dp_coordinator import frames
 from tests.support.fake_group import DP_GROUP, FakeGroup, ready_group
-from tests.support.procs import ROOT, Proc, run_wavebus, wavebus
+from tests.support.procs import PATIENT, ROOT, Proc, run_wavebus, wavebus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,7 +111,7 @@ def test_a_broker_that_is_not_there_changes_nothing() -> None:
 
 def test_a_broker_that_comes_goes_and_comes_back() -> None:
     """Serving goes on through all of it."""
-    with wavebus("broker", "--listen", "tcp://127.0.0.1:*") as broker:
+    with wavebus("broker", "--listen", "tcp://127.0.0.1:*", *PATIENT) as broker:
         address = broker.first_line()
         with ready_group(2, "--broker", address) as group:
             group.process.wait_event("joined")
@@ -119,7 +119,7 @@ def test_a_broker_that_comes_goes_and_comes_back() -> None:
             broker.kill()
             group.run_wave(1)
             group.run_wave(2, rank=1)
-            with wavebus("broker", "--listen", address):
+            with wavebus("broker", "--listen", address, *PATIENT):
                 group.process.wait_event("joined")
                 group.run_wave(3)
             group.run_wave(4)
@@ -127,7 +127,7 @@ def test_a_broker_that_comes_goes_and_comes_back() -> None:
 
 def test_a_broker_that_hangs_is_not_waited_for() -> None:
     with (
-        wavebus("broker", "--listen", "tcp://127.0.0.1:*") as broker,
+        wavebus("broker", "--listen", "tcp://127.0.0.1:*", *PATIENT) as broker,
         ready_group(2, "--broker", broker.first_line()) as group,
     ):
         group.process.wait_event("joined")
@@ -156,7 +156,7 @@ def test_the_broker_shows_and_records_every_wave(tmp_path: Path) -> None:
     """Also those of a time in which it was not there, and the one that runs when it is back. Nobody
     waits for it, and it starts nobody."""
     folder = tmp_path / "journal"
-    options = ("--log-level", "debug", "--journal", str(folder))
+    options = ("--log-level", "debug", "--journal", str(folder), *PATIENT)
     with wavebus("broker", "--listen", "tcp://127.0.0.1:*", *options) as broker:
         address = broker.first_line()
         with ready_group(2, "--broker", address) as group:

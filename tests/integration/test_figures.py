@@ -95,6 +95,7 @@ def test_a_pause_in_two_phases_goes_through_in_order(
             await second.call("release")
             # 9. The pauses return.
             await asyncio.gather(*pauses)
+            await first.call("queued")  # its answer comes behind all tokens
             counted = len(begun.tokens)
             for rank in group.ranks:
                 view = await rank.shows(lambda v: v.phase == "idle")
@@ -121,7 +122,7 @@ async def _in_order(group: DpGroup) -> None:
         (second, "locally_paused", {"mode": "keep"}),  # 4. local pause
         (second, "start_dp_wave", {"told": 0, "obeyed": True}),  # 5. START_DP_WAVE
         (second, "wave_entered", {"phase": "dummy"}),  # 6. joins the forward pass,
-        (second, "wave_stepped", {}),  # which completes
+        (first, "wave_stepped", {}),  # which completes
         (first, "locally_paused", {"mode": "keep"}),  # 7. local pause of rank 0
         (first, "all_paused", {}),  # 8. they confer: the global pause
         (first, "globally_paused", {}),

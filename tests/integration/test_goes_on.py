@@ -14,6 +14,7 @@ import pytest
 from sidecar import Sidecar
 from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo
+from tests.integration.conftest import TIMES
 from tests.support.procs import ROOT, Proc, wavebus
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ class Held(StubEngine):
 
 
 @contextlib.asynccontextmanager
-async def a_trainer(engine: Held, what: str, *options: str) -> AsyncIterator[tuple[Proc, Proc]]:
+async def a_trainer(engine: Held, what: str) -> AsyncIterator[tuple[Proc, Proc]]:
     """It and its broker, both processes of their own."""
     script = str(ROOT / "tests/support/goes_on.py")
-    with wavebus("broker", "--listen", "tcp://127.0.0.1:*", *options) as broker:
+    with wavebus("broker", "--listen", "tcp://127.0.0.1:*", *TIMES) as broker:
         address = await asyncio.to_thread(broker.first_line)
         async with Sidecar(engine, broker=address, name="engine"):
             argv = (sys.executable, script, address, what)
@@ -90,8 +91,7 @@ def test_a_trainer_that_was_missed_in_its_sleep_updates_again() -> None:
     async def scenario() -> None:
         engine = Held()
         engine.let_go.set()
-        options = ("--heartbeat-ms", "500", "--peer-timeout-ms", "3000")
-        async with a_trainer(engine, "asleep", *options) as (trainer, broker):
+        async with a_trainer(engine, "asleep") as (trainer, broker):
             assert await asyncio.to_thread(trainer.first_line) == "asleep"
             trainer.signal(SIGSTOP)
             await asyncio.to_thread(broker.wait_event, "peer_lost", peer="trainer")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bus.messages import EngineView
     from tests.integration.conftest import Bus
 
-LEASE_MS = 8000
+LEASE_MS = 16_000
 
 
 def generate(endpoint: str, tokens: int = 8) -> list[int]:
@@ -39,7 +39,7 @@ def generate(endpoint: str, tokens: int = 8) -> list[int]:
         headers={"content-type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             choice = json.load(answer)["choices"][0]
     except urllib.error.HTTPError as error:
         if not is_closed(json.load(error)):

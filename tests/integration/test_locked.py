@@ -420,7 +420,8 @@ def test_keys_come_from_flags_environment_and_file(keys: KeyFolder, tmp_path: Pa
         flags = ("--key", str(secret), "--broker-key", str(keys.public))
         env = {"WAVEBUS_KEY": str(secret), "WAVEBUS_BROKER_KEY": str(keys.public)}
         file = tmp_path / "w.toml"
-        file.write_text(f'key = "{secret}"\nbroker-key = "{keys.public}"\n', encoding="utf-8")
+        known = f'key = "{secret}"\nbroker-key = "{keys.public}"\ntimeout-s = {LIMIT_S}\n'
+        file.write_text(known, encoding="utf-8")
         ask = ("status", "--broker", address)
         assert run_wavebus(*ask, *flags).returncode == 0
         assert run_wavebus(*ask, env=env).returncode == 0

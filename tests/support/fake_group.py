@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sidecar.dp_coordinator.frames import StartWave, WaveStatus
 
-PATIENCE_MS = 10_000
+PATIENCE_MS = 30_000
 DP_GROUP = "moe"
 
 

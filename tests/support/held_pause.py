@@ -38,7 +38,7 @@ class StuckSender(ShmSender):
 
 
 async def main(broker: str, folder: str | None, *, when_told: bool) -> None:
-    async with TrainerAgent(broker, name="trainer", lease_ms=6000, chunk_bytes=20_000) as agent:
+    async with TrainerAgent(broker, name="trainer", lease_ms=14_000, chunk_bytes=20_000) as agent:
         agent._transport.sender = StuckSender()
         await agent.wait_for_engines(1)
         if when_told:

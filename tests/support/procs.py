@@ -27,8 +27,16 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN: WeakSet[Proc] = WeakSet()  # those that somebody still refers to, such as a traceback
 PATIENCE_S = 120.0
+# Of a broker that is to miss nobody: on a loaded machine a process may not run for some seconds. A
+# trainer's lease is twice as long.
+PATIENT = ("--peer-timeout-ms", "15000")
 # This checkout, then what finds its entry points where it is not installed.
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+_OWN = {
+    "PYTHONPATH": PYTHONPATH,
+    "OMP_NUM_THREADS": "1",
+    "WAVEBUS_CONFIG": str(ROOT / "tests/support/patient.toml"),
+}
 
 
 class Proc:
@@ -45,8 +53,7 @@ class Proc:
         stdin: int | None = None,
     ) -> None:
         self.argv = argv
-        own = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "WAVEBUS_LOG_FORMAT": "json"}
-        whole = {**os.environ, **own, **(env or {})}
+        whole = {**os.environ, **_OWN, "WAVEBUS_LOG_FORMAT": "json", **(env or {})}
         self.process: subprocess.Popen[str] | ForkedProcess
         if can_fork(argv, env or {}):
             self.process = ForkedProcess(argv, env=whole, cwd=cwd, stdin=stdin)
@@ -173,8 +180,7 @@ def run_wavebus(
 ) -> subprocess.CompletedProcess[str]:
     """A command of wavebus, to its end."""
     argv = [sys.executable, "-m", "bus.cli.main", *arguments]
-    own = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", **(env or {})}
-    whole = {**os.environ, **own}
+    whole = {**os.environ, **_OWN, **(env or {})}
     if not can_fork(argv, env or {}):
         return subprocess.run(
             argv, capture_output=True, text=True, cwd=cwd, timeout=timeout_s, check=False, env=whole
