@@ -22,7 +22,7 @@ from tests.support.frames import BarePeer
 from tests.support.fuzz import Fuzz
 from tests.support.honest import honest_peers
 from tests.support.keys import KeyFolder
-from tests.support.procs import wavebus
+from tests.support.procs import PATIENT, wavebus
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def test_a_broker_outlives_half_open_and_flooding_connections(locked: bool, tmp_
             assert len(after.groups[0].engines) == 3
             assert after.rss_bytes < 2 * before.rss_bytes
 
-    listen = ("broker", "--listen", "tcp://127.0.0.1:*", "--log-level", "warning")
+    listen = ("broker", "--listen", "tcp://127.0.0.1:*", "--log-level", "warning", *PATIENT)
     with wavebus(*listen, *options) as broker:
         asyncio.run(asyncio.wait_for(test(broker.first_line()), LIMIT_S))
         broker.wait_event("rate_limited")

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 WEIGHTS = {str(number): torch.zeros(4) for number in range(8)}
-QUICK = BrokerConfig(heartbeat_ms=100, peer_timeout_ms=700, retry_ms=50, step_timeout_ms=500)
+# Longer than a process of a loaded machine gets no processor: nothing is late but what is held.
+STEP_S = 6.0
+STEP_MS = int(STEP_S * 1000)
+QUICK = BrokerConfig(
+    heartbeat_ms=100, peer_timeout_ms=STEP_MS, retry_ms=50, step_timeout_ms=STEP_MS
+)
 SCRIPT = str(ROOT / "tests/support/stands_still.py")
 
 
@@ -104,7 +109,7 @@ async def a_trainer(address: str, engines: int, **options: object) -> AsyncItera
     async with TrainerAgent(
         address,
         name="trainer",
-        lease_ms=4000,
+        lease_ms=2 * STEP_MS,
         chunk_bytes=16,
         **options,  # type: ignore[arg-type]
     ) as agent:
@@ -119,7 +124,7 @@ def test_a_source_that_blocks_ends_its_update_by_the_tensor(given: int) -> None:
 
     async def scenario() -> None:
         engine, source = Held(), Blocked(given)
-        async with a_bus(engine) as address, a_trainer(address, 1, timeout_s=1.0) as agent:
+        async with a_bus(engine) as address, a_trainer(address, 1, timeout_s=STEP_S) as agent:
             with pytest.raises(BusTimeout, match=rf"no tensor for .* {given}, of chunk {given}"):
                 await agent.update_weights(source, how="paused")
             assert source.blocked.is_set()
@@ -139,10 +144,10 @@ def test_a_source_that_moves_slowly_lives() -> None:
         class Slow(PairSource):
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 for pair in super().__iter__():
-                    threading.Event().wait(0.2)
+                    threading.Event().wait(1.2 * STEP_S / len(WEIGHTS))
                     yield pair
 
-        async with a_bus(Held()) as address, a_trainer(address, 1, timeout_s=1.0) as agent:
+        async with a_bus(Held()) as address, a_trainer(address, 1, timeout_s=STEP_S) as agent:
             assert await agent.update_weights(Slow(WEIGHTS), how="paused") == 1
 
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))

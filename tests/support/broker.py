@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from bus.protocol.broker.config import BrokerConfig
 from bus.runtime.broker_server import BrokerServer
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.zmq_transport import ZmqServer
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from bus.keys import Keyring
-    from bus.protocol.broker.config import BrokerConfig
+
+# This process, or another one, may get no processor for some seconds.
+PATIENT = BrokerConfig(peer_timeout_ms=10_000)
 
 
 @contextlib.asynccontextmanager
@@ -21,7 +24,7 @@ async def a_broker(
     listen: str = "tcp://127.0.0.1:*",
     *,
     keyring: Keyring | None = None,
-    config: BrokerConfig | None = None,
+    config: BrokerConfig = PATIENT,
 ) -> AsyncIterator[tuple[BrokerServer, str]]:
     """It and its address, for the length of a block."""
     transport = ZmqServer(listen, keyring=keyring)

@@ -46,7 +46,7 @@ class Counting(ZmqClient):
 async def a_target(kind: str, *address: str) -> AsyncIterator[str]:
     """It, and its address or name."""
     if kind == "broker":
-        config = BrokerConfig(limits=Limits(ENDLESS, ENDLESS, ENDLESS))
+        config = BrokerConfig(peer_timeout_ms=60_000, limits=Limits(ENDLESS, ENDLESS, ENDLESS))
         async with a_broker(config=config) as (_, here):
             yield here
     else:

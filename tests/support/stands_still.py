@@ -28,7 +28,7 @@ def stand_still() -> None:
 
 
 async def block_loop(broker: str) -> None:
-    async with TrainerAgent(broker, name="trainer", lease_ms=4000, chunk_bytes=16) as agent:
+    async with TrainerAgent(broker, name="trainer", lease_ms=12_000, chunk_bytes=16) as agent:
         await agent.wait_for_engines(1)
         await agent.update_weights(WEIGHTS, how="paused", on_sent=stand_still)
 
