@@ -21,7 +21,7 @@ from sidecar.vllm.core_state import parse_version
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.oracle import Span, foreign_tokens
 from tests.support.processes import children, descendants, process_of_vllm, runs
-from tests.support.procs import wavebus
+from tests.support.procs import PATIENT, wavebus
 from tests.vllm._vllm import MAX_POSITIONS, boot_environment, server_argv
 from trainer_agent import TrainerAgent
 from trainer_agent.rollouts.attempt import GENERATE, prefill
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 
     from trainer_agent.rollouts.results import Completion
 
-BOOT_S = 300.0
-LIMIT_S = 300.0
-# Two processors have three engines here: one may not run for some seconds, and none is to be lost.
-PATIENT_MS = "20000"
+BOOT_S = 600.0
+LIMIT_S = 600.0
 IDLE_S = 2.0  # vLLM closes a connection that is idle for 5 s; one that closes is no answer
 TOKENS = 40
 CLIENTS = 5
@@ -89,7 +87,7 @@ class Served:
         self.asked = asked
         self.weights: dict[int, Mapping[str, Tensor]] = {0: checkpoint.weights}
         self.broker = stack.enter_context(
-            wavebus("broker", "--listen", "tcp://127.0.0.1:*", "--peer-timeout-ms", PATIENT_MS)
+            wavebus("broker", "--listen", "tcp://127.0.0.1:*", *PATIENT)
         )
         self.address = self.broker.first_line()
         argv = server_argv(
