@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
-BOOT_S = 240
+BOOT_S = 600
 PATIENCE_S = 120.0
 OTHER_PROMPT = [9, 8, 7, 6, 5]
 

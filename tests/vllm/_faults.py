@@ -26,11 +26,11 @@ _BYSTANDER: Final = embedded(10)
 # An engine that lives, and answers nobody, falls out before the trainer gives up for all.
 _PACE: Final = Pace(
     heartbeat_ms=500,
-    peer_timeout_ms=3000,
-    step_timeout_s=8.0,
-    trainer_timeout_s=20.0,
-    patience_s=60.0,
-    boot_s=400.0,
+    peer_timeout_ms=6000,
+    step_timeout_s=15.0,
+    trainer_timeout_s=30.0,
+    patience_s=120.0,
+    boot_s=600.0,
 )
 # As long as a real model's step, or longer: the bystanders want the processors, too.
 _REST_MS: Final = 5.0

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 TOKENS = 16
 
 

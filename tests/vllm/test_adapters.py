@@ -50,7 +50,7 @@ MAX_RANK = 8
 # empty until a test fills both.
 LORA_ARGS = {"enable_lora": True, "max_lora_rank": MAX_RANK, "max_loras": 2, "max_cpu_loras": 2}
 LAYER = "base_model.model.model.layers.1."
-WAIT_S = 240.0
+WAIT_S = 600.0
 
 
 class WithLora:

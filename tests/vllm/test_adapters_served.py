@@ -42,7 +42,7 @@ require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 NAME, BASE = "policy-lora", "tiny"
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 NOT_FOUND = 404
 
 

@@ -52,7 +52,7 @@ def test_an_engine_of_several_api_servers(tmp_path: Path) -> None:
         async with SupervisedServer(argv, env=environment) as server:
             await _play(server.base_url, checkpoint.greedy(checkpoint.weights, PROMPT, 8))
 
-    asyncio.run(asyncio.wait_for(scenario(), 400))
+    asyncio.run(asyncio.wait_for(scenario(), 600))
 
 
 async def _play(url: str, expected: list[int]) -> None:

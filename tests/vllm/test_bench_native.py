@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 @contextmanager

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-LIMIT_S = 200.0
+LIMIT_S = 600.0
 TOKENS = 12
 PROBES = (PROMPT, (40, 3, 18))
 

@@ -31,7 +31,7 @@ require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 TOKENS = 12
-LIMIT_S = 200.0
+LIMIT_S = 600.0
 
 
 def test_peers_are_told_of_the_cache_that_a_wake_has_registered(tmp_path: Path) -> None:

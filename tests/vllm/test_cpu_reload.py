@@ -17,7 +17,7 @@ require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 150.0
+LIMIT_S = 600.0
 
 
 def reloaded(folder: Path, *, repaired: bool) -> dict[str, Any]:

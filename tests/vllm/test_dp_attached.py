@@ -58,7 +58,7 @@ def test_a_sidecar_that_is_stopped_in_a_pause_leaves_the_resume_to_its_dp_group(
             stack.enter_context(process)
             return process
 
-        timing = ("--heartbeat-ms", "500", "--peer-timeout-ms", "3000")
+        timing = ("--heartbeat-ms", "500", "--peer-timeout-ms", "7000")
         broker = add(wavebus("broker", "--listen", "tcp://127.0.0.1:*", *timing))
         address = broker.first_line()
 

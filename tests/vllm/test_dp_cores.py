@@ -112,7 +112,7 @@ def test_a_sidecar_killed_with_a_chunk_loaded(bus: Bus, attached: AttachedCores)
     trainer.kill()
     again = bus.sidecar()
     assert bus.phase() == "quarantined"
-    with SyncTrainerAgent(bus.address, name="next", lease_ms=6000) as agent:
+    with SyncTrainerAgent(bus.address, name="next", lease_ms=14_000) as agent:
         agent.wait_for_engines(1, timeout_s=60)
         agent.update_weights(list(load(attached).items()))
     whole = attached.checkpoint.greedy(load(attached), PROMPT, LONG)

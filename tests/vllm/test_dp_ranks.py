@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sidecar.shared_pages.core_status import GLOBALLY_PAUSED, LOCALLY_PAUSED
-from tests.support.procs import Proc, wavebus
+from tests.support.procs import PATIENT, Proc, wavebus
 from tests.vllm._dp import (
     OTHER_PROMPT,
     PATIENCE_S,
@@ -65,7 +65,7 @@ class UnderTest:
 
 
 def _broker(listen: str) -> Proc:
-    return wavebus("broker", "--listen", listen, "--log-level", "debug").__enter__()
+    return wavebus("broker", "--listen", listen, "--log-level", "debug", *PATIENT).__enter__()
 
 
 @pytest.fixture(
@@ -399,7 +399,7 @@ def test_resumes_doubled_while_they_are_under_way(tested: UnderTest, pair: Pair,
         name = await pair.begin(rank, 20)
         await pair.shows(rank, phase="barrier")
         resumed += [pair.ranks[1 - rank].order("resume") for _ in range(3)]
-        await asyncio.wait_for(asyncio.gather(*resumed), 30)
+        await asyncio.wait_for(asyncio.gather(*resumed), PATIENCE_S)
         await pair.ends_exactly(rank, name, 20)
 
     tested.run(scenario())
@@ -440,7 +440,7 @@ def test_a_pause_asked_while_a_resume_is_under_way(tested: UnderTest, pair: Pair
             calls += [rank.order("resume"), rank.order("pause", mode="keep")]
             if rank.rank == 0:
                 await pair.shows(0, phase="barrier")
-        await asyncio.wait_for(asyncio.gather(*calls), 120)
+        await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S)
 
         resumed = pair.ranks[0].order("resume")
         await pair.shows(0, phase="barrier")
@@ -470,7 +470,7 @@ def test_a_wait_that_becomes_something_else(tested: UnderTest, pair: Pair, escal
         else:
             assert await pair.both("request_ids") == [[name], [late]]
         waits += [rank.order("pause", mode=escalate) for rank in pair.ranks]
-        await asyncio.wait_for(asyncio.gather(*waits), 30)
+        await asyncio.wait_for(asyncio.gather(*waits), PATIENCE_S)
         had = await pair.ranks[0].do("count", name=name)
         assert had < LONG
         await pair.both("resume")
@@ -748,7 +748,7 @@ def test_a_gateway_that_dies_is_missed(tested: UnderTest, pair: Pair) -> None:
         await pair.until(0, name, 10)
         os.kill(info["coordinator_pid"], signal.SIGKILL)
         await pair.ends_exactly(0, name, LONG)
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + PATIENCE_S
         said = ""
         while time.monotonic() < deadline_s and "dp_coordinator_died" not in said:
             await asyncio.sleep(0.2)

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from tests.support.procs import run_wavebus, wavebus
+from tests.support.procs import PATIENT, run_wavebus, wavebus
 from tests.vllm._vllm import PROMPT, boot_environment, make_moe, require_vllm, server_argv
 from trainer_agent import TrainerAgent
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-BOOT_S = 300.0
+BOOT_S = 600.0
 LONG = 150
 
 
@@ -31,7 +31,9 @@ class Served:
     """A broker, two ranks with their sidecars, and requests to them over HTTP."""
 
     def __init__(self, folder: Path, model: Path) -> None:
-        self.broker = wavebus("broker", "--listen", "tcp://127.0.0.1:*", "--log-level", "debug")
+        self.broker = wavebus(
+            "broker", "--listen", "tcp://127.0.0.1:*", "--log-level", "debug", *PATIENT
+        )
         self.broker.__enter__()
         self.address = self.broker.first_line()
         self.ranks = wavebus(

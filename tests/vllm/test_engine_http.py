@@ -66,7 +66,7 @@ class Served:
     long_tokens = 600
     late_tokens = 8
     quiet_s = 0.3
-    wait_s = 120.0
+    wait_s = 300.0
     canary: Literal["abort", "keep"] = "abort"
 
     def __init__(
@@ -418,7 +418,7 @@ def test_a_killed_supervisor_takes_its_server_along(
         await supervisor.wait()
         await gone(family)
 
-    asyncio.run(asyncio.wait_for(scenario(), 200))
+    asyncio.run(asyncio.wait_for(scenario(), 600))
 
 
 async def gone(pids: list[int]) -> None:

@@ -63,7 +63,7 @@ class InProcess:
     long_tokens = 400
     late_tokens = 8
     quiet_s = 0.3
-    wait_s = 120.0
+    wait_s = 300.0
     canary: Literal["abort", "keep"] = "abort"
 
     def __init__(self, llm: Any, checkpoint: Checkpoint, runner: asyncio.Runner) -> None:

@@ -106,5 +106,5 @@ def test_an_engine_with_a_connector_keyed_by_tokens_refuses_to_arm(tmp_path: Pat
             assert len((await generate(llm, "r1", 4)).token_ids) == 4
             await engine.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 200))
+    asyncio.run(asyncio.wait_for(scenario(), 600))
     gc.collect()

@@ -17,7 +17,7 @@ from bus.errors import UpdateFailed
 from bus.vllm_source import SourceTree
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.new_vllm import installed, write
-from tests.support.procs import run_wavebus, wavebus
+from tests.support.procs import PATIENT, run_wavebus, wavebus
 from tests.vllm._vllm import MAX_POSITIONS, boot_environment, require_vllm, server_argv
 from trainer_agent import SyncTrainerAgent
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-BOOT_S = 300.0
+BOOT_S = 600.0
 NUMBER = "0.99.0"
 ROOT = installed()
 
@@ -61,7 +61,7 @@ class Bus:
         )
         environment = boot_environment(tmp_path / "plugins")
         environment["PYTHONPATH"] = os.pathsep.join([str(copy), environment["PYTHONPATH"]])
-        broker = stack.enter_context(wavebus("broker", "--listen", "tcp://127.0.0.1:*"))
+        broker = stack.enter_context(wavebus("broker", "--listen", "tcp://127.0.0.1:*", *PATIENT))
         self.address = broker.first_line()
         argv = server_argv(self.checkpoint.folder)
         stack.enter_context(

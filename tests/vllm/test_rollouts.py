@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.processes import children, process_of_vllm
-from tests.support.procs import Proc, wavebus
+from tests.support.procs import PATIENT, Proc, wavebus
 from tests.vllm._vllm import MAX_POSITIONS, boot_environment, require_vllm, server_argv
 from trainer_agent import TrainerAgent
 from trainer_agent.rollouts.client import RolloutClient
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-BOOT_S = 300.0
-LIMIT_S = 300.0
+BOOT_S = 600.0
+LIMIT_S = 600.0
 LOOK_S = 0.01
 STEP_MS = 10.0
 TOKENS = 80
@@ -47,7 +47,7 @@ class Fleet:
             folder / "model", seed=1, max_positions=MAX_POSITIONS
         )
         self.weights: dict[int, Mapping[str, Tensor]] = {0: self.checkpoint.weights}
-        timers = ("--heartbeat-ms", "500", "--peer-timeout-ms", "5000")
+        timers = ("--heartbeat-ms", "500", *PATIENT)
         self.broker = stack.enter_context(
             wavebus("broker", "--listen", "tcp://127.0.0.1:*", *timers)
         )

@@ -28,7 +28,7 @@ require_vllm()
 openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 MAX_POSITIONS = 256
 MESSAGES = [{"role": "user", "content": "hi"}]
 PROMPT = letters("u:hi\na:")
