@@ -14,7 +14,8 @@ from tests.support.procs import run_wavebus
 def test_figures_agree_with_each_other() -> None:
     """Every field is there; ratios are quotients of the medians that stand beside them."""
     answer = run_wavebus(
-        *("bench", "control", "--engines", "4", "--rounds", "5"), "--plain", "--json"
+        *("bench", "control", "--engines", "4", "--rounds", "5", "--plain", "--json"),
+        timeout_s=900,
     )
     assert answer.returncode == 0, answer.stderr
     figures = json.loads(answer.stdout)

@@ -15,7 +15,7 @@ def test_all_ways_alternate_in_one_run() -> None:
     """The command itself fails if a request doesn't get all its tokens."""
     answer = run_wavebus(
         *("bench", "rollout", "--rounds", "1", "--kills", "2", "--live", "64", "--json"),
-        timeout_s=300,
+        timeout_s=900,
     )
     assert answer.returncode == 0, answer.stderr
     figures = json.loads(answer.stdout)

@@ -15,7 +15,8 @@ from tests.support.procs import run_wavebus
 def test_figures_agree_with_each_other() -> None:
     """Every field is there; no part of an update takes longer than the whole."""
     answer = run_wavebus(
-        *("bench", "transfer", "--megabytes", "4", "--tensors", "300", "--rounds", "2", "--json")
+        *("bench", "transfer", "--megabytes", "4", "--tensors", "300", "--rounds", "2", "--json"),
+        timeout_s=900,
     )
     assert answer.returncode == 0, answer.stderr
     figures = json.loads(answer.stdout)

@@ -31,7 +31,7 @@ class Embedded:
     long_tokens = 400
     late_tokens = 0
     quiet_s = 0.15
-    wait_s = 30.0
+    wait_s = 120.0
     canary: Literal["abort", "keep"] = "keep"
     rejects = False
 

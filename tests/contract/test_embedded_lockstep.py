@@ -32,7 +32,7 @@ class Lockstep:
     long_tokens = 300
     late_tokens = 2  # on their way through the rank's stdout
     quiet_s = 0.15
-    wait_s = 30.0
+    wait_s = 120.0
     canary: Literal["abort", "keep"] = "keep"
     rejects = False
 

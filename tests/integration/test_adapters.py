@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from bus.weight_transfer.allocation import RankAssignment
     from sidecar.engine import Chunk
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 NAME = "policy-lora"
 LAYER = "base_model.model.q_proj"
 CONFIG = {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}

@@ -120,7 +120,7 @@ def test_a_swap_is_called_off_until_it_is() -> None:
                 await update
         assert engine.called_off == 2
 
-    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S / 4))
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
 @pytest.mark.parametrize("breaks", ["request_ids", "abort"])

@@ -31,7 +31,7 @@ PATCHES: Final = sorted(HERE.glob("*.patch"))
 COPIED: Final = ("bus", "sidecar", "trainer_agent", "tests", "pyproject.toml")
 LEFT: Final = shutil.ignore_patterns("__pycache__", "mutants", "gpu")
 AT_ONCE: Final = 3  # many of them wait
-LIMIT_S: Final = 180.0
+LIMIT_S: Final = 300.0
 WHOLE_LIMIT_S: Final = 900.0  # of many suites at once
 SHARE: Final = "0.4"  # of a model's examples
 # Fails the run when anything but the copy would be imported. A counterexample is not shrunk: nobody

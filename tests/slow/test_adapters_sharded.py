@@ -33,7 +33,7 @@ require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 NAME = "policy-lora"
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 K_B = "base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 require_vllm()
 pytestmark = [pytest.mark.vllm]
 
-LIMIT_S = 500.0
+LIMIT_S = 900.0
 WAYS = ("native", "bus_native", "bus")
 OF_VLLM = ("pause", "start", "finish", "resume")
 
