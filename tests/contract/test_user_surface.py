@@ -73,6 +73,7 @@ from sidecar.engine import Chunk, Engine, EngineInfo
 from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.support.checkpoints import make_checkpoint
 from tests.support.log_calls import LogCalls
+from tests.support.procs import PATIENT
 from tests.support.procs import wavebus as start_wavebus
 from tests.support.surface import (
     ROOT,
@@ -369,9 +370,12 @@ def test_json_of_a_live_bus(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     with contextlib.ExitStack() as stack:
         broker = stack.enter_context(
-            start_wavebus("broker", "--listen", "tcp://127.0.0.1:*", "--journal", str(folder))
+            start_wavebus(
+                *("broker", "--listen", "tcp://127.0.0.1:*", "--journal", str(folder)), *PATIENT
+            )
         )
         address = broker.first_line()
+        at = ("--broker", address, "--timeout-s", "60")
         portal = stack.enter_context(start_blocking_portal("asyncio"))
         engine = EmbeddedEngine(checkpoint.folder)
         sidecar = portal.call(lambda: _made(Sidecar, engine, broker=address, name="e0"))
@@ -381,9 +385,9 @@ def test_json_of_a_live_bus(tmp_path: Path) -> None:
             agent.update_weights(weights, how="paused")
             agent.update_weights(weights, how="staged")
             with agent.paused():
-                held = ask_json("why", "--json", "--broker", address)
-                status = ask_json("status", "--json", "--broker", address)
-            routes = ask_json("routes", "--json", "--broker", address)
+                held = ask_json("why", "--json", *at)
+                status = ask_json("status", "--json", *at)
+            routes = ask_json("routes", "--json", *at)
         assert broker.stop() == 0
 
     shown = [json.loads(line) for line in _out("journal", "show", folder, "--json", "--full")]

@@ -13,7 +13,7 @@ from trainer_agent.demo import twin
 
 @pytest.mark.parametrize(
     ("sessions", "engines", "kill_every", "seconds", "kills"),
-    [(16, 2, 4, 9, 1), pytest.param(64, 4, 10, 180, 10, marks=pytest.mark.slow)],
+    [(16, 2, 4, 15, 1), pytest.param(64, 4, 10, 180, 10, marks=pytest.mark.slow)],
     ids=["share", "whole"],
 )
 def test_sessions_of_the_demo_equal_their_undisturbed_twins(
