@@ -35,8 +35,9 @@ __all__ = ["moe"]
 Secured: TypeAlias = KeyFolder | None
 
 TIMEOUT_S = 120.0
-FAST = BrokerConfig(heartbeat_ms=200, peer_timeout_ms=1000, retry_ms=100)
-LEASE_MS = 2000
+FAST = BrokerConfig(heartbeat_ms=200, peer_timeout_ms=4000, retry_ms=100)
+# Longer than this process gets no processor, on a loaded machine.
+LEASE_MS = 8000
 
 
 class Rank(StubEngine):
@@ -111,7 +112,7 @@ class Pair:
                 address,
                 name="trainer",
                 lease_ms=LEASE_MS,
-                timeout_s=20,
+                timeout_s=60,
                 key=trainer_key,
                 broker_key=public,
             )
