@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from sidecar.shared_pages.core_status import CoreStatusPage
 
 T = TypeVar("T")
-# How long after a broken step the end of the rank that broke it is noticed.
-_NOTICE_S: Final = 0.5
+# How long after a broken step the end of the rank that broke it is noticed. Other ranks hear of it
+# from rank 0, which may get no processor for some seconds.
+_NOTICE_S: Final = 10.0
 
 
 class DpRank:
