@@ -51,7 +51,7 @@ __all__ = ["moe"]
 PROMPT = [5, 9, 7]
 TOKENS = 24
 LIMIT_S = 120.0
-FAST = BrokerConfig(heartbeat_ms=200, peer_timeout_ms=2000, retry_ms=100)
+FAST = BrokerConfig(heartbeat_ms=200, peer_timeout_ms=10_000, retry_ms=100)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import test_utils, web
 from safetensors.torch import load_file
 
+from sidecar.supervision.launch import free_port
 from tests.support.procs import Proc, run_wavebus, wavebus
 from trainer_agent import TrainerAgent
 
@@ -300,10 +301,6 @@ Router.from_args(RouterArgs(
     host="127.0.0.1", port=port, policy="consistent_hash", prometheus_port=int(sys.argv[2]),
 )).start()
 """
-
-
-def free_port() -> int:
-    return test_utils.unused_port()
 
 
 needs_vllm_router = pytest.mark.skipif(

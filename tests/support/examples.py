@@ -24,7 +24,7 @@ def run_example(name: str, *options: str, env: Mapping[str, str] | None = None) 
         [sys.executable, str(EXAMPLES / name), *options],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
         cwd=EXAMPLES.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
