@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# A peer that is lost is missed soon, and one is not lost that for seconds gets no processor.
+# The broker soon misses a killed peer, but not one that gets no processor for some seconds.
 TIMES = ("--heartbeat-ms", "500", "--peer-timeout-ms", "7000")
 
 

@@ -36,7 +36,7 @@ Secured: TypeAlias = KeyFolder | None
 
 TIMEOUT_S = 120.0
 FAST = BrokerConfig(heartbeat_ms=200, peer_timeout_ms=4000, retry_ms=100)
-# Longer than this process gets no processor, on a loaded machine.
+# On a loaded machine this process may get no processor for some seconds.
 LEASE_MS = 8000
 
 

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from trainer_agent.rollouts.results import Choice, Completion, TokenDelta
 
 TIMEOUT_S = 120.0
-# Some seconds, in which an engine or broker may get no processor.
+# An engine or a broker may get no processor for nearly as long.
 WAIT_S = 7.0
 PROMPT = [5, 9, 77]
 TOKENS = 40
 SAMPLED = {"temperature": 1.0, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}
 STEP_MS = ("--step-ms", "15")
-# Of requests that are to be under way until they are ended.
+# For requests that run until the test ends them.
 LONG_STEP_MS = ("--step-ms", "100")
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 WEIGHTS = {str(number): torch.zeros(4) for number in range(8)}
-# Longer than a process of a loaded machine gets no processor: nothing is late but what is held.
+# On a loaded machine a process may get no processor for some seconds: only what is held is late.
 STEP_S = 6.0
 STEP_MS = int(STEP_S * 1000)
 QUICK = BrokerConfig(

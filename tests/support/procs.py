@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN: WeakSet[Proc] = WeakSet()  # those that somebody still refers to, such as a traceback
 PATIENCE_S = 120.0
-# Of a broker that is to miss nobody: on a loaded machine a process may not run for some seconds. A
-# trainer's lease is twice as long.
+# For a broker that must not miss peers: on a loaded machine a process may get no processor for some
+# seconds. The default lease of a trainer is twice as long.
 PATIENT = ("--peer-timeout-ms", "15000")
 # This checkout, then what finds its entry points where it is not installed.
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

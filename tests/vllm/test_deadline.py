@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 BOOT_S = 600.0
 PATIENCE_S = 60.0
-LONG = 500  # with the rests of the core, longer than a process gets no processor
+LONG = 500  # takes 6 s, since the core rests after each step
 NOBODY = 2**22 + 1  # no process has this number
 
 

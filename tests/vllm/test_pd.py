@@ -178,7 +178,7 @@ def test_a_decode_engine_that_dies_while_it_decodes_costs_no_token(pair: Served)
 
     async def main() -> None:
         async with RolloutClient(pair.address) as client:
-            asked = GREEDY | {"max_tokens": 10 * TOKENS}  # it is far from its end when that is told
+            asked = GREEDY | {"max_tokens": 10 * TOKENS}  # still runs when d is killed
             done = await client.generate(next(prompts(70)), asked, on_delta=kill_once)
         assert {span.engine for span in done.choices[0].spans} == {"d", "p"}
         assert done.choices[0].attempts[0].ended_by == "died"
