@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from bus.keys import Keyring
-    from bus.protocol.broker.config import BrokerConfig
+    from bus.protocol.core.config import BrokerConfig
 
 
 @contextlib.asynccontextmanager
