@@ -293,7 +293,7 @@ class Sidecar:
     def _join(self) -> Join:
         assert self.info is not None
         facts = self.info.facts(
-            closed=self.session.is_closed,
+            closed=self.session.admission.closed,
             run=self._client.link.run or f"{self._client.boot:x}",
             dp_group=self.dp_group,
             supervised=self.supervised,
@@ -306,7 +306,7 @@ class Sidecar:
         return codec.clip(Join("engine", HOST, os.getpid(), facts, None))
 
     def _beat(self) -> Heartbeat:
-        closed = self.session.is_closed or self._is_frozen or self._departure.begun
+        closed = self.session.admission.closed or self._is_frozen or self._departure.begun
         return replace(self.session.beat(), closed=closed)
 
     # -- events -----------------------------------------------------------------
@@ -439,7 +439,7 @@ class Sidecar:
         """Strengthens a ``wait`` pause whose first call still waits for requests."""
         failure = in_flight = None
         try:
-            self.session.escalating(await self.engine.request_ids())
+            self.session.pause.on_escalated(await self.engine.request_ids())
             in_flight = await self.engine.pause(call.mode, clear_cache=call.clear_cache)
         except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
             failure = self._failure(type(call).__name__, error)

@@ -18,7 +18,7 @@ from bus.messages import (
     WeightChunkMeta,
     step_name,
 )
-from bus.protocol.broker.config import BROKER_NAME
+from bus.protocol.core.config import BROKER_NAME
 
 if TYPE_CHECKING:
     from bus.messages import GroupStatus, Message, WaitView

@@ -16,7 +16,7 @@ import anyio
 import bus.log
 from bus.errors import BusClosed, BusTimeout, Refused, WavebusError
 from bus.messages import Abort, GroupAck, Message, Resume, TrainerStep
-from bus.protocol.broker.config import BROKER_NAME
+from bus.protocol.core.config import BROKER_NAME
 
 UndoMessage: TypeAlias = Abort | Resume | TrainerStep
 M = TypeVar("M", bound=Message)

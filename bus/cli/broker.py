@@ -24,7 +24,7 @@ from bus.ids import new_boot
 from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES, JournalWriter
 from bus.keys import INSECURE_VARIABLE, read_keyring
 from bus.net import check_address
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.protocol.core.effects import Note
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.zmq_transport import ZmqServer
@@ -128,7 +128,7 @@ def broker(plan: BrokerPlan) -> None:
         server.start()
         if plan.curve_keys is not None:
             asyncio.get_running_loop().add_signal_handler(
-                signal.SIGHUP, reload_keys, plan.curve_keys, transport, server
+                signal.SIGHUP, _reload_keys, plan.curve_keys, transport, server
             )
         keys = len(roles) if roles is not None else None
         log.info("broker_listening", address=transport.address, keys=keys)
@@ -140,15 +140,10 @@ def broker(plan: BrokerPlan) -> None:
     run_until_stopped(serve)
 
 
-def reload_keys(folder: Path, transport: ZmqServer, server: BrokerServer) -> None:
+def _reload_keys(folder: Path, transport: ZmqServer, server: BrokerServer) -> None:
     """Reads the broker's key folder again, and applies it to the running broker.
 
     If a file is wrong, logs the error and keeps the old keys.
-
-    Args:
-        folder: the folder of ``--curve-keys``.
-        transport: the broker's socket, which admits new connections by these keys.
-        server: the broker, which removes peers whose key is gone or has another role.
     """
     log = bus.log.logger()
     try:

@@ -125,7 +125,12 @@ def doctor(
 
 
 def _all_checks(options: Options) -> Iterator[Check]:
-    yield from bus_checks(options)
+    yield _python()
+    yield _packages()
+    yield _loop()
+    yield _clock()
+    yield _files()
+    yield _broker(options.broker, options.security)
     for entry in sorted(entry_points(group="wavebus.doctor"), key=lambda e: e.name):
         try:
             yield from entry.load()(options)
@@ -163,18 +168,6 @@ def feature_checks(name: str, registry: Registry, report: Report) -> list[Check]
             Check(each, "warn", f"off: {why[:200]}", f"wavebus can't {registry.features[each]}")
             for each, why in off.items()
         ),
-    ]
-
-
-def bus_checks(options: Options) -> list[Check]:
-    """Checks what a host needs in any role: packages, clock, file limit, broker."""
-    return [
-        _python(),
-        _packages(),
-        _loop(),
-        _clock(),
-        _files(),
-        _broker(options.broker, options.security),
     ]
 
 

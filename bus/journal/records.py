@@ -16,8 +16,8 @@ from zlib import crc32
 
 import msgspec
 
-from bus.protocol.broker.config import BrokerConfig  # noqa: TC001 - msgspec looks it up
 from bus.protocol.core.access import KeyRole  # noqa: TC001 - msgspec looks it up
+from bus.protocol.core.config import BrokerConfig  # noqa: TC001 - msgspec looks it up
 
 MAGIC: Final = b"wavebus journal 1\n"
 MARK: Final = b"\xf7WB\xf8"

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from bus.protocol.broker.config import BrokerConfig
     from bus.protocol.core.access import KeyRole
+    from bus.protocol.core.config import BrokerConfig
     from bus.runtime.interfaces import Handle, Scheduler
 
 DEFAULT_BYTES: Final = 64 * 1024 * 1024

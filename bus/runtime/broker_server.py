@@ -13,7 +13,7 @@ from bus.errors import DecodeError
 from bus.ids import new_boot
 from bus.messages import WIRE_NAMES, Ack, Commit, HeartbeatAck, Message, Status, Step, codec
 from bus.protocol.broker.broker import Broker
-from bus.protocol.broker.config import BROKER_NAME, LEASE_PER_PEER_TIMEOUT, BrokerConfig
+from bus.protocol.core.config import BROKER_NAME, BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.runtime.clock import Alarm
 from bus.runtime.heartbeat_acks import HeartbeatAcks
@@ -125,8 +125,7 @@ class BrokerServer:
         meanwhile. After a stall as long as a lease it may: engines may have ended their pauses.
         """
         config, due_ms = self.machine.config, self.machine.next_deadline_ms()
-        shortest_lease_ms = LEASE_PER_PEER_TIMEOUT * config.peer_timeout_ms
-        limit_ms = shortest_lease_ms - 2 * config.heartbeat_ms
+        limit_ms = config.min_lease_ms - 2 * config.heartbeat_ms
         if self._ticks_from_ms <= due_ms and config.heartbeat_ms < now_ms - due_ms < limit_ms:
             self._ticks_from_ms = now_ms + config.heartbeat_ms
 

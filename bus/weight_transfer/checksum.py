@@ -8,8 +8,6 @@ the mixing, signs that flip in pairs would cancel: a change of the highest bit a
 its weight. Checksums guard against mistakes and broken transports, not against attackers.
 
 ``full`` covers every word, ``sample`` :data:`SAMPLE_WORDS` of each tensor, evenly spread.
-
-The module loads no torch: callers pass it in.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from __future__ import annotations
 import itertools
 import operator
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -37,12 +37,11 @@ _FP8_NONFINITE: Final = {"torch.float8_e4m3fn": 0x7F, "torch.float8_e5m2": 0x7C}
 
 
 def inspect(
-    torch: Any, tensors: Sequence[Any], verify: Verify, *, check_finite: bool = False
+    tensors: Sequence[torch.Tensor], verify: Verify, *, check_finite: bool = False
 ) -> tuple[tuple[int, ...], int | None]:
     """Returns a chunk's checksums, and the index of its first non-finite tensor.
 
     Args:
-        torch: the module.
         tensors: the chunk's tensors, of any shape, dtype, strides and device.
         verify: which words the checksums cover. Unless it is ``off``, these words are also searched
             for NaN and Inf; with ``unsupported`` there are no checksums, and a sample is searched.
@@ -55,16 +54,16 @@ def inspect(
     """
     if verify == "off" and not check_finite:
         return (), None
-    looked = select_words(torch, tensors, "full" if verify == "full" else "sample")
-    sums = checksums(torch, tensors, verify, looked=looked)
-    if not check_finite and verify != "full" and all(_are_finite(torch, _runs(tensors, looked))):
+    looked = select_words(tensors, "full" if verify == "full" else "sample")
+    sums = checksums(tensors, verify, looked=looked)
+    if not check_finite and verify != "full" and all(_are_finite(_runs(tensors, looked))):
         return sums, None
     floats = [at for at, t in enumerate(tensors) if t.numel() and t.is_floating_point()]
-    finite = _are_finite(torch, [tensors[place] for place in floats])
+    finite = _are_finite([tensors[place] for place in floats])
     return sums, next((at for at, ok in zip(floats, finite, strict=True) if not ok), None)
 
 
-def _runs(tensors: Sequence[Any], looked: SelectedWords) -> Iterator[Any]:
+def _runs(tensors: Sequence[torch.Tensor], looked: SelectedWords) -> Iterator[torch.Tensor]:
     """Yields the selected floating-point numbers; neighbours of one dtype come together.
 
     A call for each tensor would cost more than its words.
@@ -77,9 +76,9 @@ def _runs(tensors: Sequence[Any], looked: SelectedWords) -> Iterator[Any]:
         start = end
 
 
-def _are_finite(torch: Any, parts: Iterable[Any]) -> list[bool]:
+def _are_finite(parts: Iterable[torch.Tensor]) -> list[bool]:
     """Returns for each part whether it is free of NaN and Inf. Waits for a device once."""
-    flags: list[Any] = []
+    flags: list[torch.Tensor] = []
     for part in parts:
         nonfinite = _FP8_NONFINITE.get(str(part.dtype))
         if nonfinite is None:
@@ -92,8 +91,7 @@ def _are_finite(torch: Any, parts: Iterable[Any]) -> list[bool]:
 
 
 def checksums(
-    torch: Any,
-    tensors: Sequence[Any],
+    tensors: Sequence[torch.Tensor],
     verify: Verify,
     memo: dict[str, Any] | None = None,
     *,
@@ -105,7 +103,6 @@ def checksums(
     both sides must pass the same chunk.
 
     Args:
-        torch: the module.
         tensors: the chunk's tensors, of any shape, dtype, strides and device. A GPU is waited for
             twice per chunk, not once per tensor.
         verify: what the checksums cover.
@@ -118,15 +115,15 @@ def checksums(
     """
     if verify not in ("sample", "full"):
         return ()
-    (found,) = sum_words(torch, [looked or select_words(torch, tensors, verify, memo)])
+    (found,) = sum_words([looked or select_words(tensors, verify, memo)])
     sums = list(found)
     if verify == "full":
-        large: dict[int, Any] = {}
-        weights: dict[Any, Any] = {}
+        large: dict[int, torch.Tensor] = {}
+        weights: dict[torch.device, torch.Tensor] = {}
         for place, tensor in enumerate(tensors):
             if _count(tensor) > SAMPLE_WORDS:
-                large[place] = _sum(torch, _words(torch, tensor), weights)
-        for place, value in zip(large, _values(torch, list(large.values())), strict=True):
+                large[place] = _sum(_words(tensor), weights)
+        for place, value in zip(large, _values(list(large.values())), strict=True):
             sums[place] = value
     return tuple(sums)
 
@@ -149,8 +146,7 @@ class SelectedWords:
 
 
 def select_words(
-    torch: Any,
-    tensors: Sequence[Any],
+    tensors: Sequence[torch.Tensor],
     verify: Verify,
     memo: dict[str, Any] | None = None,
     *,
@@ -162,7 +158,6 @@ def select_words(
     one memory, and were selected before, take one operation.
 
     Args:
-        torch: the module.
         tensors: the chunk's tensors.
         verify: ``sample`` or ``full``.
         memo: as in :func:`checksums`.
@@ -176,19 +171,18 @@ def select_words(
             for place, tensor in enumerate(tensors)
             if tensor.numel() and (verify == "sample" or _count(tensor) <= SAMPLE_WORDS)
         ]
-        small = _SmallTensors(torch, places, tensors, again=memo is not None)
+        small = _SmallTensors(places, tensors, again=memo is not None)
         if memo is not None:
             memo[f"small-{verify}"] = small
     return SelectedWords(small) if later else SelectedWords(small, small.words())
 
 
 def sum_words(
-    torch: Any, looks: Sequence[SelectedWords], memo: dict[str, Any] | None = None
+    looks: Sequence[SelectedWords], memo: dict[str, Any] | None = None
 ) -> list[tuple[int, ...]]:
     """Returns the checksums of several chunks. Waits for a device once.
 
     Args:
-        torch: the module.
         looks: the selected words of each chunk.
         memo: a cache, as in :func:`checksums`.
 
@@ -201,7 +195,7 @@ def sum_words(
         smalls = [each.small for each in there]
         together: _ChunkBatch | None = None if memo is None else memo.get("together")
         if together is None or not together.has_same_chunks(smalls):
-            together = _ChunkBatch(torch, smalls)
+            together = _ChunkBatch(smalls)
             if memo is not None:
                 memo["together"] = together
         running = (_mixed(together.words(there)) * together.weights).cumsum(0)
@@ -238,7 +232,6 @@ class _SmallTensors:
     sum. One call per tensor would cost more than its words.
 
     Args:
-        torch: the module.
         places: the tensors' indices in the chunk.
         tensors: all tensors of the chunk.
         again: the tensors will be selected again. Those in one memory are then read through one
@@ -252,23 +245,22 @@ class _SmallTensors:
     """
 
     def __init__(
-        self, torch: Any, places: Sequence[int], tensors: Sequence[Any], *, again: bool
+        self, places: Sequence[int], tensors: Sequence[torch.Tensor], *, again: bool
     ) -> None:
         self.places = places
         self.tensors = len(tensors)
-        self._torch = torch
         self._looked_at = [tensors[place] for place in places]
         self._strides = [max(1, _count(tensor) // SAMPLE_WORDS) for tensor in self._looked_at]
         counted = zip(self._looked_at, self._strides, strict=True)
         self.ends = list(
             itertools.accumulate(-(-_count(tensor) // stride) for tensor, stride in counted)
         )
-        self.memory = _one_memory(torch, self._looked_at) if again else None
+        self.memory: Any = _one_memory(self._looked_at) if again else None
         self.index: Any = None
         if self.memory is not None:
             self.index = self._indices().to(self.memory.device)
             self._looked_at = []
-        self._weights: Any = None
+        self._weights: torch.Tensor | None = None
 
     def words(self) -> Any:
         """Returns the words as they are now; None if there are none."""
@@ -276,27 +268,25 @@ class _SmallTensors:
             return self.memory.index_select(0, self.index)
         return self._words() if self.places else None
 
-    def weights(self) -> Any:
+    def weights(self) -> torch.Tensor:
         """Returns the weight of each word."""
         if self._weights is None:
             device = self.memory.device if self.memory is not None else self._looked_at[0].device
-            self._weights = _weights(self._torch, self.ends[-1], device)
+            self._weights = _weights(self.ends[-1], device)
         return self._weights
 
-    def _words(self) -> Any:
-        pieces: list[Any] = []
+    def _words(self) -> torch.Tensor:
+        pieces: list[torch.Tensor] = []
         for tensor, stride in zip(self._looked_at, self._strides, strict=True):
-            words = _words(self._torch, tensor)[::stride]
+            words = _words(tensor)[::stride]
             pieces.append(words if not pieces else words.to(pieces[0].device))
-        return self._torch.cat(pieces)
+        return torch.cat(pieces)
 
-    def _indices(self) -> Any:
+    def _indices(self) -> torch.Tensor:
         """Returns where the selected words are in the memory."""
         first = [_offset_bytes(tensor) // _WORD_BYTES for tensor in self._looked_at]
         found = zip(first, self._looked_at, self._strides, strict=True)
-        return self._torch.cat(
-            [self._torch.arange(at, at + _count(t), stride) for at, t, stride in found]
-        )
+        return torch.cat([torch.arange(at, at + _count(t), stride) for at, t, stride in found])
 
 
 class _ChunkBatch:
@@ -307,8 +297,7 @@ class _ChunkBatch:
         last: the index of each tensor's last word.
     """
 
-    def __init__(self, torch: Any, smalls: Sequence[_SmallTensors]) -> None:
-        self._torch = torch
+    def __init__(self, smalls: Sequence[_SmallTensors]) -> None:
         self._smalls = list(smalls)
         self.weights = torch.cat([small.weights() for small in smalls])
         before = itertools.accumulate((small.ends[-1] for small in smalls), initial=0)
@@ -334,10 +323,10 @@ class _ChunkBatch:
         if self._memory is not None and all(each.words is None for each in looks):
             return self._memory.index_select(0, self._index)
         read = [each.small.words() if each.words is None else each.words for each in looks]
-        return self._torch.cat(read)
+        return torch.cat(read)
 
 
-def _same(memory: Any, other: Any) -> bool:
+def _same(memory: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Returns whether both are the whole of one storage."""
     return other is not None and (memory.data_ptr(), memory.numel()) == (
         other.data_ptr(),
@@ -345,7 +334,7 @@ def _same(memory: Any, other: Any) -> bool:
     )
 
 
-def _one_memory(torch: Any, tensors: Sequence[Any]) -> Any | None:
+def _one_memory(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Returns the one memory of all tensors as int64 words, or None.
 
     Each tensor must be contiguous and consist of whole words of that memory.
@@ -365,16 +354,16 @@ def _one_memory(torch: Any, tensors: Sequence[Any]) -> Any | None:
     return words.set_(memory, 0, (memory.nbytes() // _WORD_BYTES,), (1,))
 
 
-def _count(tensor: Any) -> int:
+def _count(tensor: torch.Tensor) -> int:
     """Returns how many words a tensor has. The last one may be incomplete."""
     return int(-(-tensor.numel() * tensor.element_size() // _WORD_BYTES))
 
 
-def _offset_bytes(tensor: Any) -> int:
+def _offset_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset() * tensor.element_size())
 
 
-def _words(torch: Any, tensor: Any) -> Any:
+def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor's bytes as words. The last one is padded with zeros."""
     flat = tensor.detach().reshape(-1)
     if flat.stride(0) != 1:  # also where one element counts as contiguous, whatever its stride
@@ -389,11 +378,10 @@ def _words(torch: Any, tensor: Any) -> Any:
     return data.view(torch.int64)
 
 
-def _sum(torch: Any, words: Any, made: dict[Any, Any]) -> Any:
+def _sum(words: torch.Tensor, made: dict[torch.device, torch.Tensor]) -> torch.Tensor:
     """Returns the sum of one tensor, still on its device.
 
     Args:
-        torch: the module.
         words: the tensor's words.
         made: the weights of earlier tensors, by device.
     """
@@ -401,7 +389,7 @@ def _sum(torch: Any, words: Any, made: dict[Any, Any]) -> Any:
     count = min(step, words.numel())
     weights = made.get(words.device)
     if weights is None or weights.numel() < count:
-        weights = made[words.device] = _weights(torch, count, words.device)
+        weights = made[words.device] = _weights(count, words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), step):
         part = words[start : start + step]
@@ -410,7 +398,7 @@ def _sum(torch: Any, words: Any, made: dict[Any, Any]) -> Any:
     return total
 
 
-def _values(torch: Any, totals: Sequence[Any]) -> Iterable[int]:
+def _values(totals: Sequence[torch.Tensor]) -> Iterable[int]:
     """Returns numbers that lie on devices, fetched together."""
     if not totals:
         return ()
@@ -419,12 +407,12 @@ def _values(torch: Any, totals: Sequence[Any]) -> Iterable[int]:
     )
 
 
-def _mixed(words: Any) -> Any:
+def _mixed(words: torch.Tensor) -> torch.Tensor:
     """Returns each word mixed, so that each of its bits changes low bits."""
     spread = words * _SPREAD
     return spread ^ ((spread >> 32) & _LOW)
 
 
-def _weights(torch: Any, count: int, device: Any) -> Any:
+def _weights(count: int, device: torch.device) -> torch.Tensor:
     """Returns the weights 1, 3, 5, and so on."""
     return torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)

@@ -12,6 +12,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 
 from bus.errors import UsageError
 from bus.weight_transfer.formats import HANDLE_BYTES
@@ -67,13 +68,11 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
 
 
-def unavailable_reason(torch: Any) -> str:
+def unavailable_reason() -> str:
     """Returns why CUDA is not available on this machine; empty if it is.
 
     Does not initialise CUDA, because a process that is forked after that can't use CUDA.
 
-    Args:
-        torch: the module.
     """
     if torch.version.cuda is None:
         return f"it needs CUDA, and torch {torch.__version__} is built without"
@@ -82,43 +81,33 @@ def unavailable_reason(torch: Any) -> str:
     return ""
 
 
-def nccl_unavailable_reason(torch: Any, dist: Any) -> str:
-    """Returns why this machine has no NCCL; empty if it has.
-
-    Args:
-        torch: the module.
-        dist: ``torch.distributed``.
-    """
+def nccl_unavailable_reason() -> str:
+    """Returns why this machine has no NCCL; empty if it has."""
     if not dist.is_available() or not dist.is_nccl_available():
-        return unavailable_reason(torch) or f"torch {torch.__version__} is built without NCCL"
-    return unavailable_reason(torch)
+        return unavailable_reason() or f"torch {torch.__version__} is built without NCCL"
+    return unavailable_reason()
 
 
-def nccl_version(torch: Any) -> str:
-    """Returns the version of torch's NCCL, such as ``2.29.7``.
-
-    Args:
-        torch: the module.
-    """
-    return ".".join(map(str, torch.cuda.nccl.version()))
+def nccl_version() -> str:
+    """Returns the version of torch's NCCL, such as ``2.29.7``."""
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))
 
 
-def device_uuid(torch: Any, device: Any) -> str:
+def device_uuid(device: torch.device) -> str:
     """Returns the GPU's UUID, which is the same in every process.
 
     Args:
-        torch: the module.
         device: the GPU.
     """
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @contextlib.contextmanager
-def driver_on(torch: Any, device: Any) -> Iterator[Driver]:
+def driver_on(device: torch.device) -> Iterator[Driver]:
     """Yields the driver, with ``device`` current in this thread and idle.
 
     Args:
-        torch: the module.
         device: the GPU.
 
     Raises:
@@ -218,11 +207,10 @@ class _CudaArray:
         }
 
 
-def as_tensor(torch: Any, pointer: int, size_bytes: int, device: Any) -> Any:
+def as_tensor(pointer: int, size_bytes: int, device: torch.device) -> torch.Tensor:
     """Returns memory of the current GPU as a tensor of bytes. The caller keeps the memory alive.
 
     Args:
-        torch: the module.
         pointer: the memory's address.
         size_bytes: its size in bytes.
         device: the GPU.

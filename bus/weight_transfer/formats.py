@@ -63,11 +63,27 @@ class GlooInit:
 
 
 @dataclass(frozen=True, slots=True)
-class GlooChunk:
-    """The handle of a chunk over ``gloo``.
+class NcclInit(GlooInit):
+    """The same for an ``nccl`` communicator, whose ends need the same version of NCCL.
 
     Attributes:
-        size_bytes: size of the broadcast, with every tensor at a multiple of :data:`ALIGN_BYTES`.
+        chunk_bytes: size of one buffer in bytes; 0 if chunks are sent unpacked.
+        buffers: how many chunks may be in flight.
+        timeout_ms: how long meeting may take, in ms.
+        version: version of the trainer's NCCL.
+    """
+
+    chunk_bytes: Offset
+    version: Annotated[str, Meta(max_length=32)]
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastChunk:
+    """The handle of a chunk over ``gloo`` or ``nccl``.
+
+    Attributes:
+        size_bytes: size of the broadcast. Packed, every tensor is at a multiple of
+            :data:`ALIGN_BYTES`; unpacked, it is the sum of the tensors' sizes.
     """
 
     size_bytes: Offset
@@ -131,39 +147,6 @@ class ShmTensors:
     memories: Annotated[tuple[ShmMemory, ...], Meta(max_length=MAX_TENSORS)]
     memory_of: Offsets
     offsets_bytes: Offsets
-
-
-@dataclass(frozen=True, slots=True)
-class NcclInit:
-    """Where the ends of an ``nccl`` communicator meet, and what it carries.
-
-    Attributes:
-        host: the host of the trainer's store.
-        port: the store's port.
-        chunk_bytes: size of one buffer in bytes; 0 if chunks are sent unpacked.
-        buffers: how many chunks may be in flight.
-        timeout_ms: how long meeting may take, in ms.
-        version: version of the trainer's NCCL. Every end needs the same.
-    """
-
-    host: Host
-    port: Port
-    chunk_bytes: Offset
-    buffers: Buffers
-    timeout_ms: Size
-    version: Annotated[str, Meta(max_length=32)]
-
-
-@dataclass(frozen=True, slots=True)
-class NcclChunk:
-    """The handle of a chunk over ``nccl``.
-
-    Attributes:
-        size_bytes: size of the broadcast. Packed, every tensor is at a multiple of
-            :data:`ALIGN_BYTES`; unpacked, it is the sum of the tensors' sizes.
-    """
-
-    size_bytes: Offset
 
 
 @dataclass(frozen=True, slots=True)

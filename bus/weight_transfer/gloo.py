@@ -20,7 +20,7 @@ from bus.weight_transfer import rendezvous
 from bus.weight_transfer.allocation import RankAssignment
 from bus.weight_transfer.base import Receiver, Sender
 from bus.weight_transfer.formats import (
-    GlooChunk,
+    BroadcastChunk,
     GlooInit,
     decode_received,
     encode,
@@ -35,35 +35,26 @@ if TYPE_CHECKING:
     from bus.weight_transfer.allocation import World
 
 
-def join(dist: Any, init: GlooInit, place: RankAssignment) -> Any:
+def _join(init: GlooInit, place: RankAssignment) -> Any:
     """Joins a communicator, and returns its process group when all ends are there.
-
-    Args:
-        dist: ``torch.distributed``.
-        init: the sender's params.
-        place: this end's rank.
 
     Raises:
         OSError: no store listens there.
         RuntimeError: the store went away, or an end did not come within ``init.timeout_ms``.
     """
     store = rendezvous.connect_store(
-        dist, init.host, init.port, place.communicator, init.timeout_ms / 1000
+        init.host, init.port, place.communicator, init.timeout_ms / 1000
     )
-    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - there is no other way to the device
+    # There is no other way to the device.
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     options._timeout = timedelta(milliseconds=init.timeout_ms)  # noqa: SLF001
     here = rendezvous.address_towards(init.host)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]  # noqa: SLF001
     return dist.ProcessGroupGloo(store, place.rank, place.world_size, options)
 
 
-def broadcast(dist: Any, group: Any, memory: Any) -> None:
-    """Broadcasts from rank 0 to all ends; returns when this end has done its part.
-
-    Args:
-        dist: ``torch.distributed``.
-        group: the process group.
-        memory: a contiguous uint8 tensor, of the same size at every end.
+def _broadcast(group: Any, memory: torch.Tensor) -> None:
+    """Broadcasts contiguous bytes from rank 0; returns when this end has done its part.
 
     Raises:
         RuntimeError: an end is gone, or was silent for longer than the group's timeout.
@@ -91,10 +82,7 @@ class GlooSender(Sender):
         self.close()
         room = max(chunk_bytes, 1)
         timeout_s = rendezvous.chunk_timeout_s(room)
-        try:
-            self._store = rendezvous.open_store(dist, world.address, timeout_s)
-        except (RuntimeError, OSError) as error:
-            raise WavebusError(f"can't open a store at {world.address}: {error}") from error
+        self._store = rendezvous.open_store(world.address, timeout_s)
         port: int = self._store.port
         self._buffers = [torch.empty(room, dtype=torch.uint8) for _ in range(self.prefetch_depth)]
         self._init = GlooInit(world.address, port, room, self.prefetch_depth, timeout_s * 1000)
@@ -106,7 +94,7 @@ class GlooSender(Sender):
         init = self._init
         assert init is not None, "open comes first"
         try:
-            group = join(dist, init, self._place)
+            group = _join(init, self._place)
         except (RuntimeError, OSError) as error:
             raise WavebusError(
                 f"not all {self._place.world_size - 1} ends of the engines came to "
@@ -119,7 +107,7 @@ class GlooSender(Sender):
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
         filled_bytes = pack(self._buffers[seq % self.prefetch_depth], tensors)[-1]
         self._filled_bytes[seq] = filled_bytes
-        return encode(GlooChunk(filled_bytes))
+        return encode(BroadcastChunk(filled_bytes))
 
     @override
     def transfer(self, seq: int) -> None:
@@ -127,7 +115,7 @@ class GlooSender(Sender):
         if not size_bytes:
             return
         try:
-            broadcast(dist, self._group, self._buffers[seq % self.prefetch_depth][:size_bytes])
+            _broadcast(self._group, self._buffers[seq % self.prefetch_depth][:size_bytes])
         except RuntimeError as error:
             raise WavebusError(
                 f"the broadcast of chunk {seq} broke: {rendezvous.reason(error)}"
@@ -155,7 +143,7 @@ class GlooReceiver(Receiver):
         init = decode_received(params, GlooInit)
         self.close()
         try:
-            self._group = join(dist, init, place)
+            self._group = _join(init, place)
         except (RuntimeError, OSError) as error:
             raise transfer_failed(
                 f"rank {place.rank} of {place.world_size} can't meet the others at "
@@ -171,7 +159,7 @@ class GlooReceiver(Receiver):
     def receive(
         self, tensors: tuple[TensorMeta, ...], handle: bytes
     ) -> list[tuple[str, torch.Tensor]]:
-        chunk = decode_received(handle, GlooChunk)
+        chunk = decode_received(handle, BroadcastChunk)
         offsets = packed_offsets(tensors)
         # First, so that no error later leaves the other ranks waiting for this one.
         group = self._group
@@ -181,7 +169,7 @@ class GlooReceiver(Receiver):
         check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
         if chunk.size_bytes:
             try:
-                broadcast(dist, group, memory[: chunk.size_bytes])
+                _broadcast(group, memory[: chunk.size_bytes])
             except RuntimeError as error:
                 if self._group is group:
                     self.close()  # later broadcasts in it could not be assigned to chunks

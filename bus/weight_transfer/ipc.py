@@ -11,8 +11,7 @@ finished writing it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from typing_extensions import override  # torch requires it
@@ -40,8 +39,14 @@ if TYPE_CHECKING:
     from bus.weight_transfer.packing import ReceivedChunk
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffer:
+class _Mapped(NamedTuple):
+    """Memory of the trainer's GPU in this process: its address, and its bytes."""
+
+    pointer: int
+    memory: torch.Tensor
+
+
+class _Buffer(NamedTuple):
     """A buffer on the trainer's GPU: its address, its bytes, and how engines open it."""
 
     pointer: int
@@ -68,7 +73,7 @@ class IpcSender(Sender):
         self._gpu = resolve_gpu(self.device)
         room = max(chunk_bytes, 1) if self.packed else 0
         try:
-            with cuda.driver_on(torch, self._gpu) as driver:
+            with cuda.driver_on(self._gpu) as driver:
                 for _ in range(self.prefetch_depth if self.packed else 0):
                     self._buffers.append(_allocate(driver, room, self._gpu))
         except cuda.CudaError as error:
@@ -78,7 +83,7 @@ class IpcSender(Sender):
                 "lower chunk_bytes or buffers, or send with packed=False"
             ) from error
         shared = tuple(buffer.shared for buffer in self._buffers)
-        return encode(IpcInit(cuda.device_uuid(torch, self._gpu), shared, room))
+        return encode(IpcInit(cuda.device_uuid(self._gpu), shared, room))
 
     @override
     def on_opened(self) -> None:
@@ -120,7 +125,7 @@ class IpcSender(Sender):
         memory_of: list[int] = []
         offsets: list[int] = []
         try:
-            with cuda.driver_on(torch, self._gpu) as driver:
+            with cuda.driver_on(self._gpu) as driver:
                 for tensor in whole:
                     if not tensor.numel():
                         memory_of.append(0)
@@ -147,13 +152,13 @@ def _allocate(driver: cuda.Driver, size_bytes: int, device: torch.device) -> _Bu
     except cuda.CudaError:
         driver.free(pointer)
         raise
-    return _Buffer(pointer, cuda.as_tensor(torch, pointer, size_bytes, device), shared)
+    return _Buffer(pointer, cuda.as_tensor(pointer, size_bytes, device), shared)
 
 
 def _free_buffers(buffers: Sequence[_Buffer], device: torch.device) -> list[_Buffer]:
     """Frees buffers, and returns an empty list in their place."""
     if buffers:
-        with cuda.driver_on(torch, device) as driver:
+        with cuda.driver_on(device) as driver:
             for buffer in buffers:
                 driver.free(buffer.pointer)
     return []
@@ -231,7 +236,7 @@ class IpcReceiver(Receiver):
                 f"ipc needs an engine on the trainer's GPU, and this one's weights are on "
                 f"{self.device}: use shm or gloo"
             )
-        own = cuda.device_uuid(torch, self.device)
+        own = cuda.device_uuid(self.device)
         if own != init.gpu:
             raise transfer_failed(
                 f"the trainer lends memory of GPU {init.gpu}, and this worker is on GPU {own}: "
@@ -267,10 +272,11 @@ class IpcReceiver(Receiver):
         if not memories:
             return mapped
         try:
-            with cuda.driver_on(torch, self.device) as driver:
+            with cuda.driver_on(self.device) as driver:
                 for memory in memories:
                     pointer = driver.open(memory.handle)
-                    mapped.append(_Mapped(pointer, memory.size_bytes, self.device))
+                    view = cuda.as_tensor(pointer, memory.size_bytes, self.device)
+                    mapped.append(_Mapped(pointer, view))
         except cuda.CudaError as error:
             self._unmap(mapped)
             raise transfer_failed(
@@ -285,15 +291,7 @@ class IpcReceiver(Receiver):
     def _unmap(self, mapped: Sequence[_Mapped]) -> list[_Mapped]:
         """Unmaps memory when nothing reads it any more; returns an empty list."""
         if mapped:
-            with cuda.driver_on(torch, self.device) as driver:
+            with cuda.driver_on(self.device) as driver:
                 for each in mapped:
                     driver.close(each.pointer)
         return []
-
-
-class _Mapped:
-    """One of the trainer's allocations, mapped into this process."""
-
-    def __init__(self, pointer: int, size_bytes: int, device: torch.device) -> None:
-        self.pointer = pointer
-        self.memory: torch.Tensor = cuda.as_tensor(torch, pointer, size_bytes, device)

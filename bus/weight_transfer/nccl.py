@@ -15,7 +15,6 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override  # torch requires it
 
 from bus.errors import WavebusError
@@ -24,7 +23,7 @@ from bus.weight_transfer.allocation import RankAssignment
 from bus.weight_transfer.base import Receiver, Sender
 from bus.weight_transfer.cuda import nccl_version, resolve_gpu
 from bus.weight_transfer.formats import (
-    NcclChunk,
+    BroadcastChunk,
     NcclInit,
     decode_received,
     encode,
@@ -80,17 +79,14 @@ class NcclSender(Sender):
                 f"{self._gpu} has no room for {self.prefetch_depth} chunks of {room} bytes: "
                 "lower chunk_bytes or buffers, or send with packed=False"
             ) from error
-        try:
-            self._store = rendezvous.open_store(dist, world.address, timeout_s)
-        except (RuntimeError, OSError) as error:
-            raise WavebusError(f"can't open a store at {world.address}: {error}") from error
+        self._store = rendezvous.open_store(world.address, timeout_s)
         self._init = NcclInit(
             world.address,
             self._store.port,
             room,
             self.prefetch_depth,
             timeout_s * 1000,
-            nccl_version(torch),
+            nccl_version(),
         )
         self._place = RankAssignment(world.number, world.size, 0)
         return encode(self._init)
@@ -100,7 +96,7 @@ class NcclSender(Sender):
         init = self._init
         assert init is not None, "open comes first"
         try:
-            met = nccl_communicator.meet(torch, dist, init, self._place, self._gpu)
+            met = nccl_communicator.meet(init, self._place, self._gpu)
         except (RuntimeError, OSError) as error:
             raise WavebusError(
                 f"not all {self._place.world_size - 1} ends of the engines came to "
@@ -125,7 +121,7 @@ class NcclSender(Sender):
                 self._ready[seq] = pieces
             # Packing must not count for the broadcast's deadline.
             torch.cuda.current_stream(self._gpu).synchronize()
-        return encode(NcclChunk(size_bytes))
+        return encode(BroadcastChunk(size_bytes))
 
     @override
     def queue(self, seq: int) -> None:
@@ -209,7 +205,7 @@ class NcclReceiver(Receiver):
                 "bytes: lower chunk_bytes or buffers, or the share of memory that vLLM takes"
             ) from error
         try:
-            self._communicator = nccl_communicator.meet(torch, dist, init, place, here)
+            self._communicator = nccl_communicator.meet(init, place, here)
         except (RuntimeError, OSError) as error:
             self.close()
             raise transfer_failed(
@@ -224,7 +220,7 @@ class NcclReceiver(Receiver):
     def launch(
         self, tensors: tuple[TensorMeta, ...], handle: bytes, into: ReceivedChunk | None = None
     ) -> Callable[[], Tensors]:
-        chunk = decode_received(handle, NcclChunk)
+        chunk = decode_received(handle, BroadcastChunk)
         # First, so that no error later leaves the other ranks waiting for this one.
         communicator = self._communicator
         if communicator is None:
@@ -267,7 +263,7 @@ class NcclReceiver(Receiver):
                 f"nccl needs an engine on a GPU, and this one's weights are on {self.device}: "
                 "use shm or gloo"
             )
-        own = nccl_version(torch)
+        own = nccl_version()
         if own != init.version:
             raise transfer_failed(
                 f"the trainer's NCCL is {init.version}, this worker's is {own}: they must be the "
@@ -275,7 +271,7 @@ class NcclReceiver(Receiver):
             )
 
     def _packed(
-        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: ReceivedChunk | None
+        self, tensors: tuple[TensorMeta, ...], chunk: BroadcastChunk, into: ReceivedChunk | None
     ) -> tuple[Tensors, list[torch.Tensor]]:
         """Returns the chunk's tensors, and the memory to broadcast into."""
         if into is not None:
@@ -290,7 +286,7 @@ class NcclReceiver(Receiver):
         return made, [memory[: chunk.size_bytes]] if chunk.size_bytes else []
 
     def _unpacked(
-        self, tensors: tuple[TensorMeta, ...], chunk: NcclChunk, into: ReceivedChunk | None
+        self, tensors: tuple[TensorMeta, ...], chunk: BroadcastChunk, into: ReceivedChunk | None
     ) -> tuple[Tensors, list[torch.Tensor]]:
         """Returns the chunk's tensors, and the memory to broadcast into."""
         expected_bytes = sum(meta.size_bytes for meta in tensors)

@@ -11,8 +11,6 @@ communicator, which ends the wait and the kernel.
 NCCL does not notice a dead peer where GPUs read each other's memory (NVLink): its kernel keeps
 waiting. So the bus reports the loss of an engine. The trainer's update then fails and the trainer
 closes its end and its store. An end that finds the store gone leaves too.
-
-Callers pass ``torch`` and ``torch.distributed`` in, so that a test can pass others.
 """
 
 from __future__ import annotations
@@ -24,6 +22,9 @@ import time
 from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
 
 from bus.weight_transfer import rendezvous
 from bus.weight_transfer.cuda import device_uuid
@@ -51,7 +52,6 @@ class NcclCommunicator:
     """One connected end of a communicator. One thread uses it; any thread may wait or close it.
 
     Args:
-        dist: ``torch.distributed``.
         group: the ``ProcessGroupNCCL``.
         store: the communicator's part of the trainer's store.
         mark: makes, for queued work, an event with ``synchronize()`` and ``query()``, like a CUDA
@@ -62,7 +62,7 @@ class NcclCommunicator:
         completed: how many broadcasts have ended, as far as waits have shown.
     """
 
-    def __init__(self, dist: Any, group: Any, store: Any, mark: Callable[[Any], Any]) -> None:
+    def __init__(self, group: Any, store: Any, mark: Callable[[Any], Any]) -> None:
         self.mark = mark
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
@@ -226,16 +226,12 @@ class Broadcast:
         return ""
 
 
-def meet(
-    torch: Any, dist: Any, init: NcclInit, place: RankAssignment, device: Any
-) -> NcclCommunicator:
+def meet(init: NcclInit, place: RankAssignment, device: torch.device) -> NcclCommunicator:
     """Connects this end when all ends are there, and returns its communicator.
 
     On return all ends have exchanged a first byte.
 
     Args:
-        torch: the module.
-        dist: ``torch.distributed``.
         init: the sender's params.
         place: this end's rank.
         device: this end's GPU. No other end of this host may be on it.
@@ -247,24 +243,23 @@ def meet(
     """
     timeout_s = init.timeout_ms / 1000
     deadline = time.monotonic() + timeout_s
-    store = rendezvous.connect_store(dist, init.host, init.port, place.communicator, timeout_s)
+    store = rendezvous.connect_store(init.host, init.port, place.communicator, timeout_s)
     # NCCL waits without end for a missing end. So it begins when all are there.
-    seats = rendezvous.gather_messages(
-        store, place, _gpu_identity(device_uuid(torch, device)), timeout_s
-    )
+    seats = rendezvous.gather_messages(store, place, _gpu_identity(device_uuid(device)), timeout_s)
     _check_distinct_gpus(seats)
-    group = _new_group(dist, dist.PrefixStore("nccl", store), place, timeout_s)
+    part = dist.PrefixStore("nccl", store)  # type: ignore[attr-defined]
+    group = _new_group(part, place, timeout_s)
 
-    waiting = torch.cuda.Stream(device)
+    waiting = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(work: Any) -> Any:
         with torch.cuda.device(device), torch.cuda.stream(waiting):
             work.block_current_stream()  # and not this thread
-            ended = torch.cuda.Event(blocking=True)
+            ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             ended.record()
         return ended
 
-    made = NcclCommunicator(dist, group, store, mark)
+    made = NcclCommunicator(group, store, mark)
 
     def connect() -> None:
         with torch.cuda.device(device):
@@ -312,7 +307,7 @@ def _check_distinct_gpus(seats: Sequence[str]) -> None:
         seen[seat] = rank
 
 
-def _new_group(dist: Any, store: Any, place: RankAssignment, timeout_s: float) -> Any:
+def _new_group(store: Any, place: RankAssignment, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 - there is no other way
     with _group_lock, _environment(_NO_WATCHDOG, "1"):

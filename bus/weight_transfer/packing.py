@@ -140,7 +140,7 @@ def views_of(
     if len(offsets_bytes) != len(tensors):
         raise transfer_failed(f"{len(offsets_bytes)} offsets for {len(tensors)} tensors")
     return [
-        (meta.name, view_of(memory, offset, meta))
+        (meta.name, _view_of(memory, offset, meta))
         for meta, offset in zip(tensors, offsets_bytes, strict=True)
     ]
 
@@ -163,17 +163,7 @@ def check_broadcast(size_bytes: int, expected_bytes: int, room_bytes: int) -> No
         )
 
 
-def view_of(memory: torch.Tensor, offset_bytes: int, meta: TensorMeta) -> torch.Tensor:
-    """Returns one tensor as a view of a buffer, without a copy.
-
-    Args:
-        memory: the buffer, as a uint8 tensor of one dimension.
-        offset_bytes: where the tensor begins, in bytes.
-        meta: the tensor's name, dtype and shape.
-
-    Raises:
-        EngineError: code ``transfer_failed``; the tensor ends behind the buffer.
-    """
+def _view_of(memory: torch.Tensor, offset_bytes: int, meta: TensorMeta) -> torch.Tensor:
     end = offset_bytes + meta.size_bytes
     if end > memory.numel():
         raise transfer_failed(
@@ -230,7 +220,7 @@ def lent_views(
     received: list[tuple[str, torch.Tensor]] = []
     for meta, index, offset in zip(tensors, lent.memory_of, lent.offsets_bytes, strict=True):
         if meta.size_bytes:
-            received.append((meta.name, view_of(memories[index], offset, meta)))
+            received.append((meta.name, _view_of(memories[index], offset, meta)))
         else:
             dtype: torch.dtype = getattr(torch, meta.dtype)
             received.append((meta.name, torch.empty(meta.shape, dtype=dtype, device=device)))

@@ -12,12 +12,8 @@ vLLM start find the entry points of installed packages::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
-
-import torch
-import torch.distributed as dist
 
 from bus.errors import EngineError, UsageError
 from bus.ids import check_name
@@ -30,6 +26,8 @@ from bus.weight_transfer.shm import ShmReceiver, ShmSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    import torch
 
     from bus.weight_transfer.base import Receiver, Sender
 
@@ -108,38 +106,22 @@ class BackendRegistry(Generic[T]):
         return None
 
     def _unavailable_reason(self, name: str) -> str:
-        reason = self._unavailable_reasons.get(name)
-        return reason() if reason is not None else ""
+        return self._unavailable_reasons.get(name, str)()
 
 
-@dataclass(frozen=True, slots=True)
-class _BuiltIn:
-    """A backend that comes with wavebus.
-
-    Attributes:
-        sender: makes the trainer's end.
-        receiver: makes the engine's end.
-        unavailable_reason: says why this machine does not support it; empty: it does.
-    """
-
-    sender: Callable[[], Sender]
-    receiver: Callable[[], Receiver]
-    unavailable_reason: Callable[[], str] = str
-
-
-_BUILT_IN: Final = {
-    "shm": _BuiltIn(ShmSender, ShmReceiver),
-    "gloo": _BuiltIn(GlooSender, GlooReceiver),
-    "nccl": _BuiltIn(NcclSender, NcclReceiver, lambda: cuda.nccl_unavailable_reason(torch, dist)),
-    "ipc": _BuiltIn(IpcSender, IpcReceiver, lambda: cuda.unavailable_reason(torch)),
+_UNAVAILABLE_REASONS: Final = {
+    "nccl": cuda.nccl_unavailable_reason,
+    "ipc": cuda.unavailable_reason,
 }
-_REASONS: Final = {name: backend.unavailable_reason for name, backend in _BUILT_IN.items()}
-
 _senders: Final[BackendRegistry[Sender]] = BackendRegistry(
-    "wavebus.senders", {name: backend.sender for name, backend in _BUILT_IN.items()}, _REASONS
+    "wavebus.senders",
+    {"shm": ShmSender, "gloo": GlooSender, "nccl": NcclSender, "ipc": IpcSender},
+    _UNAVAILABLE_REASONS,
 )
 _receivers: Final[BackendRegistry[Receiver]] = BackendRegistry(
-    "wavebus.receivers", {name: backend.receiver for name, backend in _BUILT_IN.items()}, _REASONS
+    "wavebus.receivers",
+    {"shm": ShmReceiver, "gloo": GlooReceiver, "nccl": NcclReceiver, "ipc": IpcReceiver},
+    _UNAVAILABLE_REASONS,
 )
 
 

@@ -1,7 +1,7 @@
 """Connects the ends of a communicator through a store that the trainer runs.
 
 :mod:`bus.weight_transfer.gloo` and :mod:`bus.weight_transfer.nccl_communicator` use the store to
-make their communicators. The module loads no torch: callers pass ``torch.distributed`` in.
+make their communicators.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from bus.errors import WavebusError
 
 if TYPE_CHECKING:
     from bus.weight_transfer.allocation import RankAssignment
@@ -38,37 +42,38 @@ def chunk_timeout_s(size_bytes: int) -> int:
     return CHUNK_TIMEOUT_S + size_bytes // SLOW_BYTES_PER_S
 
 
-def open_store(dist: Any, address: str, timeout_s: float) -> Any:
+def open_store(address: str, timeout_s: float) -> Any:
     """Opens the trainer's store on a free port of one address.
 
     A store that torch opens by itself would listen on all addresses. The store ends with the last
     reference to it.
 
     Args:
-        dist: ``torch.distributed``.
         address: the address to listen on.
         timeout_s: how long its operations may take, in seconds.
 
     Raises:
-        OSError: it can't listen there.
+        WavebusError: it can't listen there.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family)
-    return dist.TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-    )
+    try:
+        listener = socket.create_server((address, 0), family=family)
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+    except (RuntimeError, OSError) as error:
+        raise WavebusError(f"can't open a store at {address}: {error}") from error
 
 
-def connect_store(dist: Any, host: str, port: int, communicator: int, timeout_s: float) -> Any:
+def connect_store(host: str, port: int, communicator: int, timeout_s: float) -> Any:
     """Connects to the trainer's store, and returns the communicator's part of it.
 
     Args:
-        dist: ``torch.distributed``.
         host: the store's host.
         port: the store's port.
         communicator: the communicator's number.
@@ -82,9 +87,11 @@ def connect_store(dist: Any, host: str, port: int, communicator: int, timeout_s:
     with socket.create_connection((host, port), timeout=_CONNECT_S):
         pass
     greeting = timedelta(seconds=min(_GREETING_S, timeout_s))
-    store = dist.TCPStore(host, port, is_master=False, timeout=greeting)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=False, timeout=greeting
+    )
     store.set_timeout(timedelta(seconds=timeout_s))
-    return dist.PrefixStore(f"wavebus-{communicator}", store)
+    return dist.PrefixStore(f"wavebus-{communicator}", store)  # type: ignore[attr-defined]
 
 
 def gather_messages(store: Any, place: RankAssignment, message: str, timeout_s: float) -> list[str]:

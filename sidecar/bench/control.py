@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from bus.keys import AUTHORIZED, BROKER_KEY_VARIABLE, KEY_VARIABLE, Key, write_pair
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.runtime.zmq_curve import new_pair
 from sidecar.bench.harness import in_turn, median, raise_file_limit, say
 from sidecar.bench.programs.raw_zmq import RawRouter

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from bus.errors import EngineError
 from bus.messages import NackCode
 from bus.weight_transfer.checksum import checksums, first_difference, select_words, sum_words
@@ -14,6 +12,8 @@ from bus.weight_transfer.formats import aligned, transfer_failed
 from bus.weight_transfer.packing import ReceivedChunk
 
 if TYPE_CHECKING:
+    import torch
+
     from bus.manifest import Manifest, TensorMeta
     from bus.messages import Verify
     from bus.weight_transfer.base import Receiver
@@ -125,7 +125,7 @@ class DeferredSums:
         if verify != "sample" or not isinstance(received, ReceivedChunk):
             check_sums(seq, received, verify, sums)
             return
-        looked = select_words(torch, received.tensors, verify, received.memo, later=stays)
+        looked = select_words(received.tensors, verify, received.memo, later=stays)
         self._looks.append(_Look(seq, received, sums, looked))
         if not stays and sum(each.looked.count for each in self._looks) > _MOST_WORDS:
             self.check()
@@ -137,7 +137,7 @@ class DeferredSums:
             EngineError: as :func:`check_sums`.
         """
         looks, self._looks = self._looks, []
-        found = sum_words(torch, [each.looked for each in looks], self._memo)
+        found = sum_words([each.looked for each in looks], self._memo)
         for each, sums in zip(looks, found, strict=True):
             _compare(each.seq, each.received, each.sums, sums)
 
@@ -175,7 +175,7 @@ def check_sums(
             if the number of checksums differs.
     """
     memo = received.memo if isinstance(received, ReceivedChunk) else None
-    _compare(seq, received, sums, checksums(torch, [t for _, t in received], verify, memo))
+    _compare(seq, received, sums, checksums([t for _, t in received], verify, memo))
 
 
 def _compare(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bus.errors import EngineError, UsageError
 from bus.messages import NackCode
@@ -18,11 +17,11 @@ from bus.weight_transfer import cuda, formats
 from bus.weight_transfer.allocation import NO_RANK, RankAssignment
 from bus.weight_transfer.cuda import current_gpu, resolve_gpu
 from bus.weight_transfer.formats import (
+    BroadcastChunk,
     IpcChunk,
     IpcInit,
     IpcMemory,
     IpcTensors,
-    NcclChunk,
     NcclInit,
     aligned,
     decode,
@@ -59,9 +58,7 @@ IPC = {
     "buffers": [{"handle": HANDLE, "size_bytes": 4096}],
     "buffer_bytes": 4096,
 }
-no_cuda = pytest.mark.skipif(
-    not cuda.unavailable_reason(torch), reason="there is CUDA on this machine"
-)
+no_cuda = pytest.mark.skipif(not cuda.unavailable_reason(), reason="there is CUDA on this machine")
 
 
 @no_cuda
@@ -81,8 +78,8 @@ def test_a_machine_without_cuda_neither_lists_nor_makes_them(backend: str) -> No
 
 @no_cuda
 def test_why_it_is_missing_names_this_torch() -> None:
-    assert torch.__version__ in cuda.unavailable_reason(torch)
-    assert "CUDA" in cuda.nccl_unavailable_reason(torch, dist)
+    assert torch.__version__ in cuda.unavailable_reason()
+    assert "CUDA" in cuda.nccl_unavailable_reason()
 
 
 def test_who_always_packs_says_so() -> None:
@@ -172,7 +169,7 @@ def test_ipcs_params_out_of_bounds_are_refused_by_field(
 
 @pytest.mark.parametrize("receiver", [NcclReceiver(), IpcReceiver()])
 def test_nothing_is_received_before_it_is_open(receiver: Receiver) -> None:
-    handle = encode(NcclChunk(0) if isinstance(receiver, NcclReceiver) else IpcChunk(0, ()))
+    handle = encode(BroadcastChunk(0) if isinstance(receiver, NcclReceiver) else IpcChunk(0, ()))
     with pytest.raises(EngineError, match="open") as refused:
         receiver.receive((), handle)
     assert refused.value.code is NackCode.TRANSFER_FAILED
@@ -182,7 +179,7 @@ def test_nothing_is_received_before_it_is_open(receiver: Receiver) -> None:
     "said",
     [
         NcclInit("h", 1, 0, 2, 1000, "2.29.7"),
-        NcclChunk(7),
+        BroadcastChunk(7),
         IpcInit("gpu-1", (MEMORY, MEMORY), 4096),
         IpcChunk(1, (0, 64)),
         IpcTensors((MEMORY,), (0, 0), (0, 64)),
@@ -250,10 +247,7 @@ class Opened(IpcReceiver):
         self.unmapped = 0
 
     def _map(self, memories: Sequence[IpcMemory]) -> list[_Mapped]:
-        mapped = [_Mapped.__new__(_Mapped) for _ in memories]
-        for each, memory in zip(mapped, memories, strict=True):
-            each.memory = self._memories[memory.handle]
-        return mapped
+        return [_Mapped(0, self._memories[memory.handle]) for memory in memories]
 
     def _unmap(self, mapped: Sequence[_Mapped]) -> list[_Mapped]:
         self.unmapped += len(mapped)

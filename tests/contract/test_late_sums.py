@@ -59,7 +59,7 @@ def values(seed: int) -> list[torch.Tensor]:
 
 
 def sums(seed: int) -> tuple[int, ...]:
-    return checksums(torch, values(seed), "sample")
+    return checksums(values(seed), "sample")
 
 
 def test_chunks_that_are_what_was_sent_pass() -> None:
@@ -148,7 +148,7 @@ def test_what_will_not_lie_there_again_is_compared_at_once() -> None:
     received = [(meta.name, tensor) for meta, tensor in zip(METAS, values(1), strict=True)]
     with pytest.raises(EngineError, match="a, in chunk 0"):
         late.record(0, received, "sample", sums(2))
-    full = checksums(torch, values(2), "full")
+    full = checksums(values(2), "full")
     with pytest.raises(EngineError, match="a, in chunk 0"):
         late.record(0, Buffer().chunk(1), "full", full)
 

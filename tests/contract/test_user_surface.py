@@ -54,7 +54,7 @@ from bus.messages import (
     Target,
     Verify,
 )
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.protocol.dp.watchdog import Health
 from bus.settings import DEFAULT_BROKER, DEFAULT_FILE
 from bus.weight_transfer.allocation import RankAssignment, World

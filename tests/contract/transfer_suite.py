@@ -114,7 +114,7 @@ class TransferContract:
             for (_, got), tensor in zip(received, tensors, strict=True):
                 assert torch.equal(raw(got), raw(tensor))
             if ends.sender.is_bit_exact:
-                check_sums(seq, received, "full", checksums(torch, tensors, "full"))
+                check_sums(seq, received, "full", checksums(tensors, "full"))
             ends.taken(seq)
 
     def test_a_tensor_larger_than_any_chunk_gets_one_of_its_own(self, ends: Ends) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from bus.errors import EngineError, UpdateFailed
 from bus.messages import NackCode
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.weight_transfer.registry import register_receiver, register_sender
 from bus.weight_transfer.shm import ShmReceiver, ShmSender
 from sidecar import Sidecar

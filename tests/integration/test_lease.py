@@ -12,7 +12,7 @@ import torch
 from bus.errors import EngineError, WavebusError
 from bus.keys import read_keyring
 from bus.messages import NackCode
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from sidecar import Sidecar
 from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import EngineInfo

@@ -14,7 +14,7 @@ import torch
 
 from bus.errors import BusTimeout, UpdateFailed
 from bus.messages import NackCode
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.runtime.status_client import fetch_status
 from sidecar import Sidecar
 from sidecar.bench.programs.stub_engines import StubEngine

@@ -283,7 +283,9 @@ class Rank(SimEngine):
             self.put(lambda: self._resume(returned))
 
     def _escalate(self, call: CallEscalate) -> None:
-        self.session.escalating(tuple(str(n) for n, each in enumerate(self.requests) if each.begun))
+        self.session.pause.on_escalated(
+            tuple(str(n) for n, each in enumerate(self.requests) if each.begun)
+        )
         self.escalations.append(call)
 
         def returned() -> None:

@@ -238,7 +238,7 @@ class SimEngine:
             phase=session.phase,
             update_id=session.shown_id,
             peer_address="",
-            closed=session.is_closed,
+            closed=session.admission.closed,
             run=self.peer.link.run or f"{self.boot:x}",
         )
         return Join("engine", "sim", 1, facts, None)
@@ -416,7 +416,9 @@ class SimEngine:
     def _escalate(self, call: CallEscalate) -> None:
         """A second pause: with it the one that still drains returns, too."""
         waiting = self.running_call
-        self.session.escalating(tuple(f"r{number}" for number in range(self.truth.in_flight)))
+        self.session.pause.on_escalated(
+            tuple(f"r{number}" for number in range(self.truth.in_flight))
+        )
         self.escalations.append(call)
 
         def end() -> None:

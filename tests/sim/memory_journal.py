@@ -22,8 +22,8 @@ from bus.journal.records import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bus.protocol.broker.config import BrokerConfig
     from bus.protocol.core.access import KeyRole
+    from bus.protocol.core.config import BrokerConfig
     from bus.runtime.interfaces import Scheduler
 
 

@@ -10,7 +10,7 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.protocol.core.link import LinkConfig
 from bus.protocol.engine.pause import EnginePauseState
 from bus.protocol.engine.update_states import EngineUpdateState

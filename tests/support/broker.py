@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.runtime.broker_server import BrokerServer
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.zmq_transport import ZmqServer

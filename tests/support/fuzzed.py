@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import bus.log
 from bus.ids import new_boot
-from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.access import Limits, Rate
+from bus.protocol.core.config import BrokerConfig
 from bus.runtime.broker_server import rss_bytes
 from bus.runtime.peer import route_of
 from bus.runtime.zmq_transport import ZmqClient

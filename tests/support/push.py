@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import torch
-
 from bus.manifest import Manifest, TensorMeta
 from bus.weight_transfer.allocation import ALONE, NO_RANK, RankAssignment, World
 from bus.weight_transfer.checksum import checksums
@@ -16,6 +14,8 @@ from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from bus.messages import Staging, Target, Verify
     from sidecar.engine import Engine
@@ -114,7 +114,7 @@ class Push:
 
     async def load(self, seq: int) -> None:
         """Verify and load the chunk that was sent."""
-        sums = checksums(torch, self._tensors(seq), self._verify)
+        sums = checksums(self._tensors(seq), self._verify)
         await self.engine.load(seq, self._verify, sums)
         self._sender.on_taken(seq)
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from bus.journal.writer import LEAST_BYTES, JournalWriter
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from tests.sim.clock import SimScheduler
 
 RECORDS = 20

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-import torch
-
 import bus.log
 from bus.errors import NonFiniteWeights, UsageError
 from bus.manifest import Manifest
@@ -14,6 +12,8 @@ from bus.weight_transfer.checksum import inspect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from bus.manifest import TensorMeta
     from bus.messages import Verify
@@ -97,7 +97,7 @@ class UpdatePlan:
         Raises:
             NonFiniteWeights: the chunk has NaN or Inf, and ``check_finite`` is set.
         """
-        sums, place = inspect(torch, tensors, verify, check_finite=self.check_finite)
+        sums, place = inspect(tensors, verify, check_finite=self.check_finite)
         if place is not None:
             self.nonfinite = self.nonfinite or self.manifest.names[self.manifest.part(seq)][place]
             if self.check_finite:

@@ -1,1 +1,1 @@
-"""The broker as a whole: its peers, its groups and its configuration."""
+"""The broker as a whole: its peers and its groups."""

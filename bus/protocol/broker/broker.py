@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from bus import messages as m
-from bus.protocol.broker.config import BROKER_NAME, BrokerConfig
 from bus.protocol.broker.group_table import GroupTable
 from bus.protocol.core.access import (
     FRAME_BYTES,
@@ -25,6 +24,7 @@ from bus.protocol.core.access import (
     outside_key,
     outside_role,
 )
+from bus.protocol.core.config import BROKER_NAME, BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.link import WORTH_A_WAIT
@@ -71,7 +71,7 @@ class Broker:
         """
         peer = self.peers.by_route.get(route)
         bound = FRAME_BYTES[peer.role] if peer else STRANGERS_FRAME_BYTES
-        bucket = self._bucket(peer, route, now_ms)
+        bucket = (peer and peer.bucket) or self._bucket(route, now_ms)
         cost = cost_of(size_bytes) if size_bytes <= bound else REFUSED_COST
         if not bucket.take(cost, now_ms):
             return self._on_rate_limited(peer, route, bucket, now_ms)
@@ -118,15 +118,11 @@ class Broker:
         if envelope.seq <= peer.last_seq:
             if type(message) is m.Nack:
                 return []
-            self._bucket(peer, route, now_ms).charge(REFUSED_COST)
-            failure = Failure(
-                m.NackCode.STALE,
-                f"frame {envelope.seq} after {peer.last_seq}",
-                field="seq",
-            )
+            detail = f"frame {envelope.seq} after {peer.last_seq}"
+            failure = Failure(m.NackCode.STALE, detail, field="seq")
             return [
                 Note("stale_frame", "debug", {"peer": peer.name, "kind": envelope.kind}),
-                self._nack((route,), envelope.id, failure),
+                self._refuse(route, envelope.id, failure, now_ms),
             ]
         peer.last_seq = envelope.seq
         peer.on_frame(now_ms, is_heartbeat=type(message) is m.Heartbeat)
@@ -141,7 +137,7 @@ class Broker:
     def on_malformed_frame(self, route: bytes, error: DecodeError, now_ms: float) -> list[Effect]:
         """Refuses a frame that could not be decoded, naming the field; nothing else changes."""
         peer = self.peers.by_route.get(route)
-        self._bucket(peer, route, now_ms).charge(REFUSED_COST)
+        self._bucket(route, now_ms).charge(REFUSED_COST)
         failure = Failure(error.code, error.detail, field=error.field)
         return self._bad(peer, route, failure, error.reply_to)
 
@@ -154,9 +150,10 @@ class Broker:
             "field": failure.field,
             "detail": failure.detail,
         }
-        return [Note("bad_frame", "warning", fields), self._nack((route,), reply_to, failure)]
+        return [Note("bad_frame", "warning", fields), _nack(route, reply_to, failure)]
 
-    def _bucket(self, peer: Peer | None, route: bytes, now_ms: float) -> Bucket:
+    def _bucket(self, route: bytes, now_ms: float) -> Bucket:
+        peer = self.peers.by_route.get(route)
         if peer is not None and peer.bucket is not None:
             return peer.bucket
         bucket = self._strangers.get(route)
@@ -178,7 +175,7 @@ class Broker:
         )
         return [
             Note("rate_limited", "warning", {"peer": name, "detail": failure.detail}),
-            self._nack((route,), 0, failure, retry_ms=REPORT_EVERY_MS),
+            _nack(route, 0, failure, retry_ms=REPORT_EVERY_MS),
         ]
 
     def _reject_key(
@@ -195,7 +192,7 @@ class Broker:
         if user in self.keys or type(message) is m.Join:
             return self._forbidden(route, envelope, failure, now_ms)
         # A removed key gets no answer; an answer would make its peer believe the link alive.
-        self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
+        self._bucket(route, now_ms).charge(REFUSED_COST)
         return [Note("forbidden", "warning", {"peer": envelope.sender, "detail": failure.detail})]
 
     def _from_peer(
@@ -226,9 +223,9 @@ class Broker:
         if isinstance(message, m.CoreStatus) and group is not None:
             return group.dp_groups.on_core_status(peer, message, now_ms)
         if isinstance(message, m.Armed) and group is not None:
-            return group.on_armed(peer.name, message, now_ms)
+            return group.apply(group.update.on_armed(peer.name, message, now_ms), now_ms)
         if isinstance(message, m.Probed) and group is not None:
-            return group.on_probed(peer.name, message, now_ms)
+            return group.apply(group.update.on_probed(peer.name, message, now_ms), now_ms)
         if isinstance(message, m.Leave):
             return self._remove_peer(peer, "peer_left", message.reason or "left", now_ms)
         if isinstance(message, m.StatusRequest):
@@ -262,7 +259,6 @@ class Broker:
                 effects += self._remove_peer(known, "peer_left", reason, now_ms)
         result = self._admit(route, envelope, join, now_ms, user)
         if isinstance(result, Failure):
-            self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
             retry_ms = self.config.retry_ms
             if result.code in WORTH_A_WAIT:  # by then its owner is alive or detected as lost
                 retry_ms = self.config.peer_timeout_ms + 2 * self.config.heartbeat_ms
@@ -270,7 +266,7 @@ class Broker:
             return [
                 *effects,
                 Note("join_refused", "warning", {**fields, "code": result.code.value}),
-                self._nack((route,), envelope.id, result, retry_ms=retry_ms),
+                self._refuse(route, envelope.id, result, now_ms, retry_ms=retry_ms),
             ]
         peer, group = result
         came: list[Effect] = []
@@ -318,21 +314,12 @@ class Broker:
             return Failure(m.NackCode.FORBIDDEN, detail, field="sender", peer=other.name)
         if refused := self.groups.refuse_more(envelope, join, now_ms):
             return refused
-        peer = self.peers.join(
-            name=envelope.sender,
-            group=envelope.group,
-            route=route,
-            boot=envelope.boot,
-            seq=envelope.seq,
-            join=join,
-            now_ms=now_ms,
-            user=user,
-        )
+        peer = self.peers.join(route, envelope, join, now_ms, user)
         if isinstance(peer, Failure):
             return peer
         peer.joined_epoch = envelope.epoch
         if peer.bucket is None:
-            peer.bucket = self._bucket(None, route, now_ms)
+            peer.bucket = self._bucket(route, now_ms)
             peer.bucket.rate = self.config.limits.peer
             del self._strangers[route]
         if peer.role in WATCHERS:
@@ -356,8 +343,8 @@ class Broker:
             if not self._views.take(1, now_ms):
                 return self._on_rate_limited(None, route, self._views, now_ms)
             return [Send(self.status(now_ms), (route,), envelope.id)]
-        self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
         if isinstance(message, (m.Nack, m.Leave)):
+            self._bucket(route, now_ms).charge(REFUSED_COST)
             return []
         failure = Failure(
             m.NackCode.NOT_JOINED,
@@ -365,14 +352,14 @@ class Broker:
             field="sender",
             hint="JOIN first",
         )
-        return [self._nack((route,), envelope.id, failure)]
+        return [self._refuse(route, envelope.id, failure, now_ms)]
 
     def _forbidden(
         self, route: bytes, envelope: m.Envelope, failure: Failure, now_ms: float
     ) -> list[Effect]:
-        self._bucket(self.peers.by_route.get(route), route, now_ms).charge(REFUSED_COST)
         note = {"peer": envelope.sender, "kind": envelope.kind, "detail": failure.detail}
-        return [Note("forbidden", "warning", note), self._nack((route,), envelope.id, failure)]
+        refusal = self._refuse(route, envelope.id, failure, now_ms)
+        return [Note("forbidden", "warning", note), refusal]
 
     def rekey(self, keys: Mapping[str, KeyRole], now_ms: float) -> list[Effect]:
         """Replaces the keys; removes peers whose key is not among them, or has another role."""
@@ -432,7 +419,8 @@ class Broker:
         )
         effects: list[Effect] = [note]
         if peer.role in WATCHERS:
-            effects += self.groups.remove_watcher(peer.route)
+            for each in self.groups.values():  # none waits for its confirmation any more
+                effects += each.routing.remove_watchers((peer.route,))
         group = self.groups.get(peer.group)
         if group is None:
             return effects
@@ -463,8 +451,13 @@ class Broker:
             groups=tuple(self.groups[name].status(now_ms, booting) for name in sorted(self.groups)),
         )
 
-    def _nack(
-        self, routes: tuple[bytes, ...], reply_to: int, failure: Failure, retry_ms: int = 0
+    def _refuse(
+        self, route: bytes, reply_to: int, failure: Failure, now_ms: float, retry_ms: int = 0
     ) -> Send:
-        nack = replace(failure.nack(), retry_after_ms=retry_ms)
-        return Send(nack, routes, reply_to)
+        """Refuses a frame that was read, which costs its sender more than an accepted one."""
+        self._bucket(route, now_ms).charge(REFUSED_COST)
+        return _nack(route, reply_to, failure, retry_ms)
+
+
+def _nack(route: bytes, reply_to: int, failure: Failure, retry_ms: int = 0) -> Send:
+    return Send(replace(failure.nack(), retry_after_ms=retry_ms), (route,), reply_to)

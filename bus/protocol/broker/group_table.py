@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bus.messages import NackCode
-from bus.protocol.broker.config import GROUP_KEPT_MS, LEASE_PER_PEER_TIMEOUT, MAX_GROUPS
 from bus.protocol.core.access import outside_bounds
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.membership import WATCHERS
@@ -14,9 +13,12 @@ from bus.protocol.group.group import Group
 
 if TYPE_CHECKING:
     from bus.messages import Envelope, Join
-    from bus.protocol.broker.config import BrokerConfig
-    from bus.protocol.core.effects import Effect
+    from bus.protocol.core.config import BrokerConfig
     from bus.protocol.core.membership import Membership
+
+# A group without peers is removed after GROUP_KEPT_MS; at once if there are more than this.
+GROUP_KEPT_MS: Final = 60_000.0
+MAX_GROUPS: Final = 1024
 
 
 class GroupTable(dict[str, Group]):
@@ -36,14 +38,7 @@ class GroupTable(dict[str, Group]):
         """Returns the group of that name; makes it if there is none."""
         group = self.get(name)
         if group is None:
-            config = self._config
-            group = self[name] = Group(
-                name,
-                retry_ms=config.retry_ms,
-                step_timeout_ms=config.step_timeout_ms,
-                min_lease_ms=config.peer_timeout_ms * LEASE_PER_PEER_TIMEOUT,
-                hold_ms=config.heartbeat_ms,
-            )
+            group = self[name] = Group(name, self._config)
             if name in self._forgotten:
                 group.session.epoch, group.served = self._forgotten.pop(name)
         return group
@@ -79,7 +74,3 @@ class GroupTable(dict[str, Group]):
                     self._forgotten[name] = (group.epoch, group.served)
         while len(self._forgotten) > MAX_GROUPS:
             del self._forgotten[next(iter(self._forgotten))]
-
-    def remove_watcher(self, watcher: bytes) -> list[Effect]:
-        """Removes a watcher that has left, so that no group waits for its confirmation."""
-        return [e for each in self.values() for e in each.routing.remove_watchers((watcher,))]

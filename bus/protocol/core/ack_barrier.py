@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from bus.messages import Arm
@@ -17,6 +18,7 @@ ESCALATED: Final = "escalated"
 STILL_CLOSED: Final = "closed"  # of a RESUME: the engine is stale
 
 
+@dataclass(slots=True, eq=False)
 class AckBarrier:
     """One step requested of several engines; done when all have acknowledged it.
 
@@ -24,38 +26,30 @@ class AckBarrier:
     between microseconds and milliseconds.
     """
 
-    __slots__ = (
-        "asked_ms",
-        "engines",
-        "escalated",
-        "in_flight",
-        "is_slow",
-        "lacks_manifest",
-        "messages",
-        "resent_ms",
-        "slowest",
-        "slowest_ms",
-        "step",
-        "waited_for",
-        "waiting",
-        "waiting_for_trainer",
-    )
+    step: Step
+    message: InitVar[Message]
+    names: InitVar[Iterable[str]]
+    asked_ms: float
+    messages: list[Message] = field(init=False)  # repeated together
+    waiting: set[str] = field(init=False)
+    engines: int = field(init=False)
+    resent_ms: float = field(init=False)
+    waiting_for_trainer: bool = False  # the trainer has yet to send the chunk
+    in_flight: int = 0
+    is_slow: bool = False  # it has been logged
+    slowest: str = ""
+    slowest_ms: float = 0.0
+    # Engines that refused the digest as unknown; engines whose `wait` pause's deadline passed, and
+    # the requests that still ran then.
+    lacks_manifest: set[str] = field(default_factory=set)
+    escalated: set[str] = field(default_factory=set)
+    waited_for: list[str] = field(default_factory=list)
 
-    def __init__(self, step: Step, message: Message, names: Iterable[str], now_ms: float) -> None:
-        self.step = step
-        self.messages = [message]  # repeated together
-        self.waiting_for_trainer = False  # the trainer has yet to send the chunk
+    def __post_init__(self, message: Message, names: Iterable[str]) -> None:
+        self.messages = [message]
         self.waiting = set(names)
         self.engines = len(self.waiting)
-        self.asked_ms = now_ms
-        self.resent_ms = now_ms
-        self.in_flight = 0
-        self.is_slow = False  # it has been logged
-        self.slowest = ""
-        self.slowest_ms = 0.0
-        self.lacks_manifest: set[str] = set()  # engines that refused the digest as unknown
-        self.escalated: set[str] = set()  # engines whose `wait` pause's deadline passed,
-        self.waited_for: list[str] = []  # and the requests that still ran then
+        self.resent_ms = self.asked_ms
 
     def on_ack(self, name: str, ack: Ack, now_ms: float) -> bool:
         """Records an engine's ACK; returns False for a duplicate, or an engine not waited for."""

@@ -21,14 +21,9 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """Instruction: answer the trainer that every engine of a barrier has done the step.
+    """Instruction: answer the trainer that every engine of a barrier has done its step."""
 
-    ``chunk`` is the chunk's number, if the step is one.
-    """
-
-    step: Step
     barrier: AckBarrier
-    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)

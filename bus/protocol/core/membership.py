@@ -32,6 +32,7 @@ from bus.messages import (
     CoreStatus,
     EngineFacts,
     EngineView,
+    Envelope,
     Heartbeat,
     Join,
     Message,
@@ -190,15 +191,20 @@ def place_of(group: str, join: Join) -> tuple[object, ...]:
     return (join.role, "" if join.role in WATCHERS else group, *part)
 
 
-# A place that only one engine can have: group, DP group and rank; or host and URL.
-_Place: TypeAlias = tuple[str, str, int] | tuple[str, str]
+# A place that only one peer can have: an engine's URL on its host; or the rank of an engine, or the
+# coordinator (None), of a DP group.
+_Place: TypeAlias = tuple[str, str] | tuple[str, str, int | None]
 
 
-def _places(group: str, host: str, facts: EngineFacts | None) -> list[_Place]:
-    if facts is None:
+def _places(
+    group: str, host: str, engine: EngineFacts | None, coordinator: CoordinatorFacts | None
+) -> list[_Place]:
+    if coordinator is not None:
+        return [(group, coordinator.dp_group, None)]
+    if engine is None:
         return []
-    rank: list[_Place] = [(group, facts.dp_group, facts.dp_rank)]
-    return [*rank, (host, facts.endpoint)] if facts.endpoint else rank
+    rank: list[_Place] = [(group, engine.dp_group, engine.dp_rank)]
+    return [*rank, (host, engine.endpoint)] if engine.endpoint else rank
 
 
 class Membership:
@@ -221,25 +227,13 @@ class Membership:
         return len(self.by_name)
 
     def join(
-        self,
-        *,
-        name: str,
-        group: str,
-        route: bytes,
-        boot: int,
-        seq: int,
-        join: Join,
-        now_ms: float,
-        user: str = "",
+        self, route: bytes, envelope: Envelope, join: Join, now_ms: float, user: str = ""
     ) -> Peer | Failure:
         """Adds a peer, or replaces its record if the same process joins again.
 
         Args:
-            name: the peer's name.
-            group: its group.
             route: the transport's name of the peer.
-            boot: the number of the life of the peer's process.
-            seq: the number of the frame with the JOIN.
+            envelope: the envelope of the JOIN, with the peer's name, group and boot.
             join: the JOIN.
             now_ms: when the frame arrived.
             user: the public key of the connection; empty without keys.
@@ -247,9 +241,10 @@ class Membership:
         Returns:
             The peer's new record, or why it can't join.
         """
-        refused = self._refuse(name, group, boot, user, join, now_ms)
+        refused = self._refuse(envelope, user, join, now_ms)
         if refused is not None:
             return refused
+        name, group = envelope.sender, envelope.group
         old = self.by_name.get(name)
         heard_ms = now_ms
         if old is not None:
@@ -261,10 +256,10 @@ class Membership:
             role=join.role,
             group=group,
             route=route,
-            boot=boot,
+            boot=envelope.boot,
             host=join.host,
             pid=join.pid,
-            last_seq=seq,
+            last_seq=envelope.seq,
             last_heard_ms=heard_ms,
             facts=join.engine,
             coordinator=join.coordinator,
@@ -278,13 +273,12 @@ class Membership:
             peer.version = join.engine.version
         self.by_name[name] = peer
         self.by_route[route] = peer
-        for place in _places(group, join.host, join.engine):
+        for place in _places(group, join.host, join.engine, join.coordinator):
             self._by_place[place] = peer
         return peer
 
-    def _refuse(
-        self, name: str, group: str, boot: int, user: str, join: Join, now_ms: float
-    ) -> Failure | None:
+    def _refuse(self, envelope: Envelope, user: str, join: Join, now_ms: float) -> Failure | None:
+        name, group = envelope.sender, envelope.group
         try:
             check_name(name, "sender")
             if join.role not in WATCHERS:
@@ -310,7 +304,7 @@ class Membership:
                 field="engine.dp_rank",
             )
         held = self.by_name.get(name)
-        if held is None or (held.boot, held.user) == (boot, user):
+        if held is None or (held.boot, held.user) == (envelope.boot, user):
             return self._refuse_place(name, group, join)
         silent_ms = now_ms - held.last_heard_ms
         return Failure(
@@ -323,45 +317,25 @@ class Membership:
 
     def _refuse_place(self, name: str, group: str, join: Join) -> Failure | None:
         """Refuses a second sidecar per engine or rank, or coordinator per DP group."""
-        if join.coordinator is not None:
-            return self._refuse_coordinator(name, group, join.coordinator)
-        facts = join.engine
-        for place in _places(group, join.host, facts):
+        dead = f"wait {self.peer_timeout_ms:.0f} ms if it is dead"
+        for place in _places(group, join.host, join.engine, join.coordinator):
             other = self._by_place.get(place)
-            if facts is None or other is None or other.name == name:
+            if other is None or other.name == name:
                 continue
             if len(place) == 2:  # noqa: PLR2004 - host and URL
-                return Failure(
-                    NackCode.NAME_TAKEN,
-                    f"the engine at {facts.endpoint} has the sidecar {other.name} "
-                    f"({other.host}:{other.pid}, group {other.group})",
-                    field="engine.endpoint",
-                    peer=other.name,
-                    hint=f"an engine has one sidecar: stop the other one, or wait "
-                    f"{self.peer_timeout_ms:.0f} ms if it is dead",
-                )
-            return Failure(
-                NackCode.NAME_TAKEN,
-                f"rank {facts.dp_rank} of DP group {facts.dp_group} is {other.name}",
-                field="engine.dp_rank",
-                peer=other.name,
-                hint="give every DP group its own --dp-group, every rank its own --dp-rank",
-            )
-        return None
-
-    def _refuse_coordinator(self, name: str, group: str, facts: CoordinatorFacts) -> Failure | None:
-        for other in self.by_name.values():
-            if other.coordinator is None or other.group != group or other.name == name:
-                continue
-            if other.coordinator.dp_group == facts.dp_group:
-                return Failure(
-                    NackCode.NAME_TAKEN,
-                    f"the DP coordinator of DP group {facts.dp_group} is {other.name}",
-                    field="coordinator.dp_group",
-                    peer=other.name,
-                    hint=f"give every DP group its own --dp-group, or wait "
-                    f"{self.peer_timeout_ms:.0f} ms if it is dead",
-                )
+                field = "engine.endpoint"
+                detail = f"the engine at {place[1]} has the sidecar {other.name} "
+                detail += f"({other.host}:{other.pid}, group {other.group})"
+                hint = f"an engine has one sidecar: stop the other one, or {dead}"
+            elif place[2] is None:
+                field = "coordinator.dp_group"
+                detail = f"the DP coordinator of DP group {place[1]} is {other.name}"
+                hint = f"give every DP group its own --dp-group, or {dead}"
+            else:
+                field = "engine.dp_rank"
+                detail = f"rank {place[2]} of DP group {place[1]} is {other.name}"
+                hint = "give every DP group its own --dp-group, every rank its own --dp-rank"
+            return Failure(NackCode.NAME_TAKEN, detail, other.name, field=field, hint=hint)
         return None
 
     def remove(self, peer: Peer) -> None:
@@ -370,7 +344,7 @@ class Membership:
             del self.by_name[peer.name]
         if self.by_route.get(peer.route) is peer:
             del self.by_route[peer.route]
-        for place in _places(peer.group, peer.host, peer.facts):
+        for place in _places(peer.group, peer.host, peer.facts, peer.coordinator):
             if self._by_place.get(place) is peer:
                 del self._by_place[place]
 

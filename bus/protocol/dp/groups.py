@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from bus import messages as m
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.dp.restarts import Restarts
-from bus.protocol.dp.watchdog import Diagnosis, Watchdog, WatchdogConfig
+from bus.protocol.dp.watchdog import SLOW_MS, Diagnosis, Watchdog
 from bus.protocol.dp.wave import WaveMachine, WaveState
 
 if TYPE_CHECKING:
@@ -34,14 +34,13 @@ class DpGroup:
     Args:
         name: the DP group's name.
         size: how many ranks it has.
-        config: the thresholds of its watchdog.
     """
 
-    def __init__(self, name: str, size: int, config: WatchdogConfig) -> None:
+    def __init__(self, name: str, size: int) -> None:
         self.name = name
         self.size = size
         self.wave = WaveMachine()
-        self.watchdog = Watchdog(size, config)
+        self.watchdog = Watchdog(size)
         self.ranks: dict[int, Peer] = {}
         self.coordinator: Peer | None = None
         self.coordinator_boot = 0  # of the last coordinator, which may be gone
@@ -69,6 +68,10 @@ class DpGroup:
             life = self._life
         self.ranks[facts.dp_rank] = peer
         self._lives[facts.dp_rank] = (peer.boot, life)
+
+    def present_ranks(self) -> list[Peer]:
+        """Returns the ranks that are present, in their order."""
+        return [peer for _, peer in sorted(self.ranks.items())]
 
     def is_idle(self) -> bool:
         """Returns whether all ranks are present, and each is paused, updating or quarantined.
@@ -103,22 +106,15 @@ class DpGroup:
 class DpGroups:
     """Holds a group's DP groups of more than one rank. ``epoch`` is the group's fencing epoch."""
 
-    def __init__(
-        self, group: str, epoch: Callable[[], int], config: WatchdogConfig | None = None
-    ) -> None:
+    def __init__(self, group: str, epoch: Callable[[], int]) -> None:
         self.dp_groups: dict[str, DpGroup] = {}
         self._of: dict[str, DpGroup] = {}  # by rank's name
         self._group = group
         self._epoch = epoch
-        self._config = config or WatchdogConfig()
         self.restarts = Restarts(group, epoch)
 
     def __contains__(self, name: str) -> bool:
         return name in self._of
-
-    def of(self, name: str) -> DpGroup | None:
-        """Returns the DP group of a rank; None for an engine that steps alone."""
-        return self._of.get(name)
 
     # -- membership -------------------------------------------------------------
 
@@ -133,8 +129,11 @@ class DpGroups:
         self._of[peer.name] = group
         effects: list[Effect] = []
         if group.is_complete and group.wave.state is WaveState.DOWN:
-            self._mirror_anew(group)
+            group.wave.whole()
             group.watchdog.whole()
+            reported = group.coordinator.coordinator if group.coordinator is not None else None
+            if reported is not None:
+                group.wave.mirror(reported.wave, running=reported.running, rank=reported.rank)
             group.diagnosis = Diagnosis("unknown")
             self.restarts.over(group.name)
             effects.append(self._note("dp_group_up", group, "info", {"ranks": group.size}))
@@ -256,7 +255,7 @@ class DpGroups:
         if group.coordinator is None and group.wave.state is not WaveState.DOWN:
             effects = self._read_page(group, status)
         # Diagnosing all ranks at each report would be expensive while all are healthy.
-        if group.diagnosis.health == "ok" and status.since_ms < group.watchdog.config.slow_ms:
+        if group.diagnosis.health == "ok" and status.since_ms < SLOW_MS:
             return effects
         return effects + self._diagnose(group, now_ms)
 
@@ -310,18 +309,15 @@ class DpGroups:
     def on_stuck(self, peer: Peer, text: str, now_ms: float) -> tuple[str, list[Effect]]:
         """Restarts an engine whose core hangs, as ``text`` says; returns the reason and effects."""
         group = self._of.get(peer.name)
-        ranks = [peer] if group is None else [each for _, each in sorted(group.ranks.items())]
-        name = peer.name if group is None else group.name
-        advice = self.restarts.advice(ranks, 1 if group is None else group.size)
-        reason = "; ".join(filter(None, (text, advice)))
-        return reason, self.restarts.stuck(name, ranks, f"{peer.name}: {reason}", now_ms)
+        name, ranks, size = peer.name, [peer], 1
+        if group is not None:
+            name, ranks, size = group.name, group.present_ranks(), group.size
+        return self.restarts.request(name, ranks, size, text, now_ms, whose=f"{peer.name}: ")
 
     def tick(self, now_ms: float) -> list[Effect]:
         """Diagnoses every DP group, and logs each change of its health."""
-        effects: list[Effect] = []
-        for group in self.dp_groups.values():
-            effects += self._diagnose(group, now_ms)
-        return effects
+        diagnosed = [self._diagnose(group, now_ms) for group in self.dp_groups.values()]
+        return [effect for effects in diagnosed for effect in effects]
 
     def views(self) -> tuple[m.DpGroupView, ...]:
         """Returns the views of all DP groups for a status."""
@@ -329,12 +325,11 @@ class DpGroups:
 
     def _diagnose(self, group: DpGroup, now_ms: float) -> list[Effect]:
         before, now = group.diagnosis, group.watchdog.diagnose(now_ms)
-        ranks = [peer for _, peer in sorted(group.ranks.items())]
         effects: list[Effect] = []
         if now.stuck:
-            advice = self.restarts.advice(ranks, group.size)
-            now = replace(now, text="; ".join(filter(None, (now.text, advice))))
-            effects = self.restarts.stuck(group.name, ranks, now.text, now_ms)
+            ranks = group.present_ranks()
+            text, effects = self.restarts.request(group.name, ranks, group.size, now.text, now_ms)
+            now = replace(now, text=text)
         elif before.stuck:
             self.restarts.over(group.name)
         group.diagnosis = now
@@ -353,15 +348,9 @@ class DpGroups:
     def _get(self, name: str, size: int) -> DpGroup:
         group = self.dp_groups.get(name)
         if group is None:
-            group = self.dp_groups[name] = DpGroup(name, size, self._config)
+            group = self.dp_groups[name] = DpGroup(name, size)
         group.size = group.watchdog.size = size  # a new life may be larger, or smaller
         return group
-
-    def _mirror_anew(self, group: DpGroup) -> None:
-        facts = group.coordinator.coordinator if group.coordinator is not None else None
-        group.wave.whole()
-        if facts is not None:
-            group.wave.mirror(facts.wave, running=facts.running, rank=facts.rank)
 
     def _note(self, event: str, group: DpGroup, level: str, fields: dict[str, object]) -> Note:
         return Note(event, level, {"group": self._group, "dp_group": group.name, **fields})

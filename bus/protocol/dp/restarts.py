@@ -21,12 +21,11 @@ from bus.messages import Restart
 from bus.protocol.core.effects import Effect, Note, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from bus.protocol.core.membership import Peer
 
 AGAIN_MS: Final = 5_000.0
-UNSUPERVISED: Final = "nobody supervises it: restart {}"
 
 
 class Restarts:
@@ -40,35 +39,40 @@ class Restarts:
         self._epoch = epoch
         self._asked: dict[str, float] = {}  # time of the last request, by DP group
 
-    def advice(self, ranks: Iterable[Peer], size: int) -> str:
-        """Returns a text that says which ranks the operator must restart.
-
-        Empty if all these ranks are supervised, so that their supervisor restarts them.
-
-        Args:
-            ranks: the present ranks of a stuck DP group, or the engine alone.
-            size: how many ranks the DP group has.
-        """
-        if _is_supervised(ranks):
-            return ""
-        return UNSUPERVISED.format(f"all {size} ranks" if size > 1 else "the engine")
-
-    def stuck(self, dp_group: str, ranks: list[Peer], reason: str, now_ms: float) -> list[Effect]:
-        """Requests the restart of all present ranks of a stuck DP group.
-
-        A restart is requested at most once in 5 s.
+    def request(
+        self,
+        dp_group: str,
+        ranks: list[Peer],
+        size: int,
+        text: str,
+        now_ms: float,
+        *,
+        whose: str = "",
+    ) -> tuple[str, list[Effect]]:
+        """Requests the restart of all present ranks of a stuck DP group, at most once in 5 s.
 
         Args:
             dp_group: the DP group, or the name of an engine that steps alone.
             ranks: its present ranks.
-            reason: the diagnosis, for the log and for the sidecars.
+            size: how many ranks the DP group has.
+            text: the diagnosis.
             now_ms: the time.
+            whose: the rank that the diagnosis is about, as its prefix in the log and for sidecars.
+
+        Returns:
+            The diagnosis and the effects. If no supervisor restarts these ranks, the diagnosis says
+            which ranks the operator must restart.
         """
+        found = [peer.facts is not None and peer.facts.supervised for peer in ranks]
+        supervised = bool(found) and all(found)
+        if not supervised:
+            which = f"all {size} ranks" if size > 1 else "the engine"
+            text = f"{text}; nobody supervises it: restart {which}"
         asked_ms = self._asked.get(dp_group)
         if asked_ms is not None and now_ms < asked_ms + AGAIN_MS:
-            return []
+            return text, []
         self._asked[dp_group] = now_ms
-        supervised = _is_supervised(ranks)
+        reason = whose + text
         effects: list[Effect] = []
         if asked_ms is None:
             fields: dict[str, object] = {
@@ -83,7 +87,7 @@ class Restarts:
         if supervised:
             routes = tuple(peer.route for peer in ranks)
             effects.append(Send(Restart(reason[:4096]), routes, 0, self._group, self._epoch()))
-        return effects
+        return text, effects
 
     def over(self, dp_group: str) -> None:
         """Notes that a DP group steps again, or was restarted.
@@ -91,8 +95,3 @@ class Restarts:
         If it is stuck once more, its restart is logged and requested at once.
         """
         self._asked.pop(dp_group, None)
-
-
-def _is_supervised(ranks: Iterable[Peer]) -> bool:
-    found = [peer.facts is not None and peer.facts.supervised for peer in ranks]
-    return bool(found) and all(found)

@@ -6,18 +6,18 @@ for long is not the cause; a rank that is absent from it is.
 ==========  =====================================================================
 health      when
 ==========  =====================================================================
-ok          every rank is idle, or has moved within ``slow_ms``
+ok          every rank is idle, or has moved within ``SLOW_MS``
 slow        a rank has been in a step or a collective for longer, and no rank is
-            absent; or not yet for ``wedged_ms``
-wedged      a rank has been in a collective for ``wedged_ms``, and another one is
+            absent; or not yet for ``WEDGED_MS``
+wedged      a rank has been in a collective for ``WEDGED_MS``, and another one is
             not in it (idle, or in another one); or all have been in it for
-            ``stuck_ms``
+            ``STUCK_MS``
 down        a rank is lost; the others can't step until it is back, or all are restarted
-unknown     a rank has no status page, or has not reported it for ``silent_ms``
+unknown     a rank has no status page, or has not reported it for ``SILENT_MS``
 ==========  =====================================================================
 
 Ranks are stuck if they are wedged. The remaining ranks of a DP group that is down are stuck once
-one of them has been in a collective for ``wedged_ms``, because that collective can't end. For an
+one of them has been in a collective for ``WEDGED_MS``, because that collective can't end. For an
 engine that steps alone see :func:`describe_stall`.
 """
 
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 
 _NAMED: Final = 8  # how many ranks without a page a diagnosis names
 
+# The thresholds, in ms. Status pages come with heartbeats; an older one than SILENT_MS does not
+# show the present state. A forward pass with a long prompt takes seconds. A collective on a working
+# host never takes STUCK_MS.
+SILENT_MS: Final = 5_000.0
+SLOW_MS: Final = 2_000.0
+WEDGED_MS: Final = 10_000.0
+STUCK_MS: Final = 60_000.0
+
 Health: TypeAlias = Literal["ok", "slow", "wedged", "down", "unknown"]
 
 # The collective in which a rank waits for the others, by phase; `step` and `dummy` share one.
@@ -41,21 +49,6 @@ _MEETING: Final[dict[CorePhase, str]] = {
     "sync": "all-reduce",
     "barrier": "resume barrier",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class WatchdogConfig:
-    """Thresholds of the watchdog, in ms; the module says what each decides.
-
-    A forward pass with a long prompt takes seconds. A collective on a working host never takes
-    ``stuck_ms``. Status pages come with heartbeats; a page older than ``silent_ms`` does not show
-    the present state.
-    """
-
-    silent_ms: float = 5_000.0
-    slow_ms: float = 2_000.0
-    wedged_ms: float = 10_000.0
-    stuck_ms: float = 60_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +82,10 @@ class _Report:
 
 
 class Watchdog:
-    """Diagnoses the health of one DP group.
+    """Diagnoses the health of one DP group of ``size`` ranks."""
 
-    Args:
-        size: how many ranks the DP group has.
-        config: the thresholds.
-    """
-
-    def __init__(self, size: int, config: WatchdogConfig | None = None) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.config = config or WatchdogConfig()
         self._reports: dict[int, _Report] = {}
         self._lost: dict[int, tuple[str, str, float]] = {}  # name, reason, when
 
@@ -129,7 +116,7 @@ class Watchdog:
             f"rank {rank} ({report.name}) has told nothing for "
             f"{_seconds(now_ms - report.received_ms)}"
             for rank, report in sorted(self._reports.items())
-            if now_ms - report.received_ms > self.config.silent_ms
+            if now_ms - report.received_ms > SILENT_MS
         ]
         if silent:
             return Diagnosis("unknown", "; ".join(silent))
@@ -147,20 +134,17 @@ class Watchdog:
         stalled = [
             (rank, report)
             for rank, report in sorted(self._reports.items())
-            if rank not in self._lost
-            and report.where()
-            and report.stalled_ms(now_ms) > self.config.wedged_ms
+            if rank not in self._lost and report.where() and report.stalled_ms(now_ms) > WEDGED_MS
         ]
         parts += [_describe_rank(rank, report, now_ms) for rank, report in stalled]
         text = f"{'; '.join(parts)}; all {self.size} ranks restart together"
         return Diagnosis("down", text, tuple(sorted(self._lost)), bool(stalled))
 
     def _stepping(self, now_ms: float) -> Diagnosis:
-        limits = self.config
         stalled = {
             rank: report
             for rank, report in sorted(self._reports.items())
-            if report.where() and report.stalled_ms(now_ms) > limits.slow_ms
+            if report.where() and report.stalled_ms(now_ms) > SLOW_MS
         }
         if not stalled:
             return Diagnosis("ok")
@@ -173,7 +157,7 @@ class Watchdog:
                 for rank in absent
                 if rank not in stalled
             ]
-        limit_ms = limits.wedged_ms if absent else limits.stuck_ms
+        limit_ms = WEDGED_MS if absent else STUCK_MS
         health: Health = "wedged" if longest_ms > limit_ms else "slow"
         return Diagnosis(health, "; ".join(parts), tuple(absent), health == "wedged")
 

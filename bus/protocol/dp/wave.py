@@ -82,18 +82,13 @@ TRANSITIONS: Final[dict[tuple[WaveState, WaveEvent], WaveState]] = {
 
 
 class WaveMachine(StateMachine[WaveState, WaveEvent]):
-    """Tracks the waves of one DP group for the broker.
+    """Tracks the waves of one DP group for the broker."""
 
-    Args:
-        wave: the number of the running wave, or of the next one.
-        running: whether a wave runs.
-    """
-
-    def __init__(self, wave: int = 0, *, running: bool = False) -> None:
-        super().__init__("wave", TRANSITIONS, _S.RUNNING if running else _S.IDLE)
-        self.wave = wave
+    def __init__(self) -> None:
+        super().__init__("wave", TRANSITIONS, _S.IDLE)
+        self.wave = 0  # the number of the running wave, or of the next one
         self.kept = False  # a FIRST_REQ that waits for the resume
-        self.under_way = running  # as a coordinator or a status page reported
+        self.under_way = False  # as a coordinator or a status page reported
         self.rank: int | None = None  # the rank that began it; None: unknown
 
     def first_req(self, wave: int) -> bool:

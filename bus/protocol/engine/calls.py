@@ -382,18 +382,9 @@ def ack(
     outcome: str = "",
     waited_for: tuple[str, ...] = (),
 ) -> Send:
-    """Returns the effect that sends an engine's ACK.
+    """Returns the effect that acknowledges the command ``reply_to``.
 
-    Args:
-        reply_to: the id of the command that is acknowledged.
-        step: the step that is done; this and all other arguments are as in
-            :class:`bus.messages.Ack`.
-        update_id: the pause or update of the step.
-        chunk: the chunk's number.
-        in_flight: how many requests the engine has.
-        took_ms: how long the step took.
-        outcome: how the step ended.
-        waited_for: requests that still ran at the deadline of a `wait` pause.
+    The other arguments are as in :class:`bus.messages.Ack`; ``took_ms`` is its duration.
     """
     took_ms = round(took_ms, 3)
     return Send(
@@ -402,13 +393,5 @@ def ack(
 
 
 def nack(reply_to: int, step: str, failure: Failure, update_id: str, chunk: int = 0) -> Send:
-    """Returns the effect that sends an engine's NACK.
-
-    Args:
-        reply_to: the id of the command that is refused.
-        step: the step of the command; empty: none.
-        failure: why it is refused.
-        update_id: the pause or update of the step.
-        chunk: the chunk's number, if the step is one.
-    """
+    """Returns the effect that refuses the command ``reply_to``; the rest as in Failure.nack."""
     return Send(failure.nack(step, update_id, chunk), reply_to=reply_to)

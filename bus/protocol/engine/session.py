@@ -69,12 +69,7 @@ class EngineSession:
     @property
     def version(self) -> int:
         """The version that the engine serves."""
-        return self.update.version
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the engine's admission is closed, so that requests are rejected."""
-        return self.admission.closed
+        return self.admission.version
 
     @property
     def is_stale(self) -> bool:
@@ -104,8 +99,8 @@ class EngineSession:
 
     def beat(self) -> m.Heartbeat:
         """Returns a heartbeat with the engine's state."""
-        in_flight = self.pause.in_flight
-        return m.Heartbeat(self.phase, self.version, in_flight, self.shown_id, self.is_closed)
+        in_flight, closed = self.pause.in_flight, self.admission.closed
+        return m.Heartbeat(self.phase, self.version, in_flight, self.shown_id, closed)
 
     @property
     def shown_id(self) -> str:
@@ -254,10 +249,6 @@ class EngineSession:
             elif isinstance(call, c.CallRestore):
                 effects += self._update_admission()
         return self._with_calls(effects, now_ms)
-
-    def escalating(self, waited_for: tuple[str, ...]) -> None:
-        """Records that the escalation's pause call is about to be made, and which requests run."""
-        self.pause.on_escalated(waited_for)
 
     def on_escalation_done(
         self, failure: Failure | None, now_ms: float, *, in_flight: int | None = None

@@ -85,7 +85,7 @@ class Commands:
                 return self._wake(msg_id, message, now_ms)
             case m.WaitEngines():
                 until_ms = now_ms + message.timeout_ms
-                self._state.session.requests.waiters[msg_id] = (message, until_ms)
+                self._state.session.waiters[msg_id] = (message, until_ms)
                 return [*self._state.answer_waiters(now_ms)]
             case m.TrainerStep():
                 forwarded = self._state.followers.on_trainer_step(message)
@@ -108,10 +108,8 @@ class Commands:
                         hint="send PAUSE_LOCAL first",
                     )
                 return self._queue(msg_id, m.Step.START, message)
-            case m.WeightChunkMeta():
+            case m.WeightChunkMeta() | m.ChunkSent():
                 return self._chunk(msg_id, message, now_ms)
-            case m.ChunkSent():
-                return self._on_chunk_sent(msg_id, message, now_ms)
             case m.UpdateFinish():
                 self._state.update.require(*TAKES_CHUNKS, update_id=message.update_id)
                 return self._queue(msg_id, m.Step.FINISH, message)
@@ -142,7 +140,7 @@ class Commands:
         self, msg_id: int, step: m.Step, instructions: Iterable[Instruction], chunk: int = 0
     ) -> list[Action]:
         """Registers a request as waiting for the step that these instructions begin."""
-        self._state.session.requests.ask((step, chunk), msg_id)
+        self._state.session.ask((step, chunk), msg_id)
         return [*instructions]
 
     # -- queued commands ---------------------------------------------------------
@@ -151,7 +149,7 @@ class Commands:
         self, msg_id: int, step: m.Step, message: m.UpdateStart | m.UpdateFinish | m.Commit
     ) -> list[Action]:
         """Queues a command; :meth:`next_queued` executes it when its turn comes."""
-        self._state.session.requests.ask((step, 0), msg_id)
+        self._state.session.ask((step, 0), msg_id)
         self._queued[step] = message
         return []
 
@@ -162,7 +160,7 @@ class Commands:
             Its actions; empty if every queued command still has to wait. Call again after executing
             the actions: the next command may follow.
         """
-        update = self._state.update
+        update, pause = self._state.update, self._state.pause.state
         refused: list[Action] = []
         for step, message in list(self._queued.items()):
             if update.state in _OVER or message.update_id != update.update_id:
@@ -174,7 +172,7 @@ class Commands:
             asked: list[Instruction] = []
             match message:
                 case m.UpdateStart() if (
-                    message.staged or self._in_state(PauseState.PAUSED)
+                    message.staged or pause is PauseState.PAUSED
                 ) and update.state is UpdateState.ARMED:
                     asked = update.start(message, now_ms)
                 case m.UpdateFinish() if (
@@ -185,7 +183,7 @@ class Commands:
                     self._queued[step] = replace(message, differing=())
                     return [*refused, *self._expel(failures(message.differing), now_ms)]
                 case m.Commit() if update.state is UpdateState.FINISHED and (
-                    not update.staged or self._in_state(PauseState.RUNNING)
+                    not update.staged or pause is PauseState.RUNNING
                 ):
                     asked = update.commit(message, now_ms)
             if asked:
@@ -208,9 +206,6 @@ class Commands:
         state.registry.expel(expelled, update.version)
         return [*notes, *instructions]
 
-    def _in_state(self, state: PauseState) -> bool:
-        return self._state.pause.state is state
-
     def _pause(self, msg_id: int, message: m.PauseLocal, now_ms: float) -> list[Action]:
         pause = self._state.pause
         if pause.state is not PauseState.RUNNING:
@@ -220,12 +215,13 @@ class Commands:
                 + (f", waiting for {', '.join(waiting)}" if waiting else ""),
                 hint="one pause at a time: RESUME it, or wait until it is recovered",
             )
-        if message.lease_ms < self._state.min_lease_ms:
+        least_ms = self._state.config.min_lease_ms
+        if message.lease_ms < least_ms:
             raise decline(
                 m.NackCode.MALFORMED,
                 f"{message.lease_ms} ms is shorter than the bus takes to miss a peer",
                 field="lease_ms",
-                hint=f"at least {self._state.min_lease_ms:.0f}",
+                hint=f"at least {least_ms}",
             )
         members = self._members(message.scope)
         self._state.orphaned = False
@@ -249,7 +245,7 @@ class Commands:
         if message.update_id != self._state.pause.update_id:
             raise wrong_state(f"the pause under way is {self._state.pause.update_id}", "update_id")
         update = self._state.update
-        self._state.session.requests.ask((m.Step.RESUME, 0), msg_id)
+        self._state.session.ask((m.Step.RESUME, 0), msg_id)
         if update.is_unsafe:  # engines may hold different weights: it waits for the end
             self._state.resume_asked = True
             return []
@@ -283,7 +279,7 @@ class Commands:
         members = self._window(message.update_id)
         sleep = self._state.sleep
         if sleep.state is SleepState.WAKING:  # an earlier request may have been cancelled
-            self._state.session.requests.ask((m.Step.WAKE, 0), msg_id)
+            self._state.session.ask((m.Step.WAKE, 0), msg_id)
             return []
         if sleep.barrier is not None:
             raise wrong_state(f"the group is {sleep.state.value}")
@@ -393,49 +389,29 @@ class Commands:
                 hint="update the model first, then its draft",
             )
 
-    def _chunk(self, msg_id: int, message: m.WeightChunkMeta, now_ms: float) -> list[Action]:
-        self._state.update.require(*_KNOWS_CHUNKS, update_id=message.update_id)
-        if self._state.update.state is UpdateState.ARMED:  # UPDATE_START was lost
-            return []
-        assert self._manifest is not None
-        asked = self._state.update.chunks_asked
-        if message.chunk >= self._manifest.chunks:
-            raise wrong_state(
-                f"chunk {message.chunk}, expected {asked} of {self._manifest.chunks}", "chunk"
-            )
-        if message.chunk > asked:  # an earlier chunk was lost: the trainer repeats both
-            return []
-        if message.chunk < asked:
-            if message.chunk not in self._state.update.chunks:
-                return [*self._state.answer_at_once(msg_id, m.Step.CHUNK, message.update_id)]
-            self._state.session.requests.ask((m.Step.CHUNK, message.chunk), msg_id)
-            return []
-        check_chunk(self._manifest, message)
-        instructions = self._state.update.chunk(message, now_ms)
-        return self._ask(msg_id, m.Step.CHUNK, instructions, message.chunk)
-
-    def _on_chunk_sent(self, msg_id: int, message: m.ChunkSent, now_ms: float) -> list[Action]:
-        update = self._state.update
+    def _chunk(
+        self, msg_id: int, message: m.WeightChunkMeta | m.ChunkSent, now_ms: float
+    ) -> list[Action]:
+        update, manifest, number = self._state.update, self._manifest, message.chunk
         update.require(*_KNOWS_CHUNKS, update_id=message.update_id)
-        if update.state is UpdateState.ARMED:
+        if update.state is UpdateState.ARMED:  # UPDATE_START was lost
             return []
-        assert self._manifest is not None
-        if message.chunk >= self._manifest.chunks:
-            raise wrong_state(
-                f"chunk {message.chunk} of an update of {self._manifest.chunks}",
-                "chunk",
-            )
-        if message.chunk >= update.chunks_asked:  # its META was lost: the trainer repeats both
-            return []
-        under_way = update.chunks.get(message.chunk)
-        if under_way is None:
+        assert manifest is not None
+        if number >= manifest.chunks:
+            raise wrong_state(f"chunk {number} of an update of {manifest.chunks}", "chunk")
+        if number >= update.chunks_asked + isinstance(message, m.WeightChunkMeta):
+            return []  # one before was lost: the trainer repeats both
+        under_way = update.chunks.get(number)
+        instructions: list[Instruction] = []
+        if isinstance(message, m.WeightChunkMeta) and number == update.chunks_asked:
+            check_chunk(manifest, message)
+            instructions = update.chunk(message, now_ms)
+        elif under_way is None:
             return [*self._state.answer_at_once(msg_id, m.Step.CHUNK, message.update_id)]
-        if not under_way.waiting_for_trainer:
-            self._state.session.requests.ask((m.Step.CHUNK, message.chunk), msg_id)
-            return []
-        check_sums(self._manifest, message)
-        instructions = update.on_chunk_sent(message, now_ms)
-        return self._ask(msg_id, m.Step.CHUNK, instructions, message.chunk)
+        elif isinstance(message, m.ChunkSent) and under_way.waiting_for_trainer:
+            check_sums(manifest, message)
+            instructions = update.on_chunk_sent(message, now_ms)
+        return self._ask(msg_id, m.Step.CHUNK, instructions, number)
 
     def _abort(self, msg_id: int, message: m.Abort, now_ms: float) -> list[Action]:
         state = self._state.update.state
@@ -443,7 +419,7 @@ class Commands:
             return [*self._state.answer_at_once(msg_id, m.Step.ABORT, message.update_id)]
         if state is UpdateState.COMMITTING:
             raise wrong_state("the update is being committed")
-        self._state.session.requests.ask((m.Step.ABORT, 0), msg_id)
+        self._state.session.ask((m.Step.ABORT, 0), msg_id)
         if state is UpdateState.ABORTING:
             return []
         failure = Failure(m.NackCode.CANCELLED, message.reason or "aborted by the trainer")

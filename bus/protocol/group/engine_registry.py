@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bus.messages import EngineView, NackCode, OutView, Step
+from bus.messages import EngineView, NackCode, Step
 from bus.protocol.core.failures import decline, wrong_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from bus.messages import Ack, EngineFacts, Heartbeat, Phase, Target
     from bus.protocol.core.membership import Peer
@@ -119,27 +119,28 @@ class EngineRegistry:
 
     Attributes:
         engines: the engines that are present.
+        departed: why engines left that have not joined again; the last :data:`DEPARTED_KEPT`.
         changes: grows with each change of the engines present, or of what an engine serves.
     """
 
     def __init__(self, group: str) -> None:
         self.engines: dict[str, Peer] = {}
+        self.departed: dict[str, str] = {}
         self.changes = 0
         self._records: dict[str, EngineRecord] = {}  # of the same names
         self._ranks: dict[str, set[str]] = {}  # the names of each DP group
         self._group = group
-        self._had_engines = False
 
     # -- joins, reports and losses -----------------------------------------------
 
     def add(self, peer: Peer, *, joined_late: bool) -> None:
         """Adds an engine that joined or rejoined; ``joined_late``: others are paused or updated."""
-        self._had_engines = True
         self.changes += 1
         is_new = peer.name not in self.engines
         record = self._records.setdefault(peer.name, EngineRecord())
         record.joined_late |= joined_late and is_new
         self.engines[peer.name] = peer
+        self.departed.pop(peer.name, None)
         facts = peer.facts
         assert facts is not None
         self._ranks.setdefault(facts.dp_group, set()).add(peer.name)
@@ -156,11 +157,14 @@ class EngineRegistry:
             record.not_admitting = True
         self._check_admission(record, peer.phase, closed=facts.closed)
 
-    def remove(self, peer: Peer) -> bool:
+    def remove(self, peer: Peer, reason: str) -> bool:
         """Removes an engine that has left; returns False if it is unknown or was replaced."""
         if self.engines.get(peer.name) is not peer:
             return False
         del self.engines[peer.name], self._records[peer.name]
+        self.departed[peer.name] = reason
+        if len(self.departed) > DEPARTED_KEPT:
+            del self.departed[next(iter(self.departed))]
         self.changes += 1
         facts = peer.facts
         assert facts is not None
@@ -359,10 +363,6 @@ class EngineRegistry:
         """Returns the names of the engines that take part in a new pause or update."""
         return sorted(self.engines.keys() - self._left_out())
 
-    def ready_count(self) -> int:
-        """Returns how many engines are ready."""
-        return len(self.engines) - len(self._left_out())
-
     def members(self) -> dict[str, str]:
         """Returns the DP group of each ready engine, by engine name.
 
@@ -389,7 +389,7 @@ class EngineRegistry:
         for name, peer in sorted(self.engines.items()):
             if peer.overdue:
                 raise wrong_state(f"{name} has not answered {peer.overdue} yet")
-        if self._had_engines:
+        if self.engines or self.departed:
             code, detail = NackCode.EMPTY_GROUP, f"every engine of group {self._group} is gone"
             hint = "start sidecars, and wait_for_engines"
         else:
@@ -450,30 +450,3 @@ class EngineRegistry:
             ranks = self._ranks.get(facts.dp_group, ())
             for name in ranks:
                 self._records[name].incomplete = len(ranks) < facts.dp_size
-
-
-class DepartedEngines:
-    """Holds the last :data:`DEPARTED_KEPT` engines that left a group and have not joined again."""
-
-    def __init__(self) -> None:
-        self._reasons: dict[str, str] = {}
-
-    def add(self, name: str, reason: str) -> None:
-        """Records an engine that has left, or was lost."""
-        self._reasons[name] = reason
-        if len(self._reasons) > DEPARTED_KEPT:
-            del self._reasons[next(iter(self._reasons))]
-
-    def discard(self, name: str) -> None:
-        """Removes an engine that has joined again."""
-        self._reasons.pop(name, None)
-
-    def views(self, quarantined: Mapping[str, str]) -> tuple[OutView, ...]:
-        """Returns the departed and the quarantined engines for ``wavebus status``.
-
-        Args:
-            quarantined: the reason of each quarantine, by engine name.
-        """
-        found = [OutView(n, "gone", why[:4096]) for n, why in self._reasons.items()]
-        found += [OutView(n, "quarantined", why[:4096]) for n, why in quarantined.items()]
-        return tuple(sorted(found, key=lambda view: (view.state, view.engine)))

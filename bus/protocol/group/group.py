@@ -32,7 +32,7 @@ from bus.protocol.group.catch_up import stale_dp_groups
 from bus.protocol.group.commands import Commands
 from bus.protocol.group.group_state import GroupState
 from bus.protocol.group.pause import PauseState
-from bus.protocol.group.reconciliation import Reconciliation
+from bus.protocol.group.reconciliation import find_leftover
 from bus.protocol.group.replies import (
     DONE_EVENTS,
     PAUSE_STEPS,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bus.protocol.core.ack_barrier import AckBarrier
+    from bus.protocol.core.config import BrokerConfig
     from bus.protocol.core.membership import Peer
     from bus.protocol.group.group_state import Action
 
@@ -61,10 +62,9 @@ _MOVES: Final = frozenset({m.Step.SLEEP, m.Step.RESUME, m.Step.COMMIT, m.Step.AB
 class Group(GroupState):
     """The state of a group, and the execution of its machines' instructions."""
 
-    def __init__(self, name: str, **times_ms: float) -> None:
-        super().__init__(name, **times_ms)
+    def __init__(self, name: str, config: BrokerConfig) -> None:
+        super().__init__(name, config)
         self._commands = Commands(self)
-        self._reconciliation = Reconciliation(self)
 
     # -- the trainer ----------------------------------------------------------
 
@@ -109,7 +109,6 @@ class Group(GroupState):
         """Records an engine that joins, or joins again."""
         in_it = peer.name in self.pause.members or peer.name in self.update.members
         self.registry.add(peer, joined_late=self.is_busy() and not in_it)
-        self.departed.discard(peer.name)
         self.run = self.run or (peer.facts.run if peer.facts else "")
         self.served.on_report(self.registry, peer.name)
         return [
@@ -131,10 +130,9 @@ class Group(GroupState):
 
     def on_engine_lost(self, peer: Peer, failure: Failure, now_ms: float) -> list[Effect]:
         """Removes a lost or leaving engine from the group, its pause and its update."""
-        if not self.registry.remove(peer):
+        if not self.registry.remove(peer, failure.detail):
             return []
         self.served.on_report(self.registry)
-        self.departed.add(peer.name, failure.detail)
         effects = self.dp_groups.on_rank_lost(peer, failure.detail, now_ms)
         effects += self.apply(self.update.on_lost(peer.name, failure, now_ms), now_ms)
         effects += self.apply(self.sleep.on_lost(peer.name, failure), now_ms)
@@ -165,7 +163,7 @@ class Group(GroupState):
         return self.pause.update_id if held and name in self.pause.members else ""
 
     def _reconcile(self, peer: Peer, beat: m.Heartbeat) -> list[Effect]:
-        found = self._reconciliation.find(peer, beat)
+        found = find_leftover(self, peer, beat)
         if found is None:
             return []
         undo, names = found
@@ -225,14 +223,6 @@ class Group(GroupState):
                 self.registry.quarantine(each, failure.detail)  # before a resume that follows
         return self.apply(instructions, now_ms)
 
-    def on_armed(self, name: str, armed: m.Armed, now_ms: float) -> list[Effect]:
-        """Records an engine's ARMED, its answer to an ARM with staging options."""
-        return self.apply(self.update.on_armed(name, armed, now_ms), now_ms)
-
-    def on_probed(self, name: str, probed: m.Probed, now_ms: float) -> list[Effect]:
-        """Records an engine's results of the canary's probes."""
-        return self.apply(self.update.on_probed(name, probed, now_ms), now_ms)
-
     # -- time -----------------------------------------------------------------
 
     def tick(self, now_ms: float) -> list[Effect]:
@@ -241,7 +231,7 @@ class Group(GroupState):
         for barrier in self.barriers():
             if timeouts.is_overdue(self, barrier, now_ms):
                 effects += self._end_overdue(barrier, now_ms)
-            elif barrier.overdue(self.retry_ms, now_ms):
+            elif barrier.overdue(self.config.retry_ms, now_ms):
                 if barrier is self.pause.barrier:
                     effects += self.apply(self.pause.retry(), now_ms)
                 else:
@@ -315,7 +305,7 @@ class Group(GroupState):
             if isinstance(action, Ask):
                 effects.append(self.send(action.message, action.names))
             elif isinstance(action, StepDone):
-                effects += self._on_step_done(action, now_ms)
+                effects += self._on_step_done(action.barrier, now_ms)
             elif isinstance(action, StepFailed):
                 effects += self._on_step_failed(action)
             else:
@@ -326,15 +316,15 @@ class Group(GroupState):
         """Returns the effect that sends a message to engines, under the group's epoch."""
         return Send(message, self.registry.routes(names), 0, self.name, self.epoch)
 
-    def _on_step_done(self, done: StepDone, now_ms: float) -> list[Effect]:
+    def _on_step_done(self, barrier: AckBarrier, now_ms: float) -> list[Effect]:
         self.moved_ms = now_ms
-        if done.step in _MOVES:
+        if barrier.step in _MOVES:
             self.registry.changes += 1
-        if done.step is m.Step.COMMIT:
-            return [*self._on_committed(), *self._answer(done, now_ms)]
-        if done.step is m.Step.RESUME:
+        if barrier.step is m.Step.COMMIT:
+            return [*self._on_committed(), *self._answer(barrier, now_ms)]
+        if barrier.step is m.Step.RESUME:
             self.last_resumed = self.pause.update_id
-        return self._answer(done, now_ms)
+        return self._answer(barrier, now_ms)
 
     def _on_committed(self) -> list[Effect]:
         """Records a commit; engines with incomplete weights of the other model are quarantined."""
@@ -351,13 +341,13 @@ class Group(GroupState):
             effects += self.quarantine(name, reason, self.update.update_id)
         return effects
 
-    def _answer(self, done: StepDone, now_ms: float) -> list[Effect]:
-        left_out = tuple(sorted(self.registry.unable()))
-        answer = done_ack(done, self.pause, self.update, self.version, left_out, now_ms)
-        fields = done_fields(done, answer, self.update)
-        note = self.note(DONE_EVENTS[done.step], answer.update_id, "info", fields)
-        reply = probe_report(self.update, answer) if done.step is m.Step.PROBE else answer
-        return [note, *self.session.answer((done.step, done.chunk), reply)]
+    def _answer(self, barrier: AckBarrier, now_ms: float) -> list[Effect]:
+        step, left_out = barrier.step, tuple(sorted(self.registry.unable()))
+        answer = done_ack(barrier, self.pause, self.update, self.version, left_out, now_ms)
+        fields = done_fields(barrier, answer, self.update)
+        note = self.note(DONE_EVENTS[step], answer.update_id, "info", fields)
+        reply = probe_report(self.update, answer) if step is m.Step.PROBE else answer
+        return [note, *self.session.answer((step, barrier.chunk), reply)]
 
     def _on_step_failed(self, failed: StepFailed) -> list[Effect]:
         step, failure = failed.step, failed.failure
@@ -376,7 +366,7 @@ class Group(GroupState):
                 self.registry.quarantine(name, f"update {update_id} was given up half-loaded")
             aborted = self.empty_ack(m.Step.ABORT, update_id)
             effects += self.session.answer((m.Step.ABORT, 0), aborted)
-            keys = [key for key in self.session.requests.steps() if key[0] not in WINDOW_STEPS]
+            keys = [key for key in self.session.steps() if key[0] not in WINDOW_STEPS]
         for key in keys:
             nack = failure.nack(key[0].value, update_id, key[1])
             effects += self.session.answer(key, nack)

@@ -15,7 +15,7 @@ from bus.protocol.core.failures import Failure
 from bus.protocol.core.instructions import Instruction
 from bus.protocol.dp.groups import DpGroups
 from bus.protocol.group.catch_up import GroupVersion
-from bus.protocol.group.engine_registry import DepartedEngines, EngineRegistry
+from bus.protocol.group.engine_registry import EngineRegistry
 from bus.protocol.group.pause import PauseMachine, PauseState
 from bus.protocol.group.routing import Routing
 from bus.protocol.group.sleep import SleepMachine
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from bus.protocol.core.ack_barrier import AckBarrier
+    from bus.protocol.core.config import BrokerConfig
     from bus.protocol.core.membership import Peer
 
 # The result of a rule. The group executes instructions, and passes effects on unchanged.
@@ -37,10 +38,7 @@ class GroupState:
 
     Args:
         name: the group's name.
-        retry_ms: how often a request is repeated to engines that have not answered, in ms.
-        step_timeout_ms: how long a live engine may take for one step, in ms.
-        min_lease_ms: the shortest lease that a pause may ask for, in ms.
-        hold_ms: how long the broker waits for watchers of routes, in ms.
+        config: the broker's configuration.
 
     Attributes:
         served: the version that the group serves, and whether a commit has set it.
@@ -51,19 +49,9 @@ class GroupState:
         moved_ms: when the trainer last made progress, or was last answered.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        retry_ms: float,
-        step_timeout_ms: float,
-        min_lease_ms: float,
-        hold_ms: float,
-    ) -> None:
+    def __init__(self, name: str, config: BrokerConfig) -> None:
         self.name = name
-        self.retry_ms = retry_ms
-        self.step_timeout_ms = step_timeout_ms
-        self.min_lease_ms = min_lease_ms
+        self.config = config
         self.served = GroupVersion()
         self.run = ""
         self.session = TrainerSession(name)
@@ -73,8 +61,7 @@ class GroupState:
         self.pause = PauseMachine(self.registry.kept_paused, lambda: self.version)
         self.sleep = SleepMachine()
         self.update = UpdateMachine()
-        self.routing = Routing(self.registry, self.update, self.sleep, hold_ms)
-        self.departed = DepartedEngines()
+        self.routing = Routing(self.registry, self.update, self.sleep, config.heartbeat_ms)
         self.last_resumed = ""
         self.orphaned = False
         self.resume_asked = False
@@ -145,20 +132,21 @@ class GroupState:
     def answer_waiters(self, now_ms: float) -> list[Effect]:
         """Answers every WAIT_ENGINES for which enough engines are ready."""
         effects: list[Effect] = []
-        for msg_id, (wait, _) in list(self.session.requests.waiters.items()):
-            if self.registry.ready_count() - self._opening_count() >= wait.count:
+        for msg_id, (wait, _) in list(self.session.waiters.items()):
+            if self._ready_count() >= wait.count:
                 view = GroupView(self.registry.views(now_ms, self.registry.ready()), self.version)
                 effects += self.session.answer_ids([msg_id], view)
         return effects
 
-    def _opening_count(self) -> int:
-        """Returns how many ready engines booted closed and have not opened admission yet.
+    def _ready_count(self) -> int:
+        """Returns how many engines are ready, without those that are about to open admission.
 
-        They serve the group's version.
+        Those have booted closed, and serve the group's version.
         """
-        engines, closed = self.registry.engines, self.registry.is_not_admitting
-        peers = (engines[name] for name in self.registry.ready() if closed(name))
-        return sum(peer.phase == "running" and peer.version >= self.version for peer in peers)
+        ready = self.registry.ready()
+        closed = (self.registry.engines[n] for n in ready if self.registry.is_not_admitting(n))
+        opening = sum(peer.phase == "running" and peer.version >= self.version for peer in closed)
+        return len(ready) - opening
 
     # -- parts of effects --------------------------------------------------------
 

@@ -230,13 +230,13 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         if self.state is _S.LOCAL:
             self._go(_E.ALL_LOCAL)
             return [
-                StepDone(Step.PAUSE_LOCAL, done),
+                StepDone(done),
                 *self._ask(Step.PAUSE_GLOBAL, PauseGlobal(self.update_id), now_ms),
             ]
         if self.state is _S.GLOBAL and self.failure is None:
             self._go(_E.ALL_GLOBAL)
             self.deadline_ms = None
-            return [StepDone(Step.PAUSE_GLOBAL, done)]
+            return [StepDone(done)]
         if self.state is _S.GLOBAL:
             self.deadline_ms = None
             return self._resume(_E.ALL_GLOBAL_FAILED, now_ms)
@@ -244,8 +244,8 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         self.members.clear()
         if self.failure is not None:
             failed = StepFailed(Step.PAUSE_GLOBAL, self.failure)
-            return [failed, StepDone(Step.RESUME, done)]
-        return [StepDone(Step.RESUME, done)]
+            return [failed, StepDone(done)]
+        return [StepDone(done)]
 
     def _resume(self, event: PauseEvent, now_ms: float) -> list[Instruction]:
         for name in self._kept_paused().intersection(self.members):

@@ -44,73 +44,64 @@ if TYPE_CHECKING:
 _IN_UPDATE: Final[frozenset[Phase]] = frozenset({"armed", "staging", "updating"})
 
 
-class Reconciliation:
-    """Finds what a pause or an update left behind at an engine.
+def find_leftover(
+    state: GroupState, peer: Peer, beat: Heartbeat
+) -> tuple[Message, Iterable[str]] | None:
+    """Returns the message that ends what a heartbeat shows, and the engines that get it.
 
     Args:
         state: the group.
+        peer: the engine.
+        beat: its heartbeat.
+
+    Returns:
+        The message and the names of its receivers; None if there is nothing to end.
     """
-
-    def __init__(self, state: GroupState) -> None:
-        self._state = state
-
-    def find(self, peer: Peer, beat: Heartbeat) -> tuple[Message, Iterable[str]] | None:
-        """Returns the message that ends what a heartbeat shows, and the engines that get it.
-
-        Args:
-            peer: the engine.
-            beat: its heartbeat.
-
-        Returns:
-            The message and the names of its receivers; None if there is nothing to end.
-        """
-        registry, update, alone = self._state.registry, self._state.update, (peer.name,)
-        if beat.phase in _IN_UPDATE and (
-            update.state is UpdateState.IDLE or update.update_id != beat.update_id
-        ):
-            return Abort(beat.update_id, "the bus knows nothing of this update"), alone
-        if peer.overdue in UNDONE and beat.phase not in _IN_UPDATE:
-            return Abort(beat.update_id, f"{peer.overdue} was not answered"), alone
-        if self._is_abandoned(peer, beat):
-            return self._resume(beat), alone
-        if self._state.pause.state is not PauseState.RUNNING or registry.is_incomplete(peer.name):
-            return None
-        if registry.is_pause_unknown(peer.name):
-            # The pause may have been made; so all ranks are paused first.
-            peers = registry.dp_peers(peer.name)
-            return (self._complete_pause(beat), peers) if beat.phase == "pause_unknown" else None
-        if beat.phase in ("paused", "asleep") and peer.name not in registry.kept_paused():
-            if any(registry.engines[n].phase == "updating" for n in registry.dp_peers(peer.name)):
-                return None  # a peer rank's weights are touched: it gives the update up first
-            # Of a DP group, all have paused, or this one would not have; those that
-            # have resumed wait for it.
-            return self._resume(beat), alone
-        if beat.phase == "pausing" and registry.is_still_pausing(peer.name):
-            others = [name for name in registry.dp_peers(peer.name) if name != peer.name]
-            return self._complete_pause(beat), others
+    registry, update, alone = state.registry, state.update, (peer.name,)
+    if beat.phase in _IN_UPDATE and (
+        update.state is UpdateState.IDLE or update.update_id != beat.update_id
+    ):
+        return Abort(beat.update_id, "the bus knows nothing of this update"), alone
+    if peer.overdue in UNDONE and beat.phase not in _IN_UPDATE:
+        return Abort(beat.update_id, f"{peer.overdue} was not answered"), alone
+    if _is_abandoned(state, peer, beat):
+        return Resume(beat.update_id, state.version), alone
+    if state.pause.state is not PauseState.RUNNING or registry.is_incomplete(peer.name):
         return None
+    if registry.is_pause_unknown(peer.name):
+        # The pause may have been made; so all ranks are paused first.
+        peers = registry.dp_peers(peer.name)
+        return (_complete_pause(state, beat), peers) if beat.phase == "pause_unknown" else None
+    if beat.phase in ("paused", "asleep") and peer.name not in registry.kept_paused():
+        if any(registry.engines[n].phase == "updating" for n in registry.dp_peers(peer.name)):
+            return None  # a peer rank's weights are touched: it gives the update up first
+        # Of a DP group, all have paused, or this one would not have; those that
+        # have resumed wait for it.
+        return Resume(beat.update_id, state.version), alone
+    if beat.phase == "pausing" and registry.is_still_pausing(peer.name):
+        others = [name for name in registry.dp_peers(peer.name) if name != peer.name]
+        return _complete_pause(state, beat), others
+    return None
 
-    def _is_abandoned(self, peer: Peer, beat: Heartbeat) -> bool:
-        """Whether the engine is still in an earlier pause, whose lease is over.
 
-        Only an engine with peer ranks waits so, and its next pause has two phases.
-        """
-        pause = self._state.pause
-        return (
-            pause.state is PauseState.LOCAL
-            and beat.phase == "paused"
-            and peer.name in pause.members
-            and beat.update_id != pause.update_id
-            and peer.name not in self._state.registry.kept_paused()
-        )
+def _is_abandoned(state: GroupState, peer: Peer, beat: Heartbeat) -> bool:
+    """Whether the engine is still in an earlier pause, whose lease is over.
 
-    def _resume(self, beat: Heartbeat) -> Resume:
-        return Resume(beat.update_id, self._state.version)
+    Only an engine with peer ranks waits so, and its next pause has two phases.
+    """
+    return (
+        state.pause.state is PauseState.LOCAL
+        and beat.phase == "paused"
+        and peer.name in state.pause.members
+        and beat.update_id != state.pause.update_id
+        and peer.name not in state.registry.kept_paused()
+    )
 
-    def _complete_pause(self, beat: Heartbeat) -> PauseLocal:
-        """Returns a PAUSE_LOCAL that completes a half-made pause, so that all can resume."""
-        lease_ms, timeout_ms = int(self._state.min_lease_ms), int(self._state.step_timeout_ms)
-        return PauseLocal(beat.update_id, "keep", False, lease_ms, timeout_ms, 0, "keep")
+
+def _complete_pause(state: GroupState, beat: Heartbeat) -> PauseLocal:
+    """Returns a PAUSE_LOCAL that completes a half-made pause, so that all can resume."""
+    lease_ms, timeout_ms = state.config.min_lease_ms, state.config.step_timeout_ms
+    return PauseLocal(beat.update_id, "keep", False, lease_ms, timeout_ms, 0, "keep")
 
 
 class EarlierCommits:
@@ -143,7 +134,7 @@ class EarlierCommits:
         serving = {name for name, peer in engines.items() if peer.version == commit.version}
         if commit.update_id != self._update_id:
             self._update_id, self._since_ms = commit.update_id, now_ms
-        waits = now_ms - self._since_ms <= self._state.min_lease_ms
+        waits = now_ms - self._since_ms <= self._state.config.min_lease_ms
         if waits and (not serving or any(peer.phase in _IN_UPDATE for peer in engines.values())):
             return []
         if serving:

@@ -9,8 +9,8 @@ from bus import messages as m
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from bus.protocol.core.ack_barrier import AckBarrier
     from bus.protocol.core.failures import Failure
-    from bus.protocol.core.instructions import StepDone
     from bus.protocol.group.pause import PauseMachine
     from bus.protocol.group.update import UpdateMachine
 
@@ -36,7 +36,7 @@ DONE_EVENTS: Final = {
 
 
 def done_ack(
-    done: StepDone,
+    barrier: AckBarrier,
     pause: PauseMachine,
     update: UpdateMachine,
     version: int,
@@ -46,36 +46,38 @@ def done_ack(
     """Returns the answer to the trainer for a step that is done.
 
     Args:
-        done: the step, with its barrier.
+        barrier: the step's barrier.
         pause: the group's pause.
         update: the group's update.
         version: the version that the group serves.
         left_out: the engines that could not take part.
         now_ms: the time.
     """
-    step, current = done.step, done.barrier
+    step = barrier.step
     in_pause = step in WINDOW_STEPS
     fallen = pause.unresumed if in_pause else update.excluded
-    since_ms = pause.asked_ms if step is m.Step.PAUSE_GLOBAL else current.asked_ms
+    since_ms = pause.asked_ms if step is m.Step.PAUSE_GLOBAL else barrier.asked_ms
     return m.GroupAck(
         step=step,
         update_id=pause.update_id if in_pause else update.update_id,
         version=version if in_pause else update.version,
-        engines=current.engines,
+        engines=barrier.engines,
         excluded=tuple({**fallen, **dict.fromkeys(left_out)}),
-        in_flight=current.in_flight,
-        slowest=current.slowest,
-        slowest_ms=round(current.slowest_ms, 3),
+        in_flight=barrier.in_flight,
+        slowest=barrier.slowest,
+        slowest_ms=round(barrier.slowest_ms, 3),
         duration_ms=round(now_ms - since_ms, 3),
         paused_ms=round(now_ms - pause.asked_ms, 3) if step is m.Step.RESUME else 0.0,
-        escalated=tuple(sorted(current.escalated)),
-        waited_for=tuple(current.waited_for[: m.MAX_REQUEST_IDS]),
+        escalated=tuple(sorted(barrier.escalated)),
+        waited_for=tuple(barrier.waited_for[: m.MAX_REQUEST_IDS]),
         staging_bytes=update.staging.needed_bytes if step is m.Step.ARM else 0,
         why_paused=update.staging.pause_reason if step is m.Step.ARM else "",
     )
 
 
-def done_fields(done: StepDone, answer: m.GroupAck, update: UpdateMachine) -> dict[str, object]:
+def done_fields(
+    barrier: AckBarrier, answer: m.GroupAck, update: UpdateMachine
+) -> dict[str, object]:
     """Returns the log fields of a step that is done."""
     fields: dict[str, object] = {
         "engines": answer.engines,
@@ -83,9 +85,9 @@ def done_fields(done: StepDone, answer: m.GroupAck, update: UpdateMachine) -> di
         "slowest": answer.slowest,
         "slowest_ms": answer.slowest_ms,
     }
-    match done.step:
+    match barrier.step:
         case m.Step.CHUNK:
-            fields |= {"chunk": done.chunk, "chunks": update.chunks_planned}
+            fields |= {"chunk": barrier.chunk, "chunks": update.chunks_planned}
         case m.Step.ARM | m.Step.COMMIT:
             fields |= {
                 "version": update.version,

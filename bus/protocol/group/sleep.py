@@ -155,4 +155,4 @@ class SleepMachine(StateMachine[SleepState, SleepEvent]):
             self._go(_E.SOME_FAILED if self._failure else _E.ALL_AWAKE)
         if self._failure is not None:
             return [StepFailed(done.step, self._failure)]
-        return [StepDone(done.step, done)]
+        return [StepDone(done)]

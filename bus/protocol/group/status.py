@@ -50,6 +50,12 @@ def status_of(group: GroupState, now_ms: float, booting: Iterable[Peer]) -> Grou
         for peer in booting
         if peer.group == group.name
     ]
+    registry = group.registry
+    out = [OutView(name, "gone", why[:4096]) for name, why in sorted(registry.departed.items())]
+    out += [
+        OutView(name, "quarantined", why[:4096])
+        for name, why in sorted(registry.quarantined.items())
+    ]
     pause, sleep, update, owner = group.pause, group.sleep, group.update, group.owner
     update_id = ""
     updating = update.state is not UpdateState.IDLE
@@ -70,9 +76,9 @@ def status_of(group: GroupState, now_ms: float, booting: Iterable[Peer]) -> Grou
         update_target=update.target if updating else "model",
         waiting_for=tuple(sorted({name for each in rounds for name in each.waiting})),
         waits=waits(rounds, now_ms),
-        out=(*boots, *group.departed.views(group.registry.quarantined)),
+        out=(*boots, *out),
         routable=tuple(route.engine for route in group.routing.now.engines),
-        engines=group.registry.views(now_ms),
+        engines=registry.views(now_ms),
         dp_groups=group.dp_groups.views(),
         routes=group.routing.now,
         run=group.run,

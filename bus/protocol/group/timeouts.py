@@ -37,7 +37,7 @@ SLOW_MS: Final = 10_000.0
 
 def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
     """Returns whether a step has taken longer than the step timeout."""
-    overdue = now_ms - barrier.asked_ms > state.step_timeout_ms
+    overdue = now_ms - barrier.asked_ms > state.config.step_timeout_ms
     return overdue and not barrier.waiting_for_trainer
 
 
@@ -87,7 +87,7 @@ def overdue_trainer(state: GroupState, now_ms: float) -> Failure | None:
     The trainer lives, and the update waits for nobody else, but the trainer does not continue it.
     """
     owner, waited_ms = state.owner, now_ms - state.moved_ms
-    if state.update.state is UpdateState.IDLE or waited_ms <= 2 * state.step_timeout_ms:
+    if state.update.state is UpdateState.IDLE or waited_ms <= 2 * state.config.step_timeout_ms:
         return None
     if owner is None or not all(each.waiting_for_trainer for each in state.barriers()):
         return None
@@ -99,7 +99,7 @@ def overdue_trainer(state: GroupState, now_ms: float) -> Failure | None:
 def end_waits(state: GroupState, now_ms: float) -> list[Effect]:
     """Refuses every WAIT_ENGINES whose time is over."""
     effects: list[Effect] = []
-    for msg_id, (wait, deadline_ms) in list(state.session.requests.waiters.items()):
+    for msg_id, (wait, deadline_ms) in list(state.session.waiters.items()):
         if now_ms >= deadline_ms:
             ready = state.registry.ready()
             failure = Failure(
@@ -123,11 +123,12 @@ def end_holds(state: GroupState, now_ms: float) -> list[Effect]:
 
 def next_deadline_ms(state: GroupState) -> float | None:
     """Returns when the next tick is due; None: no step, request or held message waits."""
-    waiters, held_ms = state.session.requests.waiters, state.routing.due_ms
+    waiters, held_ms = state.session.waiters, state.routing.due_ms
     if not (state.is_busy() or waiters):
         return held_ms  # None between updates, with every heartbeat
     times = [] if held_ms is None else [held_ms]
-    times += [each.resent_ms + state.retry_ms for each in state.barriers() if each.waiting]
+    retry_ms = state.config.retry_ms
+    times += [each.resent_ms + retry_ms for each in state.barriers() if each.waiting]
     times += [deadline for _, deadline in waiters.values()]
     if state.pause.deadline_ms is not None:
         times.append(state.pause.deadline_ms)
@@ -138,7 +139,7 @@ def _check_wedged(state: GroupState, peer: Peer | None, now_ms: float) -> tuple[
     """Returns the diagnosis of an engine whose core hangs, and the RESTART for it."""
     if peer is None:
         return "", []
-    text = describe_stall(peer.core, peer.core_reported_ms, now_ms, state.step_timeout_ms)
+    text = describe_stall(peer.core, peer.core_reported_ms, now_ms, state.config.step_timeout_ms)
     if not text:
         return "", []
     described, effects = state.dp_groups.on_stuck(peer, f"wedged: {text}", now_ms)

@@ -44,76 +44,34 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = tuple[m.Step, int]  # a step, and the chunk's number for Step.CHUNK
 
-
-Answer: TypeAlias = tuple[int, m.Message]
-
-
 ANSWERS_KEPT: Final = 256
-
-
-class OpenRequests:
-    """The requests of one owner and their answers; discarded when the group changes hands."""
-
-    def __init__(self) -> None:
-        self.waiters: dict[int, tuple[m.WaitEngines, float]] = {}  # with their deadlines
-        self._asked: dict[Key, list[int]] = {}
-        self._answers: dict[int, m.Message] = {}
-
-    def answer_of(self, msg_id: int) -> m.Message | None:
-        """Returns the answer that was sent for this request; None: there is no answer yet."""
-        return self._answers.get(msg_id)
-
-    @property
-    def open(self) -> int:
-        """The number of requests that wait for their answers."""
-        return len(self.waiters) + sum(map(len, self._asked.values()))
-
-    def is_waiting(self, msg_id: int) -> bool:
-        """Returns whether this request waits for its answer."""
-        return msg_id in self.waiters or any(msg_id in ids for ids in self._asked.values())
-
-    def ask(self, key: Key, msg_id: int) -> None:
-        """Registers a request as waiting for a step, or for one chunk.
-
-        Args:
-            key: the step, and the chunk's number.
-            msg_id: the id of the request.
-        """
-        self._asked.setdefault(key, []).append(msg_id)
-
-    def steps(self) -> list[Key]:
-        """Returns the steps that requests wait for."""
-        return list(self._asked)
-
-    def answer(self, key: Key, message: m.Message) -> list[Answer]:
-        """Answers every request that waits for the step."""
-        return self.answer_ids(self._asked.pop(key, []), message)
-
-    def answer_ids(self, ids: Iterable[int], message: m.Message) -> list[Answer]:
-        """Answers the requests with these ids."""
-        answers: list[Answer] = []
-        for msg_id in ids:
-            self.waiters.pop(msg_id, None)
-            self._answers[msg_id] = message
-            answers.append((msg_id, message))
-        while len(self._answers) > ANSWERS_KEPT:
-            del self._answers[next(iter(self._answers))]
-        return answers
+UPDATES_KEPT: Final = 4
 
 
 class TrainerSession:
-    """Tracks which trainer owns a group, and its requests.
+    """Tracks which trainer owns a group, that trainer's requests, and their answers.
 
-    ``epoch`` is the group's fencing epoch. Engines that outlived an earlier broker may raise it
-    above the epoch that the owner was granted (``granted_epoch``).
+    Attributes:
+        epoch: the group's fencing epoch. Engines that outlived an earlier broker may raise it above
+            the epoch that the owner was granted.
+        owner: the trainer that owns the group; None: no trainer does.
+        granted_epoch: the epoch that the owner was granted.
+        waiters: the WAIT_ENGINES that wait for engines, by request id, with their deadlines.
     """
 
     def __init__(self, group: str) -> None:
         self.epoch = 0
         self.owner: Peer | None = None
-        self.requests = OpenRequests()
-        self.granted_epoch = 0  # the epoch that the owner was granted
+        self.granted_epoch = 0
         self._group = group
+        self._discard_requests()
+
+    def _discard_requests(self) -> None:
+        self.waiters: dict[int, tuple[m.WaitEngines, float]] = {}
+        self._asked: dict[Key, list[int]] = {}  # the requests that wait for a step
+        self._answers: dict[int, m.Message] = {}
+
+    # -- ownership --------------------------------------------------------------
 
     def claim(self, trainer: Peer, now_ms: float) -> Failure | None:
         """Makes a trainer the owner of the group, with a new epoch.
@@ -134,14 +92,14 @@ class TrainerSession:
         if old is None:
             self.epoch += 1
             self.granted_epoch = self.epoch
-            self.requests = OpenRequests()
+            self._discard_requests()
         self.owner = trainer
         return None
 
     def release(self) -> None:
         """Removes the owner and its requests."""
         self.owner = None
-        self.requests = OpenRequests()
+        self._discard_requests()
 
     def check(self, trainer: Peer, epoch: int) -> None:
         """Checks that this trainer may command the group.
@@ -159,19 +117,34 @@ class TrainerSession:
                 field="epoch",
                 hint="this trainer was replaced; join again to take the group",
             )
-        if self.requests.open >= OPEN_REQUESTS:
+        if self.open_requests >= OPEN_REQUESTS:
             raise decline(
                 m.NackCode.RATE_LIMITED, f"{OPEN_REQUESTS} requests wait for their answers"
             )
+
+    # -- requests and answers -----------------------------------------------------
+
+    @property
+    def open_requests(self) -> int:
+        """The number of requests that wait for their answers."""
+        return len(self.waiters) + sum(map(len, self._asked.values()))
+
+    def ask(self, key: Key, msg_id: int) -> None:
+        """Registers the request ``msg_id`` as waiting for a step, or for one chunk."""
+        self._asked.setdefault(key, []).append(msg_id)
+
+    def steps(self) -> list[Key]:
+        """Returns the steps that requests wait for."""
+        return list(self._asked)
 
     def answer_again(self, trainer: Peer, msg_id: int) -> list[Effect] | None:
         """Returns the effects of a repeated request; None: the request is new."""
         if trainer is not self.owner:
             return None
-        answer = self.requests.answer_of(msg_id)
-        if answer is not None:
-            return self._send([(msg_id, answer)])
-        return [] if self.requests.is_waiting(msg_id) else None
+        if msg_id in self._answers:
+            return self.notify(self._answers[msg_id], msg_id)
+        waits = msg_id in self.waiters or any(msg_id in ids for ids in self._asked.values())
+        return [] if waits else None
 
     def decline(
         self, trainer: Peer, msg_id: int, message: m.Message, failure: Failure
@@ -180,7 +153,7 @@ class TrainerSession:
         step = m.GROUP_STEPS.get(type(message), "")
         nack = failure.nack(step, getattr(message, "update_id", ""))
         if trainer is self.owner:
-            self.requests.answer_ids([msg_id], nack)
+            self.answer_ids([msg_id], nack)
         fields = {
             "group": self._group,
             "update_id": nack.update_id,
@@ -196,26 +169,24 @@ class TrainerSession:
 
     def answer(self, key: Key, message: m.Message) -> list[Effect]:
         """Answers every request that waits for the step."""
-        return self._send(self.requests.answer(key, message))
+        return self.answer_ids(self._asked.pop(key, []), message)
 
     def answer_ids(self, ids: Iterable[int], message: m.Message) -> list[Effect]:
-        """Answers the requests with these ids."""
-        return self._send(self.requests.answer_ids(ids, message))
+        """Answers the requests with these ids, and keeps the answers for repeated requests."""
+        effects: list[Effect] = []
+        for msg_id in ids:
+            self.waiters.pop(msg_id, None)
+            self._answers[msg_id] = message
+            effects += self.notify(message, msg_id)
+        while len(self._answers) > ANSWERS_KEPT:
+            del self._answers[next(iter(self._answers))]
+        return effects
 
-    def notify(self, message: m.Message) -> list[Effect]:
-        """Sends the owner a message that answers no request."""
-        return self._send([(0, message)])
-
-    def _send(self, answers: Iterable[Answer]) -> list[Effect]:
+    def notify(self, message: m.Message, reply_to: int = 0) -> list[Effect]:
+        """Sends the owner a message; with ``reply_to`` 0 it answers no request."""
         if self.owner is None:
             return []
-        route = (self.owner.route,)
-        return [
-            Send(message, route, msg_id, self._group, self.epoch) for msg_id, message in answers
-        ]
-
-
-UPDATES_KEPT: Final = 4
+        return [Send(message, (self.owner.route,), reply_to, self._group, self.epoch)]
 
 
 class Followers:

@@ -110,24 +110,27 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
 
     def __init__(self) -> None:
         super().__init__("update", TRANSITIONS, _S.IDLE)
-        self.update_id = ""
         self.version = 0
         self.label = ""
+        self.barrier: AckBarrier | None = None
+        self._reset("", {}, communicator=0)
+
+    def _reset(self, update_id: str, members: dict[str, str], *, communicator: int) -> None:
+        self.update_id = update_id
+        self.members = dict(members)  # engine -> its DP group, of those in this update
+        self.excluded: dict[str, Failure] = {}
+        self.partial: set[str] = set()  # engines that hold a part of an update, of any target
         self.target: m.Target = "model"
         self.canary: m.CanaryMode = ""
         self.staging = StagingDecision()
         self.staged = False  # engines serve before and after the swap
         self.quorum = 1  # DP groups
         self.probed: dict[str, tuple[m.ProbeResult, ...]] = {}  # by engine
-        self.members: dict[str, str] = {}  # engine -> its DP group, of those in this update
-        self.excluded: dict[str, Failure] = {}
-        self.partial: set[str] = set()  # engines that hold a part of an update, of any target
-        self.barrier: AckBarrier | None = None
+        self.failure: Failure | None = None
         self.chunks: dict[int, AckBarrier] = {}  # chunks in flight, by number
         self.chunks_asked = 0
         self.chunks_planned = 0
-        self.failure: Failure | None = None
-        self._communicator = 0  # 0: the transport has no communicator
+        self._communicator = communicator  # 0: the transport has none
 
     def require(self, *states: UpdateState, update_id: str = "") -> None:
         """Checks that the update is in one of these states, and has this id.
@@ -152,8 +155,8 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self, message: m.TransferInit, members: dict[str, str], now_ms: float
     ) -> list[Instruction]:
         """Sends TRANSFER_INIT to every engine, so that each opens its end of the transport."""
-        self._begin(_E.INIT_ASKED, message.update_id, members)
-        self._communicator = message.communicator
+        self._go(_E.INIT_ASKED)
+        self._reset(message.update_id, members, communicator=message.communicator)
         return self._ask(m.Step.TRANSFER_INIT, message, now_ms)
 
     def arm(
@@ -164,8 +167,8 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         staging: StagingDecision | None = None,
     ) -> list[Instruction]:
         """Sends ARM to every engine, so that each checks the manifest."""
-        self._begin(_E.ARM_ASKED, message.update_id, members)
-        self._communicator = message.communicator
+        self._go(_E.ARM_ASKED)
+        self._reset(message.update_id, members, communicator=message.communicator)
         self.staging = staging or StagingDecision()
         self.version = message.version
         self.label = message.label
@@ -309,23 +312,6 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         """Returns the members of the update in one engine's DP group; they drop out together."""
         return [n for n, g in self.members.items() if g == self.members[name]]
 
-    def _begin(self, event: UpdateEvent, update_id: str, members: dict[str, str]) -> None:
-        self._go(event)
-        self.update_id = update_id
-        self.members = dict(members)
-        self.excluded = {}
-        self.partial = set()
-        self.target = "model"
-        self.canary = ""
-        self.staging = StagingDecision()
-        self.staged = False
-        self.quorum = 1
-        self.probed = {}
-        self.failure = None
-        self.chunks.clear()
-        self.chunks_asked = 0
-        self.chunks_planned = 0
-
     def _ask(self, step: m.Step, message: m.Message, now_ms: float) -> list[Instruction]:
         self.barrier = AckBarrier(step, message, self.members, now_ms)
         return [Ask(message, tuple(self.members))]
@@ -339,7 +325,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         del self.chunks[ack.chunk]
         if self.barrier is not None:
             self.barrier.asked_ms = now_ms  # the engines make progress
-        return [StepDone(m.Step.CHUNK, current, ack.chunk), *self._check_barrier()]
+        return [StepDone(current), *self._check_barrier()]
 
     def _exclude(self, names: Iterable[str], failure: Failure, now_ms: float) -> list[Instruction]:
         gone = list(names)
@@ -353,7 +339,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             current.remove(gone)
             if current.is_done:
                 del self.chunks[number]
-                done.append(StepDone(m.Step.CHUNK, current, number))
+                done.append(StepDone(current))
         left = len(set(self.members.values()))
         if left < self.quorum and (self.state, _E.GIVEN_UP) in TRANSITIONS:
             detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
@@ -391,7 +377,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         else:
             self._go(_E.ALL_DONE)
             self.barrier = None
-        return [StepDone(done.step, done)]
+        return [StepDone(done)]
 
     def _end(self, event: UpdateEvent) -> None:
         self._go(event)

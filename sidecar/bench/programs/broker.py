@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bus.ids import new_boot
 from bus.journal.writer import DEFAULT_BYTES, JournalWriter
 from bus.keys import read_keyring
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.zmq_transport import ZmqServer
 

@@ -87,7 +87,7 @@ class TimedEngine(EmbeddedEngine):
         """Returns checksums of all parameters, computed between two steps."""
 
         def look() -> tuple[int, ...]:
-            return checksums(torch, list(core.model.parameters.values()), "full")
+            return checksums(list(core.model.parameters.values()), "full")
 
         core = self._started()
         return await asyncio.wrap_future(core.call(look))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from bus.messages import Heartbeat, Join, Message, Nack, Routes, RoutesTaken
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.protocol.core.link import LinkState
 from bus.runtime.clock import AsyncioScheduler
 from bus.runtime.peer import PeerClient, route_of

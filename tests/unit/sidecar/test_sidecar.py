@@ -15,7 +15,7 @@ import torch
 from bus.errors import BusClosed, EngineError, Refused
 from bus.messages import NackCode, PauseLocal, StartDpWave
 from bus.messages.types import MAX_REQUEST_IDS
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.protocol.core.link import LinkConfig
 from bus.runtime.peer import PeerClient
 from sidecar import Sidecar

@@ -19,7 +19,7 @@ from bus.messages import (
     Welcome,
     codec,
 )
-from bus.protocol.broker.config import BROKER_NAME
+from bus.protocol.core.config import BROKER_NAME
 from tests.sim.makers import make_arm, make_manifest
 from tests.unit.bus._builders import envelope
 from trainer_agent.connection import Connection

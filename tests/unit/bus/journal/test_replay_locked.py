@@ -22,8 +22,8 @@ from bus.journal.records import (
 from bus.journal.render import as_json, line
 from bus.messages import Heartbeat, Join, Message, Nack, NackCode, StatusRequest
 from bus.messages.codec import encode
-from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.access import STRANGERS_FRAME_BYTES, Limits, Rate
+from bus.protocol.core.config import BrokerConfig
 from bus.runtime.broker_server import BrokerServer
 from tests.sim.clock import SimScheduler
 from tests.sim.memory_journal import MemoryJournal

@@ -32,8 +32,8 @@ from bus.journal.records import (
 )
 from bus.journal.writer import DEFAULT_BYTES, LEAST_BYTES, JournalWriter, journal_files
 from bus.messages import MAX_FRAME_BYTES
-from bus.protocol.broker.config import BrokerConfig
 from bus.protocol.core.access import KeyRole, Limits, Rate
+from bus.protocol.core.config import BrokerConfig
 from tests.sim.clock import SimScheduler
 from tests.support.procs import ROOT
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.messages import Heartbeat, Message, codec
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.runtime.broker_server import BrokerServer
 from tests.unit.bus._builders import engine_join
 

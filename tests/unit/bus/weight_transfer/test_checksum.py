@@ -34,7 +34,7 @@ def noise(size_bytes: int, seed: int = 1) -> torch.Tensor:
 
 
 def sum_of(tensor: torch.Tensor, verify: Verify = "full") -> int:
-    (value,) = checksums(torch, [tensor], verify)
+    (value,) = checksums([tensor], verify)
     return value
 
 
@@ -68,7 +68,7 @@ def test_every_bit_of_every_dtype_counts(dtype: str) -> None:
 
 
 def test_a_tensor_without_elements_has_a_sum() -> None:
-    assert checksums(torch, [torch.zeros(0), torch.zeros(3, 0, dtype=torch.int8)], "full") == (0, 0)
+    assert checksums([torch.zeros(0), torch.zeros(3, 0, dtype=torch.int8)], "full") == (0, 0)
 
 
 @pytest.mark.parametrize("rest", [0, 5])
@@ -154,7 +154,7 @@ def test_signs_that_flip_in_pairs_are_seen(dtype: torch.dtype, count: int) -> No
     after = before.clone()
     after[1::4].neg_()
     for changed in (-before, after):
-        assert checksums(torch, [changed], "full") != checksums(torch, [before], "full")
+        assert checksums([changed], "full") != checksums([before], "full")
 
 
 def test_a_parameter_has_the_sum_of_its_values() -> None:
@@ -172,27 +172,27 @@ def chunk() -> list[torch.Tensor]:
 def test_both_sides_have_the_same_sums_of_a_chunk(verify: Verify) -> None:
     """One packs tensors into one buffer, one after the other; the other has them anywhere."""
     sent = chunk()
-    sums = checksums(torch, sent, verify)
+    sums = checksums(sent, verify)
     assert len(sums) == len(sent)
     assert all(0 <= value < 2**64 for value in sums)
     packed = torch.cat(sent)
     ends = torch.tensor([t.numel() for t in sent]).cumsum(0).tolist()
     received = [packed[end - t.numel() : end] for t, end in zip(sent, ends, strict=True)]
-    assert checksums(torch, received, verify) == sums
+    assert checksums(received, verify) == sums
     apart = [torch.stack((t, t), dim=1)[:, 1] for t in sent]
-    assert checksums(torch, apart, verify) == sums
+    assert checksums(apart, verify) == sums
 
 
 @pytest.mark.parametrize("verify", CHECKS)
 def test_what_differs_in_one_tensor_of_a_chunk_changes_its_sum_alone(verify: Verify) -> None:
     """So that the tensor can be named."""
     sent = chunk()
-    sums = checksums(torch, sent, verify)
+    sums = checksums(sent, verify)
     for place, tensor in enumerate(sent):
         if not tensor.numel():
             continue
         received = [*sent[:place], flipped(tensor, 3), *sent[place + 1 :]]
-        found = checksums(torch, received, verify)
+        found = checksums(received, verify)
         assert [k for k in range(len(sums)) if found[k] != sums[k]] == [place]
         assert first_difference(sums, found) == place
 
@@ -201,18 +201,18 @@ def test_large_tensors_of_a_chunk_have_the_sums_that_they_have_alone() -> None:
     """Of growing and shrinking sizes, between small ones: what is made for one serves others."""
     sizes = (5_000, 7, 300_000, 9_000, 140_000, 11)
     chunk = [torch.randint(-(1 << 40), 1 << 40, (size,)) for size in sizes]
-    sums = checksums(torch, chunk, "full")
+    sums = checksums(chunk, "full")
     for tensor, found in zip(chunk, sums, strict=True):
         if tensor.numel() > SAMPLE_WORDS:
-            assert checksums(torch, [tensor], "full") == (found,)
+            assert checksums([tensor], "full") == (found,)
 
 
 @pytest.mark.parametrize("verify", CHECKS)
 def test_small_tensors_that_changed_places_in_a_chunk_are_seen(verify: Verify) -> None:
     """Both are named, though each arrived whole."""
     one, other = noise(40, seed=1), noise(40, seed=2)
-    sums = checksums(torch, [one, other], verify)
-    found = checksums(torch, [other, one], verify)
+    sums = checksums([one, other], verify)
+    found = checksums([other, one], verify)
     assert sums[0] != found[0]
     assert sums[1] != found[1]
 
@@ -241,7 +241,7 @@ def test_a_sample_looks_at_words_all_over_a_large_tensor(words: int) -> None:
 
 @pytest.mark.parametrize("verify", ["off", "unsupported"])
 def test_nothing_is_summed_where_nothing_is_verified(verify: Verify) -> None:
-    assert checksums(torch, chunk(), verify) == ()
+    assert checksums(chunk(), verify) == ()
 
 
 def test_the_first_difference_is_a_place_or_none() -> None:
@@ -272,7 +272,7 @@ def test_tensors_that_are_looked_at_again_have_the_sums_of_what_they_are_then(
         for tensor, new in zip(tensors, in_one_memory(seed, odd=odd), strict=True):
             tensor.copy_(new)
         apart = [tensor.clone() for tensor in tensors]
-        assert checksums(torch, tensors, verify, memo) == checksums(torch, apart, verify)
+        assert checksums(tensors, verify, memo) == checksums(apart, verify)
 
 
 def test_what_was_looked_at_is_summed_up_as_it_was_then() -> None:
@@ -283,15 +283,15 @@ def test_what_was_looked_at_is_summed_up_as_it_was_then() -> None:
     for seed in (1, 2):
         for tensor, new in zip(tensors, in_one_memory(seed), strict=True):
             tensor.copy_(new)
-        looks.append(select_words(torch, tensors, "sample", memo))
-        expected.append(checksums(torch, tensors, "sample"))
+        looks.append(select_words(tensors, "sample", memo))
+        expected.append(checksums(tensors, "sample"))
     nothing = [torch.empty(0), torch.empty(3, 0)]
-    looks.insert(1, select_words(torch, nothing, "sample"))
+    looks.insert(1, select_words(nothing, "sample"))
     expected.insert(1, (0, 0))
     for tensor in tensors:
         tensor.zero_()
-    assert sum_words(torch, looks) == expected
-    assert sum_words(torch, []) == []
+    assert sum_words(looks) == expected
+    assert sum_words([]) == []
 
 
 FLOATS = [dtype for dtype in DTYPE_BYTES if getattr(torch, dtype).is_floating_point]
@@ -302,8 +302,8 @@ def nonfinite_at(
     tensors: list[torch.Tensor], verify: Verify = "sample", *, check_finite: bool = False
 ) -> int | None:
     """Where :func:`inspect` finds one; its sums are those that engines compute."""
-    sums, place = inspect(torch, tensors, verify, check_finite=check_finite)
-    assert sums == checksums(torch, tensors, verify)
+    sums, place = inspect(tensors, verify, check_finite=check_finite)
+    assert sums == checksums(tensors, verify)
     return place
 
 

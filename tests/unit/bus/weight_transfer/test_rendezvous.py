@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bus.errors import WavebusError
 from bus.weight_transfer import nccl_communicator, rendezvous
 from bus.weight_transfer.allocation import RankAssignment
 
@@ -79,11 +80,11 @@ class Meeting:
     """A store, and ways into it."""
 
     def __init__(self) -> None:
-        self.kept: Any = rendezvous.open_store(dist, LOCAL, 30)
+        self.kept: Any = rendezvous.open_store(LOCAL, 30)
         self.port: int = self.kept.port
 
     def enter(self, communicator: int = 1) -> Any:
-        return rendezvous.connect_store(dist, LOCAL, self.port, communicator, 30)
+        return rendezvous.connect_store(LOCAL, self.port, communicator, 30)
 
     def group(self, rank: int) -> nccl_communicator.NcclCommunicator:
         """An end that has met one other, over gloo."""
@@ -93,7 +94,7 @@ class Meeting:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCAL)]
         options._threads = 1  # one after the other, as on a stream
         group = AsNccl(dist.ProcessGroupGloo(store, rank, 2, options))
-        return nccl_communicator.NcclCommunicator(dist, group, store, End)
+        return nccl_communicator.NcclCommunicator(group, store, End)
 
     def both(self) -> tuple[nccl_communicator.NcclCommunicator, nccl_communicator.NcclCommunicator]:
         with ThreadPoolExecutor(2) as threads:
@@ -151,8 +152,8 @@ def test_the_store_listens_on_its_address_alone(meeting: Meeting) -> None:
 
 
 def test_an_address_of_another_host_is_no_place_for_a_store() -> None:
-    with pytest.raises(OSError, match="assign requested address"):
-        rendezvous.open_store(dist, "192.0.2.1", 30)
+    with pytest.raises(WavebusError, match=r"192\.0\.2\.1: .*assign requested address"):
+        rendezvous.open_store("192.0.2.1", 30)
 
 
 def test_everybody_hears_everybodys_word(meeting: Meeting) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
@@ -175,7 +174,7 @@ def test_what_is_short_needs_no_thread(
             chunk = push.offer(0)
             await engine.receive(chunk)
             sent = [new[meta.name] for meta in chunk.tensors]
-            await engine.load(0, verify, checksums(torch, sent, verify))
+            await engine.load(0, verify, checksums(sent, verify))
             push.close()
 
     run(scenario())

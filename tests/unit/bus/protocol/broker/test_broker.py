@@ -54,7 +54,8 @@ from bus.messages import (
     Welcome,
 )
 from bus.protocol.broker.broker import Broker
-from bus.protocol.broker.config import GROUP_KEPT_MS, BrokerConfig
+from bus.protocol.broker.group_table import GROUP_KEPT_MS
+from bus.protocol.core.config import BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.core.link import Link, LinkState
 from bus.protocol.group.group import Group
@@ -1389,7 +1390,7 @@ def test_a_commit_is_answered_at_last_though_an_engine_stays_in_an_update(bench:
     bench.say("e1", engine_join(dp_group="e1", version=2, phase="updating"))
     bench.trainer()
     assert messages(bench.say("t", Commit("u7", 3, "", ()))) == []
-    bench.now_ms += bench.broker.groups["policy"].min_lease_ms + 1
+    bench.now_ms += bench.broker.groups["policy"].config.min_lease_ms + 1
     assert only(bench.say("t", Commit("u7", 3, "", ())), GroupAck).excluded == ("e1",)
 
 
@@ -1401,7 +1402,7 @@ def test_a_commit_that_no_engine_has_carried_out_is_refused_once_all_may_have_jo
     bench.trainer()
     bench.now_ms = 100.0
     assert messages(bench.say("t", Commit("u7", 3, "", ()))) == []
-    bench.now_ms += bench.broker.groups["policy"].min_lease_ms + 1
+    bench.now_ms += bench.broker.groups["policy"].config.min_lease_ms + 1
     nack = nack_in(bench.say("t", Commit("u7", 3, "", ())))
     assert (nack.code, nack.field) == (NackCode.WRONG_STATE, "update_id")
 

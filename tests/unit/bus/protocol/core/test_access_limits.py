@@ -23,7 +23,7 @@ from bus.messages import (
     codec,
 )
 from bus.protocol.broker.broker import Broker
-from bus.protocol.broker.config import MAX_GROUPS, BrokerConfig
+from bus.protocol.broker.group_table import MAX_GROUPS
 from bus.protocol.core.access import (
     FRAME_BYTES,
     KIB,
@@ -34,6 +34,7 @@ from bus.protocol.core.access import (
     Limits,
     Rate,
 )
+from bus.protocol.core.config import BrokerConfig
 from bus.protocol.core.effects import Effect, Note
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, envelope, messages, nack_in
 
@@ -183,7 +184,7 @@ def test_a_trainer_has_so_many_requests_open(front: Front) -> None:
     assert nack.code is NackCode.RATE_LIMITED
     assert str(OPEN_REQUESTS) in nack.detail
     group = front.broker.groups["policy"]
-    assert group.session.requests.open == OPEN_REQUESTS
+    assert group.session.open_requests == OPEN_REQUESTS
 
 
 def test_groups_that_nobody_is_in_are_forgotten_when_there_are_too_many() -> None:

@@ -9,7 +9,7 @@ import pytest
 from bus.messages import EngineFacts, Join, NackCode, Role
 from bus.protocol.core.failures import Failure
 from bus.protocol.core.membership import Membership, Peer
-from tests.unit.bus._builders import TRAINER_JOIN, engine_join, facts
+from tests.unit.bus._builders import TRAINER_JOIN, engine_join, envelope, facts
 
 
 def join(
@@ -23,15 +23,9 @@ def join(
     seq: int = 1,
 ) -> Peer | Failure:
     route = f"{name}#{boot}".encode()
-    return members.join(
-        name=name,
-        group=group,
-        route=route,
-        boot=boot,
-        seq=seq,
-        join=what or engine_join(dp_group=name),
-        now_ms=now_ms,
-    )
+    what = what or engine_join(dp_group=name)
+    frame = envelope(what, name, boot=boot, seq=seq, group=group)
+    return members.join(route, frame, what, now_ms)
 
 
 def peer_of(result: Peer | Failure) -> Peer:

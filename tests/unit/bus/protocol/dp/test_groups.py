@@ -36,7 +36,7 @@ from bus.messages import (
     codec,
 )
 from bus.protocol.broker.broker import Broker
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.dp.groups import EMPTY_KEPT
 from bus.protocol.dp.wave import WaveState

@@ -8,7 +8,7 @@ import pytest
 
 from bus.messages import CoreStatus, Heartbeat, Leave, PauseLocal, Restart, Status, StatusRequest
 from bus.protocol.broker.broker import Broker
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.protocol.core.effects import Effect, Note, Send
 from bus.protocol.dp.restarts import AGAIN_MS
 from tests.unit.bus._builders import TRAINER_JOIN, engine_join, envelope

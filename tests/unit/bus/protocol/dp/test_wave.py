@@ -103,10 +103,8 @@ def test_what_is_told_goes_by_the_table(state: WaveState, event: WaveEvent) -> N
         assert snapshot(waves) == before
 
 
-def test_a_new_machine_is_idle_or_runs() -> None:
-    """As its coordinator says."""
+def test_a_new_machine_is_idle() -> None:
     assert snapshot(WaveMachine()) == (_S.IDLE, 0, False)
-    assert snapshot(WaveMachine(3, running=True)) == (_S.RUNNING, 3, False)
 
 
 # -- START_DP_WAVE ---------------------------------------------------------------------
@@ -323,7 +321,7 @@ class Played:
 
     def __init__(self, reached: Counter[str]) -> None:
         self.reached = reached
-        self.waves = WaveMachine(running=False)
+        self.waves = WaveMachine()
         self.owed = False  # somebody waits for the resume
 
     def play(self, event: WaveEvent, offset: int) -> None:

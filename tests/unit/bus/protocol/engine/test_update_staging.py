@@ -258,7 +258,7 @@ def test_who_gives_up_what_would_have_caught_it_up_closes_its_door_at_once(undon
     assert only(effects, Ack).outcome == "untouched"
     assert isinstance(driver.running, CallAbortRequests)
     driver.returned()
-    assert (driver.session.phase, driver.session.is_closed) == ("running", True)
+    assert (driver.session.phase, driver.session.admission.closed) == ("running", True)
 
 
 @pytest.mark.parametrize("when", ["waits for the swap", "is made"])
@@ -278,7 +278,7 @@ def test_who_was_behind_opens_its_door_with_the_swap_before_a_pause(when: str) -
     assert not [each for each in messages(driver.returned()) if isinstance(each, Ack)]
     assert driver.running == CallAdmit()
     assert only(driver.returned(), Ack).step is Step.COMMIT
-    assert not driver.session.is_closed
+    assert not driver.session.admission.closed
     assert isinstance(driver.running, CallPause) or when == "is made"
 
 

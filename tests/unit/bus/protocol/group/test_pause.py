@@ -126,7 +126,11 @@ def test_engines_without_peer_ranks_pause_in_one_phase() -> None:
         assert pause.on_ack(name, ack(Step.PAUSE_GLOBAL), 1.0) == []
     (done,) = pause.on_ack("e1", ack(Step.PAUSE_GLOBAL), 7.0)
     assert isinstance(done, StepDone)
-    assert (done.step, done.barrier.slowest, done.barrier.engines) == (Step.PAUSE_GLOBAL, "e1", 3)
+    assert (done.barrier.step, done.barrier.slowest, done.barrier.engines) == (
+        Step.PAUSE_GLOBAL,
+        "e1",
+        3,
+    )
     assert pause.state is PauseState.PAUSED
     assert pause.deadline_ms is None
 
@@ -190,7 +194,7 @@ def test_phase_two_follows_the_last_ack_of_phase_one() -> None:
     assert pause.state is PauseState.LOCAL
     done, ask = pause.on_ack("e2", ack(Step.PAUSE_LOCAL), 1.0)
     assert isinstance(done, StepDone)
-    assert done.step is Step.PAUSE_LOCAL
+    assert done.barrier.step is Step.PAUSE_LOCAL
     assert ask == Ask(PauseGlobal("u1"), ("e0", "e1", "e2"))
 
 
@@ -202,7 +206,7 @@ def test_paused_is_said_after_the_last_ack_of_phase_two() -> None:
     assert pause.state is PauseState.GLOBAL
     (done,) = pause.on_ack("e1", ack(Step.PAUSE_GLOBAL), 7.0)
     assert isinstance(done, StepDone)
-    assert (done.step, done.barrier.slowest) == (Step.PAUSE_GLOBAL, "e1")
+    assert (done.barrier.step, done.barrier.slowest) == (Step.PAUSE_GLOBAL, "e1")
     assert pause.state is PauseState.PAUSED
     assert pause.deadline_ms is None
 
@@ -213,7 +217,7 @@ def test_a_resume_is_asked_of_everybody_and_told_when_all_have_resumed() -> None
     assert pause.resume(5.0) == [Ask(Resume("u1", VERSION), ("e0", "e1", "e2"))]
     (done,) = all_ack(pause, Step.RESUME)
     assert isinstance(done, StepDone)
-    assert done.step is Step.RESUME
+    assert done.barrier.step is Step.RESUME
     assert pause.state is PauseState.RUNNING
     assert not pause.members
 

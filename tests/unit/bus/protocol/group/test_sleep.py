@@ -45,7 +45,7 @@ def test_all_ranks_are_asked_at_once_and_the_last_ack_ends_it() -> None:
     assert sleep.on_ack("e1", ack(Step.SLEEP), 2.0) == []
     (done,) = sleep.on_ack("e2", ack(Step.SLEEP), 3.0)
     assert isinstance(done, StepDone)
-    assert (done.step, done.barrier.engines, done.barrier.slowest) == (Step.SLEEP, 3, "e2")
+    assert (done.barrier.step, done.barrier.engines, done.barrier.slowest) == (Step.SLEEP, 3, "e2")
     wake = Wake("u1")
     assert sleep.wake(wake, MEMBERS, 4.0) == [Ask(wake, ("e0", "e1", "e2"))]
     for name in MEMBERS:

@@ -193,16 +193,22 @@ def test_the_steps_follow_each_other_and_each_is_told_once() -> None:
     told: list[Step] = []
     update = UpdateMachine()
     update.arm(ARM, MEMBERS, 0.0)
-    told += [each.step for each in all_ack(update, Step.ARM) if isinstance(each, StepDone)]
+    told += [each.barrier.step for each in all_ack(update, Step.ARM) if isinstance(each, StepDone)]
     update.start(UpdateStart("u1"), 1.0)
-    told += [each.step for each in all_ack(update, Step.START) if isinstance(each, StepDone)]
+    told += [
+        each.barrier.step for each in all_ack(update, Step.START) if isinstance(each, StepDone)
+    ]
     for k in range(CHUNKS):
         done = apply(update, k)
-        told += [each.step for each in done if isinstance(each, StepDone)]
+        told += [each.barrier.step for each in done if isinstance(each, StepDone)]
     update.finish(UpdateFinish("u1"), 1.0)
-    told += [each.step for each in all_ack(update, Step.FINISH) if isinstance(each, StepDone)]
+    told += [
+        each.barrier.step for each in all_ack(update, Step.FINISH) if isinstance(each, StepDone)
+    ]
     update.commit(Commit("u1", 4, "", ()), 1.0)
-    told += [each.step for each in all_ack(update, Step.COMMIT) if isinstance(each, StepDone)]
+    told += [
+        each.barrier.step for each in all_ack(update, Step.COMMIT) if isinstance(each, StepDone)
+    ]
     assert told == [Step.ARM, Step.START, *[Step.CHUNK] * CHUNKS, Step.FINISH, Step.COMMIT]
     assert update.state is _S.IDLE
 
@@ -339,7 +345,7 @@ def test_chunks_may_overlap_and_are_told_one_by_one() -> None:
     (first,) = all_ack(update, Step.CHUNK, 0)
     assert isinstance(first, StepDone)
     assert isinstance(second, StepDone)
-    assert (second.chunk, first.chunk) == (1, 0)
+    assert (second.barrier.chunk, first.barrier.chunk) == (1, 0)
 
 
 @pytest.mark.parametrize("number", [1, 2, 7])
@@ -391,7 +397,7 @@ def test_finish_is_done_when_the_last_chunk_is_applied_by_the_last_engine() -> N
     applied, finished = update.on_ack("e2", ack(Step.CHUNK, "u1", CHUNKS - 1), 5.0)
     assert isinstance(applied, StepDone)
     assert isinstance(finished, StepDone)
-    assert (applied.step, finished.step) == (Step.CHUNK, Step.FINISH)
+    assert (applied.barrier.step, finished.barrier.step) == (Step.CHUNK, Step.FINISH)
     assert update.state is _S.FINISHED
 
 
@@ -405,7 +411,7 @@ def test_finish_is_done_without_who_falls_out_with_the_last_chunk() -> None:
         update.on_ack("e0", ack(Step.CHUNK, "u1", k), 4.0)
     assert update.on_ack("e0", ack(Step.FINISH), 4.0) == []
     said = update.on_refused("e1", REFUSED, 5.0)
-    steps = [each.step for each in said if isinstance(each, StepDone)]
+    steps = [each.barrier.step for each in said if isinstance(each, StepDone)]
     assert steps == [*[Step.CHUNK] * CHUNKS, Step.FINISH]
     assert update.state is _S.FINISHED
 
@@ -532,7 +538,7 @@ def test_the_canarys_answers_are_gathered_and_the_update_is_finished_as_before()
     assert update.on_probed("e1", Probed("u1", RESULTS, 1.0), 5.0) == []
     (done,) = update.on_probed("e2", Probed("u1", RESULTS, 1.0), 5.0)
     assert isinstance(done, StepDone)
-    assert done.step is Step.PROBE
+    assert done.barrier.step is Step.PROBE
     assert update.state is _S.FINISHED
     assert update.probed == dict.fromkeys(("e0", "e1", "e2"), RESULTS)
     assert update.on_probed("e2", Probed("u1", (), 1.0), 5.0) == []
@@ -567,7 +573,7 @@ def test_an_engine_that_fails_its_probes_falls_out(how: str) -> None:
     said = (
         update.on_refused("e1", LOST, 6.0) if how == "refused" else update.on_lost("e1", LOST, 9.0)
     )
-    assert any(isinstance(each, StepDone) and each.step is Step.PROBE for each in said)
+    assert any(isinstance(each, StepDone) and each.barrier.step is Step.PROBE for each in said)
     assert "e1" in update.excluded
 
 

@@ -22,7 +22,7 @@ from bus.cli.status import _table
 from bus.errors import UsageError
 from bus.messages import Join, Status, StatusRequest
 from bus.protocol.broker.broker import Broker
-from bus.protocol.broker.config import BrokerConfig
+from bus.protocol.core.config import BrokerConfig
 from bus.protocol.core.effects import Note
 from bus.seams import Registry, Seam, Wrap
 from bus.vllm_source import SourceTree

@@ -9,14 +9,6 @@ from bus.protocol.core.access import Limits
 
 BROKER_NAME: Final = "broker"
 
-# A pause must outlive the time to detect a lost peer, or an engine could run
-# again while its group still counts it as paused.
-LEASE_PER_PEER_TIMEOUT: Final = 2
-
-# A group without peers is removed after GROUP_KEPT_MS; at once if there are more than this.
-GROUP_KEPT_MS: Final = 60_000.0
-MAX_GROUPS: Final = 1024
-
 
 @dataclass(frozen=True, slots=True)
 class BrokerConfig:
@@ -35,3 +27,12 @@ class BrokerConfig:
     retry_ms: int = 1000
     step_timeout_ms: int = 300_000
     limits: Limits = field(default_factory=Limits)
+
+    @property
+    def min_lease_ms(self) -> int:
+        """The shortest lease that a pause may ask for, in ms.
+
+        A pause must outlive the time to detect a lost peer, or an engine could run again while its
+        group still counts it as paused.
+        """
+        return 2 * self.peer_timeout_ms
