@@ -61,7 +61,7 @@ def _demo(plan: DemoPlan, *, as_json: bool) -> None:
     from trainer_agent.demo import report, run  # noqa: PLC0415 - after --help
 
     with report.ProgressLine(plan.updates or run.STEPS) as line:
-        result = run.run_demo(plan, say=line.say, progress=line.update)
+        result = run.run_demo(plan, say=line.say, progress=line.show)
     report.picture(result, plan.picture)
     if as_json:
         click.echo(json.dumps(result.as_json()))
@@ -74,7 +74,8 @@ def _demo_with_faults(plan: DemoPlan, *, as_json: bool) -> None:
     from trainer_agent.demo import chaos, twin  # noqa: PLC0415 - after --help
 
     say = partial(click.echo, err=True)
-    result = chaos.run_chaos(plan, say) if plan.chaos else twin.run_twin(plan, say)
+    kind: type[chaos.Chaos | twin.Twin] = chaos.Chaos if plan.chaos else twin.Twin
+    result = kind(plan, say).run()
     answer = result.as_json()
     if as_json:
         click.echo(json.dumps(answer))

@@ -533,14 +533,14 @@ def test_json_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     chaos.counts.tokens_by_version.update([1, 2])
     for counter in (chaos.kills, chaos.errors, chaos.counts.why_lost, chaos.counts.cut_short):
         counter["some"] = 1
-    monkeypatch.setattr(demo_chaos, "run_chaos", lambda *_, **__: chaos)
+    monkeypatch.setattr(demo_chaos.Chaos, "run", lambda _: chaos)
     faults = ask_json("demo", "--chaos", "--json", "--journal", tmp_path / "journal")
     assert faults == json.loads(json.dumps(chaos.as_json()))
 
     twin = demo_twin.TwinResult(DemoPlan(sessions=64), answers=1)
     for counter in (twin.why_lost, twin.cut_by):
         counter["some"] = 1
-    monkeypatch.setattr(demo_twin, "run_twin", lambda *_, **__: twin)
+    monkeypatch.setattr(demo_twin.Twin, "run", lambda _: twin)
     sessions = ask_json("demo", "--sessions", 64, "--json")
     assert sessions == json.loads(json.dumps(twin.as_json()))
     texts = [

@@ -44,7 +44,7 @@ def test_a_demo_with_one_bad_answer_fails(
 ) -> None:
     """Also if it is one of many."""
     result = twin.TwinResult(DemoPlan(sessions=64), answers=1000)
-    monkeypatch.setattr(twin, "run_twin", lambda *_, **__: result)
+    monkeypatch.setattr(twin.Twin, "run", lambda _: result)
     for wrong in (0, 1):
         setattr(result, fault, wrong)
         assert run(["demo", "--sessions", "64"]) == wrong

@@ -294,8 +294,3 @@ def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float
     for name, began_s in since.items():
         spans[name].append((began_s, seen_s))
     return spans
-
-
-def run_chaos(plan: DemoPlan, say: Callable[[str], None]) -> ChaosResult:
-    """Runs the demo with faults; arguments and errors are those of :class:`Chaos`."""
-    return Chaos(plan, say).run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from rich.console import Console
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainer_agent.demo.run import DemoResult
 
 
-class ProgressLine:
+class ProgressLine(Progress):
     """Shows steps, reward and version on stderr while the demo runs.
 
     Args:
@@ -26,8 +26,7 @@ class ProgressLine:
     """
 
     def __init__(self, total: int) -> None:
-        self.console = Console(stderr=True, highlight=False)
-        self._progress = Progress(
+        super().__init__(
             TextColumn("training"),
             BarColumn(bar_width=30),
             TextColumn("step {task.completed:>3.0f}"),
@@ -36,27 +35,18 @@ class ProgressLine:
             TextColumn("weights [cyan]v{task.fields[version]}[/]"),
             TextColumn("lost {task.fields[lost]}"),
             TimeElapsedColumn(),
-            console=self.console,
+            console=Console(stderr=True, highlight=False),
         )
-        self._task = self._progress.add_task(
-            "", total=total, reward=0.0, greedy=0.0, version=0, lost=0
-        )
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._row = self.add_task("", total=total, reward=0.0, greedy=0.0, version=0, lost=0)
 
     def say(self, text: str) -> None:
         """Prints a line of text above the progress line."""
-        self._progress.console.print(f"[dim]{text}[/]")
+        self.console.print(f"[dim]{text}[/]")
 
-    def update(self, result: DemoResult, version: int) -> None:
+    def show(self, result: DemoResult, version: int) -> None:
         """Shows the results so far, and the ``version`` that engines serve."""
-        self._progress.update(
-            self._task,
+        self.update(
+            self._row,
             completed=len(result.train_rewards),
             reward=result.train_rewards[-1] if result.train_rewards else 0.0,
             greedy=result.reward_last,

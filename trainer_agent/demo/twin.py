@@ -83,25 +83,34 @@ class Twin:
 
     Args:
         plan: the run's options.
-        processes: starts the broker and the engines.
         say: called with a line of text for each event.
     """
 
-    def __init__(self, plan: DemoPlan, processes: Processes, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: DemoPlan, say: Callable[[str], None]) -> None:
         self.result = TwinResult(plan)
         self._plan = plan
-        self._processes = processes
         self._say = say
         self._policy = Policy(PolicyConfig(head_std=_HEAD_STD), seed=plan.seed)
         self._engines = [f"engine-{index}" for index in range(plan.engine_count)]
         self._versions: set[int | None] = set()
 
-    async def run(self) -> None:
+    def run(self) -> TwinResult:
         """Runs the undisturbed sessions, then the disturbed ones.
 
         Raises:
             WavebusError: the bus did not start, or an undisturbed session failed.
         """
+        started_s = time.monotonic()
+        torch.set_num_threads(1)
+        with (
+            tempfile.TemporaryDirectory(prefix="wavebus-demo-") as folder,
+            Processes(Path(folder)) as self._processes,
+        ):
+            asyncio.run(self._run())
+        self.result.seconds = round(time.monotonic() - started_s, 1)
+        return self.result
+
+    async def _run(self) -> None:
         checkpoint = self._processes.folder / "checkpoint"
         save_checkpoint(self._policy, checkpoint)
         broker = self._processes.broker(*BROKER_TIMES)
@@ -198,17 +207,3 @@ class Twin:
             self._say(f"SIGKILL {name}")
             self._processes.restart(name)
             self.result.kills += 1
-
-
-def run_twin(plan: DemoPlan, say: Callable[[str], None]) -> TwinResult:
-    """Runs undisturbed and disturbed sessions; arguments and errors are those of :class:`Twin`."""
-    started_s = time.monotonic()
-    torch.set_num_threads(1)
-    with (
-        tempfile.TemporaryDirectory(prefix="wavebus-demo-") as folder,
-        Processes(Path(folder)) as processes,
-    ):
-        twin = Twin(plan, processes, say)
-        asyncio.run(twin.run())
-    twin.result.seconds = round(time.monotonic() - started_s, 1)
-    return twin.result
