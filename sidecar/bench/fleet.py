@@ -18,14 +18,16 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
-from sidecar.bench.harness import VLLM_ON_CPU, say
+from sidecar.bench.harness import say
 from sidecar.bench.streams import PROMPT_TOKENS, greedy, prompt_of
 from sidecar.supervision.launch import free_port
 from sidecar.supervision.ranks import rank_options
+from trainer_agent.demo.processes import VLLM_ON_CPU
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -48,55 +50,35 @@ _KV_CACHE_TOKEN_BYTES: Final = 2 * 36 * 8 * 128 * 2  # keys and values of the la
 _KV_CACHE_SPARE: Final = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class BroadcastEnds:
-    """The processes that broadcast as many bytes as an update has, for comparison.
-
-    Process ``k`` uses GPU ``k``. If trainer and engine share a GPU, there is one process, which
-    copies within that GPU.
-
-    Attributes:
-        workers: the processes.
-    """
-
-    workers: tuple[Worker, ...]
-
-    async def raw_ms(self) -> float:
-        """Returns the time of one broadcast, in ms; with a single process, of one copy."""
-        if len(self.workers) == 1:
-            return await self.copy_ms()
-        return float(max(await asyncio.gather(*(end.ask("broadcast_ms") for end in self.workers))))
-
-    async def copy_ms(self) -> float:
-        """Returns the time of one copy within the memory of the last process, in ms."""
-        return float(await self.workers[-1].ask("copy_ms"))
-
-
 async def raw_ends(
     bench: Bench, device: Device, size_bytes: int, *, alone: bool = False, **how: Any
-) -> BroadcastEnds:
-    """Starts the processes that broadcast for comparison.
+) -> list[Worker]:
+    """Starts the processes that broadcast as many bytes as an update has, for comparison.
 
-    Args:
-        bench: starts the processes, and ends them.
-        device: where the memory to broadcast is.
-        size_bytes: size of a broadcast, in bytes.
-        alone: True starts a single process, because all memory is on one GPU.
-        how: other arguments of :meth:`sidecar.bench.harness.Bench.launch`.
+    Process ``k`` uses GPU ``k``. If ``alone``, there is one process, because trainer and engine
+    share a GPU.
     """
-    count = 1 if alone else 2
-    same: dict[str, Any] = {
-        "count": count,
-        "port": free_port(),
-        "device": device,
-        "size_bytes": size_bytes,
-    }
+    same = {"count": 1 if alone else 2, "port": free_port(), "device": device, **how}
     workers = [
-        await bench.launch("broadcast", name=f"raw-{rank}", rank=rank, **same, **how)
-        for rank in range(count)
+        await bench.launch(
+            "broadcast", name=f"raw-{rank}", rank=rank, size_bytes=size_bytes, **same
+        )
+        for rank in range(same["count"])
     ]
     await asyncio.gather(*(each.hello() for each in workers))
-    return BroadcastEnds(tuple(workers))
+    return workers
+
+
+async def raw_ms(ends: Sequence[Worker]) -> float:
+    """Returns the time of one broadcast, in ms; with a single process, of one copy."""
+    if len(ends) == 1:
+        return await copy_ms(ends)
+    return float(max(await asyncio.gather(*(end.ask("broadcast_ms") for end in ends))))
+
+
+async def copy_ms(ends: Sequence[Worker]) -> float:
+    """Returns the time of one copy within the memory of the last process, in ms."""
+    return float(await ends[-1].ask("copy_ms"))
 
 
 @dataclass(frozen=True)
@@ -129,24 +111,14 @@ class UpdatedEngines:
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """What shows which weights a vLLM server has: its tokens for a prompt, and checksums.
-
-    Attributes:
-        tokens: the tokens.
-        checksums: vLLM's checksums of its weights, by name.
-    """
+    """What shows which weights a vLLM server has: its tokens for a prompt, and vLLM's checksums."""
 
     tokens: tuple[int, ...]
     checksums: dict[str, str]
 
 
 def without_experts(served: ServedAnswer, expected: tuple[int, ...] = ()) -> ServedAnswer:
-    """Removes from a server's answer what depends on its experts.
-
-    Args:
-        served: the answer.
-        expected: tokens to put in place of the answer's; empty keeps them.
-    """
+    """Removes the experts' checksums from an answer; replaces its tokens, if some are expected."""
     sums = {name: sum_ for name, sum_ in served.checksums.items() if _EXPERTS not in name}
     return ServedAnswer(expected or served.tokens, sums)
 
@@ -168,12 +140,7 @@ async def start_embedded(
     """Starts a broker, a trainer and two groups of embedded engines, each engine a process.
 
     One group is on the bus, and the trainer calls the other group's engines directly. Over ``shm``,
-    both ways send the weights from shared memory without a copy.
-
-    Args:
-        bench: starts the processes.
-        plan: what is measured.
-        ways: by way, the name of its group.
+    both ways send the weights from shared memory without a copy. ``ways`` has each way's group.
     """
     checkpoint = bench.folder() / "checkpoint"
     address = await bench.broker()
@@ -208,20 +175,18 @@ async def start_embedded(
             )
             for rank in range(plan.dp_size)
         ]
-        urls[group] = [(await engine.hello())["url"] for engine in engines[group]]
+        urls[group] = await _urls(engines[group])
     shutil.rmtree(checkpoint)  # the engines have it in memory
-    await trainer.ask("open", engines=plan.dp_size, sockets=sockets)
+    await trainer.ask("open", engines=plan.dp_size, backend=plan.over, sockets=sockets)
 
-    async def copy_ms() -> float:
+    async def trainer_copy_ms() -> float:
         return float(await trainer.ask("memcpy_ms"))
 
-    raw_ms = copy_ms
+    raw = trainer_copy_ms
     if plan.over != "shm":
-        raw_ms = (await raw_ends(bench, "cpu", made["size_bytes"])).raw_ms
+        raw = partial(raw_ms, await raw_ends(bench, "cpu", made["size_bytes"]))
 
     async def update(way: str) -> dict[str, Any]:
-        if way == "native":
-            return dict(await trainer.ask("native", clear_cache=plan.clear_cache))
         return dict(await trainer.ask("update", how=way, clear_cache=plan.clear_cache))
 
     async def serves(way: str) -> object:
@@ -235,8 +200,8 @@ async def start_embedded(
         update=update,
         urls={way: urls[group] for way, group in ways.items()},
         engines={way: engines[group] for way, group in ways.items()},
-        raw_ms=raw_ms,
-        copy_ms=copy_ms,
+        raw_ms=raw,
+        copy_ms=trainer_copy_ms,
         serves=serves,
         **made,
     )
@@ -249,12 +214,8 @@ async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -
     one exception. On CPUs, vLLM packs experts for its kernels when they are first loaded, but not
     at updates (0.32; see :mod:`sidecar.vllm.plugin.loading.cpu`). So the experts of a server that
     vLLM updates by itself give wrong answers. These experts and answers are not compared, and the
-    other servers' answers are compared with those of the trainer's own model.
-
-    Args:
-        bench: starts the processes, and ends them.
-        plan: what is measured.
-        ways: by way, the name of its server; one of them is ``native``.
+    other servers' answers are compared with those of the trainer's own model. ``ways`` has each
+    way's server; one of them is ``native``.
     """
     model = bench.folder() / "model"
     address = await bench.broker()
@@ -306,8 +267,8 @@ async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -
         update=update,
         urls={way: urls[name] for way, name in ways.items()},
         engines={way: servers[name] for way, name in ways.items()},
-        raw_ms=ends.raw_ms,
-        copy_ms=ends.copy_ms,
+        raw_ms=partial(raw_ms, ends),
+        copy_ms=partial(copy_ms, ends),
         serves=serves,
         **made,
         not_compared=_LEFT_OUT if unpacked else "",
@@ -327,15 +288,9 @@ def group_of(server: str) -> str:
 def trainer_settings(
     plan: EnginesPlan, address: str, servers: Iterable[str], model: Path
 ) -> dict[str, Any]:
-    """Returns the settings of the trainer's program, for these options.
+    """Returns the settings of :mod:`sidecar.bench.programs.vllm_trainer`, for these options.
 
-    The program is :mod:`sidecar.bench.programs.vllm_trainer`.
-
-    Args:
-        plan: what is measured.
-        address: the broker's address.
-        servers: the servers' names.
-        model: where the trainer writes the model's configuration.
+    The trainer writes the configuration into the folder ``model``, for all ``servers``.
     """
     cuda = plan.device == "cuda"
     return {
@@ -360,16 +315,10 @@ def trainer_settings(
 def server_settings(
     plan: EnginesPlan, engine: str, name: str, address: str, model: Path
 ) -> list[dict[str, Any]]:
-    """Returns the settings of the programs that run one server, or each of its ranks.
+    """Returns the settings of :mod:`sidecar.bench.programs.vllm_server`, for each of its ranks.
 
-    The program is :mod:`sidecar.bench.programs.vllm_server`.
-
-    Args:
-        plan: what is measured.
-        engine: vLLM's weight transfer backend of the server.
-        name: the server's name.
-        address: the broker's address; empty: vLLM alone.
-        model: the folder with the model's configuration.
+    The server has vLLM's weight transfer backend ``engine``. Without the address of a broker it is
+    vLLM alone.
     """
     cpu, lockstep, port = plan.device == "cpu", plan.dp_size > 1, free_port(_HOST)
     argv = (

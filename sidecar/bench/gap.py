@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sidecar.bench import fleet, updates
 from sidecar.bench.fleet import BUS, NATIVE
 from sidecar.bench.harness import gb_per_s, median, say
+from sidecar.bench.streams import tokens_within
 from sidecar.bench.updates import under_load
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ WAYS: Final = {"native": NATIVE, "paused": BUS, "staged": BUS}
 
 async def measure(bench: Bench, plan: GapPlan) -> dict[str, Any]:
     """Measures all ways; returns the fields of the JSON output, and draws the picture.
-
-    Args:
-        bench: starts the processes.
-        plan: the options.
 
     Raises:
         BenchFailed: a process died, or a request ended too early: without all its tokens, or before
@@ -69,36 +66,29 @@ async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> Upd
     and ``before_tokens_per_s``, of all requests together. With a bus they include ``commit_ms``,
     from COMMIT to its last ack. A staged update has ``receiving_tokens_per_s``, from the update's
     start to COMMIT, and ``swap_ms``, how long the slowest engine could not step.
-
-    Args:
-        engines: the trainer and its engines.
-        way: how to update.
-        plan: the options.
     """
-    seen = await under_load(engines, way, plan)
-    done, answer = seen.round(plan.tokens), seen.answer
+    done, answer, streams = await under_load(engines, way, plan)
     found, since_s = done.figures, answer["since_s"]
+
+    def tokens_per_s(since_s: float, until_s: float) -> float:
+        made = tokens_within(streams.came, streams.pieces, since_s, until_s)
+        return made / (until_s - since_s)
+
     found["receive_ms"] = answer["receive_ms"]
-    found["before_tokens_per_s"] = seen.tokens_per_s(seen.decoding_s, since_s)
+    found["before_tokens_per_s"] = tokens_per_s(answer["decoding_s"], since_s)
     if way != "native":
         found["commit_ms"] = answer["commit_ms"]
     if way == "staged":
         found["swap_ms"] = max([await engine.ask("swap_ms") for engine in engines.engines[way]])
         commit_s = answer["until_s"] - answer["commit_ms"] / 1000
-        found["receiving_tokens_per_s"] = seen.tokens_per_s(since_s, commit_s)
+        found["receiving_tokens_per_s"] = tokens_per_s(since_s, commit_s)
         share = found["receiving_tokens_per_s"] / found["before_tokens_per_s"]
         found["ratio_throughput_receiving"] = share
     return done
 
 
 def figures_of(measured: Measured, *, requests: int, size_bytes: int) -> dict[str, Any]:
-    """Computes the JSON output's figures: each way's medians and rounds, and their ratios.
-
-    Args:
-        measured: all rounds.
-        requests: how many requests decode in each round.
-        size_bytes: the size of the model's weights, in bytes.
-    """
+    """Computes the JSON output's figures: each way's medians and rounds, and their ratios."""
     ways: dict[str, dict[str, Any]] = {
         way: _of_way(done, size_bytes) for way, done in measured.rounds.items()
     }

@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The environment of a small model's server on a CPU.
-VLLM_ON_CPU: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
 _LINE_BYTES: Final = 1 << 20
 # Per engine: a connection's two ends, a listening socket and one of ZeroMQ's own.
 _FILES_PER_ENGINE: Final = 4
@@ -45,14 +39,9 @@ class BenchFailed(WavebusError):
 class Worker:
     """A process of a bench, and how to call the program that it runs.
 
-    :mod:`sidecar.bench.programs.__main__` describes programs and their answers.
-
-    Attributes:
-        name: the process's name, for errors.
-        process: the process.
-        log: the file that gets its stderr.
-        answer_s: how long each answer may take, in seconds.
-        grace_s: how long the process may take to end before it is killed, in seconds.
+    :mod:`sidecar.bench.programs.__main__` describes programs and their answers. ``log`` gets the
+    process's stderr. After ``answer_s`` seconds without an answer, or ``grace_s`` seconds without
+    an end, the process counts as stuck.
     """
 
     name: str
@@ -63,10 +52,6 @@ class Worker:
 
     async def ask(self, method: str, **arguments: Any) -> Any:
         """Calls a method of the object that the program has returned; returns the result.
-
-        Args:
-            method: the method's name.
-            arguments: its arguments, which JSON must be able to encode.
 
         Raises:
             BenchFailed: no answer came in time.
@@ -97,9 +82,7 @@ class Worker:
 
     async def kill(self) -> None:
         """Ends the process by SIGKILL, and waits for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
+        await kill(self.process)
 
     async def end(self) -> None:
         """Ends the process by closing its stdin, and kills it if that takes too long."""
@@ -113,13 +96,18 @@ class Worker:
             await self.kill()
 
 
+async def kill(process: asyncio.subprocess.Process) -> None:
+    """Ends a process by SIGKILL, and waits for its end."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
 class Bench(contextlib.AsyncExitStack):
     """Starts the processes of one run of a bench; ends them with the block.
 
-    Args:
-        loop: the event loop of all processes.
-        logs: folder for their logs. Default: none; the end of a broken process's log is then shown
-            with the error.
+    All of them have the same kind of event loop, and leave logs in the folder ``logs`` if there is
+    one. The error of a broken process shows the end of its log.
     """
 
     def __init__(self, loop: LoopChoice, logs: Path | None = None) -> None:
@@ -128,11 +116,7 @@ class Bench(contextlib.AsyncExitStack):
         self.logs = logs
 
     async def part(self) -> Bench:
-        """Returns a bench for one part of this run.
-
-        The part's processes end with the part's block, while those of the rest of the run continue.
-        All end with the run.
-        """
+        """Returns a bench for one part of this run, whose processes may end before the others."""
         return await self.enter_async_context(Bench(self.loop, self.logs))
 
     def folder(self) -> Path:
@@ -157,7 +141,7 @@ class Bench(contextlib.AsyncExitStack):
             name: the process's name in errors and in its log's file name; by default the program's.
             env: environment variables in addition to those of this process.
             answer_s: how long each answer may take, in seconds.
-            grace_s: how long the process may take to end before it is killed, in seconds.
+            grace_s: how long the end may take before the process is killed, in seconds.
             settings: the program's arguments.
         """
         name = name or program
@@ -178,12 +162,7 @@ class Bench(contextlib.AsyncExitStack):
         return started
 
     async def start(self, program: str, **how: Any) -> tuple[Worker, dict[str, Any]]:
-        """Starts a process, and waits for its first answer; returns both.
-
-        Args:
-            program: as for :meth:`launch`.
-            how: other arguments of :meth:`launch`.
-        """
+        """Starts a process as :meth:`launch` does, and waits for its first answer; returns both."""
         started = await self.launch(program, **how)
         return started, await started.hello()
 
@@ -208,9 +187,6 @@ async def in_turn(
         warm: how many rounds come before and don't count; they have negative numbers.
         swing: True reverses every other turn, so that no way always has the same one before it.
         on_round: called after each round with its number, way and result.
-
-    Returns:
-        By way, the results of the rounds that count.
     """
     found: dict[str, list[T]] = {way: [] for way in ways}
     for number in range(-warm, rounds):
@@ -223,11 +199,7 @@ async def in_turn(
 
 
 def title(number: int) -> str:
-    """Returns how progress lines name a round.
-
-    Args:
-        number: the round's number, from 0; negative for rounds that don't count.
-    """
+    """Returns how progress lines name a round of :func:`in_turn`."""
     return "warming up" if number < 0 else f"round {number + 1}"
 
 
@@ -242,12 +214,7 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def gb_per_s(size_bytes: int, took_ms: float) -> float:
-    """Returns the speed of a transfer in GB/s, rounded to three digits.
-
-    Args:
-        size_bytes: how many bytes were transferred.
-        took_ms: how long that took, in ms.
-    """
+    """Returns the speed of a transfer in GB/s, rounded to three digits."""
     return round(size_bytes / took_ms / 1e6, 3)
 
 
@@ -285,10 +252,7 @@ def say(text: str) -> None:
 
 
 def raise_file_limit(engines: int) -> None:
-    """Raises the limit of open files of this process and its children for many engines.
-
-    Args:
-        engines: how many engines connect to one process.
+    """Raises the limit of open files, so that many engines can connect to one process.
 
     Raises:
         UsageError: the system allows fewer open files.

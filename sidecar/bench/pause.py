@@ -18,16 +18,18 @@ import contextlib
 import itertools
 import os
 import time
+from dataclasses import asdict
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import aiohttp
 
 from sidecar.bench.fleet import server_argv
-from sidecar.bench.harness import VLLM_ON_CPU, BenchFailed, in_turn, median, medians, say
+from sidecar.bench.harness import BenchFailed, in_turn, median, medians, say
 from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor
 from sidecar.vllm.connection_http import KEEP_ALIVE_S
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
+from trainer_agent.demo.processes import VLLM_ON_CPU
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -53,10 +55,7 @@ _SERVER: Final = ("--enforce-eager", "--max-num-seqs=8", "--max-model-len=256")
 class RestingDpGroup:
     """Measures first requests and pauses of one DP group, each time from an idle state.
 
-    Args:
-        session: sends requests to the engines.
-        trainer: the DP group's trainer, which also reports when all engines are idle.
-        endpoints: the engines' URLs.
+    Its trainer reports when all engines are idle.
     """
 
     def __init__(
@@ -68,11 +67,7 @@ class RestingDpGroup:
         self._next: Iterator[str] = itertools.cycle(endpoints)
 
     async def first_request(self) -> dict[str, float]:
-        """Sends one request to the idle DP group.
-
-        Returns:
-            ``took_ms``: the time until its answer, in ms.
-        """
+        """Sends one request to the idle DP group; returns the time until its answer."""
         await self._warm()
         since_s = time.monotonic()
         await self._post(next(self._next) + "/inference/v1/generate", json=_REQUEST)
@@ -81,11 +76,7 @@ class RestingDpGroup:
         return {"took_ms": took_ms}
 
     async def posted_pause(self) -> dict[str, float]:
-        """Pauses and resumes all engines by HTTP posts at once.
-
-        Returns:
-            ``took_ms``: the time of the pause, in ms.
-        """
+        """Pauses and resumes all engines by HTTP posts at once; returns the pause's time."""
         await self._warm()
         since_s = time.monotonic()
         await self._all("/pause", {"mode": "keep", "clear_cache": "true"})
@@ -138,10 +129,6 @@ class RestingDpGroup:
 async def measure(bench: Bench, plan: PausePlan) -> dict[str, Any]:
     """Measures both DP groups; returns the JSON output's fields: medians in ms, and differences.
 
-    Args:
-        bench: starts the processes.
-        plan: the options.
-
     Raises:
         BenchFailed: a process died.
     """
@@ -166,12 +153,7 @@ async def measure(bench: Bench, plan: PausePlan) -> dict[str, Any]:
     say("measuring first requests")
     requests = {name: group.first_request for name, group in groups.items()}
     rounds = partial(in_turn, rounds=plan.rounds, warm=_WARM_ROUNDS)
-    figures: dict[str, Any] = {
-        "engine": plan.engine,
-        "dp_size": plan.dp_size,
-        "rounds": plan.rounds,
-    }
-    figures |= _compared("first_request", await rounds(requests))
+    figures: dict[str, Any] = {**asdict(plan), **_compared("first_request", await rounds(requests))}
     await parts["direct"].aclose()
     if plan.engine == "vllm":
         say("measuring pauses")

@@ -69,14 +69,7 @@ class RolloutPlan:
 class EnginesPlan:
     """Options of ``bench transfer`` and ``bench gap``, which update engines.
 
-    Attributes:
-        clear_cache: whether requests compute their keys and values anew after each update.
-        dp_size: how many ranks in lockstep take the place of each server; experts are spread over
-            them.
-        native_packed: whether vLLM's own engine packs tensors into buffers to send them; None:
-            vLLM's default.
-        cuda_graphs: whether a step of vLLM is one CUDA graph; if not, kernels are launched one by
-            one.
+    Fields without a text are options of :class:`GapPlan`.
     """
 
     engine: EngineKind = option(

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from sidecar.bench.fleet import on_cpu, server_argv
-from sidecar.bench.harness import BenchFailed, in_turn, median, medians, say, title
+from sidecar.bench.harness import BenchFailed, in_turn, kill, median, medians, say, title
 from sidecar.bench.streams import percentile
 from sidecar.supervision.launch import free_port
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
@@ -60,9 +60,6 @@ _PAIRS: Final = (
 class RolloutBench:
     """Starts the engines and the processes that send requests, and measures them.
 
-    Args:
-        bench: starts the processes.
-
     Attributes:
         ways: by way of sending, the process that sends requests in that way.
     """
@@ -73,11 +70,7 @@ class RolloutBench:
         self.ways: dict[str, Worker] = {}
 
     async def boot(self) -> list[tuple[str, Worker, str]]:
-        """Starts the broker and the engines.
-
-        Returns:
-            The name, the process and the URL of each engine.
-        """
+        """Starts the broker and the engines; returns what :meth:`start_engine` returns of each."""
         folder = self._bench.folder()
         save_checkpoint(Policy(PolicyConfig()), folder)
         self._checkpoint = str(folder)
@@ -104,12 +97,7 @@ class RolloutBench:
         return f"{_GROUP}-{number}", engine, said["url"]
 
     async def start_asking(self, group: str, urls: list[str]) -> None:
-        """Starts a process for each way of sending requests that is possible here.
-
-        Args:
-            group: the group of the engines.
-            urls: the engines' URLs.
-        """
+        """Starts a process for each way of sending requests to a group that is possible here."""
         self._urls = {"client": list[str](), "bare": urls}
         if find_spec("vllm_router") is not None:
             self._urls["router"] = [await router(self._bench, urls)]
@@ -120,14 +108,7 @@ class RolloutBench:
             )
 
     async def wave(self, way: str, streams: int, tokens: int, **more: Any) -> dict[str, Any]:
-        """Sends one wave of requests, and returns its times.
-
-        Args:
-            way: the way of sending.
-            streams: how many streams send requests.
-            tokens: how many tokens each answer has.
-            more: other fields of :class:`sidecar.bench.programs.rollout_asking.Wave`.
-        """
+        """Sends a :class:`sidecar.bench.programs.rollout_asking.Wave`; returns its times."""
         name = f"{way}-{next(self._numbers)}"
         wave = {"name": name, "streams": streams, "tokens": tokens, "urls": self._urls[way], **more}
         return dict(await self.ways[way].ask("run", wave=wave))
@@ -176,11 +157,7 @@ class RolloutBench:
         return figures
 
     async def live(self, streams: int) -> dict[str, Any]:
-        """Measures the client's memory while many streams are open, in ten waves.
-
-        Args:
-            streams: how many streams are open at once.
-        """
+        """Measures the client's memory in ten waves of so many open streams."""
         say(f"{_WAVES} waves of {streams} streams")
         more = {"timed": True, "until_live": True}
         wave = partial(self.wave, "client", streams, _LIVE_TOKENS, **more)
@@ -196,11 +173,7 @@ class RolloutBench:
         """Kills engines while the client streams, and measures how long answers are interrupted.
 
         The time is from the engine's SIGKILL to the answer's next token, which another engine
-        sends.
-
-        Args:
-            engines: name, process and URL of each engine. A new one replaces each that is killed.
-            kills: how many engines to kill.
+        sends. A new engine replaces each that is killed.
         """
         took_ms: list[float] = []
         for number in range(kills):
@@ -219,11 +192,7 @@ class RolloutBench:
         return {"kill_answers": len(took_ms), "kill_p50_ms": p50, "kill_p99_ms": p99}
 
     async def prefix_hits(self, rounds: int) -> dict[str, Any]:
-        """Compares how many prompt tokens vLLM servers find in their prefix caches, for each way.
-
-        Args:
-            rounds: how many waves to send in each way.
-        """
+        """Counts how many prompt tokens vLLM servers find in their prefix caches, for each way."""
         say("starting 2 vLLM servers")
         argv = server_argv(
             *("--model", self._checkpoint, "--enforce-eager", "--dtype=float32"),
@@ -232,14 +201,15 @@ class RolloutBench:
         )
         urls: list[str] = []
         for name in ("server-0", "server-1"):
-            settings = {
-                "argv": argv,
-                "variables": on_cpu(),
-                "broker": self._address,
-                "group": "vllm",
-            }
             _, said = await self._bench.start(
-                "vllm_server", answer_s=_BOOT_S, grace_s=40.0, server=name, **settings
+                "vllm_server",
+                answer_s=_BOOT_S,
+                grace_s=40.0,
+                server=name,
+                argv=argv,
+                variables=on_cpu(),
+                broker=self._address,
+                group="vllm",
             )
             urls.append(said["url"])
         await self.start_asking("vllm", urls)
@@ -255,10 +225,6 @@ class RolloutBench:
 
 async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
     """Measures all ways; returns the fields of the JSON output.
-
-    Args:
-        bench: starts the processes.
-        plan: the options.
 
     Raises:
         BenchFailed: a process died, or a request failed.
@@ -278,12 +244,7 @@ async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
 
 
 async def router(bench: Bench, urls: list[str]) -> str:
-    """Starts a vllm-router in front of some engines, and returns its URL.
-
-    Args:
-        bench: ends the router.
-        urls: the engines' URLs.
-    """
+    """Starts a vllm-router in front of some engines, and returns its URL."""
     port, metrics = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     process = await asyncio.create_subprocess_exec(
@@ -293,13 +254,7 @@ async def router(bench: Bench, urls: list[str]) -> str:
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    bench.push_async_callback(process.wait)
-
-    def kill() -> None:
-        if process.returncode is None:
-            process.kill()
-
-    bench.callback(kill)
+    bench.push_async_callback(kill, process)
     async with asyncio.timeout(_BOOT_S), aiohttp.ClientSession() as session:
         while not await _serves(session, url):
             if process.returncode is not None:
@@ -317,12 +272,7 @@ async def _serves(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def cache_hits(session: aiohttp.ClientSession, urls: list[str]) -> int:
-    """Returns how many prompt tokens the servers have found in their caches so far.
-
-    Args:
-        session: sends the requests.
-        urls: the servers' URLs.
-    """
+    """Returns how many prompt tokens the servers have found in their caches so far."""
     total = 0.0
     for url in urls:
         async with session.get(f"{url}/metrics") as response:

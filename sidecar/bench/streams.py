@@ -53,12 +53,7 @@ class Streams:
             await self._changed.wait()
 
     async def run(self, session: aiohttp.ClientSession, url: str, index: int) -> None:
-        """Sends one request, and records its answer to the end.
-
-        Args:
-            session: sends the request.
-            url: the engine's URL.
-            index: the request's number.
+        """Sends request ``index`` to the engine at a URL, and records its answer to the end.
 
         Raises:
             BenchFailed: the request ended without all its tokens.
@@ -99,12 +94,7 @@ async def _pieces(
 async def streaming(urls: Sequence[str], requests: int, tokens: int) -> AsyncIterator[Streams]:
     """Streams greedy requests, spread over some servers, during a block.
 
-    Leaving the block waits until all answers have ended.
-
-    Args:
-        urls: the servers' URLs.
-        requests: how many requests to send.
-        tokens: how many tokens each answer has.
+    Leaving the block waits until all answers, of ``tokens`` tokens each, have ended.
 
     Raises:
         BenchFailed: a request failed, or ended with fewer tokens.
@@ -129,10 +119,6 @@ async def greedy(url: str, tokens: int) -> list[int]:
 
     Engines with equal weights return equal tokens.
 
-    Args:
-        url: the engine's URL.
-        tokens: how many tokens to generate.
-
     Raises:
         BenchFailed: the engine did not answer.
     """
@@ -149,12 +135,7 @@ def prompt_of(index: int) -> list[int]:
 def longest_gap_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> float:
     """Returns the longest gap between two tokens of a request during an update, in ms.
 
-    A gap counts if it overlaps the update.
-
-    Args:
-        came: by request, when its tokens came, in seconds.
-        since_s: when the update began, on the same clock.
-        until_s: when it ended.
+    A gap counts if it overlaps the update. ``came`` is as in :class:`Streams`.
 
     Raises:
         BenchFailed: a request has no token before the update, or none after it.
@@ -172,13 +153,7 @@ def longest_gap_ms(came: Iterable[Sequence[float]], since_s: float, until_s: flo
 
 
 def gaps_ms(came: Iterable[Sequence[float]], since_s: float, until_s: float) -> list[float]:
-    """Returns all gaps between two tokens of a request within a period, in ms.
-
-    Args:
-        came: by request, when its tokens came, in seconds.
-        since_s: the period's begin, on the same clock.
-        until_s: its end.
-    """
+    """Returns all gaps between two tokens of a request within a period, in ms."""
     return [
         (b - a) * 1000
         for times in came
@@ -193,13 +168,7 @@ def tokens_within(
     """Returns how many tokens engines generated in a period.
 
     A piece counts for the time since the piece before it. If only a part of that time is in the
-    period, only that part of its tokens counts.
-
-    Args:
-        came: by request, when its pieces came, in seconds.
-        pieces: by request, how many tokens each piece had.
-        since_s: the period's begin, on the same clock.
-        until_s: its end.
+    period, only that part of its tokens counts. ``came`` and ``pieces`` are as in :class:`Streams`.
     """
     total = 0.0
     for times, counts in zip(came, pieces, strict=True):

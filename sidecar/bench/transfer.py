@@ -45,13 +45,7 @@ _COMPARED: Final = (
 class TransferRun:
     """A running trainer with one engine, and what ``bench transfer`` measures with them.
 
-    Each method measures one round.
-
-    Attributes:
-        trainer: the trainer's process.
-        engine: the engine's process.
-        size_bytes: the size of the model's weights, in bytes.
-        tensors: how many tensors the model has.
+    Each method measures one round. The model has ``size_bytes`` bytes in ``tensors`` tensors.
     """
 
     trainer: Worker
@@ -94,11 +88,7 @@ class TransferRun:
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Returns the time that at least one of some spans covers, in seconds.
-
-    Args:
-        spans: begin and end of each span, in seconds.
-    """
+    """Returns the time that at least one of some spans (begin, end) covers, in seconds."""
     total_s = end_s = 0.0
     for since_s, until_s in sorted(spans):
         total_s += max(0.0, until_s - max(since_s, end_s))
@@ -109,28 +99,23 @@ def covered_s(spans: Iterable[tuple[float, float]]) -> float:
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
     """Measures both models; returns the fields of the JSON output: medians and ratios.
 
-    Args:
-        bench: starts the processes.
-        plan: the options.
-
     Raises:
         BenchFailed: a process died.
     """
-    backend = plan.over
     say(f"few large tensors: {plan.megabytes} MB")
-    figures = await _large(bench, backend, plan, lent=False)
-    if backend == "shm":
+    figures = await _large(bench, plan, lent=False)
+    if plan.over == "shm":
         say(f"the same, lent: {plan.megabytes} MB")
-        lent = await _large(bench, backend, plan, lent=True)
+        lent = await _large(bench, plan, lent=True)
         figures |= {f"lent_{name}": lent[name] for name in _COMPARED}
     say(f"many small tensors: {plan.tensors}")
     async with await bench.part() as part:
-        run = await started(part, backend, "small", plan.tensors)
+        run = await started(part, plan.over, "small", plan.tensors)
         found = await in_turn({"update": run.update}, plan.rounds, warm=_WARM_ROUNDS)
     small = medians(found["update"])
     return {
         "engine": "embedded",
-        "backend": backend,
+        "backend": plan.over,
         "rounds": plan.rounds,
         **figures,
         "tensors": run.tensors,
@@ -138,25 +123,24 @@ async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
     }
 
 
-async def _large(
-    bench: Bench, backend: str, plan: TransferBenchPlan, *, lent: bool
-) -> dict[str, float]:
+async def _large(bench: Bench, plan: TransferBenchPlan, *, lent: bool) -> dict[str, float]:
     """Runs rounds of all three kinds with few large tensors."""
     async with await bench.part() as part:
-        run = await started(part, backend, "large", plan.megabytes, lent=lent)
+        run = await started(part, plan.over, "large", plan.megabytes, lent=lent)
         ways = {"memcpy": run.memcpy, "two_memcpy": run.two_memcpy, "update": run.update}
         found = await in_turn(ways, plan.rounds, warm=_WARM_ROUNDS)
-    updates = medians(found["update"])
-    speeds = {
-        f"{way}_gb_per_s": gb_per_s(run.size_bytes, median(each["took_ms"] for each in found[way]))
+    memcpy, two_memcpy = (
+        gb_per_s(run.size_bytes, median(each["took_ms"] for each in found[way]))
         for way in ("memcpy", "two_memcpy")
-    }
+    )
+    updates = medians(found["update"])
     transfer = gb_per_s(run.size_bytes, updates["transfer_ms"])
     return {
         "megabytes": round(run.size_bytes / 1e6, 1),
-        **speeds,
+        "memcpy_gb_per_s": memcpy,
+        "two_memcpy_gb_per_s": two_memcpy,
         "transfer_gb_per_s": transfer,
-        "ratio_memcpy": round(transfer / speeds["memcpy_gb_per_s"], 3),
+        "ratio_memcpy": round(transfer / memcpy, 3),
         **{name: updates[name] for name in ("update_ms", "pause_ms", "paused_ms", "control_share")},
     }
 
@@ -166,12 +150,7 @@ async def started(
 ) -> TransferRun:
     """Starts a broker, a trainer and an engine, each as a process.
 
-    Args:
-        bench: starts the processes.
-        backend: the transfer backend's name.
-        shape: ``large`` for few large tensors, ``small`` for many small ones.
-        amount: the model's size in MB; for ``small``, the number of its tensors.
-        lent: True keeps the model in shared memory, from where it is sent without a copy.
+    The model is as :func:`sidecar.bench.programs.embedded_trainer.embedded_trainer` has it.
     """
     checkpoint = bench.folder() / "checkpoint"
     group = {"broker": await bench.broker(), "group": _GROUP, "folder": str(checkpoint)}

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.bench.fleet import NATIVE
 from sidecar.bench.harness import gb_per_s, in_turn, medians, say, title
-from sidecar.bench.streams import (
-    gaps_ms,
-    longest_gap_ms,
-    percentile,
-    streaming,
-    tokens_within,
-)
+from sidecar.bench.streams import gaps_ms, longest_gap_ms, percentile, streaming
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -73,67 +67,35 @@ class Measured:
     arrived: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedUpdate:
-    """One update while requests decode.
-
-    Attributes:
-        streams: when the requests' tokens came.
-        decoding_s: since when all requests decode, on ``time.monotonic()``'s clock.
-        answer: what the trainer reports of the update.
-    """
-
-    streams: Streams
-    decoding_s: float
-    answer: dict[str, Any]
-
-    def tokens_per_s(self, since_s: float, until_s: float) -> float:
-        """Returns how many tokens per second all requests together got in a period.
-
-        Args:
-            since_s: the period's begin, on ``time.monotonic()``'s clock.
-            until_s: its end.
-        """
-        made = tokens_within(self.streams.came, self.streams.pieces, since_s, until_s)
-        return made / (until_s - since_s)
-
-    def round(self, tokens: int) -> UpdateRound:
-        """Computes the figures that all benches report.
-
-        Args:
-            tokens: how many tokens each answer must have.
-        """
-        came, since_s, until_s = self.streams.came, self.answer["since_s"], self.answer["until_s"]
-        steps = gaps_ms(came, self.decoding_s, since_s)
-        found = {
-            "gap_ms": longest_gap_ms(came, since_s, until_s),
-            "step_p50_ms": percentile(steps, 50),
-            "step_p99_ms": percentile(steps, 99),
-            "update_ms": (until_s - since_s) * 1000,
-        }
-        seen = [
-            ((at_s - since_s) * 1000, (at_s - before_s) * 1000)
-            for times in came
-            for before_s, at_s in itertools.pairwise(times)
-        ]
-        lost = sum(count != tokens for count in self.streams.counts)
-        return UpdateRound(found, steps, lost, seen)
-
-
-async def under_load(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> LoadedUpdate:
+async def under_load(
+    engines: UpdatedEngines, way: str, plan: EnginesPlan
+) -> tuple[UpdateRound, dict[str, Any], Streams]:
     """Starts requests, lets them decode for a while, and then makes an update.
 
-    Args:
-        engines: the trainer and its engines.
-        way: how to update.
-        plan: the options.
+    Returns:
+        The figures that all benches report; the trainer's answer, with ``decoding_s``, since when
+            all requests decode; and the requests' tokens.
     """
     async with streaming(engines.urls[way], plan.requests, plan.tokens) as streams:
         await streams.have(_BEGUN_TOKENS)
         decoding_s = time.monotonic()
         await streams.have(_BEGUN_TOKENS + _ORDINARY_TOKENS)
-        answer = await engines.update(way)
-    return LoadedUpdate(streams, decoding_s, answer)
+        answer = {**await engines.update(way), "decoding_s": decoding_s}
+    came, since_s, until_s = streams.came, answer["since_s"], answer["until_s"]
+    steps = gaps_ms(came, decoding_s, since_s)
+    figures = {
+        "gap_ms": longest_gap_ms(came, since_s, until_s),
+        "step_p50_ms": percentile(steps, 50),
+        "step_p99_ms": percentile(steps, 99),
+        "update_ms": (until_s - since_s) * 1000,
+    }
+    tokens = [
+        ((at_s - since_s) * 1000, (at_s - before_s) * 1000)
+        for times in came
+        for before_s, at_s in itertools.pairwise(times)
+    ]
+    lost = sum(count != plan.tokens for count in streams.counts)
+    return UpdateRound(figures, steps, lost, tokens), answer, streams
 
 
 async def rounds_of(
@@ -145,44 +107,34 @@ async def rounds_of(
 ) -> Measured:
     """Runs rounds of all ways in turn; the first of each does not count.
 
-    Args:
-        engines: the trainer and the engines.
-        plan: the options.
-        one_round: makes one update in a way, and returns its figures.
-        copy: whether copies in memory are measured, too.
+    ``one_round`` makes one update in a way. If ``copy``, copies in memory are measured, too.
 
     Raises:
         BenchFailed: a process died, or a request ended too early: without all its tokens, or before
             its update did.
     """
     before = await engines.serves(NATIVE)
-    raw: list[float] = []
-    copies: list[float] = []
 
-    async def raw_round() -> None:
-        raw.append(await engines.raw_ms())
-        if copy:
-            copies.append(await engines.copy_ms())
+    async def raw_round() -> tuple[float, float]:
+        return await engines.raw_ms(), await engines.copy_ms() if copy else 0.0
 
-    def tell(number: int, way: str, done: UpdateRound | None) -> None:
-        if done:
+    def tell(number: int, way: str, done: Any) -> None:
+        if way in engines.urls:
             shown = ", ".join(f"{name} {value:.3g}" for name, value in done.figures.items())
             say(f"{title(number)}, {way}: {shown}")
 
     ways: dict[str, Any] = {way: partial(one_round, engines, way, plan) for way in engines.urls}
     rounds = await in_turn({**ways, "raw": raw_round}, plan.rounds, on_round=tell)
+    raw_ms, copy_ms = zip(*rounds.pop("raw"), strict=True)
     after = [await engines.serves(way) for way in ways]
     arrived = all(each == after[0] for each in after) and after[0] != before
-    return Measured({way: rounds[way] for way in ways}, raw[1:], copies[1:], arrived)
+    return Measured(rounds, list(raw_ms), list(copy_ms), arrived)
 
 
 def of_way(rounds: Sequence[UpdateRound], size_bytes: int, moved: str) -> dict[str, Any]:
-    """Returns the medians of one way's rounds.
+    """Returns the medians of one way's rounds, and the speed at which it moves ``size_bytes``.
 
-    Args:
-        rounds: the rounds.
-        size_bytes: the size of the model's weights, in bytes.
-        moved: the figure (without ``_ms``) from whose time the speed of the transfer is computed.
+    ``moved`` is the figure, without ``_ms``, that has the time of the transfer.
     """
     found = medians([done.figures for done in rounds])
     steps = [step for done in rounds for step in done.steps_ms]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from sidecar.bench import fleet, updates
 from sidecar.bench.fleet import BUS, NATIVE
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
     from sidecar.bench.fleet import UpdatedEngines
     from sidecar.bench.harness import Bench
     from sidecar.bench.plans import EnginesPlan, TransferBenchPlan
+    from sidecar.bench.programs.call_times import Call
     from sidecar.bench.updates import UpdateRound
-
-# What was called, and when it began and ended, in seconds on `time.monotonic()`'s clock.
-Call: TypeAlias = "tuple[str, float, float]"
 
 WAYS: Final = {"native": NATIVE, "bus_native": "bus_native", "bus": BUS}
 # Calls by their names in `programs.vllm_server`; `put` and `send` are the trainer's.
@@ -46,10 +44,6 @@ _MOVES: Final = frozenset({"put", "send", "receive", "verify", "load", "update"}
 
 async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
     """Measures all ways; returns the fields of the JSON output: medians and ratios.
-
-    Args:
-        bench: starts the processes.
-        plan: the options.
 
     Raises:
         BenchFailed: a process died, or a request ended without all its tokens.
@@ -71,18 +65,11 @@ async def measure(bench: Bench, plan: TransferBenchPlan) -> dict[str, Any]:
 
 
 async def one_round(engines: UpdatedEngines, way: str, plan: EnginesPlan) -> UpdateRound:
-    """Updates a server once while its requests decode; returns the round's figures.
-
-    Args:
-        engines: the trainer and the servers.
-        way: how to update.
-        plan: the options.
-    """
+    """Updates a server once while its requests decode; returns the round's figures."""
     [server] = engines.engines[way]
     if way != NATIVE:
         await server.ask("taken_calls")  # drops calls from before this round
-    seen = await under_load(engines, way, plan)
-    done, answer = seen.round(plan.tokens), seen.answer
+    done, answer, _ = await under_load(engines, way, plan)
     calls = [*answer["calls"], *(await server.ask("taken_calls") if way != NATIVE else ())]
     found, phases_ms = window(calls, answer["since_s"], answer["until_s"])
     done.phases_ms.update(phases_ms)
@@ -105,8 +92,8 @@ def window(
 
     Args:
         calls: the calls of all processes that took part, also before and after the update.
-        since_s: when the update began, in seconds of ``time.monotonic()``.
-        until_s: when the update ended, on the same clock.
+        since_s: when the update began, on the clock of the calls.
+        until_s: when it ended.
 
     Returns:
         ``control_asks_ms`` and ``control_idle_ms``, as in the module's docstring; and by name of a
@@ -129,13 +116,7 @@ def window(
 def figures_of(
     rounds: Mapping[str, Sequence[UpdateRound]], raw_ms: Sequence[float], size_bytes: int
 ) -> dict[str, Any]:
-    """Computes the JSON output's figures: medians of each way, and their ratios.
-
-    Args:
-        rounds: by way, its rounds.
-        raw_ms: the times of raw transfers, in ms.
-        size_bytes: the size of the model's weights, in bytes.
-    """
+    """Computes the JSON output's figures: medians of each way, and their ratios."""
     ways = {way: _of_way(done, size_bytes) for way, done in rounds.items()}
     raw = gb_per_s(size_bytes, median(raw_ms))
     gaps_ms = {way: each["gap_ms"] for way, each in ways.items()}

@@ -26,7 +26,7 @@ from tests.support.checkpoints import make_checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-from sidecar.bench.vllm_transfer import Call
+    from sidecar.bench.programs.call_times import Call
 
 LIMIT_S = 120.0
 

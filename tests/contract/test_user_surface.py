@@ -108,6 +108,7 @@ from trainer_agent.demo import chaos as demo_chaos
 from trainer_agent.demo import report as demo_report
 from trainer_agent.demo import run as demo_run
 from trainer_agent.demo import twin as demo_twin
+from trainer_agent.demo.plan import DemoPlan
 from trainer_agent.options import How, PauseArguments, Quorum, UpdateArguments
 
 if TYPE_CHECKING:
@@ -526,26 +527,24 @@ def _check_names(tree: ast.Module) -> Iterator[str]:
 def test_json_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`demo --json`, with `--chaos` and with `--sessions`, prints its result's object. No demo runs
     here."""
-    plan = demo_run.DemoOptions()
-    result = demo_run.DemoResult(plan)
+    result = demo_run.DemoResult(DemoPlan())
     monkeypatch.setattr(demo_run, "run_demo", lambda *_, **__: result)
     monkeypatch.setattr(demo_report, "picture", lambda *_: None)
     demo = ask_json("demo", "--json")
     assert demo == json.loads(json.dumps(result.as_json()))
 
-    chaos = demo_chaos.ChaosResult(
-        demo_chaos.ChaosOptions(tmp_path), healed=True, versions=[1, 2], updates=2
-    )
-    for counter in (chaos.kills, chaos.errors, chaos.why_lost, chaos.cut_short):
+    chaos = demo_chaos.ChaosResult(DemoPlan(journal=tmp_path), healed=True, updates=2)
+    chaos.counts.tokens_by_version.update([1, 2])
+    for counter in (chaos.kills, chaos.errors, chaos.counts.why_lost, chaos.counts.cut_short):
         counter["some"] = 1
-    monkeypatch.setattr(demo_chaos, "run_chaos", lambda *_, **__: chaos)
+    monkeypatch.setattr(demo_chaos.Chaos, "run", lambda _: chaos)
     faults = ask_json("demo", "--chaos", "--json", "--journal", tmp_path / "journal")
     assert faults == json.loads(json.dumps(chaos.as_json()))
 
-    twin = demo_twin.TwinResult(demo_twin.TwinOptions(), answers=1)
+    twin = demo_twin.TwinResult(DemoPlan(sessions=64), answers=1)
     for counter in (twin.why_lost, twin.cut_by):
         counter["some"] = 1
-    monkeypatch.setattr(demo_twin, "run_twin", lambda *_, **__: twin)
+    monkeypatch.setattr(demo_twin.Twin, "run", lambda _: twin)
     sessions = ask_json("demo", "--sessions", 64, "--json")
     assert sessions == json.loads(json.dumps(twin.as_json()))
     texts = [

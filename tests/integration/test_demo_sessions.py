@@ -9,6 +9,7 @@ import pytest
 from bus.cli.main import run
 from tests.support.procs import run_wavebus
 from trainer_agent.demo import twin
+from trainer_agent.demo.plan import DemoPlan
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,8 @@ def test_a_demo_with_one_bad_answer_fails(
     fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also if it is one of many."""
-    result = twin.TwinResult(twin.TwinOptions(), answers=1000)
-    monkeypatch.setattr(twin, "run_twin", lambda *_, **__: result)
+    result = twin.TwinResult(DemoPlan(sessions=64), answers=1000)
+    monkeypatch.setattr(twin.Twin, "run", lambda _: result)
     for wrong in (0, 1):
         setattr(result, fault, wrong)
         assert run(["demo", "--sessions", "64"]) == wrong

@@ -59,7 +59,7 @@ class Held(StubEngine):
         self, manifest: object, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
         await self._call("arm")
-        return await super().arm(manifest, target, staging)  # type: ignore[arg-type]
+        return await super().arm(manifest, target, staging)
 
     async def start_update(
         self,

@@ -62,7 +62,7 @@ def test_all_ranks_are_asked_at_once() -> None:
         client.start_weight_update()
         client.finish_weight_update()
         client.resume()
-    assert [name for name, *_ in client.calls] == ["pause", "start", "finish", "resume"]
+    assert [name for name, *_ in client.calls.take()] == ["pause", "start", "finish", "resume"]
     assert ranks[0][1] == ranks[1][1]
     assert ranks[0][1] == [
         ("/pause?mode=keep&clear_cache=false", None),

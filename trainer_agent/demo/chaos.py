@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,28 +22,37 @@ from bus.errors import WavebusError
 from bus.journal.reader import Entry, read
 from bus.journal.records import FrameSent
 from bus.journal.replay import Unplayable, replay_lives
+from bus.journal.writer import journal_files
 from bus.messages import Commit
 from bus.messages.codec import decode
 from trainer_agent.demo.learner import GrpoConfig, GrpoLearner
 from trainer_agent.demo.oracle import Verdict, judge
 from trainer_agent.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
-from trainer_agent.demo.processes import Processes
-from trainer_agent.demo.rollouts import RolloutPool
+from trainer_agent.demo.processes import (
+    BROKER_TIMES,
+    GROUP,
+    HEARTBEAT_MS,
+    PEER_TIMEOUT_MS,
+    Processes,
+)
+from trainer_agent.demo.rollouts import Counts, RolloutPool
 from trainer_agent.demo.trainer_process import TrainerProcess
 from trainer_agent.sync_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torch import Tensor
+
     from bus.journal.reader import Item
     from trainer_agent.demo.learner import Rollout
+    from trainer_agent.demo.plan import DemoPlan
 
-GROUP: Final = "policy"
-HEARTBEAT_MS: Final = 500
-PEER_TIMEOUT_MS: Final = 3000
-LEASE_MS: Final = 2 * PEER_TIMEOUT_MS
+_LEASE_MS: Final = 2 * PEER_TIMEOUT_MS
 _BOOT_S: Final = 120.0
 _STEP_S: Final = 20.0
+# How often each process is killed.
+_ROUNDS: Final = 2
 # How many updates of all engines come between one kill and the next.
 _CALM: Final = 3
 # The latest moment of a kill after an update's begin: updates take about that long.
@@ -56,69 +64,26 @@ _AGAIN_S: Final = 0.5
 _LABEL: Final = "update "
 
 
-@dataclass(frozen=True, slots=True)
-class ChaosOptions:
-    """The options of a run.
-
-    Attributes:
-        journal: the folder of the broker's journal, which remains after the run.
-        engines: how many engines there are.
-        rounds: how often each process is killed.
-        seconds: the longest duration of the run.
-        seed: decides the moments of the kills, the policy's first weights and the tasks.
-    """
-
-    journal: Path
-    engines: int = 2
-    rounds: int = 2
-    seconds: float = 150.0
-    seed: int = 0
-
-
 @dataclass(slots=True)
 class ChaosResult:
-    """The results of a run.
+    """The results of a run."""
 
-    Attributes:
-        options: the run's options.
-        kills: how often each process was killed.
-        updates: how many updates the trainer knows to be committed.
-        staged: how many of ``updates`` were staged.
-        committed: how many versions have a COMMIT in the journal.
-        failed: how many updates failed.
-        errors: how often updates failed, by class of the error.
-        requests: how many requests were made.
-        requests_lost: how many requests were lost.
-        why_lost: how many requests were lost, by reason.
-        cut_short: how often an engine interrupted a request, which was then continued, by reason.
-        versions: the versions of the tokens, ascending.
-        healed: all engines serve again at the end.
-        verdict: the result of the check of all tokens.
-        reward: the mean reward of the last step.
-        seconds: how long the run took.
-    """
-
-    options: ChaosOptions
-    kills: Counter[str] = field(default_factory=Counter)
-    updates: int = 0  # committed, as the trainer knows
-    staged: int = 0  # of these
-    committed: int = 0  # versions with a COMMIT in the journal
-    failed: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    requests: int = 0
-    requests_lost: int = 0
-    why_lost: Counter[str] = field(default_factory=Counter)
-    cut_short: Counter[str] = field(default_factory=Counter)
-    versions: list[int] = field(default_factory=list)  # of tokens, ascending
-    healed: bool = False
+    plan: DemoPlan
+    kills: Counter[str] = field(default_factory=Counter)  # by process
+    updates: int = 0  # that are committed, as the trainer knows
+    staged: int = 0  # of these updates
+    committed: int = 0  # versions that have a COMMIT in the journal
+    errors: Counter[str] = field(default_factory=Counter)  # of failed updates, by class
+    counts: Counts = field(default_factory=Counts)
+    healed: bool = False  # all engines serve again at the end
     verdict: Verdict = field(default_factory=Verdict)
-    reward: float = 0.0
+    reward: float = 0.0  # of the last step
     seconds: float = 0.0
 
     @property
     def clean(self) -> bool:
         """Whether no request was lost, no token is mixed, and all engines serve again."""
-        return self.healed and not self.requests_lost and not self.verdict.mixed
+        return self.healed and not self.counts.lost and not self.verdict.mixed
 
     def as_json(self) -> dict[str, object]:
         """Returns the object that ``--chaos --json`` prints."""
@@ -126,21 +91,21 @@ class ChaosResult:
             "kills": dict(self.kills),
             "updates": self.updates,
             "staged": self.staged,
-            "updates_failed": self.failed,
+            "updates_failed": self.errors.total(),
             "errors": dict(self.errors),
             "committed": self.committed,
-            "versions": len(self.versions),
-            "version_last": self.versions[-1] if self.versions else 0,
+            "versions": len(self.counts.tokens_by_version),
+            "version_last": max(self.counts.tokens_by_version, default=0),
             "healed": self.healed,
-            "requests": self.requests,
-            "requests_lost": self.requests_lost,
-            "why_lost": dict(self.why_lost),
-            "requests_cut_short": dict(self.cut_short),
+            "requests": self.counts.requests,
+            "requests_lost": self.counts.lost,
+            "why_lost": dict(self.counts.why_lost),
+            "requests_cut_short": dict(self.counts.cut_short),
             "tokens_checked": self.verdict.tokens,
             "mixed_tokens": self.verdict.mixed,
             "logprob_error_max": self.verdict.worst,
             "reward_last": round(self.reward, 4),
-            "journal": str(self.options.journal),
+            "journal": str(self.plan.journal.absolute()),
             "seconds": round(self.seconds, 1),
         }
 
@@ -149,155 +114,128 @@ class Chaos:
     """Runs the demo with faults.
 
     Args:
-        options: the run's options.
+        plan: the run's options.
         say: called with a line of text for each event.
     """
 
-    def __init__(self, options: ChaosOptions, say: Callable[[str], None]) -> None:
-        self.result = ChaosResult(options)
-        self._options = options
+    def __init__(self, plan: DemoPlan, say: Callable[[str], None]) -> None:
+        self.result = ChaosResult(plan)
+        self._plan = plan
         self._say = say
-        self._chance = random.Random(options.seed)  # noqa: S311 - no secret
-        self._policy = Policy(PolicyConfig(), seed=options.seed)
-        self._weights = {0: copy_of(self._policy)}  # by the number of the update
-        self._rollouts: list[Rollout] = []
-        self._numbers = 0
+        self._chance = random.Random(plan.seed)  # noqa: S311 - no secret
+        self._policy = Policy(PolicyConfig(), seed=plan.seed)
+        self._weights = [copy_of(self._policy)]  # by the number of the update
         self._calm = 0  # whole updates since the last kill
-        self._names = [f"engine-{i}" for i in range(options.engines)]
-        self._turns = cycle(["broker", *self._names, "trainer"])
-        self._left = options.rounds * (options.engines + 2)
-        self._aborted: list[tuple[str, float, float]] = []
+        self._engines = [f"engine-{index}" for index in range(plan.engine_count)]
+        self._victims = ["broker", *self._engines, "trainer"] * _ROUNDS
 
     def run(self) -> ChaosResult:
-        """Runs until each process was killed ``rounds`` times and all engines serve again.
+        """Runs until each process was killed twice and all engines serve again.
 
         Raises:
             WavebusError: the bus did not start, or the rollouts failed.
         """
-        started = time.monotonic()
+        started_s = time.monotonic()
         torch.set_num_threads(1)
+        for old in journal_files(self._plan.journal):
+            old.unlink()
         with tempfile.TemporaryDirectory(prefix="wavebus-demo-") as name:
             self._folder = Path(name)
-            save_checkpoint(self._policy, self._folder / "checkpoint")
+            checkpoint = self._folder / "checkpoint"
+            save_checkpoint(self._policy, checkpoint)
             with Processes(self._folder) as self._processes:
-                self._address = self._broker()
-                for each in self._names:
-                    self._engine(each)
-                with SyncTrainerAgent(self._address, group=GROUP, name="trainer") as agent:
-                    agent.wait_for_engines(self._options.engines, timeout_s=_BOOT_S)
-                self._train(started + self._options.seconds)
-        self._judge()
+                journal = ("--journal", str(self._plan.journal.absolute()))
+                address = self._processes.broker(*BROKER_TIMES, *journal)
+                for each in self._engines:
+                    self._processes.sidecar(each, "embedded", address, checkpoint)
+                with SyncTrainerAgent(address, group=GROUP, name="trainer") as agent:
+                    agent.wait_for_engines(len(self._engines), timeout_s=_BOOT_S)
+                rollouts = self._train(address, started_s + self._plan.limit_s)
+        self.result.verdict = judge(PolicyConfig(), self._committed_weights(), rollouts)
         self._judge_aborted()
-        self.result.seconds = time.monotonic() - started
+        self.result.seconds = time.monotonic() - started_s
         return self.result
-
-    # -- processes --------------------------------------------------------------
-
-    def _broker(self, listen: str = "tcp://127.0.0.1:*") -> str:
-        times = ("--heartbeat-ms", str(HEARTBEAT_MS), "--peer-timeout-ms", str(PEER_TIMEOUT_MS))
-        journal = ("--journal", str(self._options.journal))
-        return self._processes.broker(*times, *journal, listen=listen)
-
-    def _engine(self, name: str) -> None:
-        self._processes.sidecar(name, "embedded", self._address, self._folder / "checkpoint")
-
-    def _kill(self, who: str) -> None:
-        self._say(f"SIGKILL {who}, in update {self._numbers}")
-        self.result.kills[who] += 1
-        if who == "trainer":
-            self._sender.kill()
-        elif who == "broker":
-            self._processes.kill(who)
-            self._broker(self._address)
-        else:
-            self._processes.kill(who)
-            self._engine(who)
 
     # -- training ---------------------------------------------------------------
 
-    def _train(self, until_s: float) -> None:
+    def _train(self, address: str, until_s: float) -> list[Rollout]:
+        """Trains while processes are killed; returns all complete sequences."""
         config = GrpoConfig()
         learner = GrpoLearner(self._policy, config)
         options = {
             "group": GROUP,
             "name": "trainer",
-            "lease_ms": LEASE_MS,
+            "lease_ms": _LEASE_MS,
             "timeout_s": _STEP_S,
             "chunk_bytes": 64 * 1024,
         }
-        pool = RolloutPool(
-            self._address,
-            group=GROUP,
-            group_size=config.group_size,
-            streams=4 * self._options.engines,
-            ahead=2 * config.groups,
-            seed=self._options.seed,
-            whole=self._rollouts.append,
-        )
+        pool = RolloutPool(address, config, 4 * len(self._engines), self._plan.seed)
+        self.result.counts = pool.counts
         log = self._folder / "trainer.log"
-        with TrainerProcess(self._address, options, log) as self._sender, pool:
-            while self._left and time.monotonic() < until_s:
+        with TrainerProcess(address, options, log) as self._sender, pool:
+            while self._victims and time.monotonic() < until_s:
                 stats = learner.step(pool.take(config.groups), self._publish)
                 self.result.reward = stats.reward
                 self._processes.check()
-            tries = _TRIES
-            while tries and not self._calm:
+            for _ in range(_TRIES):
+                if self._calm:
+                    break
                 learner.step(pool.take(config.groups), self._publish)
-                tries -= 1
             self.result.healed = self._calm > 0
-        counts = pool.counts
-        self.result.requests, self.result.requests_lost = counts.requests, counts.lost
-        self.result.cut_short, self.result.why_lost = counts.cut_short, counts.why_lost
-        self._aborted = counts.aborted
-        self.result.versions = sorted(counts.tokens_by_version)
+        return pool.rollouts
 
     def _publish(self) -> None:
         """Sends the new weights, and meanwhile kills the next process if it is time.
 
         Repeats a failed update, because no engine may serve until it succeeds.
         """
-        self._numbers += 1
-        self._weights[self._numbers] = copy_of(self._policy)
+        number = len(self._weights)
+        self._weights.append(copy_of(self._policy))
         path = self._folder / "weights.safetensors"
-        save_file(self._weights[self._numbers], path)
-        how = "auto" if self._numbers % 2 else "paused"  # an engine that holds a part can't stage
-        request = {"path": str(path), "label": f"{_LABEL}{self._numbers}", "how": how}
+        save_file(self._weights[number], path)
+        how = "auto" if number % 2 else "paused"  # an engine that holds a part can't stage
+        request = {"path": str(path), "label": f"{_LABEL}{number}", "how": how}
         self._sender.tell(request)
-        if self._left and self._calm >= _CALM:
+        if self._victims and self._calm >= _CALM:
             self._calm = 0
-            self._left -= 1
             time.sleep(self._chance.uniform(0.0, _WITHIN_S))
-            self._kill(next(self._turns))
+            self._kill(self._victims.pop(0))
         tries = _TRIES
         while not self._ended(self._sender.answer()) and tries:
             tries -= 1
             time.sleep(_AGAIN_S)
             self._sender.tell(request)
 
+    def _kill(self, name: str) -> None:
+        self._say(f"SIGKILL {name}, in update {len(self._weights) - 1}")
+        self.result.kills[name] += 1
+        if name == "trainer":
+            self._sender.kill()
+        else:
+            self._processes.restart(name)
+
     def _ended(self, answer: dict[str, Any] | None) -> bool:
         """Counts an update by its result; returns whether it was committed."""
         if answer is None:
-            self.result.failed += 1
             self.result.errors["killed"] += 1
             self._sender.start()
-        elif "error" in answer:
-            self.result.failed += 1
+            return False
+        if "error" in answer:
             self.result.errors[answer["error"]] += 1
-            self._say(f"update {self._numbers}: {answer['error']}: {answer['text']}")
-        else:
-            self.result.updates += 1
-            self.result.staged += answer["how"] == "staged"
-            whole = answer["engines"] == self._options.engines and not answer["excluded"]
-            self._calm = self._calm + 1 if whole else 0
-            return True
-        return False
+            self._say(f"update {len(self._weights) - 1}: {answer['error']}: {answer['text']}")
+            return False
+        self.result.updates += 1
+        self.result.staged += answer["how"] == "staged"
+        whole = answer["engines"] == len(self._engines) and not answer["excluded"]
+        self._calm = self._calm + 1 if whole else 0
+        return True
 
     # -- the oracle -------------------------------------------------------------
 
-    def _judge(self) -> None:
-        """Checks all tokens with the weights of their versions, as the journal has them."""
+    def _committed_weights(self) -> dict[int, dict[str, Tensor]]:
+        """Returns the weights of each version that has a COMMIT in the journal."""
         numbers = {0: 0}
-        for item in read(self._options.journal):
+        for item in read(self._plan.journal):
             if not isinstance(item, Entry) or not isinstance(item.record, FrameSent):
                 continue
             _, message = decode(item.record.frame)
@@ -306,18 +244,17 @@ class Chaos:
                 if numbers.setdefault(message.version, number) != number:
                     raise WavebusError(f"version {message.version} was committed twice")
         self.result.committed = len(numbers) - 1
-        weights = {version: self._weights[number] for version, number in numbers.items()}
-        self.result.verdict = judge(PolicyConfig(), weights, self._rollouts)
+        return {version: self._weights[number] for version, number in numbers.items()}
 
     def _judge_aborted(self) -> None:
         """Counts as lost the requests that a routable engine ended early."""
-        spans = out_of_service(read(self._options.journal))
-        for engine, began_s, ended_s in self._aborted:
+        counts, spans = self.result.counts, out_of_service(read(self._plan.journal))
+        for engine, began_s, ended_s in counts.aborted:
             known_s = ended_s + HEARTBEAT_MS / 1000  # the broker may hear of it a little later
             if any(since < known_s and began_s < until for since, until in spans[engine]):
                 continue
-            self.result.requests_lost += 1
-            self.result.why_lost["ended by an engine that served"] += 1
+            counts.lost += 1
+            counts.why_lost["ended by an engine that served"] += 1
 
 
 def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float]]]:
@@ -357,8 +294,3 @@ def out_of_service(journal: Iterable[Item]) -> dict[str, list[tuple[float, float
     for name, began_s in since.items():
         spans[name].append((began_s, seen_s))
     return spans
-
-
-def run_chaos(options: ChaosOptions, *, say: Callable[[str], None]) -> ChaosResult:
-    """Runs the demo with faults; arguments and errors are those of :class:`Chaos`."""
-    return Chaos(options, say).run()

@@ -88,10 +88,15 @@ def copy_of(policy: Policy) -> dict[str, Tensor]:
     return {name: each.detach().clone() for name, each in policy.state_dict().items()}
 
 
+def write_config(config: PolicyConfig, folder: Path) -> None:
+    """Writes ``config.json`` alone, for engines that draw random weights themselves."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
+
+
 def save_checkpoint(policy: Policy, folder: Path) -> None:
     """Writes ``config.json`` and ``model.safetensors`` (float32) into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(policy.config.to_hf(), indent=2) + "\n")
+    write_config(policy.config, folder)
     tensors = {name: value.detach().contiguous() for name, value in policy.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

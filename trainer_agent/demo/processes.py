@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from bus.errors import WavebusError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-EngineKind: TypeAlias = Literal["embedded", "vllm"]
-DpCoordinator: TypeAlias = Literal["vllm", "bus"]
-
+# The group that sidecars join by default.
+GROUP: Final = "policy"
+# How often peers send heartbeats, and when they are lost, where processes are killed.
+HEARTBEAT_MS: Final = 500
+PEER_TIMEOUT_MS: Final = 3000
+BROKER_TIMES: Final = (
+    *("--heartbeat-ms", str(HEARTBEAT_MS)),
+    *("--peer-timeout-ms", str(PEER_TIMEOUT_MS)),
+)
 _STOP_S: Final = 15.0
 # PR_SET_PDEATHSIG is 1. Without it, processes live on after a SIGKILL of the demo.
 _END_WITH_PARENT: Final = """
@@ -25,18 +30,15 @@ if os.getppid() != int(sys.argv.pop(1)):
     sys.exit("the demo has ended")
 runpy.run_module("bus.cli.main", run_name="__main__", alter_sys=True)
 """
-# Options for serving a tiny model on a CPU; a GPU server needs none of them.
-_VLLM_CPU_ENV: Final = {
+# The environment and options of a tiny model's vLLM server on a CPU; others ignore the environment.
+VLLM_ON_CPU: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-_VLLM_ARGS: Final = (
-    "--skip-tokenizer-init",
-    "--enforce-eager",
-    "--dtype=float32",
-    "--max-num-seqs=64",
-    "--max-model-len=256",
+_VLLM_SERVER: Final = (
+    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--skip-tokenizer-init"),
+    *("--enforce-eager", "--dtype=float32", "--max-num-seqs=64", "--max-model-len=256"),
 )
 
 
@@ -52,7 +54,8 @@ class Processes:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._running: list[tuple[str, subprocess.Popen[str]]] = []
+        self._commands: dict[str, tuple[str, ...]] = {}
+        self._running: dict[str, subprocess.Popen[str]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -60,32 +63,32 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def broker(self, *options: str, listen: str = "tcp://127.0.0.1:*") -> str:
-        """Starts a broker, and returns its address.
+    def broker(self, *options: str) -> str:
+        """Starts a broker on a free port, and returns its address.
 
         Args:
             options: more options of `wavebus broker`.
-            listen: where it listens; port ``*`` takes any free one.
 
         Raises:
             WavebusError: the broker did not start.
         """
-        process = self._start("broker", "broker", "--listen", listen, *options)
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
+        stdout = self._start("broker", "broker", *options, "--listen", "tcp://127.0.0.1:*").stdout
+        assert stdout is not None
+        address = stdout.readline().strip()
         if not address:
             raise WavebusError(f"the broker did not start: {self.last_words('broker')}")
+        self._commands["broker"] = ("broker", *options, "--listen", address)
         return address
 
     def sidecar(
         self,
         name: str,
-        kind: EngineKind,
+        kind: Literal["embedded", "vllm"],
         broker: str,
         checkpoint: Path,
         *,
         dp_size: int = 1,
-        dp_coordinator: DpCoordinator = "vllm",
+        dp_coordinator: Literal["vllm", "bus"] = "vllm",
         options: tuple[str, ...] = (),
     ) -> None:
         """Starts a sidecar and its engine, or those of all ranks of a DP group.
@@ -108,31 +111,18 @@ class Processes:
             options += ("--name", name)
         if kind == "embedded":
             options += ("--engine", "embedded")
-            self._start(name, *options, "--model", str(checkpoint))
-            return
-        if dp_size > 1:
-            options += ("--dp-coordinator", dp_coordinator)
-        server = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-        self._start(
-            name,
-            *options,
-            "--",
-            *server,
-            "--model",
-            str(checkpoint),
-            *_VLLM_ARGS,
-            environment=_VLLM_CPU_ENV,
-        )
+        else:
+            if dp_size > 1:
+                options += ("--dp-coordinator", dp_coordinator)
+            options += ("--", *_VLLM_SERVER)
+        self._start(name, *options, "--model", str(checkpoint))
 
-    def kill(self, name: str) -> None:
-        """Sends SIGKILL to a process, which may be started again afterwards."""
-        for each in [each for each in self._running if each[0] == name]:
-            self._running.remove(each)
-            process = each[1]
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+    def restart(self, name: str) -> None:
+        """Kills a process by SIGKILL, and runs its command again; a broker keeps its address."""
+        process = self._running.pop(name)
+        process.kill()
+        _wait(process)
+        self._start(name, *self._commands[name])
 
     def check(self) -> None:
         """Checks that all processes are running.
@@ -140,52 +130,51 @@ class Processes:
         Raises:
             WavebusError: a process has ended; the text has the last lines of its log.
         """
-        for name, process in self._running:
+        for name, process in self._running.items():
             code = process.poll()
             if code is not None:
                 raise WavebusError(
                     f"{name} ended with code {code}; its log ends:\n{self.last_words(name)}"
                 )
 
-    def last_words(self, name: str, lines: int = 12) -> str:
+    def last_words(self, name: str) -> str:
         """Returns the last lines of a process's log."""
         try:
             text = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return "(no log)"
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(text.splitlines()[-12:])
 
     def stop(self) -> None:
         """Sends SIGTERM to all processes, the last one first, then SIGKILL to any still running."""
-        for _, process in reversed(self._running):
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        for _, process in reversed(self._running):
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-        self._running = []
+        ending = list(reversed(self._running.values()))
+        for process in ending:
+            process.terminate()
+        for process in ending:
+            _wait(process)
+        self._running.clear()
 
-    def _start(
-        self, name: str, *arguments: str, environment: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
+    def _start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
         with (self.folder / f"{name}.log").open("a", encoding="utf-8") as log:
             process = subprocess.Popen(  # noqa: S603 - our own command
                 [sys.executable, "-c", _END_WITH_PARENT, str(os.getpid()), *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "WAVEBUS_LOG_FORMAT": "json",
-                    **(environment or {}),
-                },
+                env={**os.environ, **VLLM_ON_CPU, "WAVEBUS_LOG_FORMAT": "json"},
                 start_new_session=True,  # Ctrl-C stops the demo, and the demo stops these
             )
-        self._running.append((name, process))
+        self._commands[name] = arguments
+        self._running[name] = process
         return process
+
+
+def _wait(process: subprocess.Popen[str]) -> None:
+    """Waits for a process that has been told to end, and kills it if that takes too long."""
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from rich.console import Console
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainer_agent.demo.run import DemoResult
 
 
-class ProgressLine:
+class ProgressLine(Progress):
     """Shows steps, reward and version on stderr while the demo runs.
 
     Args:
@@ -26,8 +26,7 @@ class ProgressLine:
     """
 
     def __init__(self, total: int) -> None:
-        self.console = Console(stderr=True, highlight=False)
-        self._progress = Progress(
+        super().__init__(
             TextColumn("training"),
             BarColumn(bar_width=30),
             TextColumn("step {task.completed:>3.0f}"),
@@ -36,68 +35,52 @@ class ProgressLine:
             TextColumn("weights [cyan]v{task.fields[version]}[/]"),
             TextColumn("lost {task.fields[lost]}"),
             TimeElapsedColumn(),
-            console=self.console,
+            console=Console(stderr=True, highlight=False),
         )
-        self._task = self._progress.add_task(
-            "", total=total, reward=0.0, greedy=0.0, version=0, lost=0
-        )
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._row = self.add_task("", total=total, reward=0.0, greedy=0.0, version=0, lost=0)
 
     def say(self, text: str) -> None:
         """Prints a line of text above the progress line."""
-        self._progress.console.print(f"[dim]{text}[/]")
+        self.console.print(f"[dim]{text}[/]")
 
-    def update(self, result: DemoResult, version: int) -> None:
+    def show(self, result: DemoResult, version: int) -> None:
         """Shows the results so far, and the ``version`` that engines serve."""
-        self._progress.update(
-            self._task,
-            completed=result.steps,
+        self.update(
+            self._row,
+            completed=len(result.train_rewards),
             reward=result.train_rewards[-1] if result.train_rewards else 0.0,
             greedy=result.reward_last,
             version=version,
-            lost=result.requests_lost,
+            lost=result.counts.lost,
         )
 
 
 def table(result: DemoResult) -> Table:
     """Returns a table of a run's results."""
+    counts, verdict, plan = result.counts, result.verdict, result.plan
+    per_version = sorted(counts.tokens_by_version.values())
+    rows = {
+        "greedy reward": f"{result.reward_first:.3f} → {result.reward_last:.3f}",
+        "weight updates": f"{len(result.reports)}, {result.staged} of them staged, "
+        f"{result.interrupted} in the middle of requests",
+        "pause per update": f"p50 {result.pause_ms(0.5):.1f} ms, "
+        f"p99 {result.pause_ms(0.99):.1f} ms",
+        "time without a token": f"swap p50 {result.swap_ms:.1f} ms, longest gap between two tokens "
+        f"{counts.longest_token_gap_ms:.0f} ms",
+        "requests": f"{counts.requests}, {counts.lost} lost",
+        "tokens per version": f"median {per_version[len(per_version) // 2]}, from {per_version[0]} "
+        f"to {per_version[-1]}, over {len(per_version)} versions"
+        if per_version
+        else "none",
+        "tokens checked": f"{verdict.tokens}, {verdict.mixed} of other weights",
+        "engines": f"{plan.engine_count} × {plan.engine}",
+        "time": f"{result.seconds:.0f} s, {len(result.train_rewards)} optimizer steps",
+    }
     shown = Table(title="wavebus demo", title_justify="left", show_header=False, min_width=60)
     shown.add_column(style="bold")
     shown.add_column()
-    per_version = sorted(result.tokens_by_version.values())
-    shown.add_row("greedy reward", f"{result.reward_first:.3f} → {result.reward_last:.3f}")
-    shown.add_row(
-        "weight updates",
-        f"{len(result.reports)}, {result.staged} of them staged, {result.interrupted} in the "
-        "middle of requests",
-    )
-    shown.add_row(
-        "pause per update", f"p50 {result.pause_ms(0.5):.1f} ms, p99 {result.pause_ms(0.99):.1f} ms"
-    )
-    shown.add_row(
-        "time without a token",
-        f"swap p50 {result.swap_ms:.1f} ms, longest gap between two tokens "
-        f"{result.longest_token_gap_ms:.0f} ms",
-    )
-    shown.add_row("requests", f"{result.requests}, {result.requests_lost} lost")
-    if per_version:
-        middle = per_version[len(per_version) // 2]
-        shown.add_row(
-            "tokens per version",
-            f"median {middle}, from {per_version[0]} to {per_version[-1]}, "
-            f"over {len(per_version)} versions",
-        )
-    shown.add_row(
-        "tokens checked", f"{result.verdict.tokens}, {result.verdict.mixed} of other weights"
-    )
-    shown.add_row("engines", f"{result.options.engines} × {result.options.engine}")
-    shown.add_row("time", f"{result.seconds:.0f} s, {result.steps} optimizer steps")
+    for row in rows.items():
+        shown.add_row(*row)
     return shown
 
 
@@ -107,33 +90,27 @@ def picture(result: DemoResult, path: Path) -> None:
     steps = range(1, len(result.train_rewards) + 1)
     axes.plot(steps, result.train_rewards, color="#9ab", linewidth=1, label="rollouts (sampled)")
     axes.plot(
-        [step for step, _ in result.greedy],
-        [reward for _, reward in result.greedy],
+        *zip(*result.greedy, strict=True),
         color="#176",
         marker="o",
         markersize=4,
         linewidth=2,
         label="held out (greedy, through the engines)",
     )
-    if result.update_steps:
-        hit = [
-            step
-            for step, report in zip(result.update_steps, result.reports, strict=True)
-            if report.interrupted
-        ]
-        axes.vlines(
-            result.update_steps, -0.06, -0.02, color="#c63", linewidth=0.6, label="weight update"
-        )
-        axes.vlines(
-            hit, -0.12, -0.08, color="#36c", linewidth=0.6, label="… in the middle of requests"
-        )
+    if result.reports:
+        interrupted = [step for step, report in result.reports.items() if report.interrupted]
+        for label, hit, color, low in (
+            ("weight update", list(result.reports), "#c63", -0.06),
+            ("… in the middle of requests", interrupted, "#36c", -0.12),
+        ):
+            axes.vlines(hit, low, low + 0.04, color=color, linewidth=0.6, label=label)
     axes.set_ylim(-0.14, 1.04)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("reward")
     sent = f"{len(result.reports)} weight updates" if result.reports else "no weights sent"
     axes.set_title(
-        f"GRPO on {result.options.engines} {result.options.engine} engines: {sent}, "
-        f"pause p50 {result.pause_ms(0.5):.0f} ms, {result.requests_lost} requests lost",
+        f"GRPO on {result.plan.engine_count} {result.plan.engine} engines: {sent}, "
+        f"pause p50 {result.pause_ms(0.5):.0f} ms, {result.counts.lost} requests lost",
         loc="left",
         fontsize=10,
     )

@@ -19,12 +19,11 @@ from anyio.from_thread import start_blocking_portal
 
 from bus.errors import NoEngine, RequestPoisoned, RolloutFailed, WavebusError
 from trainer_agent.demo import task
-from trainer_agent.demo.learner import Rollout
+from trainer_agent.demo.learner import GrpoConfig, Rollout
+from trainer_agent.demo.processes import GROUP
 from trainer_agent.rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from anyio.abc import TaskStatus
 
     from trainer_agent.rollouts.results import Choice, TokenDelta
@@ -41,25 +40,21 @@ _CUT_SHORT: Final = {
 
 @dataclass(slots=True)
 class Counts:
-    """Counts requests and how they ended.
+    """Counts requests, how they ended, and their tokens.
 
     Attributes:
-        requests: how many requests were made.
-        lost: how many requests failed.
-        cut_short: how often an engine interrupted a request, which was then continued, by the
-            reason.
+        cut_short: how often an engine interrupted a request, which was then continued, by reason.
         aborted: for each engine that ended a request early: its name, and the request's begin and
             end on the wall clock, in seconds.
-        why_lost: how many requests failed, by the error.
         tokens_by_version: how many tokens were sampled with each version of the weights.
         longest_token_gap_ms: the longest time between two tokens of one sequence, on arrival.
     """
 
     requests: int = 0
     lost: int = 0
+    why_lost: Counter[str] = field(default_factory=Counter)
     cut_short: Counter[str] = field(default_factory=Counter)
     aborted: list[tuple[str, float, float]] = field(default_factory=list)
-    why_lost: Counter[str] = field(default_factory=Counter)
     tokens_by_version: Counter[int] = field(default_factory=Counter)
     longest_token_gap_ms: float = 0.0
 
@@ -71,34 +66,24 @@ class RolloutPool:
 
     Args:
         broker: the broker's address.
-        group: the engines' group.
-        group_size: the number of answers per prompt.
+        config: how many groups a step takes, and how many answers of one prompt are a group. Twice
+            as many groups may wait for the trainer; the oldest ones beyond that are dropped.
         streams: the number of requests in flight.
-        ahead: how many groups may wait for the trainer; the oldest ones beyond that are dropped.
         seed: the seed of prompts and answers.
-        whole: called with every finished sequence.
+
+    Attributes:
+        counts: the requests so far, and how they ended.
+        rollouts: every finished sequence.
     """
 
-    def __init__(
-        self,
-        broker: str,
-        *,
-        group: str,
-        group_size: int,
-        streams: int,
-        ahead: int,
-        seed: int,
-        whole: Callable[[Rollout], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, broker: str, config: GrpoConfig, streams: int, seed: int) -> None:
         self.counts = Counts()
-        self._whole = whole
+        self.rollouts: list[Rollout] = []
         self._broker = broker
-        self._group = group
-        self._group_size = group_size
+        self._config = config
         self._streams = streams
         self._prompts = task.train_prompts(seed)
         self._groups: queue.Queue[list[Rollout]] = queue.Queue()
-        self._ahead = ahead
         self._seed = seed * 1_000_003
         self._thread = contextlib.ExitStack()
 
@@ -148,7 +133,7 @@ class RolloutPool:
 
     async def _serve(self, *, task_status: TaskStatus[None]) -> None:
         async with (
-            RolloutClient(self._broker, group=self._group) as self._client,
+            RolloutClient(self._broker, group=GROUP) as self._client,
             anyio.create_task_group() as streams,
         ):
             for _ in range(self._streams):
@@ -158,10 +143,10 @@ class RolloutPool:
     async def _stream(self) -> None:
         while True:
             self._seed += 1
-            group = await self._ask(next(self._prompts), n=self._group_size, seed=self._seed)
+            group = await self._ask(next(self._prompts), n=self._config.group_size, seed=self._seed)
             if group:
                 self._groups.put(group)
-            while self._groups.qsize() > self._ahead:
+            while self._groups.qsize() > 2 * self._config.groups:
                 self._groups.get_nowait()
 
     async def _greedy(self) -> float:
@@ -206,16 +191,11 @@ class RolloutPool:
         return [self._rollout(prompt, choice) for choice in done.choices]
 
     def _rollout(self, prompt: tuple[int, ...], choice: Choice) -> Rollout:
-        versions = versions_of(choice)
+        # A token whose version is unknown has version 0.
+        versions = tuple(s.version or 0 for s in choice.spans for _ in range(s.start, s.end))
         self.counts.tokens_by_version.update(versions)
         assert choice.logprobs is not None
         reward = task.reward(prompt, choice.token_ids)
         rollout = Rollout(prompt, choice.token_ids, choice.logprobs, reward, versions)
-        self._whole(rollout)
+        self.rollouts.append(rollout)
         return rollout
-
-
-def versions_of(choice: Choice) -> tuple[int, ...]:
-    """Returns each token's version; 0 where the version is unknown."""
-    spans: Sequence[tuple[int, int]] = [(s.version or 0, s.end - s.start) for s in choice.spans]
-    return tuple(version for version, count in spans for _ in range(count))

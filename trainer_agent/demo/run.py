@@ -17,60 +17,27 @@ from bus.messages import NackCode
 from trainer_agent.demo.learner import GrpoConfig, GrpoLearner
 from trainer_agent.demo.oracle import Verdict, judge
 from trainer_agent.demo.policy import Policy, PolicyConfig, copy_of, save_checkpoint
-from trainer_agent.demo.processes import DpCoordinator, EngineKind, Processes
-from trainer_agent.demo.rollouts import RolloutPool
+from trainer_agent.demo.processes import GROUP, Processes
+from trainer_agent.demo.rollouts import Counts, RolloutPool
 from trainer_agent.sync_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
     from bus.messages import EngineView
-    from trainer_agent.demo.learner import Rollout
-    from trainer_agent.options import How
+    from trainer_agent.demo.plan import DemoPlan
     from trainer_agent.report import UpdateReport
 
+# The most optimizer steps of a run, and the held-out reward at which it ends.
+STEPS: Final = 480
+_ENOUGH: Final = 0.93
+_EVAL_EVERY_STEPS: Final = 25
+_EXPERTS: Final = 4
+_BOOT_S: Final = 600.0
 # As slow as a large model; the tiny one would answer faster than the client can read.
 _PACE: Final = ("--step-ms", "10")
-GROUP: Final = "policy"
-EVAL_EVERY_STEPS: Final = 25
-EXPERTS: Final = 4
-BOOT_S: Final = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    """The options of a run.
-
-    The run ends when ``steps``, ``updates``, ``seconds`` or ``enough`` is reached.
-
-    Attributes:
-        engine: ``embedded``, or ``vllm`` for vLLM servers on the CPU.
-        engines: how many engines there are.
-        dp_size: how many ranks each engine has. If more than 1, each is a DP group, and the policy
-            is a mixture of experts.
-        dp_coordinator: which coordinator starts the waves of vLLM's ranks.
-        steps: the most optimizer steps.
-        updates: the most weight updates; None: no limit.
-        seconds: the longest duration of the training.
-        enough: the held-out reward at which the run ends.
-        seed: decides the policy's first weights, the tasks and the sampling.
-        how: how updates are made: ``staged``, ``paused``, or ``auto``.
-        withhold_weights: True trains without sending weights, so that engines can't learn.
-    """
-
-    engine: EngineKind = "embedded"
-    engines: int = 2
-    dp_size: int = 1
-    dp_coordinator: DpCoordinator = "vllm"
-    steps: int = 480
-    updates: int | None = None
-    seconds: float = 150.0
-    enough: float = 0.93
-    seed: int = 0
-    how: How = "auto"
-    withhold_weights: bool = False
 
 
 @dataclass(slots=True)
@@ -78,82 +45,78 @@ class DemoResult:
     """The results of a run. Rewards are means over greedy answers to held-out prompts.
 
     Attributes:
-        options: the run's options.
-        reward_first: the reward before training.
-        reward_last: the last reward.
-        seconds: how long the run took.
-        requests: how many requests were made.
-        requests_lost: how many requests failed.
-        steps: how many optimizer steps were made.
-        reports: the report of each update.
-        update_steps: the optimizer step of each update.
-        train_rewards: the mean reward of the sampled rollouts, for each step.
-        greedy: pairs of a step and the reward after it.
-        tokens_by_version: how many tokens were sampled with each version.
-        longest_token_gap_ms: the longest time between two tokens of one sequence, on arrival.
+        plan: the run's options.
+        counts: the requests and their tokens.
+        reports: the report of each update, by the optimizer step before it.
+        train_rewards: the mean reward of the sampled rollouts, for each optimizer step.
+        greedy: pairs of a number of optimizer steps and the reward after them.
         verdict: the result of the check of all tokens.
+        seconds: how long the run took.
     """
 
-    options: DemoOptions
-    reward_first: float = 0.0
-    reward_last: float = 0.0
-    seconds: float = 0.0
-    requests: int = 0
-    requests_lost: int = 0
-    steps: int = 0
-    reports: list[UpdateReport] = field(default_factory=list)
-    update_steps: list[float] = field(default_factory=list)  # step of each update
-    train_rewards: list[float] = field(default_factory=list)  # per step
-    greedy: list[tuple[float, float]] = field(default_factory=list)  # (step, reward)
-    tokens_by_version: dict[int, int] = field(default_factory=dict)
-    longest_token_gap_ms: float = 0.0
+    plan: DemoPlan
+    counts: Counts = field(default_factory=Counts)
+    reports: dict[int, UpdateReport] = field(default_factory=dict)
+    train_rewards: list[float] = field(default_factory=list)
+    greedy: list[tuple[int, float]] = field(default_factory=list)
     verdict: Verdict = field(default_factory=Verdict)
+    seconds: float = 0.0
+
+    @property
+    def reward_first(self) -> float:
+        """The reward before training."""
+        return self.greedy[0][1] if self.greedy else 0.0
+
+    @property
+    def reward_last(self) -> float:
+        """The last reward."""
+        return self.greedy[-1][1] if self.greedy else 0.0
 
     @property
     def staged(self) -> int:
         """The number of staged updates."""
-        return sum(report.how == "staged" for report in self.reports)
+        return sum(report.how == "staged" for report in self.reports.values())
 
     @property
     def endpoints(self) -> int:
         """The number of engines on the bus; every rank of a DP group is one."""
-        return self.options.engines * self.options.dp_size
+        return self.plan.engine_count * self.plan.dp_size
 
     @property
     def interrupted(self) -> int:
         """The number of updates whose swap or pause had requests in flight."""
-        return sum(report.interrupted > 0 for report in self.reports)
+        return sum(report.interrupted > 0 for report in self.reports.values())
 
     def pause_ms(self, quantile: float) -> float:
         """Returns a quantile of the time from the first PAUSE_LOCAL to the last engine resumed."""
-        times = sorted(report.paused_ms for report in self.reports)
+        times = sorted(report.paused_ms for report in self.reports.values())
         return times[math.ceil(quantile * len(times)) - 1] if times else 0.0
 
     @property
     def swap_ms(self) -> float:
         """The median time from COMMIT to the last acknowledgement of staged updates; 0 if none."""
-        times = [report.commit_ms for report in self.reports if report.how == "staged"]
+        times = [each.commit_ms for each in self.reports.values() if each.how == "staged"]
         return statistics.median(times) if times else 0.0
 
     def as_json(self) -> dict[str, object]:
         """Returns the object that ``--json`` prints."""
         return {
-            "engine": self.options.engine,
+            "engine": self.plan.engine,
             "engines": self.endpoints,
-            "dp_size": self.options.dp_size,
+            "dp_size": self.plan.dp_size,
             "reward_first": round(self.reward_first, 4),
             "reward_last": round(self.reward_last, 4),
-            "steps": self.steps,
+            "steps": len(self.train_rewards),
             "updates": len(self.reports),
             "staged": self.staged,
             "interrupted": self.interrupted,
             "pause_ms_p50": round(self.pause_ms(0.50), 2),
             "pause_ms_p99": round(self.pause_ms(0.99), 2),
             "swap_ms": round(self.swap_ms, 2),
-            "longest_token_gap_ms": round(self.longest_token_gap_ms, 1),
-            "requests": self.requests,
-            "requests_lost": self.requests_lost,
-            "versions": len(self.tokens_by_version),
+            "longest_token_gap_ms": round(self.counts.longest_token_gap_ms, 1),
+            "requests": self.counts.requests,
+            "requests_lost": self.counts.lost,
+            "versions": len(self.counts.tokens_by_version),
             "tokens_checked": self.verdict.tokens,
             "mixed_tokens": self.verdict.mixed,
             "logprob_error_max": self.verdict.worst,
@@ -162,80 +125,61 @@ class DemoResult:
 
 
 def run_demo(
-    options: DemoOptions,
-    *,
-    say: Callable[[str], None],
-    progress: Callable[[DemoResult, int], None],
+    plan: DemoPlan, *, say: Callable[[str], None], progress: Callable[[DemoResult, int], None]
 ) -> DemoResult:
     """Runs the demo, and returns its results.
 
     Args:
-        options: the options of the run.
+        plan: the options of the run.
         say: called with a line of text for each event.
         progress: called with the results so far and the version.
 
     Raises:
         WavebusError: a process ended, or the bus refused a request.
     """
-    started = time.monotonic()
+    started_s = time.monotonic()
     torch.set_num_threads(1)
     config = GrpoConfig()
-    shape = PolicyConfig(experts=EXPERTS) if options.dp_size > 1 else PolicyConfig()
-    policy = Policy(shape, seed=options.seed)
-    learner = GrpoLearner(policy, config)
-    result = DemoResult(options)
+    shape = PolicyConfig(experts=_EXPERTS) if plan.dp_size > 1 else PolicyConfig()
+    policy = Policy(shape, seed=plan.seed)
+    weights = {0: copy_of(policy)}
+    result = DemoResult(plan)
     with tempfile.TemporaryDirectory(prefix="wavebus-demo-") as name:
         folder = Path(name)
         save_checkpoint(policy, folder / "checkpoint")
         with Processes(folder) as processes:
             address = processes.broker()
             say(f"broker at {address}; logs in {folder}")
-            names = [f"engine-{i}" for i in range(options.engines)]
-            for each in names:
+            for index in range(plan.engine_count):
                 processes.sidecar(
-                    each,
-                    options.engine,
+                    f"engine-{index}",
+                    plan.engine,
                     address,
                     folder / "checkpoint",
-                    dp_size=options.dp_size,
-                    dp_coordinator=options.dp_coordinator,
-                    options=_PACE if options.engine == "embedded" else (),
+                    dp_size=plan.dp_size,
+                    dp_coordinator=plan.dp_coordinator,
+                    options=_PACE if plan.engine == "embedded" else (),
                 )
             with SyncTrainerAgent(address, group=GROUP, name="trainer") as agent:
                 engines = _wait(agent, processes, result.endpoints)
                 say(", ".join(f"{e.name}: {e.software} at {e.endpoint}" for e in engines))
-                rollouts: list[Rollout] = []
-                pool = RolloutPool(
-                    address,
-                    group=GROUP,
-                    group_size=config.group_size,
-                    streams=4 * len(engines),
-                    ahead=2 * config.groups,
-                    seed=options.seed,
-                    whole=rollouts.append,
-                )
-                weights = {0: copy_of(policy)}
-                with pool:
-                    _train(agent, learner, pool, processes, result, progress, started, weights)
-                    result.requests_lost = pool.counts.lost
+                with RolloutPool(address, config, 4 * len(engines), plan.seed) as pool:
+                    result.counts = pool.counts
+                    learner = GrpoLearner(policy, config)
+                    for served in _train(agent, learner, pool, result, weights, started_s):
+                        processes.check()
+                        progress(result, served)
                     for why, times in pool.counts.why_lost.most_common(5):
                         say(f"lost {times} × {why}")
-                    result.requests = pool.counts.requests
-                    result.longest_token_gap_ms = pool.counts.longest_token_gap_ms
-                    result.tokens_by_version = dict(sorted(pool.counts.tokens_by_version.items()))
             processes.check()
-    result.verdict = judge(shape, weights, rollouts)
-    result.seconds = time.monotonic() - started
+    result.verdict = judge(shape, weights, pool.rollouts)
+    result.seconds = time.monotonic() - started_s
     return result
-
-
-class _Enough(Exception):
-    """Raised to end the run when all requested updates are made."""
 
 
 def _wait(agent: SyncTrainerAgent, processes: Processes, count: int) -> list[EngineView]:
     """Waits for the engines; raises ``WavebusError`` if a process ends meanwhile."""
-    deadline = time.monotonic() + BOOT_S
+    deadline = time.monotonic() + _BOOT_S
     while True:
         processes.check()
         try:
@@ -249,49 +193,36 @@ def _train(
     agent: SyncTrainerAgent,
     learner: GrpoLearner,
     pool: RolloutPool,
-    processes: Processes,
     result: DemoResult,
-    progress: Callable[[DemoResult, int], None],
-    started: float,
     weights: dict[int, dict[str, Tensor]],
-) -> None:
-    options = result.options
-    version = 0
+    started_s: float,
+) -> Iterator[int]:
+    """Trains until a limit is reached; yields the version that engines serve after each step."""
+    plan = result.plan
 
     def publish() -> None:
         """Sends the new weights to the engines."""
-        nonlocal version
-        if options.withhold_weights:
-            return
-        version = agent.update_weights(
-            learner.policy, label=f"step {learner.steps}", how=options.how
-        )
+        version = agent.update_weights(learner.policy, label=f"step {learner.steps}", how=plan.how)
         weights[version] = copy_of(learner.policy)
-        report = agent.last_update
-        assert report is not None
-        result.reports.append(report)
-        result.update_steps.append(learner.steps)
-        if options.updates is not None and len(result.reports) >= options.updates:
-            raise _Enough
+        assert agent.last_update is not None
+        result.reports[learner.steps] = agent.last_update
 
-    result.reward_first = result.reward_last = pool.greedy_reward()
-    result.greedy.append((0, result.reward_first))
-    progress(result, version)
-    while learner.steps < options.steps and time.monotonic() - started < options.seconds:
-        try:
-            stats = learner.step(pool.take(learner.cfg.groups), publish)
-        except _Enough:
-            break
-        processes.check()
-        result.steps = learner.steps
-        result.requests_lost = pool.counts.lost
+    def evaluate() -> None:
+        result.greedy.append((learner.steps, pool.greedy_reward()))
+
+    evaluate()
+    yield max(weights)
+    while (
+        learner.steps < STEPS
+        and (plan.updates is None or len(result.reports) < plan.updates)
+        and time.monotonic() - started_s < plan.limit_s
+        and result.reward_last < _ENOUGH
+    ):
+        groups = pool.take(learner.cfg.groups)
+        stats = learner.step(groups) if plan.withhold_weights else learner.step(groups, publish)
         result.train_rewards.append(stats.reward)
-        if learner.steps % EVAL_EVERY_STEPS == 0:
-            result.reward_last = pool.greedy_reward()
-            result.greedy.append((learner.steps, result.reward_last))
-        progress(result, version)
-        if result.reward_last >= options.enough:
-            break
-    result.reward_last = pool.greedy_reward()
-    result.greedy.append((learner.steps, result.reward_last))
-    progress(result, version)
+        if learner.steps % _EVAL_EVERY_STEPS == 0:
+            evaluate()
+        yield max(weights)
+    evaluate()
+    yield max(weights)

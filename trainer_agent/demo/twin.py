@@ -23,85 +23,46 @@ from bus.errors import WavebusError
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.demo import task
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
-from trainer_agent.demo.processes import Processes
+from trainer_agent.demo.processes import BROKER_TIMES, GROUP, Processes
 from trainer_agent.rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainer_agent.demo.plan import DemoPlan
     from trainer_agent.rollouts.results import Choice
 
-_GROUP: Final = "policy"
 _TURNS: Final = 3
 _NEW_TOKENS: Final = 5  # of the prompt, in each turn
 _ANSWER_TOKENS: Final = 48
 _BOOT_S: Final = 120.0
 _LOOK_AGAIN_S: Final = 0.2
+# The time from the end of an update to the next update.
+_UPDATE_EVERY_S: Final = 2.0
+# The least duration of an engine's step, so that requests last long enough to be interrupted.
+_PACE: Final = ("--step-ms", "40.0")
 # Each token then depends on the tokens before it, not only on its own random draw.
 _HEAD_STD: Final = 0.3
-_TIMES: Final = ("--heartbeat-ms", "500", "--peer-timeout-ms", "3000")
-
-
-@dataclass(frozen=True, slots=True)
-class TwinOptions:
-    """The options of a run.
-
-    Attributes:
-        sessions: how many sessions run at a time.
-        engines: how many engines there are.
-        seconds: how long new sessions are started.
-        kill_every_s: the least time between one engine's SIGKILL and the next one's.
-        update_every_s: the time from the end of an update to the next update.
-        step_ms: the least duration of an engine's step, so that requests last long enough to be
-            interrupted.
-        seed: decides the policy's weights and the sessions.
-    """
-
-    sessions: int = 64
-    engines: int = 4
-    seconds: float = 60.0
-    kill_every_s: float = 10.0
-    update_every_s: float = 2.0
-    step_ms: float = 40.0
-    seed: int = 0
 
 
 @dataclass(slots=True)
 class TwinResult:
-    """The results of a run.
+    """The results of a run; ``--json`` prints them under the same names."""
 
-    Attributes:
-        options: the run's options.
-        answers: how many answers were compared.
-        tokens: how many tokens these answers have.
-        twin_differs: how many answers differ from their twins.
-        unknown_spans: how many spans of tokens have no known version.
-        lost: how many sessions failed.
-        why_lost: how many sessions failed, by the error.
-        kills: how many engines were killed.
-        updates: how many updates were committed.
-        staged: how many of ``updates`` were staged.
-        updates_failed: how many updates failed.
-        continued: how many answers took more than one attempt.
-        cut_by: how many attempts ended early, by the reason.
-        versions: how many different versions the tokens have.
-        seconds: how long the run took.
-    """
-
-    options: TwinOptions
-    answers: int = 0
-    tokens: int = 0
-    twin_differs: int = 0
-    unknown_spans: int = 0
-    lost: int = 0
+    plan: DemoPlan
+    answers: int = 0  # that were compared with their twins
+    tokens: int = 0  # of these answers
+    twin_differs: int = 0  # answers
+    unknown_spans: int = 0  # of tokens whose version is not known
+    lost: int = 0  # sessions
     why_lost: Counter[str] = field(default_factory=Counter)
-    kills: int = 0
-    updates: int = 0
-    staged: int = 0
+    kills: int = 0  # of engines
+    updates: int = 0  # that were committed
+    staged: int = 0  # of these updates
     updates_failed: int = 0
-    continued: int = 0
-    cut_by: Counter[str] = field(default_factory=Counter)
-    versions: int = 0
+    continued: int = 0  # answers that took more than one attempt
+    cut_by: Counter[str] = field(default_factory=Counter)  # why attempts ended early
+    versions: int = 0  # of the tokens
     seconds: float = 0.0
 
     @property
@@ -113,49 +74,57 @@ class TwinResult:
         """Returns the object that ``demo --sessions --json`` prints."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         found |= {"why_lost": dict(self.why_lost), "cut_by": dict(self.cut_by)}
-        options: TwinOptions = found.pop("options")
-        return {"sessions": options.sessions, "engines": options.engines, **found}
+        plan: DemoPlan = found.pop("plan")
+        return {"sessions": plan.sessions, "engines": plan.engine_count, **found}
 
 
 class Twin:
     """Runs sessions twice, undisturbed and disturbed, and compares the answers.
 
     Args:
-        options: the run's options.
-        processes: starts the broker and the engines.
+        plan: the run's options.
         say: called with a line of text for each event.
     """
 
-    def __init__(
-        self, options: TwinOptions, processes: Processes, say: Callable[[str], None]
-    ) -> None:
-        self.result = TwinResult(options)
-        self._options = options
-        self._processes = processes
+    def __init__(self, plan: DemoPlan, say: Callable[[str], None]) -> None:
+        self.result = TwinResult(plan)
+        self._plan = plan
         self._say = say
-        self._policy = Policy(PolicyConfig(head_std=_HEAD_STD), seed=options.seed)
-        self._names = [f"engine-{index}" for index in range(options.engines)]
+        self._policy = Policy(PolicyConfig(head_std=_HEAD_STD), seed=plan.seed)
+        self._engines = [f"engine-{index}" for index in range(plan.engine_count)]
         self._versions: set[int | None] = set()
 
-    async def run(self) -> None:
+    def run(self) -> TwinResult:
         """Runs the undisturbed sessions, then the disturbed ones.
 
         Raises:
             WavebusError: the bus did not start, or an undisturbed session failed.
         """
-        save_checkpoint(self._policy, self._processes.folder / "checkpoint")
-        self._broker = self._processes.broker(*_TIMES)
-        for name in self._names:
-            self._start(name)
-        async with (
-            TrainerAgent(self._broker, group=_GROUP, name="trainer", keep_last=True) as agent,
-            RolloutClient(self._broker, group=_GROUP) as self._client,
+        started_s = time.monotonic()
+        torch.set_num_threads(1)
+        with (
+            tempfile.TemporaryDirectory(prefix="wavebus-demo-") as folder,
+            Processes(Path(folder)) as self._processes,
         ):
-            await agent.wait_for_engines(len(self._names), timeout_s=_BOOT_S)
-            numbers = range(self._options.sessions)
-            self._say(f"{len(numbers)} sessions on {len(self._names)} quiet engines")
+            asyncio.run(self._run())
+        self.result.seconds = round(time.monotonic() - started_s, 1)
+        return self.result
+
+    async def _run(self) -> None:
+        checkpoint = self._processes.folder / "checkpoint"
+        save_checkpoint(self._policy, checkpoint)
+        broker = self._processes.broker(*BROKER_TIMES)
+        for name in self._engines:
+            self._processes.sidecar(name, "embedded", broker, checkpoint, options=_PACE)
+        async with (
+            TrainerAgent(broker, group=GROUP, name="trainer", keep_last=True) as agent,
+            RolloutClient(broker, group=GROUP) as self._client,
+        ):
+            await agent.wait_for_engines(len(self._engines), timeout_s=_BOOT_S)
+            numbers = range(self._plan.sessions or 0)
+            self._say(f"{len(numbers)} sessions on {len(self._engines)} quiet engines")
             quiet = await asyncio.gather(*(self._talk(number) for number in numbers))
-            until_s = time.monotonic() + self._options.seconds
+            until_s = time.monotonic() + self._plan.limit_s
             async with asyncio.TaskGroup() as others:
                 disturbing = [
                     others.create_task(self._update(agent)),
@@ -168,13 +137,6 @@ class Twin:
                     each.cancel()
         self.result.versions = len(self._versions)
 
-    def _start(self, name: str) -> None:
-        checkpoint = self._processes.folder / "checkpoint"
-        step_ms = str(self._options.step_ms)
-        self._processes.sidecar(
-            name, "embedded", self._broker, checkpoint, options=("--step-ms", step_ms)
-        )
-
     # -- sessions ---------------------------------------------------------------
 
     async def _talk(self, number: int) -> list[Choice]:
@@ -182,7 +144,7 @@ class Twin:
 
         A turn's prompt is the previous prompt, its first answer, and new tokens.
         """
-        drawn = random.Random(f"{self._options.seed} {number}")  # noqa: S311 - no secret
+        drawn = random.Random(f"{self._plan.seed} {number}")  # noqa: S311 - no secret
         prompt: list[int] = [task.BOS]
         choices: list[Choice] = []
         for _ in range(_TURNS):
@@ -223,7 +185,7 @@ class Twin:
     async def _update(self, agent: TrainerAgent) -> None:
         """Sends the same weights as new versions, until cancelled."""
         while True:
-            await asyncio.sleep(self._options.update_every_s)
+            await asyncio.sleep(_UPDATE_EVERY_S)
             try:
                 await agent.update_weights(self._policy)
             except WavebusError as error:
@@ -237,30 +199,11 @@ class Twin:
 
     async def _kill(self, agent: TrainerAgent) -> None:
         """Kills one engine after the other, each when all of them serve, until cancelled."""
-        for name in cycle(self._names):
-            await asyncio.sleep(self._options.kill_every_s)
-            while len((await agent.status()).groups[0].routable) < len(self._names):
+        for name in cycle(self._engines):
+            await asyncio.sleep(self._plan.kill_every)
+            while len((await agent.status()).groups[0].routable) < len(self._engines):
                 self._processes.check()
                 await asyncio.sleep(_LOOK_AGAIN_S)
             self._say(f"SIGKILL {name}")
-            self._processes.kill(name)
-            self._start(name)
+            self._processes.restart(name)
             self.result.kills += 1
-
-
-def run_twin(options: TwinOptions, *, say: Callable[[str], None]) -> TwinResult:
-    """Runs undisturbed and disturbed sessions, and returns the results of :class:`Twin`.
-
-    Raises:
-        WavebusError: as :meth:`Twin.run`.
-    """
-    started_s = time.monotonic()
-    torch.set_num_threads(1)
-    with (
-        tempfile.TemporaryDirectory(prefix="wavebus-demo-") as folder,
-        Processes(Path(folder)) as processes,
-    ):
-        twin = Twin(options, processes, say)
-        asyncio.run(twin.run())
-    twin.result.seconds = round(time.monotonic() - started_s, 1)
-    return twin.result

@@ -30,10 +30,6 @@ async def serve(program: Callable[..., Any], settings: dict[str, Any]) -> None:
     """Runs an asynchronous program, and executes the calls that come on stdin.
 
     Each line of stdin has a method's name and its arguments, in JSON.
-
-    Args:
-        program: the program's function.
-        settings: its arguments.
     """
     async with contextlib.AsyncExitStack() as stack:
         target = await program(stack, **settings)

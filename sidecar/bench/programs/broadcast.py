@@ -16,9 +16,6 @@ class MemoryCopy:
     """Times copies of a buffer into a second one, as a baseline for weight transfers.
 
     The second buffer is written once beforehand, so that page faults are not timed.
-
-    Args:
-        memory: the buffer to copy.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -43,10 +40,6 @@ class BroadcastEnd:
     """One process of a broadcast: rank 0 sends, and the others receive.
 
     The first broadcast is made at once, so that later ones find connections open.
-
-    Args:
-        size_bytes: size of a broadcast, in bytes.
-        device: where the memory is, ``cuda`` or ``cpu``.
     """
 
     def __init__(self, size_bytes: int, device: str) -> None:
@@ -80,13 +73,7 @@ async def broadcast(
 ) -> BroadcastEnd:
     """Connects this process to the others of a broadcast, by torch's collectives alone.
 
-    Args:
-        stack: ends the process group.
-        rank: this end's rank.
-        count: how many ends there are.
-        port: port at which the ends meet.
-        device: ``cuda`` (NCCL; each on the GPU of its rank) or ``cpu`` (gloo).
-        size_bytes: size of a broadcast, in bytes.
+    On ``cuda`` these are NCCL's, each rank on the GPU of its number; on ``cpu`` they are gloo's.
     """
     torch.set_num_threads(1)
     if device == "cuda":

@@ -30,11 +30,7 @@ async def broker(
     """
     from bus.runtime.broker_server import BrokerServer  # noqa: PLC0415 - only this process needs it
 
-    config, scheduler, boot = (
-        BrokerConfig(heartbeat_ms=heartbeat_ms),
-        AsyncioScheduler(),
-        new_boot(),
-    )
+    config, scheduler, boot = BrokerConfig(heartbeat_ms), AsyncioScheduler(), new_boot()
     curve_keys = os.environ.get("WAVEBUS_CURVE_KEYS")
     keyring = read_keyring(Path(curve_keys)) if curve_keys else None
     roles = keyring.roles() if keyring else None

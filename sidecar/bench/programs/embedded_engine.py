@@ -7,9 +7,7 @@ socket.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import pickle
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,12 +17,13 @@ import bus.log
 from bus.errors import WavebusError
 from bus.weight_transfer.checksum import checksums
 from sidecar.bench.programs.broadcast import MemoryCopy
+from sidecar.bench.programs.call_times import CallTimes
 from sidecar.embedded import EmbeddedEngine
 from sidecar.embedded.parallel.options import DataParallel
 from sidecar.sidecar import Sidecar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AsyncExitStack
     from pathlib import Path
 
     from bus.messages import Verify
@@ -34,36 +33,28 @@ _LINE_BYTES: Final = 1 << 24  # a manifest of all tensors is one
 
 
 class TimedEngine(EmbeddedEngine):
-    """An embedded engine that records when its receive, load and swap calls run.
-
-    Args:
-        folder: the checkpoint's folder.
-        options: more arguments of :class:`sidecar.embedded.EmbeddedEngine`.
-
-    Attributes:
-        calls: name, begin and end of each call, in seconds on ``time.monotonic()``'s clock.
-        hello: the process's first answer.
-    """
+    """An embedded engine that records when its receive, load and swap calls run."""
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
         super().__init__(folder, **options)
-        self.calls: list[tuple[str, float, float]] = []
         self.hello: dict[str, Any] = {}
+        self._calls = CallTimes()
+        self.taken_calls = self._calls.take
         self._copy: MemoryCopy | None = None
 
     async def receive(self, chunk: Chunk) -> None:
         """Receives a chunk, and records the call."""
-        with self._noted("receive"):
+        with self._calls.record("receive"):
             await super().receive(chunk)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         """Loads a chunk, and records the call."""
-        with self._noted("load"):
+        with self._calls.record("load"):
             await super().load(seq, verify, sums)
 
     async def swap(self, version: int, *, clear_cache: bool) -> int:
         """Swaps in the staged weights, and records the call."""
-        with self._noted("swap"):
+        with self._calls.record("swap"):
             return await super().swap(version, clear_cache=clear_cache)
 
     async def finish(self, version: int) -> None:
@@ -71,17 +62,10 @@ class TimedEngine(EmbeddedEngine):
         await self.finish_update()
         await self.commit(version)
 
-    def taken_calls(self) -> list[tuple[str, float, float]]:
-        """Returns the calls recorded since this method was last called."""
-        taken, self.calls = self.calls, []
-        return taken
-
     def swap_ms(self) -> float:
         """Returns how long the last swap took, with the wait for peer ranks, in ms."""
-        times = [
-            until_s - since_s for name, since_s, until_s in self.taken_calls() if name == "swap"
-        ]
-        return times[-1] * 1000
+        swaps = [(since, until) for name, since, until in self.taken_calls() if name == "swap"]
+        return (swaps[-1][1] - swaps[-1][0]) * 1000
 
     async def sums(self) -> tuple[int, ...]:
         """Returns checksums of all parameters, computed between two steps."""
@@ -97,12 +81,6 @@ class TimedEngine(EmbeddedEngine):
         self._copy = self._copy or MemoryCopy.of_bytes(size_bytes)
         return self._copy.took_ms()
 
-    @contextlib.contextmanager
-    def _noted(self, name: str) -> Iterator[None]:
-        since_s = time.monotonic()
-        yield
-        self.calls.append((name, since_s, time.monotonic()))
-
 
 async def serve_calls(
     engine: TimedEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -111,11 +89,6 @@ async def serve_calls(
 
     Each line is a call: a method's name and its arguments, pickled, in hexadecimal digits. Each
     answer is a line: empty, or the error's text.
-
-    Args:
-        engine: the engine.
-        reader: the calls.
-        writer: for the answers.
     """
     while line := await reader.readline():
         name, arguments, options = pickle.loads(bytes.fromhex(line.decode()))  # noqa: S301 - ours
@@ -129,7 +102,7 @@ async def serve_calls(
 
 
 async def embedded_engine(
-    stack: contextlib.AsyncExitStack,
+    stack: AsyncExitStack,
     folder: str,
     group: str,
     *,
@@ -159,12 +132,11 @@ async def embedded_engine(
         options["dp"] = DataParallel(ranks, rank, master, group, broker=broker, bus_group=group)
     engine = TimedEngine(folder, **options)
     if not broker:
-        url = (await engine.start()).endpoint
+        engine.hello = {"url": (await engine.start()).endpoint}
         stack.push_async_callback(engine.close)
         calls = partial(serve_calls, engine)
         direct = await asyncio.start_unix_server(calls, socket, limit=_LINE_BYTES)
         stack.callback(direct.close)
-        engine.hello = {"url": url}
         return engine
     sidecar = await stack.enter_async_context(
         Sidecar(

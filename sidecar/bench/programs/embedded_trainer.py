@@ -40,11 +40,7 @@ _FLOAT_BYTES: Final = 4
 
 
 def few_large(megabytes: int) -> PolicyConfig:
-    """Returns the configuration of a dense model with few large tensors.
-
-    Args:
-        megabytes: the size of the model, in MB of float32; nearly all of it is in two layers.
-    """
+    """Returns the sizes of a dense model; nearly all of it is large tensors in two layers."""
     layers, head_dim = 2, 64
     floats = megabytes * 1_000_000 / _FLOAT_BYTES / layers
     # Four matrices of attention and three of twice that size: ten squares of the width.
@@ -61,11 +57,7 @@ def few_large(megabytes: int) -> PolicyConfig:
 
 
 def many_small(tensors: int) -> PolicyConfig:
-    """Returns the configuration of a mixture of experts with many small tensors.
-
-    Args:
-        tensors: about how many tensors the model has. Each has some hundred bytes.
-    """
+    """Returns the sizes of a mixture of experts with about so many small tensors."""
     layers = max(1, tensors // 1000)
     # Three are in no layer, nine in each, and three in each expert.
     experts = ((tensors - 3) / layers - 9) / 3
@@ -80,13 +72,7 @@ def many_small(tensors: int) -> PolicyConfig:
 
 
 def mixture(megabytes: int) -> PolicyConfig:
-    """Returns the configuration of a mixture of 16 experts, which is fast for its size.
-
-    A token needs only two of the experts.
-
-    Args:
-        megabytes: about the size of the model, in MB of float32.
-    """
+    """Returns the sizes of a mixture of 16 experts, which is fast: a token needs two of them."""
     layers, experts, hidden = 4, 16, 256
     floats = megabytes * 1_000_000 / _FLOAT_BYTES
     return PolicyConfig(
@@ -103,36 +89,31 @@ def mixture(megabytes: int) -> PolicyConfig:
     )
 
 
+# By a model's shape, its sizes in float32 for an amount: megabytes, or tensors of `small`.
 MODELS: Final = {"large": few_large, "small": many_small, "mixture": mixture}
 
 
 class DirectTrainer:
-    """Updates engines without a bus, by calling their methods, for comparison.
+    """Updates engines without a bus, by calling their methods, for comparison."""
 
-    Args:
-        ends: the connections to the engines.
-        backend: the transfer backend's name.
-        packed: whether tensors are packed into buffers to send them.
-    """
-
-    def __init__(self, ends: Sequence[End], backend: str, *, packed: bool) -> None:
+    def __init__(
+        self, ends: Sequence[End], backend: str, plan: UpdatePlan, *, packed: bool
+    ) -> None:
         self._ends = ends
         self._backend = backend
+        self._plan = plan
         self._timed = TimedSender(make_sender(backend, packed=packed))
         self._version = 0
 
-    async def open(self, plan: UpdatePlan) -> None:
-        """Opens the transport at the trainer and at all engines.
-
-        Args:
-            plan: how the model is cut into chunks.
-        """
+    async def open(self) -> None:
+        """Opens the transport at the trainer and at all engines."""
         sender, count = self._timed, len(self._ends)
         world, places = ALONE, [NO_RANK] * count
         if sender.is_collective:
             world = World(1, 1 + count, "127.0.0.1")
             places = [RankAssignment(1, world.size, 1 + index) for index in range(count)]
-        params = await asyncio.to_thread(sender.open, plan.buffer_bytes(sender.inner), world)
+        size_bytes = self._plan.buffer_bytes(sender.inner)
+        params = await asyncio.to_thread(sender.open, size_bytes, world)
         opening = [
             self._ask(end, "open_transfer", self._backend, params, place)
             for end, place in zip(self._ends, places, strict=True)
@@ -140,20 +121,9 @@ class DirectTrainer:
         await asyncio.gather(*opening, asyncio.to_thread(sender.meet))
         sender.on_opened()
 
-    async def update(
-        self, plan: UpdatePlan, tensors: Sequence[torch.Tensor], *, clear_cache: bool
-    ) -> dict[str, Any]:
-        """Makes one update of all engines in a pause, and returns its times.
-
-        Args:
-            plan: how the model is cut into chunks.
-            tensors: the model's tensors, in the plan's order.
-            clear_cache: whether requests recompute their keys and values.
-
-        Returns:
-            ``since_s`` and ``until_s``: begin and end, in seconds on ``time.monotonic()``'s clock;
-                ``receive_ms``: as in :meth:`TimedSender.receive_ms`.
-        """
+    async def update(self, tensors: Sequence[torch.Tensor], *, clear_cache: bool) -> dict[str, Any]:
+        """Makes one update of all engines in a pause; ``tensors`` are in the plan's order."""
+        plan = self._plan
         self._version += 1
         timed = self._timed
         timed.begin()
@@ -172,11 +142,8 @@ class DirectTrainer:
             timed.on_taken(seq)
         await self._all("finish", self._version)
         await self._all("resume")
-        return {
-            "since_s": since_s,
-            "until_s": time.monotonic(),
-            "receive_ms": timed.receive_ms(),
-        }
+        until_s = time.monotonic()
+        return {"since_s": since_s, "until_s": until_s, "receive_ms": timed.receive_ms()}
 
     def close(self) -> None:
         """Closes the connections and the sender."""
@@ -197,60 +164,46 @@ class DirectTrainer:
 
 
 class EmbeddedTrainer:
-    """Sends a model to embedded engines again and again, without training it.
-
-    Attributes:
-        hello: the process's first answer, with the model's size.
-    """
+    """Sends a model to embedded engines again and again, without training it."""
 
     def __init__(
-        self,
-        stack: AsyncExitStack,
-        agent: MeasuredAgent,
-        model: Policy,
-        backend: str,
-        *,
-        lent: bool,
+        self, stack: AsyncExitStack, agent: MeasuredAgent, model: Policy, *, lent: bool
     ) -> None:
         self._stack = stack
         self._agent = agent
         self._model = model
-        self._backend = backend
         self._packed = not lent
         self._source = as_source(model)
         metas = tensor_metas(self._source.metadata())
         self._plan = UpdatePlan.of_source(metas, chunk_bytes=agent.chunk_bytes)
         self._copy = MemoryCopy.of_bytes(self._plan.size_bytes)
-        self._direct: DirectTrainer | None = None
         self.hello = {"size_bytes": self._plan.size_bytes, "tensors": len(metas)}
 
-    async def open(self, engines: int, sockets: Sequence[str] = ()) -> None:
-        """Waits for the engines on the bus, and connects to those without a bus.
-
-        Args:
-            engines: how many engines join the bus.
-            sockets: the Unix sockets of the engines without a bus.
-        """
+    async def open(self, engines: int, backend: str = "", sockets: Sequence[str] = ()) -> None:
+        """Waits for the engines on the bus, and connects to those without one by their sockets."""
         await self._agent.wait_for_engines(engines, timeout_s=BOOT_S)
         if sockets:
             ends = [await asyncio.open_unix_connection(path) for path in sockets]
-            self._direct = DirectTrainer(ends, self._backend, packed=self._packed)
+            self._direct = DirectTrainer(ends, backend, self._plan, packed=self._packed)
             self._stack.callback(self._direct.close)
-            await self._direct.open(self._plan)
+            await self._direct.open()
 
     def memcpy_ms(self) -> float:
         """Copies as many bytes as the model has, within CPU memory; returns the time in ms."""
         return self._copy.took_ms()
 
-    async def update(self, how: How, *, clear_cache: bool = True) -> dict[str, Any]:
-        """Makes one update over the bus; see :meth:`MeasuredAgent.measured_update`."""
-        return await self._agent.measured_update(self._model, how=how, clear_cache=clear_cache)
+    async def update(
+        self, how: How | Literal["native"], *, clear_cache: bool = True
+    ) -> dict[str, Any]:
+        """Makes one update, and returns its times.
 
-    async def native(self, *, clear_cache: bool) -> dict[str, Any]:
-        """Makes one update without the bus; returns its times (:meth:`DirectTrainer.update`)."""
-        assert self._direct is not None, "open comes first"
-        tensors = [tensor.detach() for _, tensor in self._source]
-        return await self._direct.update(self._plan, tensors, clear_cache=clear_cache)
+        ``native`` is without the bus (:meth:`DirectTrainer.update`), and the other ways are over
+        it (:meth:`MeasuredAgent.measured_update`).
+        """
+        if how == "native":
+            tensors = [tensor.detach() for _, tensor in self._source]
+            return await self._direct.update(tensors, clear_cache=clear_cache)
+        return await self._agent.measured_update(self._model, how=how, clear_cache=clear_cache)
 
 
 async def embedded_trainer(
@@ -286,4 +239,4 @@ async def embedded_trainer(
         share_memory(model)
     agent = MeasuredAgent(broker, group=group, backend=backend, packed=not lent, **options)
     await stack.enter_async_context(agent)
-    return EmbeddedTrainer(stack, agent, model, backend, lent=lent)
+    return EmbeddedTrainer(stack, agent, model, lent=lent)

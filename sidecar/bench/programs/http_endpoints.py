@@ -46,13 +46,7 @@ def endpoint() -> FastAPI:
 async def http_endpoints(
     stack: contextlib.AsyncExitStack, engines: int, *, access_log: bool
 ) -> SimpleNamespace:
-    """Serves many apps, each on a free port; the process's first answer has the ports.
-
-    Args:
-        stack: ends the servers.
-        engines: how many apps to serve.
-        access_log: whether each request is logged.
-    """
+    """Serves many apps, each on a free port; the process's first answer has the ports."""
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(engines)]
     servers = [Quiet(_config(access_log=access_log)) for _ in listening]
     running = [

@@ -1,4 +1,10 @@
-"""A trainer's agent that records when it sends an update's chunks."""
+"""A trainer's agent that records when it sends an update's chunks.
+
+A trainer of a bench answers an update with its times: ``since_s`` and ``until_s``, its begin and
+end, in seconds on ``time.monotonic()``'s clock; ``receive_ms``, from the first chunk's sending to
+the last acknowledgement; ``window_ms``, how long engines were paused; and ``calls``: name, begin
+and end of each call. An update over the bus adds what :class:`trainer_agent.UpdateReport` has.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +27,6 @@ BOOT_S: Final = 600.0
 
 class TimedSender:
     """Wraps the sender of a transfer backend, and records when it puts and transfers chunks.
-
-    Args:
-        sender: the wrapped sender, which does the work.
 
     Attributes:
         inner: the wrapped sender.
@@ -85,17 +88,7 @@ class TimedSender:
 
 
 class MeasuredAgent(TrainerAgent):
-    """A trainer's agent whose sender records its times.
-
-    Args:
-        broker: the broker's address.
-        group: the group to update.
-        backend: the transfer backend's name.
-        options: more arguments of :class:`trainer_agent.TrainerAgent`.
-
-    Attributes:
-        timed: the sender.
-    """
+    """A trainer's agent with the attribute ``timed``, a sender that records its times."""
 
     def __init__(self, broker: str, *, group: str, backend: str, **options: Any) -> None:
         super().__init__(broker, group=group, backend=backend, **options)
@@ -105,18 +98,7 @@ class MeasuredAgent(TrainerAgent):
     async def measured_update(
         self, weights: Weights, *, how: How, clear_cache: bool = True
     ) -> dict[str, Any]:
-        """Makes an update over the bus, and returns its times.
-
-        Args:
-            weights: what to send.
-            how: staged, or in a pause.
-            clear_cache: whether requests recompute their keys and values.
-
-        Returns:
-            ``since_s`` and ``until_s``: begin and end, in seconds on ``time.monotonic()``'s clock;
-                ``transfer_ms`` and ``receive_ms``: as in :class:`TimedSender`; the fields of
-                :func:`reported`; ``calls``: name, begin and end of each put and transfer.
-        """
+        """Makes an update over the bus, and returns its times, with each put and transfer."""
         timed = self.timed
         timed.begin()
         since_s = time.monotonic()

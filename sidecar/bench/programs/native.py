@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 from bus.weight_transfer.allocation import World
+from sidecar.bench.programs.call_times import CallTimes
 from trainer_agent.vllm.init_info import native_info
 from trainer_agent.weights.source_forms import EitherForm, ParamMeta
 
@@ -34,9 +35,6 @@ class NativeWeights(EitherForm):
     """The weight source of vLLM's own update, which the bench compares with the bus's.
 
     vLLM's trainer-side weight transfer engine reads the tensors from it.
-
-    Args:
-        tensors: the model's tensors, by name.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -52,20 +50,14 @@ class NativeWeights(EitherForm):
 
 
 class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """vLLM's HTTP client for updates, which can also pause and resume.
+    """vLLM's HTTP client for updates of one server, or of all ranks of a DP group at once.
 
-    It calls one server, or all ranks of a DP group at once.
-
-    Args:
-        urls: the server's URL, or those of all ranks.
-
-    Attributes:
-        calls: name, begin and end of each call, in seconds on ``time.monotonic()``'s clock.
+    It can also pause and resume, and records its calls.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
         super().__init__(urls[0])
-        self.calls: list[tuple[str, float, float]] = []
+        self.calls = CallTimes()
         self._clients = [HTTPVLLMWeightSyncClient(url) for url in urls]
         self._threads = ThreadPoolExecutor(len(urls))
         self._version = 0
@@ -75,11 +67,7 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
         self._post(f"pause?mode=keep&clear_cache={clear_cache}".lower())
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Finishes the update and sets the weights' version, in one call.
-
-        Args:
-            weight_version: the version; None: the next number.
-        """
+        """Finishes the update and sets the weights' version (default: the next), in one call."""
         self._version += 1
         super().finish_weight_update(weight_version or str(self._version))
 
@@ -89,15 +77,14 @@ class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
         """Posts to all servers, and waits for all answers."""
-        since_s = time.monotonic()
-        posts = [
-            self._threads.submit(client._post, path, json)  # noqa: SLF001 - as its own routes do
-            for client in self._clients
-        ]
-        for post in posts:
-            post.result()
         route = path.partition("?")[0]
-        self.calls.append((_ROUTES.get(route, route), since_s, time.monotonic()))
+        with self.calls.record(_ROUTES.get(route, route)):
+            posts = [
+                self._threads.submit(client._post, path, json)  # noqa: SLF001 - as its own routes do
+                for client in self._clients
+            ]
+            for post in posts:
+                post.result()
 
 
 class NativeUpdate:
@@ -141,15 +128,9 @@ class NativeUpdate:
             self._copies.copy_to(gpus)
 
     def update(self) -> dict[str, Any]:
-        """Pauses, sends the weights, and resumes; returns the times and the calls.
-
-        Returns:
-            ``since_s`` and ``until_s``: begin and end, in seconds on ``time.monotonic()``'s clock;
-                ``window_ms``: the time between them; ``receive_ms``: the time of the calls that
-                receive; ``calls``: name, begin and end of each call.
-        """
+        """Pauses, sends the weights, and resumes; returns the times and the calls."""
         client = self._client
-        client.calls.clear()
+        client.calls.take()  # drops those from before
         if self._copies:
             self._copies.prepare()
         since_s = time.monotonic()
@@ -159,12 +140,13 @@ class NativeUpdate:
         finally:
             client.resume()
         until_s = time.monotonic()
+        calls = client.calls.take()
         # From the begin of the first call that receives chunks to the end of the last.
-        updates = [call for call in client.calls if call[0] == "update"]
+        updates = [call for call in calls if call[0] == "update"]
         return {
             "since_s": since_s,
             "until_s": until_s,
             "window_ms": (until_s - since_s) * 1000,
             "receive_ms": (updates[-1][2] - updates[0][1]) * 1000,
-            "calls": client.calls,
+            "calls": calls,
         }

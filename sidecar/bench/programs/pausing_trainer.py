@@ -12,17 +12,12 @@ from trainer_agent.agent import TrainerAgent
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
 
-# vLLM's engines may load for long.
-BOOT_S: Final = 600.0
+_BOOT_S: Final = 600.0  # vLLM's engines may load for long
 _IDLE_LOOK_S: Final = 0.05
 
 
 class PausingTrainer:
-    """Pauses and resumes a group, and measures that.
-
-    Attributes:
-        hello: the process's first answer, with the engines' URLs.
-    """
+    """Pauses and resumes a group, and measures that."""
 
     def __init__(self, agent: TrainerAgent, group: str, endpoints: list[str]) -> None:
         self.hello = {"endpoints": endpoints}
@@ -49,11 +44,9 @@ class PausingTrainer:
         return {"cpu_s": status.cpu_s, "rss_bytes": status.rss_bytes}
 
     async def idle(self, since_s: float) -> None:
-        """Waits until all engine cores of the group have become idle after a moment.
+        """Waits until all engine cores of the group have become idle since a moment.
 
-        Args:
-            since_s: the moment, in seconds on ``time.monotonic()``'s clock. A core that was idle
-                before may not have begun the work that is waited for.
+        A core that was idle before may not have begun the work that is waited for.
         """
         while True:
             [shown] = [s for s in (await self._agent.status()).groups if s.name == self._group]
@@ -66,14 +59,7 @@ class PausingTrainer:
 async def pausing_trainer(
     stack: AsyncExitStack, broker: str, group: str, engines: int
 ) -> PausingTrainer:
-    """Makes a trainer that owns a group, when all its engines have joined.
-
-    Args:
-        stack: ends the trainer.
-        broker: the broker's address.
-        group: the group.
-        engines: how many engines the group has.
-    """
+    """Makes a trainer that owns a group, when all its engines have joined."""
     agent = await stack.enter_async_context(TrainerAgent(broker, group=group))
-    views = await agent.wait_for_engines(engines, timeout_s=BOOT_S)
+    views = await agent.wait_for_engines(engines, timeout_s=_BOOT_S)
     return PausingTrainer(agent, group, [view.endpoint for view in views])

@@ -58,109 +58,13 @@ class Wave(msgspec.Struct):
     engines: dict[int, str] = {}
 
     def note(self, stream: int, engine: str) -> None:
-        """Records that a token of a stream has come now.
-
-        Args:
-            stream: the stream's number.
-            engine: the name of the engine that has sent the token.
-        """
+        """Records that a token of a stream has come now from an engine."""
         before = self.engines.get(stream)
         if before is None:
             self.first_s.append(time.monotonic())
         elif before != engine:
             self.seams.append((before, time.monotonic()))
         self.engines[stream] = engine
-
-
-async def ask(
-    asks: RolloutClient | aiohttp.ClientSession, wave: Wave, stream: int, prompt: list[int]
-) -> list[int]:
-    """Sends one request, and returns the tokens of its answer.
-
-    Args:
-        asks: what sends the request: the rollout client, or aiohttp alone, which parses the answer
-            in the same way but does not check it.
-        wave: the wave that the request is a part of.
-        stream: the stream's number.
-        prompt: token ids.
-    """
-    sampling: dict[str, Any] = {"max_tokens": wave.tokens, "ignore_eos": True, "logprobs": 0}
-    session = f"{wave.name}-{stream}"
-    if isinstance(asks, RolloutClient):
-        on_delta = (lambda delta: wave.note(stream, delta.engine)) if wave.timed else None
-        done = await asks.generate(prompt, sampling, session_id=session, on_delta=on_delta)
-        return list(done.choices[0].token_ids)
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    body = {"token_ids": prompt, "sampling_params": sampling, "stream": True}
-    async with asks.post(
-        wave.urls[stream % len(wave.urls)] + GENERATE,
-        data=msgspec.json.encode(body),
-        headers={"Content-Type": "application/json", "X-Session-ID": session},
-        raise_for_status=True,
-    ) as response:
-        events = EventStream()
-        async for chunk in response.content.iter_any():
-            for data in events.feed(chunk):
-                for piece in () if data.startswith(END) else DECODER.decode(data).choices or ():
-                    tokens += piece.token_ids or ()
-                    if piece.logprobs:
-                        logprobs += [each.logprob for each in piece.logprobs.content]
-                    if wave.timed:
-                        wave.note(stream, "")
-    return tokens
-
-
-async def run(asks: RolloutClient | aiohttp.ClientSession, wave: Wave) -> dict[str, object]:
-    """Runs one wave, and returns its times.
-
-    Args:
-        asks: what sends the requests.
-        wave: the wave.
-
-    Returns:
-        ``tokens``: how many came; ``wall_s`` and ``cpu_s``: the time and this process's CPU time;
-            ``ttft_ms``: each stream's time to its first token; ``live`` and ``rss_mb``: how many
-            streams were open, and this process's memory at that moment; ``seams``: as in
-            :class:`Wave`.
-    """
-
-    async def one(stream: int) -> int:
-        drawn = random.Random(f"{wave.name} {stream}")  # noqa: S311 - no secret
-        prompt = drawn.choices(_IDS, k=_PROMPT_TOKENS)
-        count = 0
-        for _ in range(wave.turns):
-            tokens = await ask(asks, wave, stream, prompt)
-            count += len(tokens)
-            prompt = [*prompt, *tokens, *drawn.choices(_IDS, k=_NEW_TOKENS)]
-        return count
-
-    begun_s, cpu_s = time.monotonic(), time.process_time()
-    streams = [asyncio.create_task(one(stream)) for stream in range(wave.streams)]
-    while wave.until_live and len(wave.first_s) < wave.streams:
-        done, _ = await asyncio.wait(streams, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
-        for each in done:
-            each.result()  # raises what ended it
-    live, rss_mb = sum(not each.done() for each in streams), _rss_mb()
-    for each in streams if wave.until_live else ():
-        each.cancel()
-    counts = await asyncio.gather(*streams, return_exceptions=wave.until_live)
-    if isinstance(asks, RolloutClient):
-        for stream in range(wave.streams):
-            asks.finish_session(f"{wave.name}-{stream}")
-    return {
-        "tokens": sum(each for each in counts if isinstance(each, int)),
-        "wall_s": time.monotonic() - begun_s,
-        "cpu_s": time.process_time() - cpu_s,
-        "ttft_ms": [(each - begun_s) * 1000 for each in wave.first_s],
-        "live": live,
-        "rss_mb": rss_mb,
-        "seams": wave.seams,
-    }
-
-
-def _rss_mb() -> float:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES / 1e6
 
 
 class RolloutAsking:
@@ -170,26 +74,92 @@ class RolloutAsking:
         self._asks = asks
 
     async def run(self, wave: dict[str, Any]) -> dict[str, object]:
-        """Runs one wave; returns what :func:`run` returns.
+        """Runs a wave, of which ``wave`` has the fields, and returns its times.
 
-        Args:
-            wave: the fields of a :class:`Wave`.
+        Returns:
+            ``tokens``: how many came; ``wall_s`` and ``cpu_s``: the time and this process's CPU
+                time; ``ttft_ms``: each stream's time to its first token; ``live`` and ``rss_mb``:
+                how many streams were open, and this process's memory at that moment; ``seams``: as
+                in :class:`Wave`.
         """
-        return await run(self._asks, msgspec.convert(wave, Wave))
+        this = msgspec.convert(wave, Wave)
+        begun_s, cpu_s = time.monotonic(), time.process_time()
+        streams = [asyncio.create_task(self._stream(this, each)) for each in range(this.streams)]
+        while this.until_live and len(this.first_s) < this.streams:
+            done, _ = await asyncio.wait(streams, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
+            for each in done:
+                each.result()  # raises what ended it
+        live, rss_mb = sum(not each.done() for each in streams), _rss_mb()
+        for each in streams if this.until_live else ():
+            each.cancel()
+        counts = await asyncio.gather(*streams, return_exceptions=this.until_live)
+        if isinstance(self._asks, RolloutClient):
+            for stream in range(this.streams):
+                self._asks.finish_session(f"{this.name}-{stream}")
+        return {
+            "tokens": sum(each for each in counts if isinstance(each, int)),
+            "wall_s": time.monotonic() - begun_s,
+            "cpu_s": time.process_time() - cpu_s,
+            "ttft_ms": [(each - begun_s) * 1000 for each in this.first_s],
+            "live": live,
+            "rss_mb": rss_mb,
+            "seams": this.seams,
+        }
+
+    async def _stream(self, wave: Wave, stream: int) -> int:
+        """Sends the requests of one stream, and returns how many tokens came."""
+        drawn = random.Random(f"{wave.name} {stream}")  # noqa: S311 - no secret
+        prompt = drawn.choices(_IDS, k=_PROMPT_TOKENS)
+        count = 0
+        for _ in range(wave.turns):
+            tokens = await self._ask(wave, stream, prompt)
+            count += len(tokens)
+            prompt = [*prompt, *tokens, *drawn.choices(_IDS, k=_NEW_TOKENS)]
+        return count
+
+    async def _ask(self, wave: Wave, stream: int, prompt: list[int]) -> list[int]:
+        """Sends one request, and returns the tokens of its answer.
+
+        aiohttp alone parses the answer as the rollout client does, but does not check it.
+        """
+        sampling: dict[str, Any] = {"max_tokens": wave.tokens, "ignore_eos": True, "logprobs": 0}
+        session = f"{wave.name}-{stream}"
+        if isinstance(self._asks, RolloutClient):
+            on_delta = (lambda delta: wave.note(stream, delta.engine)) if wave.timed else None
+            done = await self._asks.generate(
+                prompt, sampling, session_id=session, on_delta=on_delta
+            )
+            return list(done.choices[0].token_ids)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        body = {"token_ids": prompt, "sampling_params": sampling, "stream": True}
+        async with self._asks.post(
+            wave.urls[stream % len(wave.urls)] + GENERATE,
+            data=msgspec.json.encode(body),
+            headers={"Content-Type": "application/json", "X-Session-ID": session},
+            raise_for_status=True,
+        ) as response:
+            events = EventStream()
+            async for chunk in response.content.iter_any():
+                for data in events.feed(chunk):
+                    for piece in () if data.startswith(END) else DECODER.decode(data).choices or ():
+                        tokens += piece.token_ids or ()
+                        if piece.logprobs:
+                            logprobs += [each.logprob for each in piece.logprobs.content]
+                        if wave.timed:
+                            wave.note(stream, "")
+        return tokens
+
+
+def _rss_mb() -> float:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES / 1e6
 
 
 async def rollout_asking(stack: AsyncExitStack, broker: str, group: str) -> RolloutAsking:
-    """Makes what sends requests: the rollout client or, without a broker, aiohttp alone.
-
-    Args:
-        stack: ends the client.
-        broker: the broker's address; empty: aiohttp alone.
-        group: the group of the engines.
-    """
+    """Makes what sends requests: the rollout client or, without a broker, aiohttp alone."""
     bus.log.configure(level="warning", json=True)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-    timeout = aiohttp.ClientTimeout(total=None)
     if broker:
         return RolloutAsking(await stack.enter_async_context(RolloutClient(broker, group=group)))
-    session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
     return RolloutAsking(await stack.enter_async_context(session))

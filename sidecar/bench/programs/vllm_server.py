@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import bus.log
 from bus.vllm_payloads import is_loaded_on_receipt
+from sidecar.bench.programs.call_times import CallTimes
 from sidecar.sidecar import Sidecar
 from sidecar.supervision.server import SupervisedServer
 from sidecar.vllm.connection_http import HttpConnection
@@ -26,58 +26,31 @@ _OURS: Final = "sidecar.vllm.plugin"
 
 
 class TimedConnection(HttpConnection):
-    """A sidecar's connection to a vLLM server that records the times of its HTTP posts.
-
-    Attributes:
-        calls: name, begin and end of each call, in seconds on ``time.monotonic()``'s clock, which
-            all processes of a host share.
-    """
+    """A sidecar's connection to a vLLM server that records the times of its HTTP posts."""
 
     def __init__(self, server: SupervisedServer) -> None:
         super().__init__(server=server, ready_timeout_s=_BOOT_S)
-        self.calls: list[tuple[str, float, float]] = []
+        self.hello: dict[str, Any] = {}
+        self._calls = CallTimes()
+        self.taken_calls = self._calls.take
 
     async def post(
         self, path: str, body: Any = None, *, query: dict[str, str] | None = None
     ) -> dict[str, Any]:
         """Sends one POST request, and records the call; see :meth:`VllmHttpClient.post`."""
-        since_s = time.monotonic()
-        try:
+        with self._calls.record(called(path, body)):
             return await super().post(path, body, query=query)
-        finally:
-            self.calls.append((called(path, body), since_s, time.monotonic()))
-
-
-class TimedVllmEngine:
-    """The adapter of a vLLM server, and the calls that its sidecar makes.
-
-    Attributes:
-        hello: the process's first answer.
-        adapter: the adapter, for the sidecar.
-    """
-
-    def __init__(self, server: SupervisedServer) -> None:
-        self.hello: dict[str, Any] = {}
-        self._timed = TimedConnection(server)
-        self.adapter = VllmAdapter(self._timed)
-
-    def taken_calls(self) -> list[tuple[str, float, float]]:
-        """Returns the calls recorded since this method was last called."""
-        taken, self._timed.calls = self._timed.calls, []
-        return taken
 
     async def swap_ms(self) -> float:
         """Returns how long the slowest worker could not step in the last swap, in ms."""
-        facts = await self._timed.ask(worker_rpc.ASK_LOADING)
+        facts = await self.ask(worker_rpc.ASK_LOADING)
         return max(float(each["swap_ms"]) for each in facts)
 
 
 def called(path: str, body: Any) -> str:
     """Returns the name under which a post to vLLM is recorded.
 
-    Args:
-        path: the route.
-        body: the request's body. An operation of the plugin is named by it, not by the route.
+    An operation of the plugin is named by the body, not by the route.
     """
     if path == "/update_weight_version":
         return "commit"
@@ -124,10 +97,10 @@ async def vllm_server(
         stack.push_async_callback(process.stop)
         return SimpleNamespace(hello={"url": await process.start()})
     name = server or f"engine-{group}"
-    engine = TimedVllmEngine(process)
+    connection = TimedConnection(process)
     sidecar = await stack.enter_async_context(
         Sidecar(
-            engine.adapter,
+            VllmAdapter(connection),
             broker=broker,
             group=group,
             name=name if dp_rank is None else f"{name}-{dp_rank}",
@@ -136,8 +109,8 @@ async def vllm_server(
     )
     await sidecar.joined()
     assert sidecar.info is not None
-    engine.hello = {"url": sidecar.info.endpoint}
-    return engine
+    connection.hello = {"url": sidecar.info.endpoint}
+    return connection
 
 
 def foreign_plugins() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,7 +15,7 @@ from vllm.plugins import load_general_plugins
 from sidecar.bench.programs.measured_agent import BOOT_S, MeasuredAgent, reported
 from sidecar.bench.programs.native import NativeUpdate
 from trainer_agent.agent import TrainerAgent
-from trainer_agent.demo.policy import Policy, PolicyConfig
+from trainer_agent.demo.policy import Policy, PolicyConfig, write_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,13 +64,7 @@ MODELS: Final = {
 
 
 def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns random weights of a model, scaled so that activations keep their size.
-
-    Args:
-        config: the model's sizes.
-        device: where to make the weights.
-        dtype: their dtype.
-    """
+    """Returns random weights of a model, scaled so that activations keep their size."""
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Policy(config).named_parameters()}
     generator = torch.Generator(device).manual_seed(7)
@@ -85,25 +78,8 @@ def random_weights(config: PolicyConfig, device: str, dtype: torch.dtype) -> dic
     }
 
 
-def write_config(config: PolicyConfig, folder: Path) -> None:
-    """Writes a model's ``config.json`` alone, for servers that draw random weights themselves.
-
-    Args:
-        config: the model's sizes.
-        folder: where to write the file; must not exist.
-    """
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
-
-
 class BusNative:
-    """Sends updates over the bus with vLLM's own trainer engine and worker engine.
-
-    Args:
-        agent: the trainer's agent.
-        info: what vLLM's trainer engine needs to start.
-        weights: the weights to send.
-    """
+    """Sends updates over the bus with vLLM's own trainer engine and worker engine."""
 
     def __init__(self, agent: TrainerAgent, info: Any, weights: dict[str, torch.Tensor]) -> None:
         self._agent = agent
@@ -112,7 +88,7 @@ class BusNative:
         )
 
     def update(self) -> dict[str, Any]:
-        """Makes one update; returns its begin, its end, and the times of :func:`reported`."""
+        """Makes one update, and returns its times."""
         since_s = time.monotonic()
         self._trainer.send_weights()
         return {"since_s": since_s, "until_s": time.monotonic(), **reported(self._agent)}
@@ -121,12 +97,7 @@ class BusNative:
 class VllmTrainer:
     """Sends a model to vLLM servers again and again, in several ways, without training it.
 
-    Args:
-        stack: ends the agents.
-        settings: as for :func:`vllm_trainer`.
-
-    Attributes:
-        hello: the process's first answer, with the model's size.
+    The settings are as for :func:`vllm_trainer`.
     """
 
     def __init__(self, stack: AsyncExitStack, settings: dict[str, Any]) -> None:
@@ -142,26 +113,17 @@ class VllmTrainer:
         self.hello = {"size_bytes": size_bytes, "tensors": len(self._weights)}
 
     async def open(self, urls: Sequence[str]) -> None:
-        """Opens all transports, and waits for the engines on the bus.
-
-        Args:
-            urls: the URLs of the servers without a bus.
-        """
+        """Opens all transports, also to servers without a bus; waits for the engines on the bus."""
         load_general_plugins()  # trainer engines of others come with them
         given = self._settings
         bus_device, groups, engine = given["bus_device"], given["groups"], given["native_engine"]
         self._sent = self._weights
         if bus_device:
             self._sent = {name: each.to(bus_device) for name, each in self._weights.items()}
+        options = {name: given[name] for name in ("backend", "chunk_bytes", "packed")}
         self._ours = await self._stack.enter_async_context(
             MeasuredAgent(
-                given["broker"],
-                group=groups["bus"],
-                name="ours",
-                backend=given["backend"],
-                chunk_bytes=given["chunk_bytes"],
-                packed=given["packed"],
-                device=bus_device,
+                given["broker"], group=groups["bus"], name="ours", device=bus_device, **options
             )
         )
         await self._ours.wait_for_engines(given["ranks"], timeout_s=BOOT_S)
@@ -183,7 +145,7 @@ class VllmTrainer:
             self._others["bus_native"] = await in_thread(BusNative, theirs, info, self._weights)
 
     async def update(self, way: str) -> dict[str, Any]:
-        """Makes one update; returns its times, in seconds on ``time.monotonic()``'s clock.
+        """Makes one update, and returns its times.
 
         Args:
             way: ``native``: vLLM's own, over HTTP; ``bus_native``: the bus, with vLLM's trainer
@@ -196,12 +158,7 @@ class VllmTrainer:
         return await self._ours.measured_update(self._sent, how=how, clear_cache=clear_cache)
 
     async def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        """Returns the tokens that this trainer's model continues a prompt with; on a CPU only.
-
-        Args:
-            prompt: token ids.
-            tokens: how many tokens to generate. Each is computed without a cache.
-        """
+        """Returns the tokens that this trainer's model continues a prompt with; on a CPU only."""
         return await anyio.to_thread.run_sync(self._greedy, prompt, tokens)
 
     def _greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:

@@ -69,7 +69,7 @@ def test_a_process_is_asked_by_method() -> None:
 
 def test_every_program_stands_in_the_module_of_its_name() -> None:
     """As processes of the benches look for it; other modules there are parts of programs."""
-    parts = {"__main__", "ipc", "measured_agent", "native"}
+    parts = {"__main__", "call_times", "ipc", "measured_agent", "native"}
     for each in pkgutil.iter_modules(programs.__path__):
         needs_vllm = each.name == "vllm_trainer"
         if each.name not in parts and not (needs_vllm and find_spec("vllm") is None):

@@ -9,7 +9,9 @@ import pytest
 from bus.errors import WavebusError
 from bus.protocol.engine.calls import CallLoad
 from tests.unit.bus._scene import Scene
-from trainer_agent.demo.chaos import HEARTBEAT_MS, Chaos, ChaosOptions, out_of_service
+from trainer_agent.demo.chaos import Chaos, out_of_service
+from trainer_agent.demo.plan import DemoPlan
+from trainer_agent.demo.processes import HEARTBEAT_MS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +73,7 @@ def test_a_request_that_an_engine_in_service_has_ended_is_lost(tmp_path: Path) -
     (tmp_path / "00.journal").write_bytes(journal.data())
     ((since, until),) = [s for s in out_of_service(journal.entries())["e1"] if s[1] > begun_s]
     late_s = HEARTBEAT_MS / 1000
-    chaos = Chaos(ChaosOptions(tmp_path), print)
+    chaos = Chaos(DemoPlan(journal=tmp_path), print)
     excused = [
         ("e1", since + 1, since + 2),
         ("e1", since - 9, since - late_s / 2),  # ended before the broker heard why
@@ -82,9 +84,10 @@ def test_a_request_that_an_engine_in_service_has_ended_is_lost(tmp_path: Path) -
         ("e1", since - 9, since - 2 * late_s),
         ("e1", until + 1, until + 9),
     ]
-    chaos._aborted = [*excused, *lost]
+    counts = chaos.result.counts
+    counts.aborted = [*excused, *lost]
     chaos._judge_aborted()
-    assert chaos.result.requests_lost == sum(chaos.result.why_lost.values()) == len(lost)
+    assert counts.lost == counts.why_lost.total() == len(lost)
     assert not chaos.result.clean
 
 

