@@ -48,6 +48,9 @@ _RESUMES_AT_ONCE: Final = (
     "self.ignore_start_dp_wave = False\n"
     "    has_global_unfinished = ParallelConfig.has_unfinished_dp("
 )
+_WORKER_METHODS: Final = ("facts", "requests", "draft", "loading", "perform")
+# Engine cores answer these; workers do where the cores have no handler.
+_CORE_METHODS: Final = ("admission", "swap", "call_off", "run", "clear_caches")
 _PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
 
 # From vLLM's own method outwards. A class's methods are wrapped after those that it inherits.
@@ -106,19 +109,7 @@ _SEAMS: Final = (
                     f"wavebus_{name}",
                     Ref(f"{PLUGIN}.worker_rpc:{name}"),
                 )
-                for name in (
-                    "facts",
-                    "requests",
-                    "draft",
-                    "loading",
-                    "perform",
-                    # Engine cores answer these; workers do where the cores have no handler.
-                    "admission",
-                    "swap",
-                    "call_off",
-                    "run",
-                    "clear_caches",
-                )
+                for name in (*_WORKER_METHODS, *_CORE_METHODS)
             ),
             (f"{WORKER_MODULE}:WorkerWrapperBase", "__str__", Ref(f"{PLUGIN}.worker_rpc:presence")),
         ),
