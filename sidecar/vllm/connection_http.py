@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -48,11 +49,6 @@ REQUEST_IDS_S: Final = 1.0
 _ASK_EVERY_S: Final = 0.5
 # How often a start logs that it waits for the server.
 _WARN_EVERY_S: Final = 10.0
-OK: Final = 200
-NOT_FOUND: Final = 404
-SERVER_ERROR: Final = 500
-UNAVAILABLE: Final = 503
-BAD_BODY: Final = (400, 422)
 
 _GENERATE: Final = "/inference/v1/generate"
 
@@ -114,7 +110,7 @@ class VllmHttpClient:
             EngineDead: the connection was refused or broke.
         """
         async with self._response(method, path, body=body) as response:
-            if response.status >= SERVER_ERROR:
+            if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 self._on_failure()
             return response.status, await response.text()
 
@@ -139,14 +135,14 @@ class VllmHttpClient:
         ``/health`` shows whether the engine is dead. The answer's text can't: it differs between
         releases of vLLM, and newer ones (0.33) hide the cause from clients.
         """
-        if status == NOT_FOUND:
+        if status == HTTPStatus.NOT_FOUND:
             return EngineError(
                 f"the server has no {path}: start the server with VLLM_SERVER_DEV_MODE=1 "
                 "(it brings the RL routes), bound to 127.0.0.1"
             )
         if find_failure(text) is not None:
             return engine_error(text)
-        if status >= SERVER_ERROR and await self._is_dead():
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR and await self._is_dead():
             return EngineDead(f"{path}: the server's engine is dead")
         return EngineError(f"{path} answered {status}: {text[:2000]}")
 
@@ -176,6 +172,35 @@ class VllmHttpClient:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise EngineDead(f"{self._url}{path}: {error or type(error).__name__}") from error
 
+    async def wait_until_healthy(self, limit_s: float) -> None:
+        """Waits until the server's ``/health`` reports that it can take requests.
+
+        Args:
+            limit_s: time limit in seconds. The log names the server every 10 s meanwhile.
+
+        Raises:
+            EngineError: the server is not healthy in time.
+        """
+        last = "nothing was heard"
+        warn_s = 0.0
+        with anyio.move_on_after(limit_s):
+            while True:
+                try:
+                    status = await self._health()
+                except aiohttp.ClientConnectorError as error:
+                    last = error.os_error.strerror or str(error)
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    last = str(error) or type(error).__name__
+                else:
+                    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                        return
+                    last = f"/health answers {status}"
+                if anyio.current_time() >= warn_s:
+                    warn_s = anyio.current_time() + _WARN_EVERY_S
+                    bus.log.logger().warning("engine_not_healthy", url=self._url, detail=last)
+                await anyio.sleep(_ASK_EVERY_S)
+        raise EngineError(f"no healthy server at {self._url} within {limit_s:g} s: {last}")
+
     async def _health(self) -> int:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
         async with (
@@ -187,7 +212,7 @@ class VllmHttpClient:
     async def _is_dead(self) -> bool:
         """Returns whether the server reports a dead engine, or does not listen any more."""
         try:
-            return await self._health() == UNAVAILABLE
+            return await self._health() == HTTPStatus.SERVICE_UNAVAILABLE
         except TimeoutError:
             return False
         except aiohttp.ClientConnectionError:
@@ -284,7 +309,7 @@ class HttpConnection(VllmHttpClient):
         if self.server is not None:
             await self.server.start()
         try:
-            await wait_until_healthy(self._health, self._url, self._ready_timeout_s)
+            await self.wait_until_healthy(self._ready_timeout_s)
         except BaseException:
             await self.close_sessions()
             raise
@@ -327,7 +352,7 @@ class HttpConnection(VllmHttpClient):
                 refusals = 0
             else:
                 refusals = 0
-                if status == UNAVAILABLE:
+                if status == HTTPStatus.SERVICE_UNAVAILABLE:
                     return f"the server at {self._url} says that its engine is dead (/health 503)"
             await anyio.sleep(HEALTH_PERIOD_S)
 
@@ -351,7 +376,7 @@ class HttpConnection(VllmHttpClient):
         """
         await self._gauges()
         status, _ = await self.status_of("POST", _GENERATE, {})  # an empty body is refused
-        return status in BAD_BODY
+        return status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
 
     async def endpoint(self) -> str:
         """Returns the URL for clients."""
@@ -425,7 +450,7 @@ class HttpConnection(VllmHttpClient):
             return False
         for path in ("/reset_mm_cache", "/reset_encoder_cache"):
             status, text = await self.status_of("POST", path)
-            if status != OK:
+            if status != HTTPStatus.OK:
                 raise EngineError(f"{path} answered {status}: {text[:256]}")
         return True
 
@@ -452,48 +477,6 @@ class HttpConnection(VllmHttpClient):
         return ProbeResult(tuple(choice["token_ids"]), tuple(logprobs))
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Calls a method of the workers or the core, by vLLM's ``collective_rpc``.
-
-        Args:
-            method: the method's name.
-            kwargs: its arguments.
-
-        Returns:
-            A list with each worker's answer; for methods that the core answers, with the core's.
-        """
+        """Calls a method of the workers or the core; see :meth:`WorkerConnection.ask`."""
         body = {"method": method, "kwargs": kwargs or {}}
         return (await self.post("/collective_rpc", body)).get("results")
-
-
-async def wait_until_healthy(
-    health: Callable[[], Awaitable[int]], url: str, limit_s: float
-) -> None:
-    """Waits until a server's ``/health`` reports that the server can take requests.
-
-    Args:
-        health: sends a request to ``/health``, and returns the HTTP status.
-        url: the server's URL, which the log names every 10 s meanwhile.
-        limit_s: time limit in seconds.
-
-    Raises:
-        EngineError: the server is not healthy in time.
-    """
-    last = "nothing was heard"
-    warn_s = 0.0
-    with anyio.move_on_after(limit_s):
-        while True:
-            try:
-                status = await health()
-            except aiohttp.ClientConnectorError as error:
-                last = error.os_error.strerror or str(error)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                last = str(error) or type(error).__name__
-            else:
-                if status < SERVER_ERROR:
-                    return
-                last = f"/health answers {status}"
-            if anyio.current_time() >= warn_s:
-                warn_s = anyio.current_time() + _WARN_EVERY_S
-                bus.log.logger().warning("engine_not_healthy", url=url, detail=last)
-            await anyio.sleep(_ASK_EVERY_S)
-    raise EngineError(f"no healthy server at {url} within {limit_s:g} s: {last}")

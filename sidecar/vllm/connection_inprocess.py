@@ -65,10 +65,7 @@ class InProcessConnection:
             await self._routes.close()
 
     async def died(self, on_look: Callable[[], None]) -> str:
-        """Waits until the engine core is dead, and returns that as a text.
-
-        ``on_look`` is called before each check.
-        """
+        """Waits until the engine core is dead; ``on_look`` is called before each check."""
         while not self._llm.errored:  # vLLM has a flag for this, but no event
             on_look()
             await anyio.sleep(DEATH_CHECK_S)
@@ -99,11 +96,7 @@ class InProcessConnection:
         return await self._routes.start() if self._routes is not None else ""
 
     async def in_flight(self, seen: int | None) -> int:  # noqa: ARG002 - this count is exact
-        """Returns how many requests the ``AsyncLLM`` has.
-
-        Args:
-            seen: ignored; :class:`HttpConnection` needs it.
-        """
+        """Returns how many requests the ``AsyncLLM`` has."""
         return len(self._llm.output_processor.request_states)
 
     async def request_ids(self) -> tuple[str, ...]:
@@ -146,11 +139,7 @@ class InProcessConnection:
         return len(requests)
 
     async def reset_caches(self) -> bool:
-        """Drops all caches by vLLM's own methods.
-
-        Returns:
-            False if some of the prefix cache is in use; the other caches are kept then, too.
-        """
+        """Drops all caches by vLLM's own methods; see :meth:`HttpConnection.reset_caches`."""
         if not await _call(self._llm.reset_prefix_cache(reset_running_requests=True)):
             return False
         await _call(self._llm.reset_mm_cache())
@@ -160,10 +149,7 @@ class InProcessConnection:
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], max_tokens: int, salt: str
     ) -> ProbeResult:
-        """Runs one probe: a request with greedy sampling that ignores end-of-sequence tokens.
-
-        The cores recognise a probe by its ``request_id``. ``salt`` is that of the prefix cache.
-        """
+        """Runs one probe of a canary; see :meth:`HttpConnection.generate`."""
         result: ProbeResult = await _call(self._generate(request_id, prompt, max_tokens, salt))
         return result
 
@@ -185,24 +171,11 @@ class InProcessConnection:
         return ProbeResult(tokens, tuple(float(step[token].logprob) for step, token in steps))
 
     async def ask(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Calls a method of the workers or the core, by vLLM's ``collective_rpc``.
-
-        Args:
-            method: the method's name.
-            kwargs: its arguments.
-
-        Returns:
-            A list with each worker's answer; for methods that the core answers, with the core's.
-        """
+        """Calls a method of the workers or the core; see :meth:`WorkerConnection.ask`."""
         return await _call(self._llm.collective_rpc(method, kwargs=kwargs or {}))
 
     async def open_adapter(self, name: str, params: bytes) -> None:  # noqa: ARG002 - any name will do
-        """Remembers the folder of a LoRA adapter, for :meth:`load_adapter`.
-
-        Args:
-            name: the adapter's name.
-            params: names the folder, as the sender encoded it.
-        """
+        """Remembers the folder of a LoRA adapter, which ``params`` names."""
         self._adapter_path = adapter_path(params)
 
     async def load_adapter(self, name: str) -> None:
@@ -214,7 +187,7 @@ class InProcessConnection:
         self.loaded[name] = LoRARequest(*arguments)
 
     async def drop_adapter(self, name: str) -> None:
-        """Removes from :attr:`loaded` what :meth:`load_adapter` put there, to undo an update."""
+        """Undoes :meth:`load_adapter` here; the workers have undone it already."""
         self.loaded.pop(name, None)
 
 

@@ -6,9 +6,8 @@ of their weights.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -17,16 +16,14 @@ from bus.errors import EngineError
 from bus.vllm_payloads import native_name
 from bus.weight_transfer.registry import receiver_backends
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader
-from sidecar.shared_pages.pause_lease import (
-    LeaseOutcome,
-    PauseLeasePage,
-    lease_path,
-)
+from sidecar.shared_pages.pause_lease import LeaseOutcome, PauseLeasePage, is_alive, lease_path
 from sidecar.shared_pages.two_slot_page import NoPage
 from sidecar.vllm.plugin import environment
 from sidecar.vllm.plugin.compat import BACKEND
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sidecar.engine import EngineInfo
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, OutcomeState, PauseLease
@@ -171,7 +168,7 @@ class CoreLink:
 
     def check_coordinator(self) -> None:
         """Logs an error, once, if the DP coordinator that this rank started is gone."""
-        if self._coordinator_pid and not _alive(self._coordinator_pid):
+        if self._coordinator_pid and not is_alive(self._coordinator_pid):
             self._log.error(
                 "dp_coordinator_died",
                 pid=self._coordinator_pid,
@@ -181,7 +178,7 @@ class CoreLink:
             self._coordinator_pid = 0
 
 
-def check_ranks(who: str, *, hybrid: bool, elastic: bool) -> None:
+def check_ranks(who: str, parallel: Mapping[str, Any]) -> None:
     """Refuses a vLLM whose data parallel ranks the bus can't pause one by one.
 
     One sidecar drives one rank, or one engine with all its ranks, and their number must stay the
@@ -189,20 +186,17 @@ def check_ranks(who: str, *, hybrid: bool, elastic: bool) -> None:
 
     Args:
         who: the engine, in words.
-        hybrid: whether it was booted with ``data_parallel_hybrid_lb``: several of the DP group's
-            ranks, but not all, are behind one server.
-        elastic: whether it was booted with ``enable_elastic_ep``: ranks may join and leave while it
-            serves.
+        parallel: the fields of vLLM's ``ParallelConfig``.
 
     Raises:
         EngineError: says what was found, and how to boot instead.
     """
-    if hybrid:
+    if parallel.get("data_parallel_hybrid_lb"):
         raise EngineError(
             f"{who} has --data-parallel-hybrid-lb, which puts several ranks of a DP group behind "
             "one engine: start it with --data-parallel-external-lb, with one sidecar per rank"
         )
-    if elastic:
+    if parallel.get("enable_elastic_ep"):
         raise EngineError(
             f"{who} has --enable-elastic-ep, with which ranks join and leave a DP group while it "
             "serves. The bus pauses and updates a fixed set of ranks: start it without "
@@ -224,16 +218,6 @@ def _refuse_uncoordinated(facts: WorkerFacts, info: EngineInfo) -> None:
             "there is nothing to coordinate. Give --data-parallel-size and "
             "--data-parallel-external-lb, or leave --dp-coordinator out"
         )
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def parse_version(text: str) -> int:

@@ -19,7 +19,7 @@ from bus.vllm_versions import require_supported, untested_reason
 from sidecar.engine import START_ANSWER_S, EngineInfo, answers_within
 from sidecar.vllm.admission import AdmissionControl
 from sidecar.vllm.core_state import CoreLink, check_ranks, driven_backends, parse_version
-from sidecar.vllm.plugin import worker_rpc
+from sidecar.vllm.plugin import operations, worker_rpc
 from sidecar.vllm.plugin.compat import check_backend
 from sidecar.vllm.worker_client import WorkerClient
 
@@ -78,11 +78,7 @@ class VllmAdapter(WorkerClient):
         present = await self._vllm.ask(worker_rpc.ASK_PRESENCE)
         worker_rpc.check_drives(present, backend, name)
         parallel = config["parallel_config"]
-        check_ranks(
-            name,
-            hybrid=bool(parallel.get("data_parallel_hybrid_lb")),
-            elastic=bool(parallel.get("enable_elastic_ep")),
-        )
+        check_ranks(name, parallel)
         # Behind an internal load balancer one client pauses all ranks: a DP group of one.
         external = bool(parallel["data_parallel_external_lb"])
         dp_size = int(parallel["data_parallel_size"])
@@ -118,7 +114,7 @@ class VllmAdapter(WorkerClient):
 
     async def close(self) -> None:
         """Closes the connection and the workers' staging channels."""
-        self._close_channels()
+        self._channels.close()
         await self._vllm.close()
 
     async def died(self) -> str:
@@ -198,9 +194,10 @@ class VllmAdapter(WorkerClient):
         """Makes the workers free memory, by their own sleep method.
 
         vLLM's sleep call is not used: it pauses a second time, and a rank then waits for the other
-        ranks' sleep. Staged weights are released first.
+        ranks' sleep. Staged weights are released first, because a sleep must free their memory.
         """
-        await self._release_staging()
+        if self._has_channels:
+            await self._perform(operations.ReleaseStaging())
         await self._vllm.ask("sleep", {"level": level})
 
     async def wake_weights(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import EngineError
 from bus.keys import API_KEY_VARIABLE
@@ -15,29 +16,13 @@ from bus.weight_transfer.formats import SHM_FOLDER, decode
 from sidecar.vllm.worker_client import engine_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable
 
 LOAD: Final = "/v1/load_lora_adapter"
 UNLOAD: Final = "/v1/unload_lora_adapter"
 MODELS: Final = "/v1/models"
 SWITCH: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-_OK: Final = 200
-_UNAUTHORIZED: Final = 401
-_NOT_FOUND: Final = 404
 _LARGEST_ID: Final = 2**31 - 1
-
-
-class StatusOf(Protocol):
-    """A function that calls a route of the server, as :meth:`VllmHttpClient.status_of` does."""
-
-    def __call__(self, method: str, path: str, body: Any = None) -> Awaitable[tuple[int, str]]:
-        """Sends a request; returns the status and the text of the answer.
-
-        Args:
-            method: the HTTP method.
-            path: the route.
-            body: the request's body, sent as JSON.
-        """
 
 
 def adapter_path(params: bytes) -> str:
@@ -58,11 +43,11 @@ class AdapterRoutes:
     """Makes one API server load LoRA adapters, one at a time, through its routes.
 
     Args:
-        status_of: sends a request to the server.
+        status_of: sends a request to the server, as ``VllmHttpClient.status_of`` does.
         url: the server's URL, for errors.
     """
 
-    def __init__(self, status_of: StatusOf, url: str) -> None:
+    def __init__(self, status_of: Callable[..., Awaitable[tuple[int, str]]], url: str) -> None:
         self._status_of = status_of
         self._url = url
         self._path = ""
@@ -81,17 +66,17 @@ class AdapterRoutes:
         """
         # vLLM refuses a request without a name; if it lacks the route, it answers 404 instead.
         status, text = await self._status_of("POST", LOAD, {"lora_name": "", "lora_path": ""})
-        if status in (_NOT_FOUND, _UNAUTHORIZED):
+        if status in (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED):
             why = (
                 f"start it with {SWITCH}=1"
-                if status == _NOT_FOUND
+                if status == HTTPStatus.NOT_FOUND
                 else f"the server's API key covers it: give the sidecar the same {API_KEY_VARIABLE}"
             )
             raise EngineError(
                 f"{self._url}{LOAD} answers {status}: {why}", code=NackCode.BACKEND_MISSING
             )
         status, text = await self._status_of("GET", MODELS)
-        if status != _OK:
+        if status != HTTPStatus.OK:
             raise EngineError(f"{self._url}{MODELS} answers {status}: {text[:2000]}")
         cards = {card["id"]: card.get("parent") for card in json.loads(text)["data"]}
         if name in cards and cards[name] is None:
@@ -111,9 +96,9 @@ class AdapterRoutes:
     async def drop(self, name: str) -> None:
         """Undoes :meth:`load`: removes the adapter's name, unless the server had it before."""
         if not self._known:
-            await self._post(UNLOAD, {"lora_name": name}, but=_NOT_FOUND)
+            await self._post(UNLOAD, {"lora_name": name}, but=HTTPStatus.NOT_FOUND)
 
-    async def _post(self, path: str, body: dict[str, Any], *, but: int = _OK) -> None:
+    async def _post(self, path: str, body: dict[str, Any], *, but: int = HTTPStatus.OK) -> None:
         status, text = await self._status_of("POST", path, body)
-        if status not in (_OK, but):
+        if status not in (HTTPStatus.OK, but):
             raise engine_error(f"{self._url}{path} answers {status}: {text[:2000]}")

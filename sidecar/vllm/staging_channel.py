@@ -79,7 +79,7 @@ class StagingChannels:
         for each in answers:
             answer = each.result()
             if isinstance(answer, WorkerFailure):
-                raise EngineError(answer.detail, code=answer.code, tensor=answer.tensor)
+                raise answer.to_error()
             done.append(answer)
         return done
 

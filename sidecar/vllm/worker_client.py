@@ -5,6 +5,7 @@ The sidecar's adapter of vLLM (:mod:`sidecar.vllm.engine`) inherits from the cla
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bus.errors import EngineError
@@ -99,10 +100,6 @@ class WorkerClient:
         # From here on the staging channels ignore an earlier sidecar.
         await self._open_channels(tuple(each.channel for each in workers))
         await self._perform(operations.ReleaseStaging())
-
-    def _close_channels(self) -> None:
-        """Closes the connections to the workers' staging channels."""
-        self._channels.close()
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
         """Connects all workers to the sender; returns how many chunks may be received ahead.
@@ -221,11 +218,6 @@ class WorkerClient:
         """Cancels a swap that waits for other ranks."""
         await self._connection.ask(worker_rpc.CALL_OFF, {})
 
-    async def _release_staging(self) -> None:
-        """Drops staged weights before a sleep, which must free their memory."""
-        if self._has_channels:
-            await self._perform(operations.ReleaseStaging())
-
     async def _settle(self) -> None:
         """Marks a LoRA adapter as being committed, so that a later sidecar keeps it."""
         if self._adapter:
@@ -233,15 +225,7 @@ class WorkerClient:
 
     @property
     def _has_channels(self) -> bool:
-        return self._is_one_core and bool(len(self._channels)) and not self._no_channels_reason
-
-    def _unstageable_reason(self) -> str:
-        """Returns why this engine can't stage updates; empty if it can."""
-        if self._cannot_stage:
-            return self._cannot_stage
-        if not self._is_one_core:
-            return "it has several cores behind one client"
-        return self._no_channels_reason
+        return bool(len(self._channels)) and not self._no_channels_reason
 
     async def _arm_for(
         self, staging: Staging | None, arm: operations.ArmManifest, digest: str
@@ -253,12 +237,13 @@ class WorkerClient:
         if staging is None:
             await self._perform(arm)
             return StagingCapacity()
-        why_not = self._unstageable_reason()
-        if why_not:
+        if why_not := self._cannot_stage or self._no_channels_reason:
             await self._perform(arm)
             return StagingCapacity(why_not=why_not)
-        room = await self._rearm(digest, staging) if digest else None
-        return await self._arm(arm) if room is None else room
+        if digest:
+            with contextlib.suppress(EngineError):  # workers that need the whole manifest
+                return _room(await self._channels.perform(operations.Rearm(digest, staging)))
+        return await self._arm(arm)
 
     async def _arm(self, arm: operations.ArmManifest) -> StagingCapacity:
         """Arms by the staging channel where possible, else through the core.
@@ -274,18 +259,11 @@ class WorkerClient:
                     raise
         return _room(await self._perform(arm))
 
-    async def _rearm(self, digest: str, staging: Staging) -> StagingCapacity | None:
-        """Arms the manifest with this digest again; returns None if workers need the whole one."""
-        try:
-            return _room(await self._channels.perform(operations.Rearm(digest, staging)))
-        except EngineError:
-            return None
-
     async def _open_channels(self, names: tuple[str, ...]) -> None:
         self._no_channels_reason = ""
-        if not self._is_one_core:
-            return
         try:
+            if not self._is_one_core:
+                raise EngineError("it has several cores behind one client")
             if not all(names):
                 raise EngineError("its workers have no staging channels")
             await self._channels.open(names)
@@ -311,6 +289,4 @@ def engine_error(text: str) -> EngineError:
     tensor.
     """
     failure = operations.find_failure(text)
-    if failure is not None:
-        return EngineError(failure.detail, code=failure.code, tensor=failure.tensor)
-    return EngineError(text)
+    return EngineError(text) if failure is None else failure.to_error()

@@ -253,11 +253,11 @@ def test_shards_are_for_this_engine_alone(two: Two) -> None:
 def test_it_has_no_draft() -> None:
     """vLLM's engine plans for the model that it was made with."""
     from sidecar.vllm.plugin import operations  # noqa: PLC0415 - it needs vLLM
-    from sidecar.vllm.plugin.worker.native_engine import NativeUpdates, OriginalMethods  # noqa: PLC0415 - same
+    from sidecar.vllm.plugin.worker.native_engine import NativeUpdates  # noqa: PLC0415 - same
 
     updates = NativeUpdates.__new__(NativeUpdates)
     updates._opened, updates._name = True, "nccl_m2n"
-    updates._original = OriginalMethods(*(lambda *_: None,) * 6, takes_draft=False)
+    updates._engine = SimpleNamespace(supports_draft_weight_update=False)
     with pytest.raises(EngineError, match="does not update draft models") as refused:
         updates._arm(operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "draft", ()))
     assert refused.value.code is NackCode.DRAFT_MISSING

@@ -237,7 +237,6 @@ def test_only_the_update_that_was_armed_last_is_armed_again() -> None:
 
     _, engine = made()
     type(engine).wavebus_room = StagingCapacity(8)
-    engine._backend = "shm"
     engine._receiver.use("shm", ShmReceiver())
     first, then = (Staging(False, budget, keep=False, clear_cache=False) for budget in (0, 9))
     known = ArmedManifest(Manifest(("a",), ("float32",), ((2,),), (1,)))

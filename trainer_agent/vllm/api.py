@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from trainer_agent.vllm.source import BusWeightSource
     from trainer_agent.weights.source import Weights
 
+_RENDEZVOUS = ("master_address", "master_port", "world_size")
+
 
 class VllmApi:
     """Adds the methods for vLLM's trainer engines to :class:`trainer_agent.TrainerAgent`.
@@ -91,18 +93,27 @@ class VllmApi:
         init_info = await self._import("trainer_agent.vllm.init_info")
         if engine in vllm_payloads.SHARDING:
             make = functools.partial(init_info.native_info, engine, fields, rank=self.rank)
-            return await rendezvous_info(
-                engine,
-                make,
-                self._connection,
-                self._updates,
-                self._engine_session,
-                self.rank,
-                self.ranks,
-            )
+            return await self._info_of_all_ranks(engine, make)
         world = ALONE if self.rank else await self._engine_session.plan_native_world(engine)
         info = init_info.native_info(engine, fields, rank=self.rank, world=world)
         self._engine_session.packed_bytes = init_info.packed_bytes(engine, info)
+        return info
+
+    async def _info_of_all_ranks(self, engine: str, make: Callable[..., Any]) -> Any:
+        """Returns this rank's init info for a trainer engine of which every rank sends.
+
+        ``make`` makes the info from a world and, on the other ranks, from rank 0's rendezvous.
+        """
+        if self.rank:
+            with self._updates.as_follower() as number:
+                step = await wait_for_rank_zero(self._connection, number, "go")
+            elsewhere = World(0, 0, "", self.ranks)
+            return make(world=elsewhere, meeting=vllm_payloads.decode_info(step.meeting))
+        async with self._updates.with_all_ranks() as rank_zero:
+            info = make(world=await self._engine_session.plan_native_world(engine))
+            meeting = {name: getattr(info, name) for name in _RENDEZVOUS}
+            await rank_zero.share_rendezvous(vllm_payloads.encode_info(meeting))
+        self._engine_session.packed_bytes = None
         return info
 
     async def _import(self, module: str) -> Any:
@@ -172,43 +183,3 @@ class VllmApi:
             last = self._updates.last
             base = 0 if last is None else last.version
         return BusPatches(patches, base, self._engine_session.next_patch)
-
-
-_RENDEZVOUS = ("master_address", "master_port", "world_size")
-
-
-async def rendezvous_info(
-    engine: str,
-    make: Callable[..., Any],
-    connection: Connection,
-    updates: Updates,
-    session: TrainerEngineSession,
-    rank: int,
-    ranks: int,
-) -> Any:
-    """Returns each rank's init info of one communicator, for a trainer engine of all ranks.
-
-    Args:
-        engine: the trainer engine's name in vLLM.
-        make: makes the info from a world and, on the other ranks, from rank 0's rendezvous.
-        connection: the agent's connection.
-        updates: the agent's updates.
-        session: the agent's session.
-        rank: this rank of the trainer.
-        ranks: how many ranks the trainer has.
-
-    Raises:
-        UsageError: an engine was started with another worker engine, and is named.
-        Refused: on the other ranks, the error that rank 0 raised.
-    """
-    if rank:
-        with updates.as_follower() as number:
-            step = await wait_for_rank_zero(connection, number, "go")
-        elsewhere = World(0, 0, "", ranks)
-        return make(world=elsewhere, meeting=vllm_payloads.decode_info(step.meeting))
-    async with updates.with_all_ranks() as rank_zero:
-        info = make(world=await session.plan_native_world(engine))
-        meeting = {name: getattr(info, name) for name in _RENDEZVOUS}
-        await rank_zero.share_rendezvous(vllm_payloads.encode_info(meeting))
-    session.packed_bytes = None
-    return info

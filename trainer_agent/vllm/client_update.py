@@ -89,12 +89,13 @@ class ClientUpdate:
             WavebusError: the update has failed; this is its error.
         """
         with self._take_lock:
-            if self.failure is not None:
-                raise copy_of_error(self.failure)
+            self.raise_failure()
             pair = next(tensors, None)
             self.tensors_left -= pair is not None
             if self._awaited and self._tensors_sent >= self._awaited:
-                self._wake()
+                self._awaited = 0
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(self._reached.set)
             return pair
 
     async def wait_until_paused(self) -> None:
@@ -104,8 +105,7 @@ class ClientUpdate:
             WavebusError: the update has failed; this is its error.
         """
         await self.update.paused.wait()
-        if self.failure is not None:
-            raise copy_of_error(self.failure)
+        self.raise_failure()
 
     async def wait_until_taken(self, seq: int) -> None:
         """Waits until every tensor of a chunk was taken, or the update has failed.
@@ -118,8 +118,15 @@ class ClientUpdate:
         if self.failure is None and self._tensors_sent < self._awaited:
             await self._reached.wait()
         self._awaited = 0
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raises a copy of the update's error, if it has failed.
+
+        It is a copy because several tasks and threads may raise it.
+        """
         if self.failure is not None:
-            raise copy_of_error(self.failure)
+            raise refusal(nack_of(self.failure))
 
     def on_failed(self, error: BaseException) -> None:
         """Records the update's error, and wakes all tasks that wait for the update."""
@@ -131,11 +138,6 @@ class ClientUpdate:
     def _tensors_sent(self) -> int:
         return len(self.plan.metas) - self.tensors_left
 
-    def _wake(self) -> None:
-        self._awaited = 0
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._reached.set)
-
     def drain(self) -> None:
         """Reads the rest of the source, because the other ranks gather its tensors too."""
         if self._inner is None:
@@ -143,8 +145,3 @@ class ClientUpdate:
         with self._take_lock:
             for _ in iter(self._inner) if self._remaining is None else self._remaining:
                 pass
-
-
-def copy_of_error(error: BaseException) -> BaseException:
-    """Returns a copy of an error, so that several tasks and threads can raise it."""
-    return refusal(nack_of(error))

@@ -47,16 +47,6 @@ class NativeTransport:
     chunk_bytes: int | None
     opened_for: tuple[Any, ...] = ()
 
-    @property
-    def is_patching(self) -> bool:
-        """Whether all updates over this transport are patches."""
-        return vllm_payloads.is_patching(self.backend)
-
-    @property
-    def is_sharding(self) -> bool:
-        """Whether every rank of the trainer sends its own shards."""
-        return vllm_payloads.is_sharding(self.backend)
-
     def check(self, plan: UpdatePlan) -> None:
         """Checks that the plan has the tensors that the transport was opened for.
 
@@ -107,7 +97,10 @@ def engine_of_all(views: Sequence[EngineView]) -> str:
     Raises:
         UsageError: an engine has none, or they differ.
     """
-    found = {view.name: _native_of(view) for view in views}
+    found = {
+        view.name: next(filter(None, map(vllm_payloads.engine_of, view.backends)), "")
+        for view in views
+    }
     chosen = set(found.values())
     if len(chosen) == 1 and (only := chosen.pop()):
         return only
@@ -117,10 +110,6 @@ def engine_of_all(views: Sequence[EngineView]) -> str:
         f"all with the same: they were booted {text or 'nowhere, there are none'} "
         "(agent.init_info() leads to wavebus's own trainer engine, which needs no such)"
     )
-
-
-def _native_of(view: EngineView) -> str:
-    return next(filter(None, map(vllm_payloads.engine_of, view.backends)), "")
 
 
 def sender_count(engine: str, ranks: int) -> int:

@@ -6,7 +6,7 @@ dict's keys show for which worker engine it is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainer_agent.update.plan import UpdatePlan
-
-SUPPORTED: Final = (
-    "over the bus go those of worker engine 'wavebus', which agent.init_info() leads to"
-)
 
 
 class _InitInfo(msgspec.Struct, forbid_unknown_fields=True):
@@ -125,4 +121,7 @@ def _foreign(what: str, info: object, error: msgspec.ValidationError) -> UsageEr
         found = f"with {', '.join(sorted(map(str, info))) or 'nothing in it'}"
     else:
         found = f"a {type(info).__name__}"
-    return UsageError(f"{what} {found}: {SUPPORTED} ({error})")
+    return UsageError(
+        f"{what} {found}: over the bus go those of worker engine 'wavebus', which "
+        f"agent.init_info() leads to ({error})"
+    )

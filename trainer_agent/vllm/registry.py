@@ -20,6 +20,7 @@ _FEATURES: Final = {
     "sparse_nccl_trainer_engine": "let vLLM's sparse_nccl trainer engine send patches over the bus",
     "m2n_trainer_engine": "let vLLM's nccl_m2n trainer engine send shards over the bus",
 }
+_RENDEZVOUS: Final = ("master_address", "master_port", "world_size")
 _OF_A_SOURCE: Final = ("nccl_trainer_engine", "ipc_trainer_engine", "m2n_trainer_engine")
 
 REGISTRY: Final = Registry(
@@ -70,12 +71,7 @@ REGISTRY: Final = Registry(
         Seam(
             "nccl trainer engine",
             ("nccl_trainer_engine",),
-            (
-                Has(
-                    f"{_TRANSFER}.nccl_engine:NCCLTrainerInitInfo",
-                    ("master_address", "master_port", "world_size"),
-                ),
-            ),
+            (Has(f"{_TRANSFER}.nccl_engine:NCCLTrainerInitInfo", _RENDEZVOUS),),
             needs=("trainer engines", "weight sources"),
         ),
         Seam(
@@ -102,10 +98,7 @@ REGISTRY: Final = Registry(
             "sparse_nccl trainer engine",
             ("sparse_nccl_trainer_engine",),
             (
-                Has(
-                    f"{_TRANSFER}.sparse_nccl_engine:SparseNCCLTrainerInitInfo",
-                    ("master_address", "master_port", "world_size"),
-                ),
+                Has(f"{_TRANSFER}.sparse_nccl_engine:SparseNCCLTrainerInitInfo", _RENDEZVOUS),
                 Fields(
                     f"{_TRANSFER}.sparse_nccl_engine:SparseWeightPatch",
                     ((0, "name"), (1, "indices"), (2, "values")),
@@ -119,7 +112,7 @@ REGISTRY: Final = Registry(
             (
                 Has(
                     f"{_TRANSFER}.m2n_trainer:M2NTrainerInitInfo",
-                    ("master_address", "master_port", "world_size", "num_trainer_ranks"),
+                    (*_RENDEZVOUS, "num_trainer_ranks"),
                 ),
             ),
             forms=(

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 
 import bus.log
+from bus import vllm_payloads
 from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusError
 from bus.messages import NackCode
 from bus.weight_transfer.allocation import ALONE
@@ -44,7 +45,7 @@ from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.rank_sync import wait_for_rank_zero
 from trainer_agent.update.steps import first_error
 from trainer_agent.vllm import native_payloads, payloads
-from trainer_agent.vllm.client_update import ClientUpdate, copy_of_error
+from trainer_agent.vllm.client_update import ClientUpdate
 from trainer_agent.vllm.patches import NextPatch
 from trainer_agent.vllm.source import BusWeightSource, wrap_source
 from trainer_agent.weights.source import as_described, tensor_metas
@@ -146,17 +147,19 @@ class TrainerEngineSession:
 
     def wrap(self, source: WeightSource) -> BusWeightSource:
         """Makes ``source`` the agent's source, and returns it wrapped for trainer engines."""
-        self._source = wrap_source(self, source)
+        self._source = wrap_source(self.read_source, source)
         return self._source
 
     @property
     def is_patching(self) -> bool:
         """Whether the trainer engine sends patches."""
-        return self._native_transport is not None and self._native_transport.is_patching
+        theirs = self._native_transport
+        return theirs is not None and vllm_payloads.is_patching(theirs.backend)
 
     @property
     def _is_sharding(self) -> bool:
-        return self._native_transport is not None and self._native_transport.is_sharding
+        theirs = self._native_transport
+        return theirs is not None and vllm_payloads.is_sharding(theirs.backend)
 
     def require_rank_zero(self) -> None:
         """Checks that this is rank 0, because the other ranks only read their source."""
@@ -388,16 +391,14 @@ class TrainerEngineSession:
                 "yielded within an update"
             )
         await current.started.wait()
-        if current.failure is not None:
-            raise copy_of_error(current.failure)
+        current.raise_failure()
         return current
 
     def _require_current(self) -> ClientUpdate:
         current = self._current
         if current is None:
             raise UsageError("no update is under way: start_weight_update() comes first")
-        if current.failure is not None:
-            raise copy_of_error(current.failure)
+        current.raise_failure()
         return current
 
     async def _undo_unfinished(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -11,24 +11,12 @@ from trainer_agent.weights.source import tensor_metas
 from trainer_agent.weights.source_forms import EitherForm, ParamMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from bus.manifest import TensorMeta
     from trainer_agent.weights.source import WeightSource
 
-
-class SourceReader(Protocol):
-    """The method of :class:`trainer_agent.vllm.session.TrainerEngineSession` that sources need."""
-
-    def read_source(
-        self, source: BusWeightSource, *, shards: bool
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields ``(name, tensor)`` for the tensors of a source, once engines are ready.
-
-        Args:
-            source: the source, which must be the agent's present one.
-            shards: True: this rank's shards. False: full tensors.
-        """
+    Tensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 
 class BusWeightSource(EitherForm):
@@ -46,8 +34,8 @@ class BusWeightSource(EitherForm):
     read it on all ranks before they send.
     """
 
-    def __init__(self, session: SourceReader, inner: WeightSource) -> None:
-        self._session = session
+    def __init__(self, read: Callable[..., Tensors], inner: WeightSource) -> None:
+        self._read = read
         self._inner = inner
         self._shards = source_forms.local_shards(inner)
         self._fresh: list[TensorMeta] | None = None
@@ -72,13 +60,13 @@ class BusWeightSource(EitherForm):
         """Returns whether the source has this rank's shards, so that :meth:`iter_local` works."""
         return self._shards is not None
 
-    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_full(self) -> Tensors:
         """Yields ``(name, full tensor)`` for each tensor, once engines are ready."""
-        return self._session.read_source(self, shards=False)
+        return self._read(self, shards=False)
 
-    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_local(self) -> Tensors:
         """Yields ``(name, this rank's shard)`` for each tensor, once engines are ready."""
-        return self._session.read_source(self, shards=True)
+        return self._read(self, shards=True)
 
     def tensors(self, *, shards: bool) -> WeightSource:
         """Returns the source behind this one, whose tensors don't wait for engines.
@@ -111,14 +99,14 @@ class BusShardSource(BusWeightSource):
         return self._inner.mesh()
 
 
-def wrap_source(session: SourceReader, source: WeightSource) -> BusWeightSource:
+def wrap_source(read: Callable[..., Tensors], source: WeightSource) -> BusWeightSource:
     """Wraps a source of weights for vLLM's trainer engines.
 
     Args:
-        session: reads the source once engines are ready.
+        read: :meth:`trainer_agent.vllm.session.TrainerEngineSession.read_source`.
         source: the source.
     """
     if not source_forms.is_m2n_source(source):
-        return BusWeightSource(session, source)
+        return BusWeightSource(read, source)
     source_forms.accept_as_m2n_source(BusShardSource)
-    return BusShardSource(session, source)
+    return BusShardSource(read, source)

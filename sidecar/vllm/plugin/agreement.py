@@ -12,7 +12,7 @@ otherwise returns the first core's answer.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from sidecar.vllm.plugin.operations import WorkerFailure
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+T = TypeVar("T")
+
 _log = logging.getLogger("vllm.wavebus")
 
 _SLOT_BYTES: Final = 12 * 1024  # holds a clipped WorkerFailure even of four-byte characters
@@ -34,20 +36,6 @@ class WorkerRefusal(Exception):
 
     Its text contains the :class:`WorkerFailure`, because vLLM passes only texts on to the sidecar.
     """
-
-
-def run_together(action: Callable[[], None]) -> None:
-    """Runs an action in every worker; if it fails in one, the operation fails. A collective.
-
-    Args:
-        action: runs in this worker. It may raise; the workers then agree on one failure.
-
-    Raises:
-        WorkerRefusal: in the last worker only, if the action failed in any worker.
-    """
-    failure = agree(attempt(action))
-    if failure is not None:
-        refuse(failure)
 
 
 def run_before_any_continues(action: Callable[[], None]) -> None:
@@ -62,7 +50,9 @@ def run_before_any_continues(action: Callable[[], None]) -> None:
     Raises:
         EngineError: in every worker, if the action failed in any.
     """
-    raise_failure(agree(attempt(action)))
+    failure = agree(attempt(action))
+    if failure is not None:
+        raise failure.to_error()
 
 
 def refuse(failure: WorkerFailure) -> None:
@@ -80,13 +70,13 @@ def refuse(failure: WorkerFailure) -> None:
         raise WorkerRefusal(failure.to_text())
 
 
-def attempt(action: Callable[[], None]) -> WorkerFailure | None:
-    """Runs an action; returns its failure instead of raising it, or None without one.
+def attempt(action: Callable[[], T]) -> T | WorkerFailure:
+    """Runs an action, and returns its result; returns its failure instead of raising it.
 
     So the workers can compare their failures before any of them raises.
     """
     try:
-        action()
+        return action()
     except EngineError as error:
         return WorkerFailure(error.code, error.detail, error.tensor).clipped()
     except Exception as error:  # noqa: BLE001 - the caller gets it; peer ranks must not be left alone
@@ -94,17 +84,6 @@ def attempt(action: Callable[[], None]) -> WorkerFailure | None:
         _log.warning("wavebus: an operation failed", exc_info=True)
         text = f"{type(error).__name__}: {error}".rstrip(": ")
         return WorkerFailure(NackCode.ENGINE_FAILED, text).clipped()
-    return None
-
-
-def raise_failure(failure: WorkerFailure | None) -> None:
-    """Raises the failure, if there is one.
-
-    Raises:
-        EngineError: with the failure's code, text and tensor.
-    """
-    if failure is not None:
-        raise EngineError(failure.detail, code=failure.code, tensor=failure.tensor)
 
 
 def _groups() -> Iterator[Any]:
@@ -135,9 +114,8 @@ def agree(mine: WorkerFailure | None) -> WorkerFailure | None:
     for group in _groups():
         slot = torch.zeros(_SLOT_BYTES, dtype=torch.uint8)
         blob = outcome.to_bytes() if outcome else b""
-        slot[:4] = torch.tensor(list(len(blob).to_bytes(4, "big")), dtype=torch.uint8)
-        if blob:
-            slot[4 : 4 + len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        framed = bytearray(len(blob).to_bytes(4, "big") + blob)
+        slot[: len(framed)] = torch.frombuffer(framed, dtype=torch.uint8)
         slots = [torch.empty_like(slot) for _ in range(group.world_size)]
         dist.all_gather(slots, slot, group=group.cpu_group)
         outcome = next((found for found in map(_read, slots) if found), None)

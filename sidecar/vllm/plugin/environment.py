@@ -78,9 +78,6 @@ class BusAddress:
 def dp_coordinator(env: Mapping[str, str] = os.environ) -> DpCoordinator:
     """Returns which DP coordinator the environment asks for: ``vllm`` (default) or ``bus``.
 
-    Args:
-        env: the environment variables.
-
     Raises:
         ValueError: the variable has another value.
     """
@@ -92,9 +89,6 @@ def dp_coordinator(env: Mapping[str, str] = os.environ) -> DpCoordinator:
 
 def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
     """Returns the address of the DP coordinator, from the environment variables.
-
-    Args:
-        env: the environment variables.
 
     Raises:
         ValueError: the DP group has no name.
@@ -111,11 +105,7 @@ def bus_address(env: Mapping[str, str] = os.environ) -> BusAddress:
 
 
 def trusted_kv_connectors(env: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """Returns the names of unknown KV connectors that the user allows during updates.
-
-    Args:
-        env: the environment variables.
-    """
+    """Returns the names of unknown KV connectors that the user allows during updates."""
     return frozenset(name.strip() for name in env.get(TRUST_KV_CONNECTORS, "").split(","))
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from bus.seams import Ref, Report
 from bus.vllm_source import SourceTree
 from sidecar.vllm.plugin.patches import REGISTRY
-from sidecar.vllm.plugin.vllm_names import CORES
+from sidecar.vllm.plugin.vllm_names import PLAIN_CORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -72,15 +72,15 @@ def features_of(engine: Report, *, lockstep: bool) -> dict[str, str]:
 # -- installation ------------------------------------------------------------------------
 
 
-def install(*processes: str) -> None:
-    """Installs every seam that fits this vLLM, for some kinds of process.
+def install(process: str) -> None:
+    """Installs every seam that fits this vLLM, for one kind of process.
 
     A seam is installed once. Seams that do not fit are logged.
 
     Args:
-        processes: the kinds of process, as in :attr:`bus.seams.Seam.process`.
+        process: the kind of process, as in :attr:`bus.seams.Seam.process`.
     """
-    names = [seam.name for seam in REGISTRY.seams if seam.process in processes]
+    names = [seam.name for seam in REGISTRY.seams if seam.process == process]
     _install(*(name for name in names if not _unfitting_reason(name)))
 
 
@@ -88,9 +88,6 @@ def install_seam(name: str) -> str:
     """Wraps the places inside vLLM that one seam names, unless this was done before.
 
     A seam is a place inside vLLM that the plugin depends on.
-
-    Args:
-        name: the seam's name in the plugin's registry of seams.
 
     Returns:
         Why the seam does not fit this vLLM; empty if it is installed.
@@ -136,7 +133,7 @@ def apply_patches(forms: Mapping[str, str], load: Callable[[str], Any]) -> None:
         _wrap(owner, name, _resolve(around, load))
     answers = {name: _resolve(handler, load) for seam in seams for name, handler in seam.answers}
     if answers:
-        _answer(_resolve(CORES, load), answers)
+        _answer(_resolve(PLAIN_CORE, load), answers)
     for seam in seams:
         if seam.install:
             _resolve(seam.install, load)()

@@ -15,7 +15,7 @@ from bus.messages import REFUSED
 from sidecar.vllm.plugin.environment import TRUST_KV_CONNECTORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 SALTED: Final = "salted"
 TAGGED: Final = "tagged"
@@ -47,18 +47,12 @@ _HINTS: Final = {
 }
 
 
-def treatments(
-    config: Any,
-    features: Mapping[str, str],
-    implements_reset: Callable[[Mapping[str, Any]], bool] | None = None,
-) -> dict[str, str]:
+def treatments(config: Any, features: Mapping[str, str]) -> dict[str, str]:
     """Returns how updates treat each KV connector of a vLLM.
 
     Args:
         config: vLLM's ``kv_transfer_config``; None without connectors.
         features: the features of this vLLM, each with why it is off; empty if on.
-        implements_reset: returns whether the class of a connector has its own ``reset_cache``,
-            given the connector's configuration. Default: by importing the class.
 
     Returns:
         By class name, one of this module's treatments, such as ``salted``; refused ones begin with
@@ -68,7 +62,7 @@ def treatments(
     for each in _leaves(config):
         name = str(each["kv_connector"])[:256]
         if not found.get(name, "").startswith(REFUSED):  # two of one name: the refused one counts
-            found[name] = _treatment(each, features, implements_reset or _implements_reset)
+            found[name] = _treatment(each, features)
     return found
 
 
@@ -77,9 +71,6 @@ def is_keyed_by_tokens(name: str) -> bool:
 
     The cache of such a connector must be cleared at each update, and the connector must confirm
     that.
-
-    Args:
-        name: the name of the connector's class.
     """
     return _KNOWN.get(name) == BY_TOKENS
 
@@ -98,12 +89,7 @@ def trust(found: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
 
 
 def explain(name: str, how: str) -> str:
-    """Returns a text that says whether a connector allows updates, or what to do.
-
-    Args:
-        name: the name of the connector's class.
-        how: how updates treat the connector.
-    """
+    """Returns a text that says whether a connector allows updates, or what to do."""
     if not how.startswith(REFUSED):
         return f"{name}: {how}, may be updated"
     return f"{name}: {how.removeprefix(REFUSED)}: updates are refused. {_HINTS.get(how, '')}"
@@ -119,14 +105,10 @@ def _leaves(config: Any) -> Iterator[Mapping[str, Any]]:
         yield fields
 
 
-def _treatment(
-    fields: Mapping[str, Any],
-    features: Mapping[str, str],
-    implements_reset: Callable[[Mapping[str, Any]], bool],
-) -> str:
+def _treatment(fields: Mapping[str, Any], features: Mapping[str, str]) -> str:
     how = _KNOWN.get(str(fields["kv_connector"]), UNKNOWN)
     if how == BY_TOKENS:
-        return CLEARED if implements_reset(fields) else how
+        return CLEARED if _implements_reset(fields) else how
     if fields.get("kv_connector_module_path"):  # a class from outside vLLM, whatever its name
         return UNKNOWN
     salted = ("prefix_cache_versions", "held_kv")

@@ -20,7 +20,7 @@ from sidecar.vllm.plugin.vllm_names import (
     SCHEDULER,
     TAKES_RPC,
     TELLS_VERSION,
-    wrap,
+    wraps,
 )
 
 KV_SEAMS: Final = (
@@ -43,10 +43,11 @@ KV_SEAMS: Final = (
             (PLAIN_CORE, "wavebus_adopts", False),
             (PLAIN_CORE, "wavebus_untagged", 0),
         ),
-        wraps=(
-            wrap(f"{PLAIN_CORE}.preprocess_add_request", "self, request", "core.kv_versions"),
-            wrap(f"{BASE_CORE}.add_request", "self, request, request_wave", "core.kv_versions"),
-            wrap(f"{BASE_CORE}.set_weight_version", "self, weight_version", "core.kv_versions"),
+        wraps=wraps(
+            "core.kv_versions",
+            (f"{PLAIN_CORE}.preprocess_add_request", "self, request"),
+            (f"{BASE_CORE}.add_request", "self, request, request_wave"),
+            (f"{BASE_CORE}.set_weight_version", "self, weight_version"),
         ),
         answers=(
             ("wavebus_run", f"{PLUGIN}.core.kv_versions:join_run"),
@@ -85,16 +86,13 @@ KV_SEAMS: Final = (
         process="core",
         needs=("prefix cache versions",),
         sets=((PLAIN_CORE, "wavebus_sleeps", False), (PLAIN_CORE, "wavebus_pauses", ())),
-        wraps=(
-            wrap(f"{PLAIN_CORE}.pause_scheduler", "self, mode, clear_cache", "core.kv_versions"),
-            wrap(f"{PLAIN_CORE}._process_input_queue", "self", "core.kv_versions"),
-            wrap(f"{BASE_CORE}._finish_pause", "self, clear_cache", "core.kv_versions"),
-            wrap(
-                f"{BASE_CORE}._reset_caches",
-                "self, reset_running_requests, reset_connector",
-                "core.kv_versions",
-            ),
-            wrap(f"{BASE_CORE}.sleep", "self, level, mode", "core.kv_versions"),
+        wraps=wraps(
+            "core.kv_versions",
+            (f"{PLAIN_CORE}.pause_scheduler", "self, mode, clear_cache"),
+            (f"{PLAIN_CORE}._process_input_queue", "self"),
+            (f"{BASE_CORE}._finish_pause", "self, clear_cache"),
+            (f"{BASE_CORE}._reset_caches", "self, reset_running_requests, reset_connector"),
+            (f"{BASE_CORE}.sleep", "self, level, mode"),
         ),
     ),
     Seam(
@@ -117,19 +115,16 @@ KV_SEAMS: Final = (
         ),
         process="core",
         needs=("held keys and values",),
-        wraps=(
-            wrap(f"{SCHEDULER}._connector_finished", "self, request", "core.kv_versions"),
-            wrap(
-                f"{SCHEDULER}._update_waiting_for_remote_kv",
-                "self, request",
-                "core.kv_versions:update_waiting",
-            ),
-            wrap(
+        wraps=wraps(
+            "core.kv_versions",
+            (f"{SCHEDULER}._connector_finished", "self, request"),
+            (f"{SCHEDULER}._update_waiting_for_remote_kv", "self, request", "update_waiting"),
+            (
                 f"{NIXL}.get_num_new_matched_tokens",
                 "self, request, num_computed_tokens",
-                "core.kv_versions:matched_tokens",
+                "matched_tokens",
             ),
-            wrap(f"{NIXL_BASE}.build_connector_meta", "self, scheduler_output", "core.kv_versions"),
+            (f"{NIXL_BASE}.build_connector_meta", "self, scheduler_output"),
         ),
     ),
 )

@@ -25,6 +25,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from bus.errors import EngineError
 from bus.messages import (  # noqa: TC001 - msgspec reads them when it decodes
     Blob,
     Count,
@@ -51,13 +52,31 @@ TENSOR_CHARS: Final = 512
 _MARK = re.compile(r"\[wavebus:([A-Za-z0-9_=-]+)\]")
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of all operations and answers: a field that a class does not have is refused."""
+
+
+class SentChunk(_Strict, frozen=True):
+    """Names a chunk that has arrived or is on its way.
+
+    Attributes:
+        seq: number of the chunk.
+        verify: what the checksums cover.
+        sums: the sender's checksums, one per tensor. All must match. Empty: nothing is compared.
+    """
+
+    seq: Count
+    verify: VerifyMode
+    sums: Counts
+
+
+class Hello(_Strict, frozen=True, tag="hello"):
     """Checks that the sidecar and the plugin have the same protocol number; changes nothing."""
 
     protocol: Count
 
 
-class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
+class Open(_Strict, frozen=True, tag="open"):
     """Connects the workers to the sender of the weights; replaces an open transport.
 
     Attributes:
@@ -75,7 +94,7 @@ class Open(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
     first_rank: Count
 
 
-class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=True):
+class ArmManifest(_Strict, frozen=True, tag="arm"):
     """Operation at ARM: each worker checks whether an update fits its model, and loads nothing.
 
     Attributes:
@@ -94,7 +113,7 @@ class ArmManifest(msgspec.Struct, frozen=True, tag="arm", forbid_unknown_fields=
     staging: Staging | None = None
 
 
-class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True):
+class Start(_Strict, frozen=True, tag="start"):
     """Opens an update session for the target, in which chunks are loaded.
 
     Attributes:
@@ -108,7 +127,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True
     recover: bool
 
 
-class ReceiveChunk(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fields=True):
+class ReceiveChunk(_Strict, frozen=True, tag="receive"):
     """Begins to fetch a chunk of the armed manifest; vLLM's own engines also load it.
 
     Attributes:
@@ -122,38 +141,21 @@ class ReceiveChunk(msgspec.Struct, frozen=True, tag="receive", forbid_unknown_fi
     handle: Blob
 
 
-class VerifyChunk(msgspec.Struct, frozen=True, tag="verify", forbid_unknown_fields=True):
+class VerifyChunk(SentChunk, frozen=True, tag="verify"):
     """Compares a chunk's checksums without loading the chunk.
 
     Needed where workers of several cores can't verify and load in one operation.
-
-    Attributes:
-        seq: number of the chunk.
-        verify: what the checksums cover.
-        sums: the sender's checksums, one per tensor.
     """
 
-    seq: Count
-    verify: VerifyMode
-    sums: Counts
 
-
-class LoadChunk(msgspec.Struct, frozen=True, tag="load", forbid_unknown_fields=True):
+class LoadChunk(SentChunk, frozen=True, tag="load"):
     """Loads a received chunk into the model.
 
-    Attributes:
-        seq: number of the chunk.
-        verify: what the checksums cover.
-        sums: the sender's checksums, one per tensor. All workers compare them before any of them
-            loads. Empty: nothing is compared.
+    If it has checksums, all workers compare them before any of them loads.
     """
 
-    seq: Count
-    verify: VerifyMode
-    sums: Counts
 
-
-class Restore(msgspec.Struct, frozen=True, tag="restore", forbid_unknown_fields=True):
+class Restore(_Strict, frozen=True, tag="restore"):
     """Closes the update session; incomplete layers get their old weights back.
 
     If no session is open, one is opened for the target first. If nothing was loaded, all layers
@@ -166,37 +168,33 @@ class Restore(msgspec.Struct, frozen=True, tag="restore", forbid_unknown_fields=
     target: Target
 
 
-class Finish(msgspec.Struct, frozen=True, tag="finish", forbid_unknown_fields=True):
+class Finish(_Strict, frozen=True, tag="finish"):
     """Post-processes the loaded weights, and closes the session."""
 
 
-class CheckReady(msgspec.Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
+class CheckReady(_Strict, frozen=True, tag="ready"):
     """Checks that a swap would succeed: all is staged, and the parameters can be filled."""
 
 
-class SwapStaged(msgspec.Struct, frozen=True, tag="swap", forbid_unknown_fields=True):
+class SwapStaged(_Strict, frozen=True, tag="swap"):
     """Replaces the served weights by the staged ones.
 
     The engine core sends this operation to its workers between two steps.
     """
 
 
-class ReleaseStaging(msgspec.Struct, frozen=True, tag="let_go", forbid_unknown_fields=True):
+class ReleaseStaging(_Strict, frozen=True, tag="let_go"):
     """Drops the staged weights; the served ones stay as they are."""
 
 
-class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", forbid_unknown_fields=True):
+class LoadAdapter(SentChunk, frozen=True, tag="load_adapter"):
     """Replaces a LoRA adapter by the received one; keeps the old one for an undo.
 
-    The attributes are as in :class:`LoadChunk`.
+    Checksums are compared as for :class:`LoadChunk`.
     """
 
-    seq: Count
-    verify: VerifyMode
-    sums: Counts
 
-
-class UndoAdapter(msgspec.Struct, frozen=True, tag="undo_adapter", forbid_unknown_fields=True):
+class UndoAdapter(_Strict, frozen=True, tag="undo_adapter"):
     """Restores the LoRA adapter that the last load replaced.
 
     Does nothing if no adapter was loaded since the last ARM.
@@ -208,18 +206,18 @@ class UndoAdapter(msgspec.Struct, frozen=True, tag="undo_adapter", forbid_unknow
     settled: bool
 
 
-class SettleAdapter(msgspec.Struct, frozen=True, tag="settle_adapter", forbid_unknown_fields=True):
+class SettleAdapter(_Strict, frozen=True, tag="settle_adapter"):
     """Marks the last loaded LoRA adapter as committed, so that a restarted sidecar keeps it."""
 
 
 # -- by the staging channel, while the engine serves -----------------------------------------
 
 
-class Greet(msgspec.Struct, frozen=True, tag="greet", forbid_unknown_fields=True):
+class Greet(_Strict, frozen=True, tag="greet"):
     """Makes this connection the newest, so that operations of older ones are not begun."""
 
 
-class Rearm(msgspec.Struct, frozen=True, tag="arm_again", forbid_unknown_fields=True):
+class Rearm(_Strict, frozen=True, tag="arm_again"):
     """Arms the last manifest again, for another update of the model, without a check.
 
     Attributes:
@@ -231,31 +229,17 @@ class Rearm(msgspec.Struct, frozen=True, tag="arm_again", forbid_unknown_fields=
     staging: Staging
 
 
-class StartStaging(msgspec.Struct, frozen=True, tag="start_staging", forbid_unknown_fields=True):
+class StartStaging(_Strict, frozen=True, tag="start_staging"):
     """Allocates staging memory for the armed update, and drops an earlier staged update."""
 
 
-class SentChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names a chunk that has arrived or is on its way.
-
-    Attributes:
-        seq: number of the chunk.
-        verify: what the checksums cover.
-        sums: the sender's checksums, which must match. Empty: nothing is compared.
-    """
-
-    seq: Count
-    verify: VerifyMode
-    sums: Counts
-
-
-class Stage(msgspec.Struct, frozen=True, tag="stage", forbid_unknown_fields=True):
+class Stage(_Strict, frozen=True, tag="stage"):
     """Waits for some chunks, and puts them into the staging memory, in order."""
 
     chunks: tuple[SentChunk, ...]
 
 
-class Seal(msgspec.Struct, frozen=True, tag="seal", forbid_unknown_fields=True):
+class Seal(_Strict, frozen=True, tag="seal"):
     """Checks that all chunks are staged, and prepares the swap."""
 
 
@@ -313,7 +297,7 @@ def unpack(blob: bytes) -> Operation:
 # -- answers ------------------------------------------------------------------------------
 
 
-class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
+class Done(_Strict, frozen=True, tag="done"):
     """The answer of an operation that was carried out.
 
     Attributes:
@@ -331,7 +315,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     channel: ShortText = ""
 
 
-class WorkerFailure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_fields=True):
+class WorkerFailure(_Strict, frozen=True, tag="failure"):
     """The answer of an operation that failed in a worker.
 
     Attributes:
@@ -351,6 +335,10 @@ class WorkerFailure(msgspec.Struct, frozen=True, tag="failure", forbid_unknown_f
     def to_bytes(self) -> bytes:
         """Returns the failure in MessagePack, with its texts cut."""
         return msgspec.msgpack.encode(self.clipped())
+
+    def to_error(self) -> EngineError:
+        """Returns the failure as an exception with the same code, text and tensor."""
+        return EngineError(self.detail, code=self.code, tensor=self.tensor)
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> WorkerFailure:

@@ -41,13 +41,16 @@ from sidecar.vllm.plugin.vllm_names import (
     WAVES_BY_CORES,
     WAVES_BY_FRONT_ENDS,
     WORKER_MODULE,
-    wrap,
+    wraps,
 )
 
 _RESUMES_AT_ONCE: Final = (
     "self.ignore_start_dp_wave = False\n"
     "    has_global_unfinished = ParallelConfig.has_unfinished_dp("
 )
+_WORKER_METHODS: Final = ("facts", "requests", "draft", "loading", "perform")
+# Engine cores answer these; workers do where the cores have no handler.
+_CORE_METHODS: Final = ("admission", "swap", "call_off", "run", "clear_caches")
 _PUBLISH_CACHES: Final = f"{BASE_CORE}._set_kv_connector_handshake_metadata"
 
 # From vLLM's own method outwards. A class's methods are wrapped after those that it inherits.
@@ -106,19 +109,7 @@ _SEAMS: Final = (
                     f"wavebus_{name}",
                     Ref(f"{PLUGIN}.worker_rpc:{name}"),
                 )
-                for name in (
-                    "facts",
-                    "requests",
-                    "draft",
-                    "loading",
-                    "perform",
-                    # Engine cores answer these; workers do where the cores have no handler.
-                    "admission",
-                    "swap",
-                    "call_off",
-                    "run",
-                    "clear_caches",
-                )
+                for name in (*_WORKER_METHODS, *_CORE_METHODS)
             ),
             (f"{WORKER_MODULE}:WorkerWrapperBase", "__str__", Ref(f"{PLUGIN}.worker_rpc:presence")),
         ),
@@ -128,11 +119,11 @@ _SEAMS: Final = (
         ("vllm_worker_engines",),
         (Has(f"{TRANSFER_PACKAGE}.factory:WeightTransferEngineFactory._registry"),),
         process="any",
-        wraps=(
-            wrap(
+        wraps=wraps(
+            "worker.native_factory",
+            (
                 f"{TRANSFER_PACKAGE}.factory:WeightTransferEngineFactory.create_engine",
                 "cls, config, vllm_config, device, model",
-                "worker.native_factory",
             ),
         ),
     ),
@@ -141,20 +132,21 @@ _SEAMS: Final = (
         ("core_status", "lockstep_core_status", "pause_lease", "lockstep_pause_lease"),
         (Takes(f"{PLAIN_CORE}.has_work", "self"),),
         process="core",
-        wraps=(
-            wrap(f"{PLAIN_CORE}._process_input_queue", "self", "core.status:input_queue"),
-            wrap(
+        wraps=wraps(
+            "core.status",
+            (f"{PLAIN_CORE}._process_input_queue", "self", "input_queue"),
+            (
                 f"{PLAIN_CORE}._handle_client_request",
                 "self, request_type, request",
-                "core.status:client_request",
+                "client_request",
             ),
-            wrap(f"{PLAIN_CORE}._process_engine_step", "self", "core.status:engine_step"),
-            wrap(f"{PLAIN_CORE}.step", "self", "core.status:outputs_made"),
-            wrap(f"{PLAIN_CORE}.step_with_batch_queue", "self", "core.status:outputs_made"),
-            wrap(
+            (f"{PLAIN_CORE}._process_engine_step", "self", "engine_step"),
+            (f"{PLAIN_CORE}.step", "self", "outputs_made"),
+            (f"{PLAIN_CORE}.step_with_batch_queue", "self", "outputs_made"),
+            (
                 f"{PLAIN_CORE}._send_abort_outputs_to_client",
                 "self, req_ids, client_index",
-                "core.status:abort_outputs",
+                "abort_outputs",
             ),
         ),
     ),
@@ -164,14 +156,11 @@ _SEAMS: Final = (
         process="core",
         needs=("core status",),
         sets=((LOCKSTEP_CORE, "wavebus_shows_barriers", True),),
-        wraps=(
-            wrap(f"{LOCKSTEP_CORE}.execute_dummy_batch", "self", "core.status:dummy_batch"),
-            wrap(
-                f"{LOCKSTEP_CORE}._has_global_unfinished_reqs",
-                "self, local_unfinished",
-                "core.status:agreement",
-            ),
-            wrap(f"{LOCKSTEP_CORE}.resume_scheduler", "self", "core.status:barrier"),
+        wraps=wraps(
+            "core.status",
+            (f"{LOCKSTEP_CORE}.execute_dummy_batch", "self", "dummy_batch"),
+            (f"{LOCKSTEP_CORE}._has_global_unfinished_reqs", "self, local_unfinished", "agreement"),
+            (f"{LOCKSTEP_CORE}.resume_scheduler", "self", "barrier"),
         ),
     ),
     Seam(
@@ -191,18 +180,11 @@ _SEAMS: Final = (
             (PLAIN_CORE, "wavebus_wakeup", Ref(f"{REQUEST_TYPES}.WAKEUP")),
             (PLAIN_CORE, "wavebus_aborted", Ref(f"{CORE_MODULE}:RequestStatus.FINISHED_ABORTED")),
         ),
-        wraps=(
-            wrap(f"{PLAIN_CORE}._process_input_queue", "self", "core.lease_guard"),
-            wrap(
-                f"{PLAIN_CORE}._handle_client_request",
-                "self, request_type, request",
-                "core.lease_guard",
-            ),
-            wrap(
-                f"{PLAIN_CORE}.collective_rpc",
-                "self, method, timeout, args, kwargs",
-                "core.lease_guard",
-            ),
+        wraps=wraps(
+            "core.lease_guard",
+            (f"{PLAIN_CORE}._process_input_queue", "self"),
+            (f"{PLAIN_CORE}._handle_client_request", "self, request_type, request"),
+            (f"{PLAIN_CORE}.collective_rpc", "self, method, timeout, args, kwargs"),
         ),
     ),
     Seam(
@@ -227,17 +209,12 @@ _SEAMS: Final = (
             (LOCKSTEP_CORE, "wavebus_alone", False),
             (LOCKSTEP_CORE, "wavebus_complete_alone", Ref(f"{PLAIN_CORE}._pause_complete")),
         ),
-        wraps=(
-            wrap(f"{LOCKSTEP_CORE}.resume_scheduler", "self", "core.lockstep_fixes"),
-            wrap(
-                f"{LOCKSTEP_CORE}._handle_client_request",
-                "self, request_type, request",
-                "core.lockstep_fixes",
-            ),
-            wrap(
-                f"{LOCKSTEP_CORE}.pause_scheduler", "self, mode, clear_cache", "core.lockstep_fixes"
-            ),
-            wrap(f"{LOCKSTEP_CORE}._pause_complete", "self", "core.lockstep_fixes"),
+        wraps=wraps(
+            "core.lockstep_fixes",
+            (f"{LOCKSTEP_CORE}.resume_scheduler", "self"),
+            (f"{LOCKSTEP_CORE}._handle_client_request", "self, request_type, request"),
+            (f"{LOCKSTEP_CORE}.pause_scheduler", "self, mode, clear_cache"),
+            (f"{LOCKSTEP_CORE}._pause_complete", "self"),
         ),
     ),
     Seam(
@@ -251,12 +228,9 @@ _SEAMS: Final = (
             Has("vllm.v1.request:Request", ("num_output_tokens",)),
         ),
         process="core",
-        wraps=(
-            wrap(
-                f"{PLAIN_CORE}._handle_client_request",
-                "self, request_type, request",
-                "core.admission",
-            ),
+        wraps=wraps(
+            "core.admission",
+            (f"{PLAIN_CORE}._handle_client_request", "self, request_type, request"),
         ),
         answers=(("wavebus_admission", f"{PLUGIN}.core.admission:set_admission"),),
     ),
@@ -277,7 +251,7 @@ _SEAMS: Final = (
         ),
         process="core",
         sets=((BASE_CORE, "wavebus_labels_steps", True),),
-        wraps=(wrap(f"{BASE_CORE}._attach_weight_version", "self, outputs", "core.swap"),),
+        wraps=wraps("core.swap", (f"{BASE_CORE}._attach_weight_version", "self, outputs")),
     ),
     Seam(
         "swap",
@@ -316,11 +290,12 @@ _SEAMS: Final = (
             Form(
                 "torch adds up",
                 (Says(f"{PARALLEL_CONFIG}.sync_dp_state", ("distributed.all_reduce(tensor",)),),
-                wraps=(
-                    wrap(
+                wraps=wraps(
+                    "core.swap",
+                    (
                         f"{PARALLEL_CONFIG}.sync_dp_state",
                         "dp_group, has_unfinished, pending_pause",
-                        "core.swap:sum_by_torch",
+                        "sum_by_torch",
                     ),
                 ),
             ),
@@ -333,11 +308,12 @@ _SEAMS: Final = (
                     ),
                     Takes("vllm.distributed.utils:cpu_all_reduce_", "tensor, group, timeout"),
                 ),
-                wraps=(
-                    wrap(
+                wraps=wraps(
+                    "core.swap",
+                    (
                         f"{PARALLEL_CONFIG}.sync_dp_state",
                         "self, dp_group, has_unfinished, pending_pause",
-                        "core.swap:sum_by_vllm",
+                        "sum_by_vllm",
                     ),
                 ),
             ),
@@ -348,12 +324,8 @@ _SEAMS: Final = (
             (LOCKSTEP_CORE, "wavebus_swaps_together", True),
             (LOCKSTEP_CORE, "wavebus_outputs", Ref(f"{CORE_MODULE}:EngineCoreOutputs")),
         ),
-        wraps=(
-            wrap(
-                f"{LOCKSTEP_CORE}._has_global_unfinished_reqs",
-                "self, local_unfinished",
-                "core.swap",
-            ),
+        wraps=wraps(
+            "core.swap", (f"{LOCKSTEP_CORE}._has_global_unfinished_reqs", "self, local_unfinished")
         ),
     ),
     Seam(
@@ -440,9 +412,10 @@ _SEAMS: Final = (
             Has("vllm.lora.peft_helper:PEFTHelper"),
             Has("vllm.lora.utils:parse_fine_tuned_lora_name"),
         ),
-        wraps=(
-            wrap(f"{LORA_MANAGER}._load_adapter", "self, lora_request", "worker.lora"),
-            wrap(f"{LORA_MANAGER}._apply_adapters", "self, lora_requests", "worker.lora"),
+        wraps=wraps(
+            "worker.lora",
+            (f"{LORA_MANAGER}._load_adapter", "self, lora_request"),
+            (f"{LORA_MANAGER}._apply_adapters", "self, lora_requests"),
         ),
     ),
     Seam(

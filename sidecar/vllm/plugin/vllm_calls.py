@@ -12,7 +12,7 @@ from typing import Final
 
 from bus.seams import Form, Has, Ref, Says, Seam, Takes
 from sidecar.vllm.plugin.environment import CLOSED_ANSWER
-from sidecar.vllm.plugin.vllm_names import CORE_MODULE, PLAIN_CORE, wrap
+from sidecar.vllm.plugin.vllm_names import CORE_MODULE, PLAIN_CORE, wraps
 
 _LLM: Final = "vllm.v1.engine.async_llm:AsyncLLM"
 _ENTRY: Final = "vllm.entrypoints"
@@ -46,7 +46,7 @@ FRONT_ENDS: Final = (
             (PLAIN_CORE, "wavebus_output", Ref(f"{CORE_MODULE}:EngineCoreOutput")),
             (PLAIN_CORE, "wavebus_outputs", Ref(f"{CORE_MODULE}:EngineCoreOutputs")),
         ),
-        wraps=(wrap(f"{_OUTPUTS}:OutputProcessor.process_outputs", "", "core.admission"),),
+        wraps=wraps("core.admission", (f"{_OUTPUTS}:OutputProcessor.process_outputs", "")),
         off=CLOSED_ANSWER,
     ),
     Seam(
@@ -65,11 +65,12 @@ FRONT_ENDS: Final = (
             ),
         ),
         process="core",
-        wraps=(
-            wrap(
+        wraps=wraps(
+            "front_end",
+            (
                 f"{_STATE}._new_completion_output",
                 "self, token_ids, finish_reason, stop_reason",
-                "front_end:label_completion_output",
+                "label_completion_output",
             ),
         ),
     ),
@@ -85,11 +86,12 @@ FRONT_ENDS: Final = (
             Has("vllm.exceptions:VLLMValidationError"),
         ),
         process="core",
-        wraps=(
-            wrap(
+        wraps=wraps(
+            "front_end",
+            (
                 "vllm.renderers.base:BaseRenderer.validate_token_ids",
                 "self, token_ids, parameter",
-                "front_end:check_token_ids",
+                "check_token_ids",
             ),
         ),
     ),

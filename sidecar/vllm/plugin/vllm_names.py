@@ -48,8 +48,6 @@ CORE_MODULE: Final = "vllm.v1.engine.core"
 BASE_CORE: Final = f"{CORE_MODULE}:EngineCore"
 PLAIN_CORE: Final = f"{CORE_MODULE}:EngineCoreProc"
 LOCKSTEP_CORE: Final = f"{CORE_MODULE}:DPEngineCoreProc"
-# The class whose ``collective_rpc`` answers the methods in :attr:`Seam.answers`.
-CORES: Final = PLAIN_CORE
 REQUEST_TYPES: Final = f"{CORE_MODULE}:EngineCoreRequestType"
 SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
 PARALLEL_CONFIG: Final = "vllm.config.parallel:ParallelConfig"
@@ -73,18 +71,23 @@ TELLS_VERSION: Final = Takes(f"{PLAIN_CORE}.get_weight_version", "self")
 START_WAVE: Final = "EngineCoreOutputs(start_wave=self.current_wave)"
 
 
-def wrap(target: str, parameters: str, around: str) -> Wrap:
-    """Describes the wrap of a vLLM method by a function of the plugin.
+def wraps(module: str, *methods: tuple[str, ...]) -> tuple[Wrap, ...]:
+    """Describes the wraps of some methods of vLLM by functions of one module of the plugin.
 
     Args:
-        target: the method of vLLM, as ``module:Class.method``.
-        parameters: the method's parameters, as in :class:`bus.seams.Takes`.
-        around: the function as ``module:name``, or only its module if the function has the method's
-            name without leading underscores.
+        module: the plugin's module.
+        methods: for each method ``module:Class.method``, and its parameters as in
+            :class:`bus.seams.Takes`; then the function's name, if it is not the method's name
+            without leading underscores.
     """
-    module, _, function = around.partition(":")
-    function = function or target.rpartition(".")[2].lstrip("_")
-    return Wrap(target, parameters, f"{PLUGIN}.{module}:{function}")
+    return tuple(
+        Wrap(
+            target,
+            parameters,
+            f"{PLUGIN}.{module}:{given[0] if given else target.rpartition('.')[2].lstrip('_')}",
+        )
+        for target, parameters, *given in methods
+    )
 
 
 # How an idle DP group starts a wave for a new request: either the front end sends FIRST_REQ to the

@@ -86,11 +86,11 @@ class WorkerFacts(msgspec.Struct, frozen=True):
         return dataclasses.replace(self.limits, slots=self.limits.slots * cores)
 
 
-def read(answer: Any) -> WorkerFacts:
-    """Returns the facts that the workers have answered to :data:`ASK_FACTS`.
+# -- in the sidecar: these read the list of all workers' answers --------------------------
 
-    Args:
-        answer: a list with each worker's answer; the first one counts.
+
+def read(answer: Any) -> WorkerFacts:
+    """Returns the facts that the first worker has answered to :data:`ASK_FACTS`.
 
     Raises:
         EngineError: the answer holds no such facts.
@@ -102,12 +102,7 @@ def read(answer: Any) -> WorkerFacts:
 
 
 def read_requests(answer: Any) -> tuple[str, ...]:
-    """Returns the request ids that the workers have answered to :data:`ASK_REQUESTS`.
-
-    Args:
-        answer: a list with each worker's answer; the first one counts. Without ids, the result is
-            empty.
-    """
+    """Returns the request ids in the first worker's answer to :data:`ASK_REQUESTS`, if any."""
     try:
         return msgspec.convert(answer[0], tuple[ShortText, ...])
     except (msgspec.ValidationError, IndexError, KeyError, TypeError):
@@ -116,9 +111,6 @@ def read_requests(answer: Any) -> tuple[str, ...]:
 
 def read_done(answer: Any) -> list[operations.Done]:
     """Returns what each worker has answered to :data:`operations.PERFORM`.
-
-    Args:
-        answer: a list with each worker's answer.
 
     Raises:
         EngineError: an answer has another form, or no worker has answered.
@@ -133,24 +125,16 @@ def read_done(answer: Any) -> list[operations.Done]:
 
 
 def read_called_off(answer: Any) -> bool | None:
-    """Returns what a core has answered to :data:`SWAP` or :data:`CALL_OFF`.
+    """Returns whether a swap was called off, by the core's answer to :data:`CALL_OFF`.
 
-    Args:
-        answer: a list whose first entry counts.
-
-    Returns:
-        Whether a swap was called off; None if the core can't swap.
+    None if the core can't swap.
     """
     reason = str(answer[0]) if isinstance(answer, list) and answer else ""
     return {"True": True, "False": False}.get(reason)  # over HTTP the answer is the text of a bool
 
 
 def read_draft(answer: Any) -> bool:
-    """Returns whether all workers have answered to :data:`ASK_DRAFT` that they have a draft.
-
-    Args:
-        answer: a list with each worker's answer, True if it has a draft model that can be updated.
-    """
+    """Returns whether all workers answer to :data:`ASK_DRAFT` that their draft can be updated."""
     return isinstance(answer, list) and bool(answer) and all(each is True for each in answer)
 
 
@@ -158,7 +142,7 @@ def check_drives(answer: Any, backend: str, who: str) -> None:
     """Checks that the workers have this version's plugin, and drive the backend.
 
     Args:
-        answer: a list with each worker's answer to :data:`ASK_PRESENCE`; the first one counts.
+        answer: the workers' answers to :data:`ASK_PRESENCE`; the first one counts.
         backend: the weight transfer backend that was chosen at boot.
         who: the engine, in words, for the error.
 
@@ -200,11 +184,7 @@ swap = call_off = run = clear_caches = admission
 
 
 def presence(wrapper: Any) -> str:
-    """Answers :data:`ASK_PRESENCE` with the plugin's version, and the backend that it drives.
-
-    Args:
-        wrapper: vLLM's wrapper of a worker, whose ``__str__`` this function becomes.
-    """
+    """Answers :data:`ASK_PRESENCE` with the plugin's version, and the backend that it drives."""
     engine = getattr(getattr(wrapper, "worker", None), "weight_transfer_engine", None)
     return _PRESENT + getattr(engine, "wavebus_drives", "none")
 

@@ -32,6 +32,9 @@ that it hands over, and routers pass them on. If a decode engine's own salt diff
 A missing tag counts as another version, except in an engine that has no salt from a bus. A request
 also fetches nothing if its lease was not renewed in time, because the prefill engine may have
 reused the blocks: a decode engine in a pause renews no leases.
+
+Functions with a parameter ``original`` wrap the method of their name of vLLM's engine core,
+scheduler or NIXL connector (:mod:`sidecar.vllm.plugin.kv_patches`).
 """
 
 from __future__ import annotations
@@ -58,10 +61,6 @@ def join_run(core: Any, run: str) -> list[bool]:
     """Salts the core's caches with the id of a run.
 
     The core answers :data:`sidecar.vllm.plugin.worker_rpc.JOIN_RUN` with this function.
-
-    Args:
-        core: the engine core.
-        run: the run's id.
     """
     if run != core.wavebus_run:
         core.wavebus_run = run
@@ -71,10 +70,7 @@ def join_run(core: Any, run: str) -> list[bool]:
 
 
 def set_weight_version(original: Callable[..., Any], core: Any, weight_version: str) -> None:
-    """Gives requests the salt of a new version when the core begins to serve it.
-
-    Wraps vLLM's ``EngineCore.set_weight_version``, which is ``original``.
-    """
+    """Gives requests the salt of a new version when the core begins to serve it."""
     changed = weight_version != core.get_weight_version()
     original(core, weight_version)
     if changed:
@@ -88,10 +84,7 @@ def _set_salt(core: Any) -> None:
 
 
 def preprocess_add_request(original: Callable[..., Any], core: Any, request: Any) -> Any:
-    """Adds the served version's salt to a new request, before its blocks are hashed.
-
-    Wraps vLLM's ``EngineCoreProc.preprocess_add_request``, which is ``original``.
-    """
+    """Adds the served version's salt to a new request, before its blocks are hashed."""
     own, salt = request.cache_salt, core.wavebus_salt
     if salt:
         request.cache_salt = salt + (own or "")
@@ -105,8 +98,7 @@ def add_request(
 ) -> Any:
     """Corrects the salt of a request that was hashed before a new version came.
 
-    vLLM hashes requests in another thread, before the core adds them. Wraps vLLM's
-    ``EngineCore.add_request``, which is ``original``.
+    vLLM hashes requests in another thread, before the core adds them.
     """
     _salt(core, request)
     note_untagged(core, request.kv_transfer_params)
@@ -251,8 +243,7 @@ def reset_caches(_original: Callable[..., Any], core: Any, *_args: Any, **_kwarg
 def finish_pause(original: Callable[..., Any], core: Any, clear_cache: bool) -> None:
     """Records whether requests keep their keys and values over the pause.
 
-    If weights are loaded in the pause, that decides which salts requests get. Wraps vLLM's
-    ``EngineCore._finish_pause``, which is ``original``.
+    If weights are loaded in the pause, that decides which salts requests get.
     """
     core.wavebus_keeps_kv = not clear_cache
     original(core, clear_cache)
@@ -262,7 +253,7 @@ def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwarg
     """Pauses without waiting until decode engines have fetched their blocks.
 
     Blocks that are held for decode engines are not work. Only a sleep waits for the blocks, because
-    it frees their memory. Wraps vLLM's ``EngineCoreProc.pause_scheduler``, which is ``original``.
+    it frees their memory.
     """
     before = len(core._idle_state_callbacks)  # noqa: SLF001
     made = original(core, *args, **kwargs)
@@ -274,10 +265,7 @@ def pause_scheduler(original: Callable[..., Any], core: Any, *args: Any, **kwarg
 
 
 def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    """Marks the core as going to sleep, so that :func:`pause_scheduler` waits for held blocks.
-
-    Wraps vLLM's ``EngineCore.sleep``, which is ``original``.
-    """
+    """Marks the core as going to sleep, so that :func:`pause_scheduler` waits for held blocks."""
     core.wavebus_sleeps = True
     try:
         return original(core, *args, **kwargs)
@@ -288,8 +276,7 @@ def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) ->
 def process_input_queue(original: Callable[..., Any], core: Any) -> None:
     """Completes pauses when the core has no work left but blocks held for decode engines.
 
-    Wraps vLLM's ``EngineCoreProc._process_input_queue``, which is ``original``, and which the core
-    calls at every turn of its loop.
+    The core calls this at every turn of its loop.
     """
     if core.wavebus_pauses and _is_quiet(core):
         pauses, core.wavebus_pauses = core.wavebus_pauses, ()
@@ -313,10 +300,7 @@ def _is_quiet(core: Any) -> bool:
 
 
 def connector_finished(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """Adds the request's salt to the parameters that a decode engine will get.
-
-    Wraps vLLM's ``Scheduler._connector_finished`` in a prefill engine, which is ``original``.
-    """
+    """Adds a prefill engine's salt to the parameters that the decode engine will get."""
     delayed, params = original(scheduler, request)
     salt = getattr(request, "wavebus_salt", "")
     if params and salt:
@@ -329,9 +313,8 @@ def matched_tokens(
 ) -> Any:
     """Makes a decode engine compute a prompt whose keys and values it must not fetch.
 
-    They are of another version, or the prefill engine may have reused their blocks. Wraps the
-    method by which vLLM's NIXL connector says how many tokens it can fetch
-    (``get_num_new_matched_tokens``), which is ``original``.
+    They are of another version, or the prefill engine may have reused their blocks. Wraps
+    ``get_num_new_matched_tokens``, by which the connector says how many tokens it can fetch.
     """
     params = request.kv_transfer_params
     if params and params.get("do_remote_prefill") and hasattr(request, "wavebus_fetches"):
@@ -347,8 +330,7 @@ def matched_tokens(
 def build_connector_meta(original: Callable[..., Any], nixl: Any, scheduler_output: Any) -> Any:
     """Records when this decode engine failed to renew its leases of blocks in time.
 
-    Wraps ``build_connector_meta`` of vLLM's NIXL connector, which is ``original``, and which sends
-    the renewals.
+    ``original`` sends the renewals.
     """
     before = nixl._last_heartbeat_time  # noqa: SLF001
     made = original(nixl, scheduler_output)
@@ -362,8 +344,7 @@ def update_waiting(original: Callable[..., Any], scheduler: Any, request: Any) -
     """Makes a request compute its prompt if its blocks' lease may have run out.
 
     The prefill engine may then have reused the blocks before this engine had fetched them. Wraps
-    vLLM's ``Scheduler._update_waiting_for_remote_kv``, which is ``original``, and which runs when a
-    request's blocks have arrived.
+    ``_update_waiting_for_remote_kv``, which runs when a request's blocks have arrived.
     """
     lender = getattr(request, "wavebus_lender", None)
     if lender is not None and _is_lost(lender, request):

@@ -27,6 +27,8 @@ which rank.
 
 A live sidecar ends the pause itself when its lease is over; the core gives it ``GRACE_S`` seconds
 for that.
+
+Functions with a parameter ``original`` wrap the method of their name of vLLM's ``EngineCoreProc``.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from sidecar.shared_pages.pause_lease import (
 )
 from sidecar.shared_pages.two_slot_page import NoPage
 from sidecar.vllm.plugin import operations
-from sidecar.vllm.plugin.core.status import PerProcess, beat, make_folder, page_path
+from sidecar.vllm.plugin.core.status import PerProcess, beat, is_paused, make_folder, page_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,7 +174,7 @@ class LeaseGuard:
         if end is not None and end.serial == lease.serial and end.state != "waiting":
             return
         peers = self._deciding_peers(lease)
-        if not _is_paused(self._core):
+        if not is_paused(self._core):
             if self._size > 1 or not lease.resuming:
                 self._complete_peers(peers)
             return
@@ -199,11 +201,10 @@ class LeaseGuard:
             state, reason = "resumed", "nobody renewed the lease"
         if state == "quarantined":
             self._quarantine(lease, reason)
-        elif state == "resumed":
-            self._write_outcome(lease, state, reason)
+            return
+        self._write_outcome(lease, state, reason)
+        if state == "resumed":
             self._core.resume_scheduler()
-        else:
-            self._write_outcome(lease, state, reason)
 
     def _restore(self, lease: PauseLease) -> None:
         """Undoes what the update had begun, and allocates the memory again."""
@@ -327,10 +328,7 @@ _watches = PerProcess(_start, "this core ends no pause by itself")
 
 
 def process_input_queue(original: Callable[..., Any], core: Any) -> None:
-    """Starts the lease guard at the first turn of the core's loop.
-
-    Wraps vLLM's ``EngineCoreProc._process_input_queue``, which is ``original``.
-    """
+    """Starts the lease guard at the first turn of the core's loop."""
     _watches.of(core)
     original(core)
 
@@ -340,8 +338,7 @@ def handle_client_request(
 ) -> None:
     """Checks the lease when the guard's wake-up arrives in the core's queue.
 
-    Wraps vLLM's ``EngineCoreProc._handle_client_request``, which is ``original``, and which gets
-    every other entry of the queue.
+    ``original`` gets every other entry of the queue.
     """
     if request is not _DUE:
         original(core, request_type, request)
@@ -359,10 +356,7 @@ def collective_rpc(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Refuses operations that change weights once the core has acted on the lease's end.
-
-    Wraps vLLM's ``EngineCoreProc.collective_rpc``, which is ``original``, with its parameters.
-    """
+    """Refuses operations that change weights once the core has acted on the lease's end."""
     watch = _watches.of(core) if method == operations.PERFORM else None
     if watch is not None and kwargs and (void := watch.void_reason()):
         _refuse_updates(void, kwargs["operation"])
@@ -384,10 +378,6 @@ def _stays_paused(peer: PeerCore) -> bool:
     """
     view = CoreStatusReader(Path(peer.page).with_suffix(".page")).read()
     return bool(view.flags & LOCALLY_PAUSED) and view.phase != "barrier"
-
-
-def _is_paused(core: Any) -> bool:
-    return int(core.scheduler.pause_state) != 0
 
 
 def _is_complete(core: Any) -> bool:

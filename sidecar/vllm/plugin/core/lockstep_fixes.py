@@ -16,7 +16,8 @@ Each was seen to hang real ranks (vLLM 0.32), with vLLM's own coordinator or any
   `keep` or `abort` by itself, because there is nothing left to agree on. It does not for a
   `wait`, which may have frozen requests to run to their end.
 
-Disabled with ``WAVEBUS_CORE_GUARD=0``.
+Each function here wraps the method of its name of vLLM's ``DPEngineCoreProc``, which is
+``original``. Disabled with ``WAVEBUS_CORE_GUARD=0``.
 """
 
 from __future__ import annotations
@@ -24,20 +25,18 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from sidecar.vllm.plugin.core.status import is_paused
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = logging.getLogger("vllm.wavebus")
 
 
-def _is_paused(core: Any) -> bool:
-    return int(core.scheduler.pause_state) != 0
-
-
 def _has_agreed(core: Any) -> bool:
     """Returns whether all ranks are paused and idle, as far as this rank knows."""
     return (
-        _is_paused(core)
+        is_paused(core)
         and core.ignore_start_dp_wave
         and not core.pending_pause
         and not core.engines_running
@@ -47,10 +46,9 @@ def _has_agreed(core: Any) -> bool:
 def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
     """Resumes a paused rank, and starts the wave whose START_DP_WAVE it dropped in the pause.
 
-    A rank that is not paused does nothing. Wraps vLLM's ``DPEngineCoreProc.resume_scheduler``,
-    which is ``original``.
+    A rank that is not paused does nothing.
     """
-    if not (_is_paused(core) or core.pending_pause or core.ignore_start_dp_wave):
+    if not (is_paused(core) or core.pending_pause or core.ignore_start_dp_wave):
         _log.info("wavebus: a resume of a rank that is not paused; nothing is changed")
         return None
     pending = core.wavebus_pending_wave
@@ -65,10 +63,7 @@ def resume_scheduler(original: Callable[..., Any], core: Any) -> Any:
 def handle_client_request(
     original: Callable[..., Any], core: Any, request_type: Any, request: Any
 ) -> None:
-    """Remembers a START_DP_WAVE that the paused rank is about to drop.
-
-    Wraps vLLM's ``DPEngineCoreProc._handle_client_request``, which is ``original``.
-    """
+    """Remembers a START_DP_WAVE that the paused rank is about to drop."""
     if request_type.name == "START_DP_WAVE" and core.ignore_start_dp_wave:
         wave, excluded = request
         if excluded != core.engine_index:
@@ -79,10 +74,7 @@ def handle_client_request(
 def pause_scheduler(
     original: Callable[..., Any], core: Any, mode: str = "abort", clear_cache: bool = True
 ) -> Any:
-    """Lets a rank of a paused DP group answer a further pause by itself.
-
-    Wraps vLLM's ``DPEngineCoreProc.pause_scheduler``, which is ``original``.
-    """
+    """Lets a rank of a paused DP group answer a further pause by itself."""
     core.wavebus_alone = mode != "wait" and _has_agreed(core)
     try:
         return original(core, mode, clear_cache)
@@ -91,8 +83,5 @@ def pause_scheduler(
 
 
 def pause_complete(original: Callable[..., Any], core: Any) -> Any:
-    """Completes a pause without an agreement of the ranks, if they are all paused already.
-
-    Wraps vLLM's ``DPEngineCoreProc._pause_complete``, which is ``original``.
-    """
+    """Completes a pause without an agreement of the ranks, if they are all paused already."""
     return core.wavebus_complete_alone() if core.wavebus_alone else original(core)

@@ -59,13 +59,15 @@ def make_folder(folder: Path) -> None:
         raise PermissionError(f"{folder} belongs to somebody else; remove it")
 
 
+def is_paused(core: Any) -> bool:
+    """Returns whether an engine core is paused, or about to be."""
+    return int(core.scheduler.pause_state) != 0
+
+
 def siblings(pid: int) -> tuple[int, ...]:
     """Returns the pids of all cores whose parent process is that of this core.
 
     These are the cores behind one client, this one included.
-
-    Args:
-        pid: this core's pid.
     """
     parent = _parent_of(pid)
     pids = (int(path.stem) for path in pages_folder().glob(f"*{_SUFFIX}") if path.stem.isdigit())
@@ -103,7 +105,7 @@ class CoreStatusWriter:
 
     def count(self, core: Any) -> None:
         """Reads the core's counts and flags, which the next :attr:`enter` writes to the page."""
-        paused = int(core.scheduler.pause_state) != 0
+        paused = is_paused(core)
         agreed = getattr(core, "ignore_start_dp_wave", paused)
         stepping = getattr(core, "engines_running", False)
         running, waiting = core.scheduler.get_request_counts()

@@ -27,7 +27,8 @@ ready the sum is not zero, so the wave continues, also in vLLM's own code, which
 **Version labels.** vLLM labels tokens with the version that the core has when it *reads* a step's
 output. Steps that were in flight at the swap must be labelled with the version before.
 
-:mod:`sidecar.vllm.plugin.core.kv_versions` handles keys and values.
+:mod:`sidecar.vllm.plugin.core.kv_versions` handles keys and values. Functions with a parameter
+``original`` wrap the method of their name of vLLM's engine core, or replace ``sync_dp_state``.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from typing import TYPE_CHECKING, Any, Final
 from bus.messages import NackCode
 from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.core import kv_versions
+from sidecar.vllm.plugin.core.status import is_paused
 from sidecar.vllm.plugin.operations import PERFORM
 
 if TYPE_CHECKING:
@@ -127,7 +129,7 @@ def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool)
         return _swap_now(core, asked)
     if not hasattr(core, "wavebus_swaps_together"):
         raise SwapRefused("called off: ranks in lockstep can't agree on a step in this vLLM")
-    if core.pending_pause or core.ignore_start_dp_wave or int(core.scheduler.pause_state):
+    if core.pending_pause or core.ignore_start_dp_wave or is_paused(core):
         raise SwapRefused("called off: the rank is paused")
     if core.wavebus_ready is not None:
         raise SwapRefused("called off: another one is under way")
@@ -145,9 +147,6 @@ def call_off(core: Any) -> list[bool]:
     """Cancels a swap that waits for other ranks.
 
     The core answers :data:`sidecar.vllm.plugin.worker_rpc.CALL_OFF` with this function.
-
-    Args:
-        core: the engine core.
 
     Returns:
         ``[True]`` if a swap was waiting, else ``[False]``.
@@ -207,8 +206,7 @@ def has_global_unfinished_reqs(
 ) -> Any:
     """Swaps if all ranks have reported in this step's all-reduce that they are ready.
 
-    Wraps vLLM's ``DPEngineCoreProc._has_global_unfinished_reqs``, which is ``original``, and which
-    makes the all-reduce.
+    ``original`` makes the all-reduce.
     """
     _conference.ready = core.wavebus_ready is not None
     _conference.all_ready = False
@@ -284,10 +282,7 @@ def _labels_of(core: Any) -> deque[list[Any]]:
 
 
 def attach_weight_version(original: Callable[..., Any], core: Any, outputs: Any) -> None:
-    """Labels outputs of a step that began before a swap with the version before the swap.
-
-    Wraps vLLM's ``EngineCore._attach_weight_version``, which is ``original``.
-    """
+    """Labels outputs of a step that began before a swap with the version before the swap."""
     labels = _labels_of(core)
     if not labels:
         original(core, outputs)

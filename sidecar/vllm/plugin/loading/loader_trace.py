@@ -9,7 +9,6 @@ The module works for any ``nn.Module`` with any loaders, and does not depend on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -192,11 +191,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.derived(index) or any(_last(r) == last for r in self._reads.get(index, ()))
 
     def derived(self, index: int) -> bool:
-        """Returns whether the loader computed with a tensor, so that its reads can't be counted.
-
-        Args:
-            index: the tensor's index in the manifest.
-        """
+        """Returns whether the loader computed with a tensor, so that its reads can't be counted."""
         return index in self._derived
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,10 +206,10 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_copy(args[0], args[1])
         elif func in _FILLS:
             self._note_fill(args[0], args[1] if len(args) > 1 else 0)
-        elif (kind := _kind_of(func)) is Kind.CHANGES:
+        elif func._schema.is_mutable:  # noqa: SLF001 - there is no other way in
             for changed in _changed(func, args, kwargs):
                 self._note_change(changed, str(func))
-        elif kind is Kind.MAKES:
+        elif not _returns_view(func):
             for used in _tensors((*args, *kwargs.values())):
                 name = self._known_name(used)
                 if name:
@@ -306,22 +301,12 @@ _FILLS = frozenset(
 
 
 def refused(tensor: str, reason: str) -> EngineError:
-    """Returns the error that refuses a manifest because of one tensor.
-
-    Args:
-        tensor: the tensor's name, with which the text begins.
-        reason: what is wrong with it.
-    """
+    """Returns the error that refuses a manifest because of one tensor."""
     return EngineError(f"{tensor}: {reason}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
 
 
 def shared_refusal(meta: TensorMeta, parameter: str) -> EngineError:
-    """Returns the error that refuses a draft's tensor because the main model owns its parameter.
-
-    Args:
-        meta: the tensor.
-        parameter: the name of the shared parameter.
-    """
+    """Returns the error that refuses a draft's tensor because the main model owns its parameter."""
     return refused(
         meta.name,
         f"fills {parameter}, which this draft shares with the model that it drafts for: leave it "
@@ -329,21 +314,10 @@ def shared_refusal(meta: TensorMeta, parameter: str) -> EngineError:
     )
 
 
-class Kind(Enum):
-    """What a torch operator does with its tensor arguments."""
-
-    VIEWS = auto()  # returns a view of an argument
-    CHANGES = auto()  # writes to an argument
-    MAKES = auto()  # computes a new tensor from its arguments
-
-
 @cache
-def _kind_of(func: Any) -> Kind:
-    schema = func._schema  # noqa: SLF001 - there is no other way in
-    if schema.is_mutable:
-        return Kind.CHANGES
-    views = any(returned.alias_info is not None for returned in schema.returns)
-    return Kind.VIEWS if views else Kind.MAKES
+def _returns_view(func: Any) -> bool:
+    """Returns whether a torch operator returns a view of an argument, and no new tensor."""
+    return any(each.alias_info is not None for each in func._schema.returns)  # noqa: SLF001
 
 
 def _changed(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

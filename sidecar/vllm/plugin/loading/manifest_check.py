@@ -100,10 +100,6 @@ def tied_head(model_config: Any, model: torch.nn.Module) -> str:
     skips its tensor, but fails when the embeddings are not in the same chunk (``models/utils.py``).
     vLLM also ties a head that was equal to the embeddings in its checkpoint, whatever the
     configuration says.
-
-    Args:
-        model_config: vLLM's configuration of the model.
-        model: the serving model.
     """
     config = model_config.hf_text_config
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -324,10 +320,6 @@ def build_meta_model(built: Blueprint, serving: torch.nn.Module) -> torch.nn.Mod
     Tensors on the meta device have no values. But layers and loaders read values from integer
     tables, such as the map of experts. So these tables are created on the CPU, with the content
     that the serving model's tables have.
-
-    Args:
-        built: the arguments from which vLLM built the model.
-        serving: the serving model.
     """
     from vllm.config import CompilationMode  # noqa: PLC0415 - only inside a worker
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415

@@ -83,11 +83,6 @@ def find_parameters(
 ) -> dict[str, ParameterRef]:
     """Returns the parameters and buffers of a model that a copy plan fills, by name.
 
-    Args:
-        plan: the copy plan.
-        model: the serving model.
-        device: the device of its weights.
-
     Raises:
         NoPlanError: a target is missing, or can't be filled as the plan says.
     """
@@ -121,10 +116,6 @@ def repacks(place: ParameterRef, device: torch.device) -> bool:
     """Returns whether vLLM stores a parameter in another form after it is loaded.
 
     On a CPU, vLLM repacks the parameters of its layers, but not their buffers.
-
-    Args:
-        place: the parameter.
-        device: the device of the model's weights.
     """
     method = getattr(place.module, "quant_method", None)
     return device.type == "cpu" and method is not None and place.key in place.module._parameters  # noqa: SLF001 - the module's own, no child's

@@ -86,18 +86,12 @@ class PlanCache:
         self._tied_head = tied_head
         self._any_rank = any_rank
         self._entry: PlanEntry | None = None
-        self._comparing: PlanEntry | None = None
-        self._comparison: PlanComparison | None = None
+        self._comparing: tuple[PlanEntry, PlanComparison] | None = None
         self.update: PlannedUpdate | None = None  # the open session, if it loads by the plan
         self._way = ""  # how the last update was loaded
 
     def on_armed(self, manifest: Manifest, trace: LoaderTrace) -> None:
-        """Makes the copy plan of an armed manifest, unless it has the last one's tensors.
-
-        Args:
-            manifest: the armed manifest.
-            trace: the copies that the loader makes of the manifest's tensors.
-        """
+        """Makes the copy plan of an armed manifest, unless it has the last one's tensors."""
         tensors = (manifest.names, manifest.dtypes, manifest.shapes)
         if self._entry is not None and self._entry.tensors == tensors:
             return
@@ -136,11 +130,7 @@ class PlanCache:
         return self.update is not None
 
     def on_load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Keeps a chunk that vLLM's loader is about to load, for the comparison.
-
-        Args:
-            tensors: the chunk's ``(name, tensor)`` pairs.
-        """
+        """Keeps a chunk that vLLM's loader is about to load, for the comparison."""
         self._observe(lambda comparison: comparison.on_load(tensors))
 
     def on_loaded(self) -> None:
@@ -149,9 +139,9 @@ class PlanCache:
 
     def on_finished(self) -> None:
         """Marks the plan as proven, or drops it, after a whole load by vLLM's loader."""
-        comparison, known = self._comparison, self._comparing
-        if comparison is None or known is None:
+        if self._comparing is None:
             return
+        known, comparison = self._comparing
         self._observe(PlanComparison.finish)
         known.proven = known.plan is not None and comparison.is_equal
         self.close_comparison()
@@ -183,9 +173,9 @@ class PlanCache:
 
     def close_comparison(self) -> None:
         """Stops comparing the loader with the plan: an incomplete update proves nothing."""
-        if self._comparison is not None:
-            self._comparison.close()
-        self._comparison = self._comparing = None
+        if self._comparing is not None:
+            self._comparing[1].close()
+            self._comparing = None
 
     @property
     def entry(self) -> PlanEntry:
@@ -205,20 +195,19 @@ class PlanCache:
 
     def _compare(self, known: PlanEntry, plan: CopyPlan) -> None:
         try:
-            self._comparison = PlanComparison(plan, self._model, self._device)
+            self._comparing = known, PlanComparison(plan, self._model, self._device)
         except NoPlanError as error:
             self._discard(known, str(error))
-            return
-        self._comparing = known
 
     def _observe(self, step: Callable[[PlanComparison], None]) -> None:
         """Runs a step of the comparison; its failure must not disturb the loader."""
-        if self._comparison is None or self._comparing is None:
+        if self._comparing is None:
             return
+        known, comparison = self._comparing
         try:
-            step(self._comparison)
+            step(comparison)
         except Exception as error:  # noqa: BLE001 - whatever it is
-            self._discard(self._comparing, f"{type(error).__name__}: {error}", level=logging.ERROR)
+            self._discard(known, f"{type(error).__name__}: {error}", level=logging.ERROR)
             self.close_comparison()
 
     def _discard(self, known: PlanEntry, reason: str, level: int = logging.INFO) -> None:

@@ -43,23 +43,14 @@ class RepackedLayer:
         self._filled: dict[str, torch.Tensor] = {}
 
     def memory(self, key: str, device: torch.device) -> torch.Tensor:
-        """Returns the separate tensor to fill in place of a parameter.
-
-        Args:
-            key: the parameter's name in the layer.
-            device: where to allocate the tensor.
-        """
+        """Returns the separate tensor to fill in place of a parameter."""
         if key not in self._filled:
             target = self._targets[key]
             self._filled[key] = torch.empty(target.shape, dtype=target.dtype, device=device)
         return self._filled[key]
 
     def note(self, numel: int) -> None:
-        """Counts filled elements; when all are filled, makes vLLM convert them into the layer.
-
-        Args:
-            numel: how many elements were filled since the last call.
-        """
+        """Counts filled elements; when all are filled, makes vLLM convert them into the layer."""
         self._missing -= numel
         if not self._missing:
             filled, self._filled = self._filled, {}
@@ -114,9 +105,6 @@ class PlannedUpdate:
 
     def load(self, tensors: Received) -> None:
         """Copies a chunk's tensors into the model's parameters.
-
-        Args:
-            tensors: the chunk's ``(name, tensor)`` pairs.
 
         Raises:
             KeyError: the manifest has no tensor of that name.
@@ -177,11 +165,7 @@ class PlanComparison:
             self._hook(method)
 
     def on_load(self, tensors: Received) -> None:
-        """Keeps a chunk that the loader is about to load.
-
-        Args:
-            tensors: the chunk's ``(name, tensor)`` pairs.
-        """
+        """Keeps a chunk that the loader is about to load."""
         for name, tensor in tensors:
             self._missing.discard(name)
             for target in dict.fromkeys(copy.target for copy in self._plan.copies[name]):
@@ -301,13 +285,7 @@ def copies(
 
 
 def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
-    """Writes the constants of a target, such as padding; returns how many elements that fills.
-
-    Args:
-        plan: the copy plan.
-        name: the target's name.
-        target: the tensor to fill.
-    """
+    """Writes the constants of a target, such as padding; returns how many elements that fills."""
     filled = 0
     for each in plan.fills.get(name, ()):
         filled += part(target, each.region).fill_(each.value).numel()

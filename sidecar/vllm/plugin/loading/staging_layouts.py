@@ -164,11 +164,7 @@ class ByTarget(StagingLayout):
         return None if there is None else part(there, region)
 
     def into(self, targets: Memory) -> CopyBatch:
-        """Returns the copies that move all staged weights into ``targets``.
-
-        Args:
-            targets: tensors with the names and shapes of the copy plan's targets.
-        """
+        """Prepares one copy for each target."""
         return CopyBatch(list(targets.values()), [self._memory[name] for name in targets])
 
     def _start(self) -> None:
@@ -223,11 +219,7 @@ class AsSent(StagingLayout):
         return part(dict(self._own(seq))[name], source)
 
     def into(self, targets: Memory) -> CopyBatch:
-        """Returns the copies that move all staged weights into ``targets``.
-
-        Args:
-            targets: tensors with the names and shapes of the copy plan's targets.
-        """
+        """Prepares the copies of the plan, from each chunk's tensors."""
         own = {name: tensor for seq in range(len(self._chunks)) for name, tensor in self._own(seq)}
         pairs = [
             (part(targets[copy.target], copy.region), part(own[name], copy.source))

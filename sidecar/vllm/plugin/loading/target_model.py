@@ -66,11 +66,7 @@ class TargetModel:
             info.load_numel = 0
 
     def process_deferred(self, dtype: torch.dtype) -> None:
-        """Makes vLLM post-process the layers that it leaves for the end of a load.
-
-        Args:
-            dtype: the model's dtype.
-        """
+        """Makes vLLM post-process the layers that it leaves for the end of a load."""
         for layer in deferred_layers(self.model):
             layer.process_weights_after_loading(dtype)
 
@@ -133,9 +129,6 @@ class ArmedUpdate:
 
 def require_armed(armed: ArmedUpdate | None) -> ArmedUpdate:
     """Returns the armed update, for a step that needs one.
-
-    Args:
-        armed: the armed update, or None.
 
     Raises:
         EngineError: code ``wrong_state``: no update was armed.

@@ -27,15 +27,13 @@ import struct
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar, cast
+from typing import TYPE_CHECKING, BinaryIO, Final, cast
 
 from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.operations import MAX_PAYLOAD_CHARS, Open, WorkerFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-T = TypeVar("T")
 
 LENGTH: Final = struct.Struct(">I")
 MAX_FRAME_BYTES: Final = MAX_PAYLOAD_CHARS
@@ -135,7 +133,7 @@ class StagingChannelServer:
         ):
             stream = cast("BinaryIO", made)
             while (blob := _read_frame(stream)) is not None:
-                asked = _attempt(functools.partial(operations.unpack, blob))
+                asked = agreement.attempt(functools.partial(operations.unpack, blob))
                 with contextlib.ExitStack() as held:
                     for lock in self._locks_for(asked):
                         held.enter_context(lock)
@@ -160,14 +158,7 @@ class StagingChannelServer:
     def _answer(self, asked: operations.Operation | WorkerFailure) -> operations.Answer:
         if isinstance(asked, WorkerFailure):
             return asked
-        return _attempt(functools.partial(self._execute, asked))
-
-
-def _attempt(work: Callable[[], T]) -> T | WorkerFailure:
-    """Returns the result of the work, or its failure."""
-    done: list[T] = []
-    failure = agreement.attempt(lambda: done.append(work()))
-    return failure or done[0]
+        return agreement.attempt(functools.partial(self._execute, asked))
 
 
 def is_same_user(connection: socket.socket) -> bool:

@@ -23,9 +23,6 @@ logger = init_logger("vllm.wavebus")
 def introduce(worker: Any) -> bool:
     """Makes the worker's draft model known to the worker's weight transfer engine.
 
-    Args:
-        worker: vLLM's worker.
-
     Returns:
         False, with a warning in the log, if the draft can't be updated: this vLLM hides how the
             draft was built, or its engine can't use the draft.

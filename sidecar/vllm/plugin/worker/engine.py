@@ -114,7 +114,6 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.armed: ArmedUpdate | None = None  # the next update, or the current one
         self._last_manifest: ArmedManifest | None = None
         self._began = True  # whether a load may have been interrupted
-        self._backend = ""
         self._receiver = ChunkReceiver(device)
         self._opening = threading.Lock()
         self._stager = Stager(own, self._receiver, vllm_config, device, self)
@@ -247,15 +246,12 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         Raises:
             WorkerRefusal: in the last worker, if the operation failed in any.
         """
-        done = operations.Done()
-
-        def execute() -> None:
-            nonlocal done
-            done = self._execute(worker, operations.decode(operation))
-
         with self._stager.channel.preempted():
-            agreement.run_together(execute)
-        return done
+            done = agreement.attempt(lambda: self._execute(worker, operations.decode(operation)))
+            failure = agreement.agree(done if isinstance(done, operations.WorkerFailure) else None)
+            if failure is not None:
+                agreement.refuse(failure)
+        return operations.Done() if isinstance(done, operations.WorkerFailure) else done
 
     def _execute(self, worker: Any, operation: operations.Operation) -> operations.Done:
         match operation:
@@ -328,11 +324,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             raise not_this_engine(operation.backend)
         chunks = self._receiver
         receiver = chunks.receiver
-        if receiver is None or operation.backend != self._backend:
+        if receiver is None or operation.backend != chunks.backend:
             receiver = self._make_receiver(operation.backend)
-            chunks.close()
             chunks.use(operation.backend, receiver)
-            self._backend = operation.backend
         chunks.stop()
         self._stager.discard_transport()
         engine = RankAssignment(operation.communicator, operation.world_size, operation.first_rank)
@@ -379,7 +373,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 loadable.plans.on_armed(manifest, trace)
         if self._last_manifest is None or self._last_manifest.manifest != manifest:
             self._last_manifest = ArmedManifest(manifest)
-        self._last_manifest.check_room(self._backend, receiver)
+        self._last_manifest.check_room(self._receiver.backend, receiver)
         self.armed = ArmedUpdate(self._last_manifest, target, operation.staging)
 
     def arm(self, operation: operations.ArmManifest) -> StagingCapacity:
@@ -403,7 +397,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         armed = self.armed
         if armed is None or (armed.target, armed.announced.digest) != ("model", operation.manifest):
             raise EngineError("another update was armed last", code=NackCode.WRONG_STATE)
-        armed.announced.check_room(self._backend, self._receiver.receiver)
+        armed.announced.check_room(self._receiver.backend, self._receiver.receiver)
         self.armed = ArmedUpdate(armed.announced, armed.target, operation.staging)
         return self.wavebus_room
 
@@ -418,18 +412,14 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             return True
         return self._loadable[self._target].plans.update is not None
 
-    def _arrived(
-        self, operation: operations.VerifyChunk | operations.LoadChunk | operations.LoadAdapter
-    ) -> Tensors:
+    def _arrived(self, operation: operations.SentChunk) -> Tensors:
         """Returns the tensors of a chunk, after it has arrived and its checksums were compared."""
         received = self._receiver.take(operation.seq)
         if operation.sums:
             check_sums(operation.seq, received, operation.verify, operation.sums)
         return received if self._loads_in_place() else self._receiver.take_own(operation.seq)
 
-    def _take(
-        self, operation: operations.LoadChunk | operations.LoadAdapter, check: Callable[[], None]
-    ) -> Tensors:
+    def _take(self, operation: operations.SentChunk, check: Callable[[], None]) -> Tensors:
         """Returns a chunk when all workers have it; raises if ``check`` raised in any of them."""
         arrived: Tensors = []
 
@@ -468,7 +458,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         received = self._take(operation, check)
         assert isinstance(receiver, LoraReceiver)
         try:
-            self._adapters.load(adapter_of(self._backend), receiver.config, dict(received))
+            name = adapter_of(self._receiver.backend)
+            self._adapters.load(name, receiver.config, dict(received))
         finally:
             self._receiver.clear()
 

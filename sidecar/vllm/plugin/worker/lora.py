@@ -50,14 +50,6 @@ class HeldAdapter:
     tensors: dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _PreviousAdapter:
-    """The adapter that an update replaces; ``held`` is None if it did not come over the bus."""
-
-    name: str
-    held: HeldAdapter | None
-
-
 class LoraAdapters:
     """Keeps the LoRA adapters that came over the bus, and gives them to vLLM.
 
@@ -70,7 +62,8 @@ class LoraAdapters:
         self._manager = manager
         self._lacking = lacking
         self._held: dict[str, HeldAdapter] = {}
-        self._before: _PreviousAdapter | None = None
+        # The name of the adapter that an update replaces, and the adapter if the bus brought it.
+        self._before: tuple[str, HeldAdapter | None] | None = None
         self._settled = False  # whether the last loaded adapter is settled
         self._ids: dict[str, set[int]] = {}  # ids under which vLLM loaded each adapter
         self._paths: dict[str, str] = {}  # paths of adapters that did not come over the bus
@@ -112,10 +105,6 @@ class LoraAdapters:
     def check(self, config: dict[str, Any], manifest: Manifest) -> None:
         """Checks that a LoRA adapter fits the model; loads nothing.
 
-        Args:
-            config: PEFT's ``adapter_config``.
-            manifest: names, shapes and dtypes of the adapter's tensors.
-
         Raises:
             EngineError: as :func:`check_adapter`.
         """
@@ -138,7 +127,7 @@ class LoraAdapters:
         fresh = HeldAdapter(config, tensors)
         self._built(fresh, 1)
         self.begin()
-        self._before = _PreviousAdapter(name, self._held.get(name))
+        self._before = name, self._held.get(name)
         self._held[name] = fresh
         self._unload(name)
 
@@ -156,15 +145,14 @@ class LoraAdapters:
         Args:
             settled: True also undoes a load that :meth:`settle` has marked; False leaves it.
         """
-        before = self._before
-        if before is None or (self._settled and not settled):
+        if self._before is None or (self._settled and not settled):
             return
-        self._before = None
-        if before.held is None:
-            self._held.pop(before.name, None)
+        (name, held), self._before = self._before, None
+        if held is None:
+            self._held.pop(name, None)
         else:
-            self._held[before.name] = before.held
-        self._unload(before.name)
+            self._held[name] = held
+        self._unload(name)
 
     def settle(self) -> None:
         """Marks the loaded adapter as committed, so that a restarted sidecar keeps it."""

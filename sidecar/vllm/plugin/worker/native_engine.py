@@ -11,7 +11,6 @@ remain with vLLM's class: opening its transport, starting, receiving (which load
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
@@ -29,28 +28,9 @@ from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine, not_t
 from sidecar.vllm.plugin.worker.native_handles import rebuildable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from bus.manifest import TensorMeta
 
 __all__ = ["NativeUpdates", "guarded"]
-
-
-@dataclass(frozen=True, slots=True)
-class OriginalMethods:
-    """The methods of vLLM's own engine class, which :func:`guarded` hides by a subclass.
-
-    Each attribute is the method of that name, but for two: ``init_transfer_engine`` also gets the
-    parallel config to use, and ``takes_draft`` says whether the class can update a draft model.
-    """
-
-    parse_init_info: Callable[[dict[str, Any]], Any]
-    init_transfer_engine: Callable[[Any, Any], None]  # info, parallel config
-    start_weight_update: Callable[[], None]
-    update_weights: Callable[[dict[str, Any]], None]
-    finish_weight_update: Callable[[], None]
-    shutdown: Callable[[], None]
-    takes_draft: bool
 
 
 class NativeUpdates(WavebusWeightTransferEngine):
@@ -60,13 +40,14 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     Args:
         name: the engine's name in vLLM's factory.
-        original: the methods of vLLM's engine.
-        args: as for :class:`WavebusWeightTransferEngine`.
+        engine: the engine, of the class that :func:`guarded` returns.
+        original: the same engine with the methods of vLLM's own class: the ``super()`` of it.
     """
 
-    def __init__(self, name: str, original: OriginalMethods, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, name: str, engine: Any, original: Any) -> None:
+        super().__init__(engine.config, engine.vllm_config, engine.device, engine.model)
         self._name = name
+        self._engine = engine
         self._original = original
         self._opened = False  # whether vLLM's transport is open
         self._started_theirs = False  # whether the update session is vLLM's
@@ -106,7 +87,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     def _update_info(self, operation: operations.ReceiveChunk) -> dict[str, Any]:
         """Returns the arguments of the guarded engine's ``update_weights``."""
-        if not self._opened or operation.backend != self._backend:
+        if not self._opened or operation.backend != self._receiver.backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
         armed = require_armed(self.armed)
         self._require_its_session()
@@ -121,23 +102,15 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._original.finish_weight_update()
         self._loadable[self._target].repacking.after_finish()
 
-    def shutdown(self) -> None:
-        """Closes wavebus's receiver and vLLM's transport."""
-        super().shutdown()
-        self._close_theirs()
-
     def _close_theirs(self) -> None:
         if self._opened:
             self._opened = False
             self._original.shutdown()
 
-    def closed_with_theirs(self) -> None:
-        """Closes wavebus's receiver when vLLM shuts its engine down.
-
-        The caller closes vLLM's own transport itself.
-        """
+    def shutdown(self) -> None:
+        """Closes wavebus's receiver; the caller closes vLLM's own transport itself."""
         self._opened = False
-        self.shutdown()
+        super().shutdown()
 
     # -- operations ------------------------------------------------------------------
 
@@ -168,13 +141,17 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._receiver.close()
         self._close_theirs()
         self.armed = None
+        own = self._engine.parallel_config
+        self._engine.parallel_config = parallel
         try:
-            self._original.init_transfer_engine(typed, parallel)
+            self._original.init_transfer_engine(typed)
         except Exception as error:
             raise transfer_failed(
                 f"vLLM's {self._name!r} did not open: {type(error).__name__}: {error}"
             ) from error
-        self._backend, self._opened = operation.backend, True
+        finally:
+            self._engine.parallel_config = own
+        self._receiver.backend, self._opened = operation.backend, True
 
     def _placed(self, info: dict[str, Any], place: RankAssignment) -> dict[str, Any]:
         """Returns the init info with the rank offset that the bus assigned, if any.
@@ -212,7 +189,8 @@ class NativeUpdates(WavebusWeightTransferEngine):
         return {**info, "world_size": place.world_size - 1 + first}, parallel
 
     def _arm(self, operation: operations.ArmManifest) -> None:
-        if self._opened and operation.target == "draft" and not self._original.takes_draft:
+        takes_draft = self._engine.supports_draft_weight_update
+        if self._opened and operation.target == "draft" and not takes_draft:
             raise EngineError(
                 f"vLLM's {self._name!r} does not update draft models", code=NackCode.DRAFT_MISSING
             )
@@ -256,28 +234,8 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
         def _guard(self) -> NativeUpdates:
             # Created at a sidecar's first call, so that other callers see no difference.
             if self._wavebus is None:
-                plain: Any = super()
-                original = OriginalMethods(
-                    plain.parse_init_info,
-                    self._open_with,
-                    plain.start_weight_update,
-                    plain.update_weights,
-                    plain.finish_weight_update,
-                    plain.shutdown,
-                    self.supports_draft_weight_update,
-                )
-                self._wavebus = NativeUpdates(
-                    name, original, self.config, self.vllm_config, self.device, self.model
-                )
+                self._wavebus = NativeUpdates(name, self, super())
             return self._wavebus
-
-        def _open_with(self, info: Any, parallel: Any) -> None:
-            own: Any = self.parallel_config
-            self.parallel_config: Any = parallel
-            try:
-                super().init_transfer_engine(info)
-            finally:
-                self.parallel_config = own
 
         def introduce_draft(self, model: Any, built: Any) -> None:
             self._guard().introduce_draft(model, built)
@@ -313,7 +271,7 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
 
         def shutdown(self) -> None:
             if self._wavebus is not None:
-                self._wavebus.closed_with_theirs()
+                self._wavebus.shutdown()
             super().shutdown()
 
     Guarded.__name__ = Guarded.__qualname__ = f"{theirs.__name__}OnTheBus"

@@ -47,9 +47,6 @@ class UpdateSession:
     def require_open(self, worker: Any) -> None:
         """Checks that a session is open, both for the sidecar and in vLLM.
 
-        Args:
-            worker: vLLM's worker.
-
         Raises:
             EngineError: code ``wrong_state``: no session is open.
         """
@@ -58,10 +55,6 @@ class UpdateSession:
 
     def begin(self, worker: Any, target: Target) -> None:
         """Opens a session for the target. A collective of the engine's workers.
-
-        Args:
-            worker: vLLM's worker.
-            target: what the update replaces: the model, or its draft model.
 
         Raises:
             EngineError: code ``wrong_state``: a session is open already. After any other error,
@@ -126,7 +119,8 @@ class UpdateSession:
             yield
         finally:
             self.ours = False
-        agreement.raise_failure(self._failure)
+        if self._failure is not None:
+            raise self._failure.to_error()
 
 
 def _has_vllm_session(worker: Any) -> bool:

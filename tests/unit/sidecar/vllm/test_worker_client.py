@@ -104,7 +104,7 @@ def closed() -> Iterator[list[WorkerClient | StagingChannelServer]]:
     yield made
     for each in made:
         if isinstance(each, WorkerClient):
-            each._close_channels()
+            each._channels.close()
         else:
             each.close()
 

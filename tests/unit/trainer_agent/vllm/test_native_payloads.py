@@ -132,7 +132,7 @@ def test_a_trainer_whose_ranks_all_send_takes_as_many_places(from_033: bool) -> 
     opened = native_payloads.NativeTransport(
         "vllm:nccl_m2n", None, native_payloads.opened_for(told, "nccl_m2n")
     )
-    assert opened.is_sharding
+    assert blobs.is_sharding(opened.backend)
     opened.check(UpdatePlan.of_source(METAS, chunk_bytes=1 << 20))
     with pytest.raises(UsageError, match="other tensors than when"):
         opened.check(UpdatePlan.of_source(METAS[:1], chunk_bytes=1 << 20))

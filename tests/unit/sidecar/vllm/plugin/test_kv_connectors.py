@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -21,7 +22,8 @@ def several(*inside: dict[str, Any]) -> dict[str, Any]:
 
 def treated(found: Any, *, resets: bool = False, unsalted: str = "") -> dict[str, str]:
     features = {"prefix_cache_versions": unsalted}
-    return kv.treatments(found, features, lambda _: resets)
+    with mock.patch.object(kv, "_implements_reset", return_value=resets):
+        return kv.treatments(found, features)
 
 
 @pytest.mark.parametrize(
