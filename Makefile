@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-next test-fast check lint types layers slow mutants chaos soak bench docs clean \
-	ci-next ci-slow
+	ci-next
 
 demo: $(VENV)/.demo
 	$(BIN)/wavebus demo
@@ -50,7 +50,10 @@ test-fast: $(VENV)/.test lint layers
 	wait $$types && exit $$tests
 
 # What takes minutes and tells little more than the others do when all is well; on both vLLMs.
-slow: ci-slow $(NEXT)/.vllm-next
+# Demos run alone: how many of their updates find a request in flight depends on what else the
+# processors do.
+slow: $(VENV)/.vllm $(NEXT)/.vllm-next
+	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm -k 'not demo' tests
 	WAVEBUS_CHAOS_FRAMES=20000 WAVEBUS_CHAOS_CONNECTIONS=300 \
 		$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal tests/model tests/chaos
 	$(BIN)/python -m pytest -q -m slow --ignore=tests/vllm -k demo tests
@@ -60,11 +63,6 @@ slow: ci-slow $(NEXT)/.vllm-next
 	$(MAKE) test-next
 	$(NEXT)/bin/python -m pytest -q -m slow $(TWO_FILES) --ignore-glob='*/test_dp_*' tests/vllm
 	$(NEXT)/bin/python -m pytest -q -m 'slow and not own_coordinator' tests/vllm/test_dp_*.py
-
-# The part of it that CI has time for: what needs no vLLM, and is no demo. Demos run alone: how many of
-# their updates find a request in flight depends on what else the processors do.
-ci-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm -k 'not demo' tests
 
 # Tests of the tests: each guarantee, broken on purpose, must make its suite fail.
 mutants: $(VENV)/.test
