@@ -72,7 +72,6 @@ def unavailable_reason() -> str:
     """Returns why CUDA is not available on this machine; empty if it is.
 
     Does not initialise CUDA, because a process that is forked after that can't use CUDA.
-
     """
     if torch.version.cuda is None:
         return f"it needs CUDA, and torch {torch.__version__} is built without"
