@@ -37,7 +37,11 @@ _HANDED_ON: Final = (
 
 
 async def ask_any(
-    pool: EnginePool, http: aiohttp.ClientSession, path: str, body: Any = None
+    pool: EnginePool,
+    http: aiohttp.ClientSession,
+    path: str,
+    body: Any = None,
+    avoid: set[str] | None = None,
 ) -> Any:
     """Requests JSON from a routable engine, and from another one if that fails.
 
@@ -46,6 +50,7 @@ async def ask_any(
         http: the client's session.
         path: the route.
         body: the JSON to POST. Default: a GET.
+        avoid: names of engines to ask only if there are no others; those that fail are added.
 
     Returns:
         The answer; None if engines have no such route.
@@ -55,7 +60,7 @@ async def ask_any(
         NoEngine: no engine is available.
         RolloutFailed: five engines in a row failed.
     """
-    avoid: set[str] = set()
+    avoid = set() if avoid is None else avoid
     failures, refused_s = 0, 0.0
     method = "GET" if body is None else "POST"
     timeout = aiohttp.ClientTimeout(pool.stall_s, sock_connect=http.timeout.sock_connect)
@@ -139,12 +144,12 @@ class ChatClient:
         """Makes one turn of a conversation; takes the arguments of :meth:`chat`."""
         return Chat(self.ask, self._tokenizer, {"messages": messages, **fields})
 
-    async def ask(self, path: str, body: Any = None) -> Any:
+    async def ask(self, path: str, body: Any = None, avoid: set[str] | None = None) -> Any:
         """Requests JSON from a routable engine, and from another one if that fails.
 
         Arguments, result and errors are those of :func:`ask_any`.
         """
-        return await ask_any(self._pool, self._session(), path, body)
+        return await ask_any(self._pool, self._session(), path, body, avoid)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -156,7 +161,7 @@ class Chat:
     """Renders a conversation as a prompt, and turns generated tokens into messages.
 
     Args:
-        ask: requests JSON from an engine, by a route and a body, as :meth:`ChatClient.ask` does.
+        ask: requests JSON from an engine, as :meth:`ChatClient.ask` does.
         tokenizer: renders and decodes if engines lack the routes; None: there is none.
         request: vLLM's chat request without sampling parameters: ``messages``, ``tools``, …
 
@@ -166,12 +171,13 @@ class Chat:
 
     def __init__(
         self,
-        ask: Callable[[str, Any], Awaitable[Any]],
+        ask: Callable[[str, Any, set[str]], Awaitable[Any]],
         tokenizer: Tokenizer | None,
         request: Mapping[str, Any],
     ) -> None:
         self._ask = ask
         self._tokenizer = tokenizer
+        self._failed: set[str] = set()  # engines that failed a step of this turn
         self._request = {name: value for name, value in request.items() if value is not None}
         self.is_parsed = False
         messages = self._request.get("messages")
@@ -199,7 +205,8 @@ class Chat:
         make_request(  # bad ones are refused before an engine is asked
             [0], sampling_params, session_id=None, on_inexact="restart", decodes=decodes, extra={}
         )
-        params, rendered = dict(sampling_params), await self._ask(f"{_ROUTE}/render", self._request)
+        params = dict(sampling_params)
+        rendered = await self._ask(f"{_ROUTE}/render", self._request, self._failed)
         self.is_parsed = rendered is not None
         if rendered is None:
             fields = self._request
@@ -245,8 +252,9 @@ class Chat:
         found: Any = {"choices": ()}
         if self.is_parsed and choices:
             prompt = {"request_id": done.request_id, "prompt_token_ids": done.prompt_token_ids}
-            body = {"generate_response": {**prompt, "choices": choices}}
-            found = await self._ask(f"{_ROUTE}/derender", {**body, "chat_request": self._request})
+            answer = {"generate_response": {**prompt, "choices": choices}}
+            body = {**answer, "chat_request": self._request}
+            found = await self._ask(f"{_ROUTE}/derender", body, self._failed)
         if found is None:
             raise RolloutFailed("no engine has a route any more that makes messages of tokens")
         parsed = {each["index"]: each["message"] for each in found["choices"]}
