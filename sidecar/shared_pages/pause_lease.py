@@ -11,6 +11,8 @@ sidecar's and the core's.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +130,7 @@ class PauseLeasePage:
     def __init__(self, memory: mmap.mmap, path: Path) -> None:
         self.path = path
         self._memory = memory
+        self._claim: int | None = None  # the descriptor of the locked file
         self._lease, self._outcome = (
             TwoSlotRecord(memory, RECORDS_AT + half * _RECORD_BYTES, _BODY_BYTES) for half in (0, 1)
         )
@@ -151,6 +154,18 @@ class PauseLeasePage:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def claim(self) -> bool:
+        """Takes the engine for this sidecar; returns False if another sidecar has it.
+
+        The claim ends when the page is closed or the process ends.
+        """
+        self._claim = os.open(self.path, os.O_RDWR)
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def lease(self) -> PauseLease | None:
         """Returns the lease of the engine's pause; None if no pause has one."""
@@ -200,6 +215,9 @@ class PauseLeasePage:
             remove: True also deletes the page's file.
         """
         self._memory.close()
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
         if remove:
             self.path.unlink(missing_ok=True)
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 import bus.log
 from bus.errors import EngineError
+from bus.messages import NackCode
 from bus.vllm_payloads import native_name
 from bus.weight_transfer.registry import receiver_backends
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusReader
@@ -24,7 +25,6 @@ from sidecar.vllm.plugin.compat import BACKEND
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sidecar.engine import EngineInfo
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, OutcomeState, PauseLease
     from sidecar.vllm.plugin.environment import DpCoordinator
@@ -47,25 +47,38 @@ class CoreLink:
         self._cores = 0
         self._log = bus.log.logger()
 
-    def learn(self, facts: WorkerFacts, info: EngineInfo, *, cores: int, here: bool = True) -> None:
-        """Opens the pages whose paths the plugin reports.
+    def open(self, facts: WorkerFacts, dp_size: int, *, cores: int, here: bool = True) -> None:
+        """Opens the pages whose paths the plugin reports, and claims the engine.
 
         Args:
             facts: the plugin's facts about the engine.
-            info: the description of the engine.
+            dp_size: how many ranks its DP group has, each with a sidecar.
             cores: how many cores the engine has; several behind an internal load balancer.
             here: True if the engine runs on this machine; otherwise its pages can't be opened.
 
         Raises:
-            EngineError: the DP group should have the bus's coordinator, and has another one.
+            EngineError: the DP group should have the bus's coordinator, and has another one. Code
+                ``name_taken``: another sidecar drives the engine.
         """
         if self._wanted == "bus":
-            _refuse_uncoordinated(facts, info)
+            _refuse_uncoordinated(facts, dp_size)
         if here:
             self._page = CoreStatusReader(Path(facts.page)) if facts.page else None
             self._coordinator_pid = facts.coordinator_pid
             self._lease_pages = self._open_lease_pages(facts, cores)
         self._cores = cores
+        if not all(page.claim() for page in self._lease_pages):
+            raise EngineError(
+                "another sidecar of this host drives this engine: an engine has one sidecar, stop "
+                "the other one",
+                code=NackCode.NAME_TAKEN,
+            )
+
+    def close(self) -> None:
+        """Closes the lease pages, so that another sidecar may drive the engine."""
+        for page in self._lease_pages:
+            page.close()
+        self._lease_pages = ()
 
     def _open_lease_pages(self, facts: WorkerFacts, cores: int) -> tuple[PauseLeasePage, ...]:
         """Opens one lease page per core, or none if some can't be opened.
@@ -204,7 +217,7 @@ def check_ranks(who: str, parallel: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_uncoordinated(facts: WorkerFacts, info: EngineInfo) -> None:
+def _refuse_uncoordinated(facts: WorkerFacts, dp_size: int) -> None:
     if facts.coordinator != "bus":
         raise EngineError(
             "--dp-coordinator bus: this vLLM was booted with its own coordinator, which can't be "
@@ -212,7 +225,7 @@ def _refuse_uncoordinated(facts: WorkerFacts, info: EngineInfo) -> None:
             f"{environment.BROKER}, {environment.GROUP} and {environment.DP_GROUP} in its "
             "environment, or leave --dp-coordinator out"
         )
-    if info.dp_size == 1:
+    if dp_size == 1:
         raise EngineError(
             "--dp-coordinator bus: this vLLM has one data parallel rank, or one server for all: "
             "there is nothing to coordinate. Give --data-parallel-size and "

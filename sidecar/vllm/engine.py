@@ -84,11 +84,12 @@ class VllmAdapter(WorkerClient):
         dp_size = int(parallel["data_parallel_size"])
         cores = 1 if external else dp_size
         facts = worker_rpc.read(await self._vllm.ask(worker_rpc.ASK_FACTS))
+        self._core.open(facts, dp_size if external else 1, cores=cores, here=self._vllm.is_local)
         await self._hello(facts, cores=cores)
         accepts_probes = await self._vllm.accepts_probes()
         await self._admission.look()
         model = config["model_config"]
-        info = EngineInfo(
+        return EngineInfo(
             kind=self._vllm.kind,
             software=f"vllm {version}",
             model=str(model["model"]),
@@ -109,12 +110,11 @@ class VllmAdapter(WorkerClient):
             limits=facts.limits_of(cores),
             kv_connectors=self._caches.connectors,
         )
-        self._core.learn(facts, info, cores=cores, here=self._vllm.is_local)
-        return info
 
     async def close(self) -> None:
-        """Closes the connection and the workers' staging channels."""
+        """Closes the connection, the workers' staging channels, and the core's pages."""
         self._channels.close()
+        self._core.close()
         await self._vllm.close()
 
     async def died(self) -> str:

@@ -284,23 +284,19 @@ def test_a_request_that_comes_in_a_pause(under_test: Served, mode: PauseMode) ->
     under_test.run(asyncio.wait_for(scenario(), under_test.wait_s))
 
 
-def test_a_second_adapter_attaches_to_a_running_server(under_test: Served) -> None:
-    """And lets it run on when it is closed."""
+def test_a_second_adapter_is_refused(under_test: Served) -> None:
+    """And so is another coordinator than the engine has. The first adapter drives on."""
 
     async def scenario() -> None:
-        attached = VllmAdapter(HttpConnection(under_test.server.base_url, api_key=API_KEY))
-        info = await attached.start()
-        assert info.software.startswith("vllm ")
-        assert await attached.version() == under_test.version
-        await attached.close()
+        url = under_test.server.base_url
+        for second, why in (
+            (VllmAdapter(HttpConnection(url, api_key=API_KEY)), "another sidecar of this host"),
+            (VllmAdapter(HttpConnection(url, api_key=API_KEY), "bus"), "its own coordinator"),
+        ):
+            with pytest.raises(EngineError, match=why):
+                await second.start()
+            await second.close()
         assert await under_test.engine.version() == under_test.version
-
-        coordinated = VllmAdapter(
-            HttpConnection(under_test.server.base_url, api_key=API_KEY), "bus"
-        )
-        with pytest.raises(EngineError, match="was booted with its own coordinator"):
-            await coordinated.start()
-        await coordinated.close()
 
     under_test.run(scenario())
 

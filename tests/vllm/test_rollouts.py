@@ -68,8 +68,9 @@ class Fleet:
         [sidecar] = children(guard)
         os.kill(process_of_vllm(sidecar, which), signal.SIGKILL)
 
-    async def rejoined(self, name: str) -> None:
-        await asyncio.to_thread(self.broker.wait_event, "peer_joined", BOOT_S, peer=name)
+    async def logged(self, event: str, name: str) -> None:
+        """Waits until the broker has logged this of the engine."""
+        await asyncio.to_thread(self.broker.wait_event, event, BOOT_S, peer=name)
 
     async def update(self, agent: TrainerAgent) -> None:
         """Send other weights."""
@@ -194,11 +195,12 @@ def test_updates_and_killed_engines_cost_no_request_a_token(fleet: Fleet) -> Non
             await fleet.update(agent)
             await until_tokens(client, "e0", 3)
             fleet.kill("e0", "core")
+            await fleet.logged("peer_left", "e0")  # an update under way would fail with it
             await fleet.update(agent)
             enough.set()
             answers = await under_way
             assert "died" in ended_by(answers)
-            await fleet.rejoined("e0")
+            await fleet.logged("peer_joined", "e0")
             enough.clear()
             under_way = asyncio.create_task(generate_until(client, enough))
             await until_tokens(client, "e1", 3)

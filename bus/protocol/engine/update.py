@@ -180,8 +180,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
         if self._abort_asked is not None or self.state is _S.ABORTING:
             return []  # until that is done; ARM is repeated
-        if self.state in MIXED and message.version > self._order.version:
-            # In a pause, the ABORT of the update before is under way; ARM is repeated.
+        if self.state in MIXED and message.version > self._order.version:  # ABORT is under way
             return self.give_way("the bus arms a later one") if self.staged else []
         if self.state not in (_S.NONE, _S.ARMED):
             raise wrong_state(f"update {self.update_id} is {self.state.value}")

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 import bus.log
-from bus.messages import NO_LIMITS
-from sidecar.engine import EngineInfo
+from bus.errors import EngineError
+from bus.messages import NO_LIMITS, NackCode
 from sidecar.shared_pages.core_status import LOCALLY_PAUSED, CoreStatusPage
 from sidecar.shared_pages.pause_lease import (
     LeaseOutcome,
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 PIDS = (1000, 1001)
 HOLD = PauseLease(7, "u1", 10**12, 4711, "e0", 3, "", (), asleep=False, resuming=False)
-INFO = EngineInfo("vllm", "vllm 1", "m", 0, 2, 1, ("shm",), "", can_sleep=False)
 
 
 class Pages:
@@ -37,12 +36,15 @@ class Pages:
         self.status = [CoreStatusPage(path) for path in paths]
         self.holds = [PauseLeasePage.make(lease_path(path)) for path in paths]
         self.facts = WorkerFacts("vllm", "", 0, PIDS[0], str(paths[0]), PIDS, {}, NO_LIMITS)
-        self.link = self.new_link()
+        self.link = CoreLink("vllm")
+        self.new_link()
 
     def new_link(self, cores: int = 2) -> CoreLink:
-        link = CoreLink("vllm")
-        link.learn(self.facts, INFO, cores=cores)
-        return link
+        """That of another sidecar, after the one before has ended."""
+        self.link.close()
+        self.link = CoreLink("vllm")
+        self.link.open(self.facts, dp_size=2, cores=cores)
+        return self.link
 
     def end(self, *states: OutcomeState | None, serial: int = 7) -> None:
         """What the cores have made of it, in their order."""
@@ -133,3 +135,16 @@ def test_cores_that_are_not_all_found_are_held_by_nobody(
     assert [page.lease() for page in pages.holds] == [None, None]
     assert "pause_lease_not_written" in (said := "".join(capsys.readouterr()))
     assert "3 cores behind one client, and pages of 2 on this host" in said
+
+
+def test_an_engine_has_one_sidecar_of_its_host(pages: Pages) -> None:
+    """A second one is refused before it changes anything; the first one writes on."""
+    second = CoreLink("vllm")
+    with pytest.raises(EngineError, match="another sidecar of this host") as refused:
+        second.open(pages.facts, dp_size=2, cores=2)
+    assert refused.value.code is NackCode.NAME_TAKEN
+    second.close()
+    assert pages.link.write_pause_lease(HOLD) is None
+    pages.link.close()
+    second.open(pages.facts, dp_size=2, cores=2)
+    second.close()
