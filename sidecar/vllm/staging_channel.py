@@ -9,7 +9,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Final
 
-from bus.errors import EngineError
+from bus.errors import EngineDead, EngineError
 from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.operations import WorkerFailure
 from sidecar.vllm.plugin.staging.channel_server import LENGTH, is_same_user
@@ -61,8 +61,9 @@ class StagingChannels:
             operation: the operation.
 
         Raises:
-            EngineError: a worker is gone, or the operation failed in some; then the error is that
-                of the first worker that failed, in their order.
+            EngineDead: a worker is gone.
+            EngineError: the operation failed in some; the error is that of the first worker that
+                failed, in their order.
         """
         try:
             self._connect()
@@ -121,7 +122,7 @@ class _Connection:
             size = LENGTH.unpack(await self._read(LENGTH.size))[0]
             answer = await self._read(size)
         except OSError as error:
-            raise EngineError("a worker has left in the middle of staging") from error
+            raise EngineDead("a worker has left in the middle of staging") from error
         return operations.unpack_answer(answer)
 
     async def _read(self, size: int) -> bytes:

@@ -7,8 +7,8 @@ engines' timeout does not run. Engines execute messages in their order. So the f
 announced while engines start, and UPDATE_FINISH is sent while they load the last one.
 
 In OPENING, ARMING and STARTING an engine that refuses aborts the update (an opening fails). An
-engine that is overdue or lost drops out. With a communicator the others would wait for that engine,
-so the update is aborted, and the trainer opens another transport.
+engine that is overdue, lost or dead drops out. With a communicator the others would wait for that
+engine, so the update is aborted, and the trainer opens another transport.
 
 Invariants:
 
@@ -271,13 +271,14 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     def on_refused(
         self, name: str, failure: Failure, now_ms: float, *, overdue: bool = False
     ) -> list[Instruction]:
-        """Handles an engine that refuses a step, or is ``overdue`` with it."""
+        """Handles an engine that refuses a step, is ``overdue`` with it, or is found dead in it."""
         if name not in self.members or self.state is _S.IDLE:
             return []
         if failure.code is m.NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
             self.barrier.lacks_manifest.add(name)  # it is sent again
             return []
-        if not overdue and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
+        refuses = not overdue and failure.code is not m.NackCode.ENGINE_DEAD
+        if refuses and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
             return self.abort(failure, now_ms)
         gone = [name] if self.state is _S.ABORTING else self._dp_group_of(name)
         abort = Ask(m.Abort(self.update_id, failure.detail[:4096]), tuple(gone))

@@ -268,18 +268,22 @@ def test_with_nobody_left_the_update_is_over(state: UpdateState) -> None:
 
 
 OVERDUE = Failure(NackCode.TIMEOUT, "it lives but has not acked", peer="e1")
+DEAD = Failure(NackCode.ENGINE_DEAD, "its worker has left", peer="e1")
 
 
+@pytest.mark.parametrize("failure", [OVERDUE, DEAD])
 @pytest.mark.parametrize("state", [_S.OPENING, _S.ARMING, _S.STARTING])
-def test_who_is_overdue_falls_out_before_the_first_chunk_too(state: UpdateState) -> None:
+def test_who_is_overdue_or_dead_falls_out_before_the_first_chunk_too(
+    state: UpdateState, failure: Failure
+) -> None:
     """With its DP group, which undoes what it may have begun; the others go on."""
     update = machine(state)
     assert update.barrier is not None
     update.on_ack("e0", ack(update.barrier.step, update.update_id), 1.0)
-    asked = update.on_refused("e1", OVERDUE, 9.0, overdue=True)
+    asked = update.on_refused("e1", failure, 9.0, overdue=failure is OVERDUE)
     assert isinstance(asked[-1], StepDone)
     told = [each for each in asked if isinstance(each, Ask)]
-    abort = Ask(Abort("u1", OVERDUE.detail), ("e1", "e2"))
+    abort = Ask(Abort("u1", failure.detail), ("e1", "e2"))
     assert told == ([] if state is _S.OPENING else [abort])
     assert (set(update.members), set(update.excluded)) == ({"e0"}, {"e1", "e2"})
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.errors import EngineError
+from bus.errors import EngineDead, EngineError
 from bus.messages import NackCode
 from sidecar.vllm.plugin import operations
 from sidecar.vllm.plugin.operations import Open
@@ -204,7 +204,7 @@ def test_another_sidecar_is_not_kept_out_by_one_that_hangs(workers: list[Worker]
     async def scenario() -> None:
         hangs, comes = await reached(worker), await reached(worker)
         await comes.perform(stage(0))
-        with pytest.raises(EngineError, match="has left in the middle"):
+        with pytest.raises(EngineDead, match="has left in the middle"):
             await hangs.perform(stage(1))
         await comes.perform(stage(2))
         comes.close()
@@ -254,7 +254,7 @@ def test_a_worker_that_is_gone_is_an_error(workers: list[Worker]) -> None:
             asked = asyncio.create_task(StagingChannels().open([f"{name}-deaf"]))
             connection, _ = await asyncio.to_thread(listener.accept)
             connection.close()
-            with pytest.raises(EngineError, match="has left in the middle"):
+            with pytest.raises(EngineDead, match="has left in the middle"):
                 await asked
 
     asyncio.run(scenario())
