@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 NEXT := .venv-next
 DOCS := .venv-docs
 SOURCES := bus sidecar trainer_agent tests examples
+# What `make test` and `make test-fast` run. CI runs more: make test TESTS='not slow'
+TESTS := not slow and not ci
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes import the same modules: each is compiled once, whatever is set outside.
@@ -23,9 +25,9 @@ demo: $(VENV)/.demo
 # processors by themselves. The contract of engines is run over HTTP; in process, `make ci-next` runs
 # it on the newest vLLM.
 test: $(VENV)/.vllm test-fast
-	$(BIN)/python -m pytest -q -m 'not slow' $(TWO_FILES) --ignore-glob='*/test_dp_*' \
+	$(BIN)/python -m pytest -q -m '$(TESTS)' $(TWO_FILES) --ignore-glob='*/test_dp_*' \
 		--ignore=tests/vllm/test_engine_inprocess.py tests/vllm
-	$(BIN)/python -m pytest -q -m 'not slow' tests/vllm/test_dp_*.py
+	$(BIN)/python -m pytest -q -m '$(TESTS)' tests/vllm/test_dp_*.py
 
 # The tests of real vLLM under the newest release (.ci/setup says how it runs without a GPU).
 test-next: $(NEXT)/.vllm-next
@@ -45,7 +47,7 @@ ci-next: $(NEXT)/.vllm-next
 # `make slow` all.
 test-fast: $(VENV)/.test lint layers
 	$(BIN)/mypy & types=$$!; \
-	WAVEBUS_MODEL_SHARE=0.2 $(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal \
+	WAVEBUS_MODEL_SHARE=0.2 $(BIN)/python -m pytest -q -m '$(TESTS)' -n 3 --dist worksteal \
 		--ignore=tests/vllm --ignore=tests/mutants --ignore=tests/slow; tests=$$?; \
 	wait $$types && exit $$tests
 
@@ -53,13 +55,13 @@ test-fast: $(VENV)/.test lint layers
 # Demos run alone: how many of their updates find a request in flight depends on what else the
 # processors do.
 slow: $(VENV)/.vllm $(NEXT)/.vllm-next
-	$(BIN)/python -m pytest -q -m slow -n 3 --dist loadfile --ignore=tests/vllm -k 'not demo' tests
+	$(BIN)/python -m pytest -q -m 'slow or ci' -n 3 --dist loadfile --ignore=tests/vllm -k 'not demo' tests
 	WAVEBUS_CHAOS_FRAMES=20000 WAVEBUS_CHAOS_CONNECTIONS=300 \
 		$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal tests/model tests/chaos
-	$(BIN)/python -m pytest -q -m slow --ignore=tests/vllm -k demo tests
+	$(BIN)/python -m pytest -q -m 'slow or ci' --ignore=tests/vllm -k demo tests
 	$(BIN)/python -m pytest -q -m 'not slow' tests/vllm/test_engine_inprocess.py
-	$(BIN)/python -m pytest -q -m slow $(TWO_FILES) --ignore-glob='*/test_dp_*' tests/vllm
-	$(BIN)/python -m pytest -q -m slow tests/vllm/test_dp_*.py
+	$(BIN)/python -m pytest -q -m 'slow or ci' $(TWO_FILES) --ignore-glob='*/test_dp_*' tests/vllm
+	$(BIN)/python -m pytest -q -m 'slow or ci' tests/vllm/test_dp_*.py
 	$(MAKE) test-next
 	$(NEXT)/bin/python -m pytest -q -m slow $(TWO_FILES) --ignore-glob='*/test_dp_*' tests/vllm
 	$(NEXT)/bin/python -m pytest -q -m 'slow and not own_coordinator' tests/vllm/test_dp_*.py

@@ -170,6 +170,7 @@ async def flood(address: str, name: str, how: Security | None, *, joins: bool) -
             await peer.say(question if number % 2 else b"\xc1" * 300)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("locked", [False, True], ids=["open", "with keys"])
 def test_a_broker_outlives_half_open_and_flooding_connections(locked: bool, tmp_path: Path) -> None:
     """With the limits that it has by default."""

@@ -72,6 +72,7 @@ class Requests:
         self.ended += 1
 
 
+@pytest.mark.ci
 def test_rounds_over_bad_links(bus: Bus, moe: Checkpoint) -> None:
     """See the module. Rounds of keep and of wait, with and without the cache."""
     expected = [moe.greedy(moe.weights, prompt, LONGEST) for prompt in PROMPTS]

@@ -84,6 +84,7 @@ def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lockstep]:
         runner.run(lockstep.engine.close())
 
 
+@pytest.mark.ci
 class TestLockstep(EngineContract):
     """Over gloo, with a DP coordinator that rank 0 has started."""
 

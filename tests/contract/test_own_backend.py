@@ -52,6 +52,7 @@ class TestFiles(TransferContract):
         example().register()
 
 
+@pytest.mark.ci
 def test_the_example_runs() -> None:
     """As its first lines say; it checks by itself what the engine then generates."""
     ended = subprocess.run(

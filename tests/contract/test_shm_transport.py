@@ -110,6 +110,7 @@ def _leave_one_behind(queue: multiprocessing.Queue[Sequence[str]]) -> None:
     os.kill(os.getpid(), 9)
 
 
+@pytest.mark.ci
 def test_segments_of_a_killed_trainer_are_swept(sender: ShmSender) -> None:
     """Those whose owner is gone are removed by the next trainer; a living one's are not."""
     context = multiprocessing.get_context("spawn")

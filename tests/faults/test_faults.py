@@ -31,6 +31,7 @@ def stage(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> I
     stage.close()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "cell",
     [pytest.param(c, marks=pytest.mark.slow if c in SLOW_SHARE else []) for c in THESE],

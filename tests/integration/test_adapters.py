@@ -183,6 +183,7 @@ def test_an_engine_that_fails_to_load_serves_the_one_before() -> None:
     run(scenario())
 
 
+@pytest.mark.ci
 def test_a_trainer_that_is_killed_leaves_no_folder() -> None:
     """Both engines have loaded, and none has committed: they go back, and run. What it left on
     tmpfs goes with the next trainer's adapter."""

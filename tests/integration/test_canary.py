@@ -224,6 +224,7 @@ def test_a_draft_has_no_canary(checkpoint: Checkpoint) -> None:
     run(scenario())
 
 
+@pytest.mark.ci
 def test_ranks_in_lockstep_run_their_probes_together(
     bus: Bus, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -97,6 +97,7 @@ def paused(bus: Bus, journal: Path) -> list[list[str]]:
     return [sorted(each["peers"]) for each in told if each["what"] == "out"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_who_restarts_or_comes_late_is_brought_to_the_version_while_another_serves(
     bus: Bus, journal: Path, backend: str

@@ -284,6 +284,7 @@ def test_the_demo_can_withhold_its_weights(tmp_path: Path) -> None:
     assert result["reward_last"] == result["reward_first"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "how",
     [(), pytest.param(("--how", "paused"), marks=pytest.mark.slow)],

@@ -12,6 +12,7 @@ from trainer_agent.demo import twin
 from trainer_agent.demo.plan import DemoPlan
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("sessions", "engines", "kill_every", "seconds", "kills"),
     [(16, 2, 4, 15, 1), pytest.param(64, 4, 10, 180, 10, marks=pytest.mark.slow)],

@@ -95,6 +95,7 @@ def test_ranks_sleep_and_wake_together(bus: Bus, moe: Checkpoint, tmp_path: Path
             assert generate(found[name].endpoint, 12) == moe.greedy(new, PROMPT, 12)
 
 
+@pytest.mark.ci
 def test_a_rank_that_is_stopped_alone_takes_its_peers_with_it(
     bus: Bus, moe: Checkpoint, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def group(bus: Bus, moe: Checkpoint, name: str = "moe", env: dict[str, str] | No
     return started
 
 
+@pytest.mark.ci
 def test_a_killed_rank_is_restarted_with_its_mate(bus: Bus, moe: Checkpoint) -> None:
     """The broker sees the DP group down, and up with new processes; then it serves, waits
     for nobody, and takes an update."""

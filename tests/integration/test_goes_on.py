@@ -84,6 +84,7 @@ def test_an_interrupt_undoes_what_was_begun(what: str) -> None:
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
+@pytest.mark.ci
 def test_a_trainer_that_was_missed_in_its_sleep_updates_again() -> None:
     """The bus took it for dead, and woke its engines: the first update hears that, those after it
     make pauses of their own. The sleep's end is refused, since it is over."""

@@ -50,6 +50,7 @@ def shown(folder: Path, *filters: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.ci
 def test_a_broker_that_is_killed_leaves_its_journal(bus: Bus, folder: Path) -> None:
     """Of two lives, the first killed right after a commit: both are replayed; the commit and its
     acks are there, whatever else the broker had in memory."""
@@ -118,6 +119,7 @@ def test_an_ack_taken_out_is_named(bus: Bus, folder: Path) -> None:
     assert "e1 has not acked finish" in done.stdout
 
 
+@pytest.mark.ci
 def test_why_of_a_broker_that_runs(bus: Bus, folder: Path) -> None:
     """Nothing; then the trainer that holds a pause; then an engine that is not heard, by name;
     and the journal of the broker that still runs says the same."""

@@ -73,6 +73,7 @@ def test_trainer_killed_in_a_pause(bus: Bus) -> None:
         assert len(generate(engine.endpoint)) == 8
 
 
+@pytest.mark.ci
 def test_trainer_killed_in_the_middle_of_an_update(bus: Bus) -> None:
     """Engines that hold a part of an update are quarantined, and a whole one frees them."""
     bus.sidecar("e0")
@@ -88,6 +89,7 @@ def test_trainer_killed_in_the_middle_of_an_update(bus: Bus) -> None:
     assert len(generate(engine.endpoint)) == 8
 
 
+@pytest.mark.ci
 def test_trainer_killed_in_the_middle_of_a_broadcast(bus: Bus) -> None:
     """Engines that wait in it are let go; what they hold a part of, a whole update mends."""
     for name in ("e0", "e1"):
@@ -107,6 +109,7 @@ def test_trainer_killed_in_the_middle_of_a_broadcast(bus: Bus) -> None:
         assert len(generate(engine.endpoint)) == 8
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_engine_killed_in_the_middle_of_a_broadcast(
     bus: Bus, chunk: int, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +159,7 @@ def test_sidecar_killed_in_a_pause(bus: Bus) -> None:
     assert len(generate(engines(bus)["e0"].endpoint)) == 8
 
 
+@pytest.mark.ci
 def test_sidecar_stopped_before_a_pause(bus: Bus) -> None:
     """A pause that an engine can't join fails with its name, and the others have resumed."""
     import signal  # noqa: PLC0415 - used here alone
@@ -196,6 +200,7 @@ def test_broker_killed_and_restarted(bus: Bus) -> None:
         assert agent.update_weights(weights, how="paused") == 2
 
 
+@pytest.mark.ci
 def test_broker_killed_in_a_pause(bus: Bus) -> None:
     """With broker and trainer both gone, engines resume when their lease is over."""
     sidecar = bus.sidecar("e0")

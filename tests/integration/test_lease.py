@@ -173,6 +173,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, TIMEOUT_S))
 
 
+@pytest.mark.ci
 def test_ranks_without_a_broker_resume_together(secured: Secured) -> None:
     """Also where keys are needed: each peer rank's are known."""
 
@@ -187,6 +188,7 @@ def test_ranks_without_a_broker_resume_together(secured: Secured) -> None:
     run(scenario())
 
 
+@pytest.mark.ci
 def test_a_rank_waits_for_a_peer_that_has_something_to_undo() -> None:
     """Its own lease is over, and nothing of its own is left: it is the peer's word that lacks."""
 

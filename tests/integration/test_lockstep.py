@@ -149,6 +149,7 @@ def test_every_rank_says_who_it_is(two: Running) -> None:
 # Pause and resume
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("mode", "clear_cache"),
     [
@@ -204,6 +205,7 @@ def test_the_pause_of_an_idle_group_takes_a_wave(two: Running) -> None:
     two.run(scenario())
 
 
+@pytest.mark.ci
 def test_a_pause_returns_only_when_every_rank_was_asked(two: Running) -> None:
     """Till then the rank that was asked steps on, and requests elsewhere go on."""
 
@@ -285,6 +287,7 @@ def test_a_resume_without_a_completed_pause_is_refused(two: Running) -> None:
     two.run(scenario())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("asked", "mode"),
     [
@@ -323,6 +326,7 @@ def test_a_wait_that_takes_too_long_is_escalated(
     two.run(scenario())
 
 
+@pytest.mark.ci
 def test_many_rounds_under_load_lose_nothing(four: Running) -> None:
     """Pauses of all modes that keep requests, asked and resumed in random order."""
     chance = random.Random(7)
@@ -368,6 +372,7 @@ def _begins_alone(view: Any) -> bool:
     return bool(view.phase == "step")
 
 
+@pytest.mark.ci
 def test_start_is_obeyed_before_all_are_paused_and_not_after(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
@@ -408,6 +413,7 @@ def test_start_is_obeyed_before_all_are_paused_and_not_after(
     _by_hand(tmp_path, checkpoint, scenario)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("early", [0, 1])
 def test_start_in_the_window_between_two_resumes_is_not_lost(
     tmp_path: Path, checkpoint: Checkpoint, early: int
@@ -467,6 +473,7 @@ async def _queued(rank: RankProcess, count: int) -> None:
 # The end
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("busy", [True, False], ids=["running", "idle"])
 def test_a_killed_rank_takes_its_peers_down(
     tmp_path: Path, checkpoint: Checkpoint, busy: bool
@@ -492,6 +499,7 @@ def test_a_killed_rank_takes_its_peers_down(
     bounded(run())
 
 
+@pytest.mark.ci
 def test_a_death_that_rank_0_tells_late_is_the_dead_ranks(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:

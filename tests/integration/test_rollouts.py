@@ -93,6 +93,7 @@ def tokens_of(talks: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
     return [[c.token_ids for turn in talk for c in turn.choices] for talk in talks]
 
 
+@pytest.mark.ci
 def test_interrupted_sessions_equal_their_undisturbed_twins(bus: Bus) -> None:
     """The same weights are sent as new versions, and an engine is killed, while sessions run."""
     engines: list[Proc] = [bus.sidecar(f"e{index}", *STEP_MS) for index in range(3)]
@@ -209,6 +210,7 @@ def test_a_stream_is_the_completion_in_pieces_and_its_reader_may_leave(bus: Bus)
     run(main())
 
 
+@pytest.mark.ci
 def test_a_paused_group_is_waited_for_and_a_group_without_engines_is_not(bus: Bus) -> None:
     bus.sidecar("e0", *STEP_MS)
 
@@ -384,6 +386,7 @@ def labelled(token: int, end: int) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("answer", "tokens", "ended_by"),
     [

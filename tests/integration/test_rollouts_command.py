@@ -34,6 +34,7 @@ def front(bus: Bus, *extra: str) -> str:
     return process.first_line()
 
 
+@pytest.mark.ci
 def test_answers_equal_those_of_the_client_while_engines_die_and_are_updated(bus: Bus) -> None:
     engines: list[Proc] = [bus.sidecar(f"e{index}", *STEP_MS) for index in range(3)]
     weights = load_file(f"{bus.checkpoint.folder}/model.safetensors")

@@ -181,6 +181,7 @@ def test_each_choice_is_prefilled_and_decoded_and_a_session_stays_with_its_decod
     run(main())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("left", [True, False], ids=["another", "no other"])
 @pytest.mark.parametrize(
     "fails",

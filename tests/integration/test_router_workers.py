@@ -131,6 +131,7 @@ def follow(bus: Bus, router: str) -> Proc:
     return bus.add(wavebus("routes", "--broker", bus.address, "--router", router))
 
 
+@pytest.mark.ci
 def test_the_list_follows_the_group_and_a_router_that_comes_back(bus: Bus) -> None:
     first, second = bus.sidecar("e0"), bus.sidecar("e1")
     at = endpoints(bus)
@@ -156,6 +157,7 @@ def test_the_list_follows_the_group_and_a_router_that_comes_back(bus: Bus) -> No
     first.kill()
 
 
+@pytest.mark.ci
 def test_an_engine_behind_its_group_is_no_worker_until_it_has_caught_up(bus: Bus) -> None:
     """It was on the router's list, and no route ever named it to the command."""
     first = bus.sidecar("e0", "--port", str(free_port()))

@@ -108,6 +108,7 @@ async def heals(agent: TrainerAgent, bus: Bus) -> None:
     assert len(await asyncio.to_thread(generate, found["e0"].endpoint)) == 8
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("moment", ["chunk", "commit"])
 def test_a_broker_that_is_stopped(bus: Bus, moment: str) -> None:
     """The update fails while it is stopped still. Woken, it undoes what was begun, since the next
@@ -131,6 +132,7 @@ def test_a_broker_that_is_stopped(bus: Bus, moment: str) -> None:
     run(main())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("way", "moment", "event"),
     [

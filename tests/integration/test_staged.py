@@ -62,6 +62,7 @@ def _noted(message: Message, paused: list[Message]) -> bool:
     return False
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("updates", "clear_cache"),
     [

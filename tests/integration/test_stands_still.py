@@ -117,6 +117,7 @@ async def a_trainer(address: str, engines: int, **options: object) -> AsyncItera
         yield agent
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("given", [1, 4])
 def test_a_source_that_blocks_ends_its_update_by_the_tensor(given: int) -> None:
     """Before the pause, or in it. Engines go on, and take the next update while a thread is still
@@ -137,6 +138,7 @@ def test_a_source_that_blocks_ends_its_update_by_the_tensor(given: int) -> None:
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
+@pytest.mark.ci
 def test_a_source_that_moves_slowly_lives() -> None:
     """All its tensors take longer than a step may; each takes less."""
 
@@ -153,6 +155,7 @@ def test_a_source_that_moves_slowly_lives() -> None:
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
+@pytest.mark.ci
 def test_a_trainer_that_does_not_go_on_is_given_up_by_the_broker() -> None:
     """It lives, and would wait for longer: the broker's own deadline ends what it holds."""
 
@@ -173,6 +176,7 @@ def test_a_trainer_that_does_not_go_on_is_given_up_by_the_broker() -> None:
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
+@pytest.mark.ci
 def test_a_source_that_blocks_the_event_loop_pauses_nobody_for_ever() -> None:
     """The trainer is not heard then, so it is lost."""
 
@@ -190,6 +194,7 @@ def test_a_source_that_blocks_the_event_loop_pauses_nobody_for_ever() -> None:
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
+@pytest.mark.ci
 def test_a_rank_that_stops_in_a_collective_ends_the_update_by_its_name() -> None:
     """Rank 0 waits for it in its source, and is told as soon as the bus misses it."""
 
@@ -234,6 +239,7 @@ def test_a_frozen_core_gets_no_requests(tmp_path: Path, monkeypatch: pytest.Monk
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("held", ["arm", "start"])
 def test_an_engine_that_does_not_answer_holds_up_one_step_of_one_update(held: str) -> None:
     """It is named, gets no requests, and is left out of the next update, which takes no longer than

@@ -230,6 +230,7 @@ def test_a_backend_that_cannot_verify_says_so(checkpoint: Checkpoint) -> None:
     run(scenario())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_trainer_of_two_ranks(checkpoint: Checkpoint, tmp_path: Path, backend: str) -> None:
     """FSDP2: both gather, rank 0 sends; a refused update is raised on both, with no tensor

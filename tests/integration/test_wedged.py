@@ -97,6 +97,7 @@ def test_a_rank_that_is_stopped_is_restarted_with_its_mate(bus: Bus, moe: Checkp
     assert supervisor.stop() == 0
 
 
+@pytest.mark.ci
 def test_one_engine_is_restarted_with_its_sidecar(bus: Bus) -> None:
     """Under --restarts; by its name it is the same, and a pause in which it died goes on."""
     supervisor = bus.sidecar("e0", "--restarts", "2")
@@ -118,6 +119,7 @@ def test_one_engine_is_restarted_with_its_sidecar(bus: Bus) -> None:
     assert supervisor.stop() == 0
 
 
+@pytest.mark.ci
 def test_a_supervisor_gives_up_with_the_engines_exit_code(bus: Bus) -> None:
     supervisor = bus.sidecar("e0", "--restarts", "1")
     os.kill(engines(bus)["e0"].pid, signal.SIGKILL)

@@ -12,6 +12,8 @@ import shutil
 import time
 from typing import TYPE_CHECKING, Final
 
+import pytest
+
 from tests.soak._actors import segments
 from tests.soak._fleet import FILES, Fleet
 from tests.support.procs import ROOT
@@ -25,6 +27,7 @@ EVERY_S: Final = 0.25  # there is an update, or as soon as the one before has en
 ENGINES: Final = 4
 
 
+@pytest.mark.ci
 def test_staged_updates_back_to_back(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
+import pytest
+
 from tests.soak._actors import Actor, segments
 from tests.soak._fleet import FILES, Fleet
 from tests.support.procs import ROOT
@@ -124,6 +126,7 @@ class Soak(Fleet):
         return f"{self.updates} updates, faults {dict(self.faults)}, errors {dict(self.errors)}"
 
 
+@pytest.mark.ci
 def test_updates_go_on_and_nothing_leaks(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

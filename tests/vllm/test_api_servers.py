@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),
+]
 
 API_SERVERS = 3
 BEGUN, LATE = 8, 4

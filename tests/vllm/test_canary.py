@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 LIMIT_S = 600.0
 TOKENS = 12

@@ -187,6 +187,7 @@ def test_the_broker_shows_a_wave_that_a_resume_begins(tested: UnderTest, pair: P
     assert over["start_seen"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("busy", "clear_cache"),
     [
@@ -220,6 +221,7 @@ def test_a_pause_in_the_middle(
     tested.run(scenario())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("alone", [None, pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_sleep_in_the_middle(tested: UnderTest, pair: Pair, alone: int | None) -> None:
     """Of both ranks, or of one: the other need not be asked. No token is lost by it."""
@@ -344,6 +346,7 @@ def test_a_request_turned_away_by_a_group_that_runs(
     tested.run(scenario())
 
 
+@pytest.mark.ci
 def test_ranks_run_their_probes_together(tested: UnderTest, pair: Pair) -> None:
     """Resumed and paused again as one, behind their admission. A request that was queued in the
     pause is turned away; one that it rejects is turned away, or served after the resume."""
@@ -372,6 +375,7 @@ def test_ranks_run_their_probes_together(tested: UnderTest, pair: Pair) -> None:
     tested.run(scenario())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_second_resume(tested: UnderTest, pair: Pair, rank: int) -> None:
     """Or one without any pause: of an idle rank, then of one that runs."""
@@ -405,6 +409,7 @@ def test_resumes_doubled_while_they_are_under_way(tested: UnderTest, pair: Pair,
     tested.run(scenario())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("busy", [None, pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_pause_that_is_given_up_on_and_completes_later(
     tested: UnderTest, pair: Pair, busy: int | None
@@ -428,6 +433,7 @@ def test_a_pause_that_is_given_up_on_and_completes_later(
     tested.run(scenario())
 
 
+@pytest.mark.ci
 def test_a_pause_asked_while_a_resume_is_under_way(tested: UnderTest, pair: Pair) -> None:
     """On the same ranks in another order: behind each rank's own resume, or before one's."""
 
@@ -452,6 +458,7 @@ def test_a_pause_asked_while_a_resume_is_under_way(tested: UnderTest, pair: Pair
     tested.run(scenario())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("escalate", ["keep", "abort"])
 def test_a_wait_that_becomes_something_else(tested: UnderTest, pair: Pair, escalate: str) -> None:
     """A second pause while the first one drains; both return, and what ran is told. A request that
@@ -505,6 +512,7 @@ def test_a_second_pause_of_one_rank_when_all_are_paused(
     tested.run(scenario())
 
 
+@pytest.mark.ci
 def test_what_the_status_pages_show(tested: UnderTest, pair: Pair) -> None:
     """A rank that waits for another answers nobody; its page says in what."""
 
@@ -574,6 +582,7 @@ async def paused(pair: Pair) -> str:
     return request
 
 
+@pytest.mark.ci
 def test_ranks_whose_sidecars_died_resume_together(tested: UnderTest, pair: Pair) -> None:
     """In a pause: both are whole."""
 
@@ -587,6 +596,7 @@ def test_ranks_whose_sidecars_died_resume_together(tested: UnderTest, pair: Pair
     tested.run(scenario())
 
 
+@pytest.mark.ci
 def test_no_rank_resumes_while_the_other_is_held(tested: UnderTest, pair: Pair) -> None:
     """Its sidecar lives, or nobody can tell: the rank waits, and says for whom."""
 
@@ -609,6 +619,7 @@ def test_no_rank_resumes_while_the_other_is_held(tested: UnderTest, pair: Pair) 
     tested.run(scenario())
 
 
+@pytest.mark.ci
 def test_a_rank_whose_peer_is_resumed_by_its_sidecar_resumes(tested: UnderTest, pair: Pair) -> None:
     """The peer rank's resume waits for it."""
 
@@ -738,6 +749,7 @@ def test_a_broker_that_is_killed_and_comes_back(tested: UnderTest, pair: Pair) -
             tested.broker.wait_event(event, dp_group=DP_GROUP, wave=wave, source="coordinator")
 
 
+@pytest.mark.ci
 @BUS_ONLY
 def test_a_gateway_that_dies_is_missed(tested: UnderTest, pair: Pair) -> None:
     """Last of all: waves that run go on, and both front end and sidecar say what is wrong."""

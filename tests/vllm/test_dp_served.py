@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 BOOT_S = 600.0
 LONG = 150

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 require_vllm()
 # vLLM's own imports warn of what they deprecate.
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 TOKENS = 24
 LONG = 400

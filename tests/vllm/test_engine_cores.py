@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 
 class Cores:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.faults.matrix import Cell
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 require_vllm()
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 PLENTY_BYTES = 64 << 20
 # In the memory before the disk, so that what is found has often been on the disk alone.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 require_vllm()
 pytest.importorskip("nixl", reason="the wheels nixl and nixl-cu12 are not installed here")
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 LEASE_S = 24
 

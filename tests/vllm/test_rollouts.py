@@ -183,6 +183,7 @@ def test_pauses_that_abort_cost_no_request_a_token(
 
 
 # Engines die here: this test stays the last one.
+@pytest.mark.ci
 def test_updates_and_killed_engines_cost_no_request_a_token(fleet: Fleet) -> None:
     async def main() -> None:
         async with (

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 require_vllm()
 openai = pytest.importorskip("openai")
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 LIMIT_S = 600.0
 MAX_POSITIONS = 256

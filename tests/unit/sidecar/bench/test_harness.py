@@ -67,6 +67,7 @@ def test_a_process_is_asked_by_method() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+@pytest.mark.ci
 def test_every_program_stands_in_the_module_of_its_name() -> None:
     """As processes of the benches look for it; other modules there are parts of programs."""
     parts = {"__main__", "call_times", "ipc", "measured_agent", "native"}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PROMPTS = [[5, 9, 77, 31, 12], [40, 3], [8, 8, 8, 100, 101, 102, 103, 104, 4]]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "change",
     [{}, {"norm_topk_prob": False}, {"num_experts_per_tok": 1}, {"mlp_only_layers": [0]}],

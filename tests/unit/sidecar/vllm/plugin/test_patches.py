@@ -263,6 +263,7 @@ def test_only_what_depends_on_it_goes_off_and_status_says_why(
             assert f"{each}: " in str(joined["features_off"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seam", REGISTRY.seams, ids=lambda seam: seam.name)
 def test_whatever_a_seam_expects_it_is_missed(seam: Seam) -> None:
     check_nothing_is_missed(REGISTRY, seam, INTACT)
