@@ -101,6 +101,9 @@ TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
 # In these states weights may differ between or within engines, unless the update is staged.
 UNSAFE: Final = frozenset(_S) - {_S.IDLE, _S.OPENING, _S.ARMING, _S.ARMED}
 
+# In these states an engine that refuses a step aborts the update.
+_REFUSABLE: Final = (_S.OPENING, _S.ARMING, _S.STARTING)
+
 # In these states the trainer may announce chunks.
 TAKES_CHUNKS: Final = (_S.STARTING, _S.LOADING)
 
@@ -277,8 +280,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         if failure.code is m.NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
             self.barrier.lacks_manifest.add(name)  # it is sent again
             return []
-        refuses = not overdue and failure.code is not m.NackCode.ENGINE_DEAD
-        if refuses and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
+        if self.state in _REFUSABLE and not (overdue or failure.code is m.NackCode.ENGINE_DEAD):
             return self.abort(failure, now_ms)
         gone = [name] if self.state is _S.ABORTING else self._dp_group_of(name)
         abort = Ask(m.Abort(self.update_id, failure.detail[:4096]), tuple(gone))
@@ -346,7 +348,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
             too_few = replace(failure, code=m.NackCode.QUORUM_MISSING, detail=detail)
             return [*done, *self.abort(too_few, now_ms)]
-        if self._communicator and self.state in (_S.OPENING, _S.ARMING, _S.STARTING):
+        if self._communicator and self.state in _REFUSABLE:
             closed = replace(failure, code=m.NackCode.TRANSFER_CLOSED)
             return self.abort(failure if self.state is _S.STARTING else closed, now_ms)
         if self.barrier is not None:
