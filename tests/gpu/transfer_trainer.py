@@ -164,17 +164,16 @@ async def remade(
         took.append(await _timed(agent, weights) * 1000)
     after, after_each = used_mb(), used_by_process_mb()
     growth = {name: round(after[name] - before[name], 1) for name in before}
-    grown = [name for name, mb in growth.items() if mb > 64]
+    each = {pid: round(mb - before_each.get(pid, mb), 1) for pid, mb in after_each.items()}
+    # Engines of later cases may start meanwhile: where processes are seen, theirs doesn't count.
+    grown = [name for name, mb in (each or growth).items() if mb > 64]
     return {
         "times": times,
         "each_ms": round(statistics.median(took), 1),
         "growth_mb": growth,
-        "growth_by_process_mb": {
-            pid: round(mb - before_each[pid], 1)
-            for pid, mb in after_each.items()
-            if pid in before_each
-        },
-        **({"failure": f"memory grew on {', '.join(grown)}"} if grown else {}),
+        "growth_by_process_mb": each,
+        "new_processes_mb": {p: mb for p, mb in after_each.items() if p not in before_each},
+        **({"failure": f"memory grew: {', '.join(grown)}"} if grown else {}),
     }
 
 
