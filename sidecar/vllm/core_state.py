@@ -62,6 +62,7 @@ class CoreLink:
         """
         if self._wanted == "bus":
             _refuse_uncoordinated(facts, dp_size)
+        self.close()
         if here:
             self._page = CoreStatusReader(Path(facts.page)) if facts.page else None
             self._coordinator_pid = facts.coordinator_pid

@@ -147,6 +147,7 @@ def routes(under_test: InProcess) -> Iterator[Routes]:
     made: list[Routes] = []
 
     async def start() -> None:
+        await under_test.engine.close()  # an engine has one adapter at a time
         info = await engine.start()
         assert info.limits == RequestLimits(VOCABULARY, MAX_POSITIONS, 8, exact_seeds=False)
         url = info.endpoint.replace("0.0.0.0", "127.0.0.1")
@@ -459,6 +460,7 @@ def test_a_restarted_sidecar_recovers_what_the_last_one_left(under_test: InProce
         await under_test.engine.start_update(recover=False)
         await push.chunk(0)
         push.close()
+        await under_test.engine.close()
 
         under_test.engine = VllmEngine(under_test.llm)
         await under_test.engine.start()

@@ -145,6 +145,7 @@ def test_an_engine_has_one_sidecar_of_its_host(pages: Pages) -> None:
     assert refused.value.code is NackCode.NAME_TAKEN
     second.close()
     assert pages.link.write_pause_lease(HOLD) is None
+    pages.link.open(pages.facts, dp_size=2, cores=2)  # it begins anew
     pages.link.close()
     second.open(pages.facts, dp_size=2, cores=2)
     second.close()
