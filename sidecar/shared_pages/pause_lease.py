@@ -216,6 +216,7 @@ class PauseLeasePage:
         """
         self._memory.close()
         if self._claim is not None:
+            fcntl.flock(self._claim, fcntl.LOCK_UN)  # also where a forked process has the file
             os.close(self._claim)
             self._claim = None
         if remove:
