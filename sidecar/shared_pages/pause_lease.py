@@ -22,7 +22,13 @@ import msgspec
 from msgspec import Meta
 
 from bus.messages import Count, ShortText, UpdateId
-from sidecar.shared_pages.two_slot_page import RECORDS_AT, TwoSlotRecord, make_page, open_page
+from sidecar.shared_pages.two_slot_page import (
+    RECORDS_AT,
+    NoPage,
+    TwoSlotRecord,
+    make_page,
+    open_page,
+)
 
 if TYPE_CHECKING:
     import mmap
@@ -159,8 +165,14 @@ class PauseLeasePage:
         """Takes the engine for this sidecar; returns False if another sidecar has it.
 
         The claim ends when the page is closed or the process ends.
+
+        Raises:
+            NoPage: the page's file is gone: its core has ended.
         """
-        self._claim = os.open(self.path, os.O_RDWR)
+        try:
+            self._claim = os.open(self.path, os.O_RDWR)
+        except OSError as error:
+            raise NoPage(f"{self.path}: {error.strerror}") from error
         try:
             fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

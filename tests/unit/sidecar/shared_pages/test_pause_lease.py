@@ -91,3 +91,21 @@ def test_what_was_left_behind(
         quarantined = (serial, state) == (7, "quarantined")
         assert left.partial == (partial or (("model",) if quarantined else ()))
         assert (left.outcome is not None) == (serial == 7)
+
+
+def test_one_at_a_time_has_an_engine(tmp_path: Path) -> None:
+    """Until it closes the page; and nobody has one whose core has ended."""
+    path = tmp_path / "page"
+    with PauseLeasePage.make(path), PauseLeasePage.open(path) as one:
+        other = PauseLeasePage.open(path)
+        assert (one.claim(), other.claim()) == (True, False)
+        one.close()
+        other.close()
+        with PauseLeasePage.open(path) as third:
+            assert third.claim()
+            path.unlink()
+            with pytest.raises(NoPage), PauseLeasePage.open(path):
+                pass
+            third.close()
+            with pytest.raises(NoPage, match="No such file"):
+                third.claim()
