@@ -89,5 +89,6 @@ class TestLockstep(EngineContract):
     """Over gloo, with a DP coordinator that rank 0 has started."""
 
 
+@pytest.mark.ci
 class TestStaged(StagedContract):
     """Between two steps; no pause."""

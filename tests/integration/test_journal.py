@@ -93,6 +93,7 @@ def test_a_broker_that_is_killed_leaves_its_journal(bus: Bus, folder: Path) -> N
     assert spans.count("resume") >= 2  # the first life's may have been in memory when it was killed
 
 
+@pytest.mark.ci
 def test_an_ack_taken_out_is_named(bus: Bus, folder: Path) -> None:
     """A replay says at which record it is missed, who has not acked what, and exits with 1."""
     bus.sidecar("e0")
