@@ -43,6 +43,7 @@ CHUNK_BYTES = 1 << 14
 LIMIT_S = 600.0
 
 
+@pytest.mark.ci
 def test_the_example_runs(tmp_path: Path) -> None:
     """As its first lines say; it checks by itself what the engine then generates, and that half
     of a fused tensor is refused."""
