@@ -230,6 +230,7 @@ def test_help() -> None:
     check_snapshot("help.txt", "\n".join(texts))
 
 
+@pytest.mark.ci
 def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes of every command for --help, for no arguments and for an option that it has not;
     and the code of each error."""
@@ -340,6 +341,7 @@ def _default(param: click.Parameter) -> str | None:
     return json.dumps(found, default=str)
 
 
+@pytest.mark.ci
 def test_environment_variables() -> None:
     """Every variable of wavebus that the product's code names."""
     named: set[str] = set()
@@ -477,6 +479,7 @@ def _written(folder: Path, kept: list[records.Record]) -> Path:
     return path
 
 
+@pytest.mark.ci
 def test_json_of_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `doctor --json` prints with and without --vllm, and the names of checks and features.
 
@@ -558,6 +561,7 @@ def test_json_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 # -- JSON of the benches: the real code makes the figures; what takes long is replaced. ------------
 
 
+@pytest.mark.ci
 def test_json_of_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each bench's command prints these keys. Processes and rounds are replaced by numbers."""
     monkeypatch.setattr(harness.Bench, "launch", _a_worker)

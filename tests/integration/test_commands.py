@@ -91,6 +91,7 @@ def test_broker_on_a_port_in_use(bus: Bus) -> None:
     assert bus.address in answer.stderr
 
 
+@pytest.mark.ci
 def test_name_taken(bus: Bus, checkpoint: object) -> None:
     """A second sidecar of the same name is refused with the owner named; the first serves on."""
     bus.sidecar("e0")

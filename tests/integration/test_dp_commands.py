@@ -76,6 +76,7 @@ def test_ranks_serve_take_an_update_and_end(bus: Bus, moe: Checkpoint, tmp_path:
     assert [rank.wait() for rank in started] == [0, 0]
 
 
+@pytest.mark.ci
 def test_ranks_sleep_and_wake_together(bus: Bus, moe: Checkpoint, tmp_path: Path) -> None:
     """Of either level, with an update in between; afterwards each serves it."""
     ranks(bus, moe, tmp_path)

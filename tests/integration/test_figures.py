@@ -32,6 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return make_checkpoint(tmp_path_factory.mktemp("moe"), seed=8, experts=4)
 
 
+@pytest.mark.ci
 def test_a_pause_in_one_phase_deadlocks(tmp_path: Path, checkpoint: Checkpoint) -> None:
     """One rank is in a step for ever, its peer rank is idle, and the pages show it."""
     new = perturbed(checkpoint.weights, 5)

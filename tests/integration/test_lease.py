@@ -216,6 +216,7 @@ def test_a_rank_waits_for_a_peer_that_has_something_to_undo() -> None:
     run(scenario())
 
 
+@pytest.mark.ci
 def test_a_rank_that_loaded_a_part_keeps_its_peer_paused() -> None:
     """The other one has loaded nothing; alone it would resume. Its requests are ended, too."""
 

@@ -206,6 +206,7 @@ def test_the_key_of_a_connection_comes_with_every_frame(keys: KeyFolder) -> None
     run_with_ends(test)
 
 
+@pytest.mark.ci
 def test_a_gateway_joins_with_the_keys_of_its_environment(keys: KeyFolder) -> None:
     """A supervised server, or the ranks of a DP group, have them from `wavebus sidecar --key`."""
     env = {

@@ -438,6 +438,7 @@ def test_start_in_the_window_between_two_resumes_is_not_lost(
     _by_hand(tmp_path, checkpoint, scenario)
 
 
+@pytest.mark.ci
 def test_a_request_stamped_with_a_wave_that_is_over_wakes_the_others(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:

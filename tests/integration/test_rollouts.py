@@ -271,6 +271,7 @@ def test_what_an_engine_refuses_in_its_stream_kills_no_other() -> None:
     run(main())
 
 
+@pytest.mark.ci
 def test_an_engine_on_every_address_is_reached_by_the_one_that_it_advertises(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -521,6 +522,7 @@ def test_an_engine_that_takes_no_connection_has_run_nothing(
     run(main())
 
 
+@pytest.mark.ci
 def test_engines_that_take_no_connection_are_not_asked_for_anything_else_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -180,6 +180,7 @@ def test_an_engine_behind_its_group_is_no_worker_until_it_has_caught_up(bus: Bus
     run(main())
 
 
+@pytest.mark.ci
 def test_an_engine_that_the_router_does_not_find_well_holds_up_no_other(bus: Bus) -> None:
     bus.sidecar("e0")
     ill = endpoints(bus, 1)["e0"]
@@ -199,6 +200,7 @@ def test_an_engine_that_the_router_does_not_find_well_holds_up_no_other(bus: Bus
     run(main())
 
 
+@pytest.mark.ci
 def test_a_broker_that_is_started_anew_removes_no_engine_that_it_does_not_know_yet(
     bus: Bus,
 ) -> None:
@@ -245,6 +247,7 @@ async def ask(http: aiohttp.ClientSession, url: str, session: str = "s") -> dict
         return dict(choice)
 
 
+@pytest.mark.ci
 def test_an_engine_that_stops_serves_until_the_router_has_let_it_go(bus: Bus) -> None:
     be_patient(bus)
     first = bus.sidecar("e0")
@@ -268,6 +271,7 @@ def test_an_engine_that_stops_serves_until_the_router_has_let_it_go(bus: Bus) ->
     run(main())
 
 
+@pytest.mark.ci
 def test_a_router_that_hangs_delays_a_stop_by_no_more_than_a_heartbeat(bus: Bus) -> None:
     first = bus.sidecar("e0")
     at = endpoints(bus, 1)
@@ -354,6 +358,7 @@ def test_vllm_router_loses_no_request_to_an_engine_that_stops(bus: Bus) -> None:
 
 
 @needs_vllm_router
+@pytest.mark.ci
 def test_vllm_router_asks_no_engine_that_is_behind_its_group(bus: Bus) -> None:
     """All answers are whole, and of the group's version, while one comes back and catches up."""
     port = free_port()

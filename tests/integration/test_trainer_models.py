@@ -89,6 +89,7 @@ def test_a_float32_trainer_updates_a_bfloat16_engine(
     run(scenario())
 
 
+@pytest.mark.ci
 def test_two_ranks_in_float32_update_a_bfloat16_engine(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -259,6 +259,7 @@ def test_a_trainer_of_two_ranks(checkpoint: Checkpoint, tmp_path: Path, backend:
     run(scenario())
 
 
+@pytest.mark.ci
 def test_what_two_ranks_have_gathered_before_is_sent_from_a_cache(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -468,6 +468,7 @@ def test_a_folder_a_package_and_a_wheel_are_read_alike(tmp_path: Path) -> None:
         SourceTree.at(tmp_path)
 
 
+@pytest.mark.ci
 def test_the_doctor_shows_what_a_vllm_supports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

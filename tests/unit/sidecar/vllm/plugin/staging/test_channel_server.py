@@ -293,6 +293,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.ci
 def test_a_worker_that_had_no_descriptor_left_listens_on() -> None:
     """Who came meanwhile is let in as soon as there is one."""
     command = [sys.executable, "-c", _RUNS_OUT_OF_DESCRIPTORS]
