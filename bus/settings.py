@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from bus.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     import click
 
@@ -32,7 +32,11 @@ DEFAULT_FILE: Final = Path("wavebus.toml")
 
 
 def load(
-    path: Path | None, command: str, options: Options, commands: Collection[str]
+    path: Path | None,
+    command: str,
+    options: Options,
+    commands: Collection[str],
+    all_options: Callable[[], Collection[str] | None],
 ) -> dict[str, Any]:
     """Returns the defaults of one command from the settings file, by parameter name.
 
@@ -44,10 +48,13 @@ def load(
         command: the name of the command and of its table.
         options: the command's options.
         commands: the names of all commands, which tables may have.
+        all_options: returns the options of all commands, or None if not all of them are installed.
+            It is called only if a top-level key is no option of this command.
 
     Raises:
-        UsageError: the file can't be read, is no TOML, has a table that belongs to no command, or
-            the command's table has a key that is no option of the command.
+        UsageError: the file can't be read, is no TOML, has a table that belongs to no command or a
+            top-level key that is no command's option, or the command's table has a key that is no
+            option of the command.
     """
     if path is None:
         if not DEFAULT_FILE.is_file():
@@ -64,6 +71,10 @@ def load(
             known = ", ".join(sorted(commands))
             raise UsageError(f"{path}: [{name}] is the table of no command; there are: {known}")
     everywhere = {_key(k): v for k, v in data.items() if not isinstance(v, dict)}
+    others = everywhere.keys() - options.keys()
+    known_options = all_options() if others else None
+    if known_options is not None and (wrong := sorted(others.difference(known_options))):
+        raise UsageError(f"{path}: no command has the option {wrong[0]!r}")
     own = data.get(command, {})
     return _merge(path, command, everywhere, own if isinstance(own, dict) else {}, options)
 

@@ -86,7 +86,8 @@ def _extra(command: str) -> str:
 def _defaults_of(ctx: click.Context, name: str, command: click.Command) -> None:
     """Sets a command's defaults from the TOML file, which ranks below flags and environment."""
     commands = {*_OWN, *_entries()}
-    defaults = settings.load(ctx.params.get("config"), name, _options(command), commands)
+    path = ctx.params.get("config")
+    defaults = settings.load(path, name, _options(command), commands, _all_options)
     ctx.default_map = {**(ctx.default_map or {}), name: defaults}
 
 
@@ -99,6 +100,20 @@ def _options(command: click.Command) -> dict[str, Any]:
     }
     if isinstance(command, click.Group):
         found |= {name: _options(sub) for name, sub in command.commands.items()}
+    return found
+
+
+def _all_options() -> set[str] | None:
+    """Returns the options of all commands, or None if a command's package is missing."""
+    try:
+        commands = [*_OWN.values(), *(entry.load() for entry in _entries().values())]
+    except ModuleNotFoundError:
+        return None
+    found: set[str] = set()
+    while commands:
+        command = commands.pop()
+        found.update(_options(command))
+        commands += getattr(command, "commands", {}).values()
     return found
 
 

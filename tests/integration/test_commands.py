@@ -197,6 +197,8 @@ def test_settings_come_from_file_then_environment_then_flags(bus: Bus, tmp_path:
     assert status(f'{short}broker = "{bus.address}"', env={"WAVEBUS_BROKER": dead}) == 3
     assert status(long, "--broker", bus.address, env={"WAVEBUS_BROKER": dead}) == 0
     assert status('[status]\nbrokr = "x"') == 2
+    assert status(f'{long}broker = "{bus.address}"\nmodel = "of sidecars"') == 0
+    assert status(f'{long}broker = "{bus.address}"\nmodle = "of nobody"') == 2
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,10 @@ OPTIONS: dict[str, Any] = {
 COMMANDS = ("sidecar", "broker")
 
 
+def all_options() -> set[str]:
+    return {*OPTIONS, "name", "listen"}
+
+
 def written(folder: Path, text: str) -> Path:
     path = folder / "some.toml"
     path.write_text(text, encoding="utf-8")
@@ -35,8 +39,8 @@ def written(folder: Path, text: str) -> Path:
 
 def test_the_top_is_for_every_command_that_has_the_option(tmp_path: Path) -> None:
     """Also for subcommands; options that it lacks are another command's."""
-    path = written(tmp_path, 'broker = "b"\ngroup = "g"\nport = 7\n')
-    assert load(path, "sidecar", OPTIONS, COMMANDS) == {
+    path = written(tmp_path, 'broker = "b"\ngroup = "g"\nlisten = 7\n')
+    assert load(path, "sidecar", OPTIONS, COMMANDS, all_options) == {
         "broker": "b",
         "group": "g",
         "run": {"group": "g"},
@@ -49,7 +53,7 @@ def test_a_table_goes_before_the_top(tmp_path: Path) -> None:
         tmp_path,
         'group = "g"\n[sidecar]\ngroup = "s"\n[sidecar.run]\ngroup = "r"\nname = "n"\n',
     )
-    assert load(path, "sidecar", OPTIONS, COMMANDS) == {
+    assert load(path, "sidecar", OPTIONS, COMMANDS, all_options) == {
         "group": "s",
         "run": {"group": "r", "name": "n"},
     }
@@ -58,13 +62,13 @@ def test_a_table_goes_before_the_top(tmp_path: Path) -> None:
 def test_dashes_and_underscores_are_the_same(tmp_path: Path) -> None:
     """Keys are the long options without their dashes in front."""
     path = written(tmp_path, '[sidecar]\nlog-level = "debug"\n')
-    assert load(path, "sidecar", OPTIONS, COMMANDS)["log_level"] == "debug"
+    assert load(path, "sidecar", OPTIONS, COMMANDS, all_options)["log_level"] == "debug"
 
 
 def test_values_are_text_by_parameter_name(tmp_path: Path) -> None:
     """So the command checks them as it checks flags. A list is one for an option that allows it."""
     path = written(tmp_path, '[sidecar]\njson = true\nupdate = ["u1", "u2"]\ngroup = [1]\n')
-    assert load(path, "sidecar", OPTIONS, COMMANDS) == {
+    assert load(path, "sidecar", OPTIONS, COMMANDS, all_options) == {
         "as_json": "True",
         "update": ["u1", "u2"],
         "group": "[1]",
@@ -74,13 +78,13 @@ def test_values_are_text_by_parameter_name(tmp_path: Path) -> None:
 
 def test_one_value_of_an_option_that_allows_several(tmp_path: Path) -> None:
     path = written(tmp_path, '[sidecar]\nupdate = "u1"\n')
-    assert load(path, "sidecar", OPTIONS, COMMANDS)["update"] == ["u1"]
+    assert load(path, "sidecar", OPTIONS, COMMANDS, all_options)["update"] == ["u1"]
 
 
 def test_another_commands_table_is_not_read(tmp_path: Path) -> None:
     """What stands there is its own affair."""
     path = written(tmp_path, "[broker]\nwhatever = 1\n")
-    assert load(path, "sidecar", OPTIONS, COMMANDS) == {"run": {}}
+    assert load(path, "sidecar", OPTIONS, COMMANDS, all_options) == {"run": {}}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +94,7 @@ def test_another_commands_table_is_not_read(tmp_path: Path) -> None:
         ("[sidecar.run]\ngruop = 1\n", r"\[sidecar.run\] has no option 'gruop'"),
         ("[sidcar]\ngroup = 1\n", r"\[sidcar\] is the table of no command; there are: broker, sid"),
         ("[sidecar]\nas-json = true\n", "it has: broker, group, json, log-level, run, update"),
+        ('gruop = "policy"\n', "no command has the option 'gruop'"),
         ("[sidecar\n", "some.toml"),
         ("x = \n", "some.toml"),
     ],
@@ -99,18 +104,26 @@ def test_a_wrong_file_is_refused_with_its_name_and_the_key(
 ) -> None:
     """A typo must not pass in silence."""
     with pytest.raises(UsageError, match=told):
-        load(written(tmp_path, text), "sidecar", OPTIONS, COMMANDS)
+        load(written(tmp_path, text), "sidecar", OPTIONS, COMMANDS, all_options)
+
+
+def test_a_top_level_key_may_be_another_commands_option(tmp_path: Path) -> None:
+    """Or that of a command whose package is missing here, which nobody can tell from a typo."""
+    path = written(tmp_path, 'listen = "here"\n')
+    assert load(path, "sidecar", OPTIONS, COMMANDS, all_options) == {"run": {}}
+    path = written(tmp_path, 'strange = "there"\n')
+    assert load(path, "sidecar", OPTIONS, COMMANDS, lambda: None) == {"run": {}}
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     """Missing, a folder, or no text."""
     with pytest.raises(UsageError, match="No such file"):
-        load(tmp_path / "none.toml", "sidecar", OPTIONS, COMMANDS)
+        load(tmp_path / "none.toml", "sidecar", OPTIONS, COMMANDS, all_options)
     with pytest.raises(UsageError, match="directory"):
-        load(tmp_path, "sidecar", OPTIONS, COMMANDS)
+        load(tmp_path, "sidecar", OPTIONS, COMMANDS, all_options)
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match=r"bad\.toml"):
-        load(tmp_path / "bad.toml", "sidecar", OPTIONS, COMMANDS)
+        load(tmp_path / "bad.toml", "sidecar", OPTIONS, COMMANDS, all_options)
 
 
 def test_the_default_file_is_read_where_it_is_and_only_there(
@@ -118,6 +131,6 @@ def test_the_default_file_is_read_where_it_is_and_only_there(
 ) -> None:
     """No file that nobody asked for is nothing wrong."""
     monkeypatch.chdir(tmp_path)
-    assert load(None, "sidecar", OPTIONS, COMMANDS) == {}
+    assert load(None, "sidecar", OPTIONS, COMMANDS, all_options) == {}
     (tmp_path / "wavebus.toml").write_text('broker = "here"\n', encoding="utf-8")
-    assert load(None, "sidecar", OPTIONS, COMMANDS)["broker"] == "here"
+    assert load(None, "sidecar", OPTIONS, COMMANDS, all_options)["broker"] == "here"
