@@ -47,7 +47,7 @@ LAST_LINES: Final = 30
 _PAGES_PREFIX: Final = "wavebus-server-"
 HEALTH_PERIOD_S: Final = 0.25
 HEALTH_ANSWER_S: Final = 10.0
-REAPER_EXTRA_S: Final = 5.0
+REAPER_EXTRA_S: Final = 10.0  # more than the reaper waits for killed processes (its GONE_S)
 OK: Final = 200
 _HEALTH_LINE: Final = '"GET /health HTTP/1.1" 200'
 
