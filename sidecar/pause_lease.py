@@ -104,7 +104,7 @@ class PauseLeaseWriter:
         """
         session, engine = self._session, self._engine
         if runs_on and session.admission.closed and not session.update.partial:
-            await engine.admit(open=True)  # it is nobody's any more to close
+            await engine.admit(open=True)  # no sidecar is left that would open it
         if session.phase == "paused" and not session.lease.peers:
             await engine.resume()
             engine.write_pause_lease(None)

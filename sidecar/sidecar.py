@@ -369,7 +369,7 @@ class Sidecar:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
                 self._wake_caller()
-        if self._next_call is None:  # else that call's task writes it
+        if self._next_call is None:  # else _make() writes it, before that call
             self._write_lease()
         due_ms = self.session.next_deadline_ms()
         if due_ms is not None:
@@ -386,7 +386,7 @@ class Sidecar:
 
         Before a call, the engine joins the group's run, if it has not yet (:class:`CacheRun`).
         """
-        loop = asyncio.get_running_loop()  # a system call each time
+        loop = asyncio.get_running_loop()  # costs a system call
         while True:
             if await self._cache_run.join(self._client.link.run, self._failure):
                 continue

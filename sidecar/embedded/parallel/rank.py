@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from sidecar.shared_pages.core_status import CoreStatusPage
 
 T = TypeVar("T")
-# How long after a broken step the end of the rank that broke it is noticed. Other ranks hear of it
-# from rank 0, which may get no processor for some seconds.
+# How long to wait, after a broken step, for the news that another rank has ended. Rank 0 sends the
+# news, and may get no processor for some seconds.
 _NOTICE_S: Final = 10.0
 
 
@@ -258,7 +258,7 @@ class DpRank:
 
 
 async def _blocking(action: Callable[[], T]) -> T:
-    """Runs ``action``, which may block, in a thread that does not delay exit."""
+    """Runs ``action``, which may block, in a thread that does not delay the process's end."""
     loop = asyncio.get_running_loop()
     answer: Future[T] = Future()
 

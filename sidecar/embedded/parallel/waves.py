@@ -88,7 +88,7 @@ class RankWaves:
             wave: the wave that was running, or expected next, when the front end sent the request.
 
         Returns:
-            A report for the coordinator that a wave has started; None without one.
+            A report for the coordinator that a wave has started; None if this rank starts none.
         """
         if wave < self.number and not self.running and not self.paused:
             self.running = True
@@ -121,7 +121,7 @@ class RankWaves:
         """Starts a wave if none runs, because ranks can agree only within a wave.
 
         Returns:
-            A report for the coordinator that a wave has started; None without one.
+            A report for the coordinator that a wave has started; None if this rank starts none.
         """
         if self.running or self.paused:
             return None
