@@ -13,8 +13,7 @@ __all__ = ["Sidecar"]
 def __getattr__(name: str) -> Any:
     """Imports ``Sidecar`` on first use.
 
-    vLLM imports the plugin, and so this package, in each of its processes. None of them needs a
-    sidecar.
+    vLLM's processes import the plugin, and so this package, but they need no ``Sidecar``.
     """
     if name == "Sidecar":
         from sidecar.sidecar import Sidecar  # noqa: PLC0415

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 def shown_as_booting(broker: str, group: str, name: str) -> Iterator[None]:
     """Keeps a booting engine visible on the bus while the block runs.
 
-    A large model takes minutes to load, and its sidecar joins only afterwards. Until then a peer of
-    its own shows the engine in the status.
+    A large model takes minutes to load, and its sidecar joins only afterwards. Until then a
+    separate peer represents the engine in the broker's status.
 
     Args:
         broker: the broker's address.
         group: the group that the engine will join.
-        name: the name that the engine will have; the booting peer's name is this one with a suffix.
+        name: the name that the engine will have; the separate peer's name adds a suffix to it.
     """
     peer = PeerClient(
         name=name[: 128 - len(BOOT_SUFFIX)] + BOOT_SUFFIX,

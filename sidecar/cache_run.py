@@ -1,4 +1,4 @@
-"""Makes an engine join its group's run, which keeps caches of different runs apart."""
+"""Makes an engine join its group's run, so that caches of different runs stay apart."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class CacheRun:
     async def join(self, run: str, on_failure: Callable[[str, Exception], object]) -> bool:
         """Makes the engine join a run, unless it has joined that run already.
 
-        A failed call is reported; the next call of this method tries again. Until then the engine
-        serves with the salt of the earlier run, and uses no cache entries of this one.
+        If the engine's call fails, the next call of this method tries again. Until then the engine
+        salts its caches with the earlier run's id, and uses no cache entries of ``run``.
 
         Args:
             run: the group's run; empty before the sidecar has joined a group.
-            on_failure: receives the name and the exception of a call that failed.
+            on_failure: receives the name and the exception of an engine call that failed.
 
         Returns:
             Whether the engine has joined the run in this call.

@@ -128,7 +128,7 @@ def _hand_down_keys(keys: Keys) -> None:
 
 
 async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
-    """Awaits ``work`` until ``stop`` is set; raises its error."""
+    """Awaits ``work``, or cancels it when ``stop`` is set. Raises the error of ``work``."""
     task = asyncio.create_task(work)
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -143,10 +143,10 @@ async def _until(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
 def _supervise(
     ctx: click.Context, plan: SidecarPlan, command: tuple[str, ...], restarts: int
 ) -> None:
-    """Starts the engine, or all ranks, as processes of their own, and restarts them.
+    """Runs an engine, or all ranks of a DP group, in child processes, with restarts.
 
     Raises:
-        UsageError: an option is one rank's alone.
+        UsageError: all ranks are started, and an option makes sense for a single rank only.
     """
     from bus.runtime.peer import default_name  # noqa: PLC0415 - after --help
     from sidecar.supervision import ranks  # noqa: PLC0415
@@ -182,7 +182,7 @@ def _alone(command: tuple[str, ...]) -> bool:
 def _given(ctx: click.Context, without: frozenset[str]) -> tuple[str, ...]:
     """Returns the options that differ from their defaults, as arguments for another process.
 
-    Options that may be given several times are left out.
+    Options that may be given several times, and those in ``without``, are left out.
     """
     arguments: list[str] = []
     for param in ctx.command.params:

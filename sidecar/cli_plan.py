@@ -215,7 +215,7 @@ def make_embedded(plan: SidecarPlan) -> Engine:
 
 
 def _data_parallel(plan: SidecarPlan) -> DataParallel | None:
-    """Returns the rank's place in its data parallel group; None for an engine alone.
+    """Returns the rank's data parallel options; None for an engine alone.
 
     Raises:
         UsageError: an option is missing, or needs another one.

@@ -31,8 +31,8 @@ class Departure:
     def on_ack(self, ack: HeartbeatAck) -> None:
         """Handles the broker's answer to a heartbeat, which ends the wait of :meth:`announce`.
 
-        The answer says that admission is closed once the engine is out of the routes, and the
-        peers that follow the routes have confirmed that or taken too long.
+        The broker sends an answer with ``closed`` set only when the engine is out of the routes,
+        and each peer that follows the routes has confirmed that or taken too long.
 
         Args:
             ack: the broker's answer; answers before the announcement are ignored.
@@ -43,7 +43,7 @@ class Departure:
     async def leave(
         self, peer: PeerClient, beat: Callable[[], Heartbeat], death: str, reason: str
     ) -> None:
-        """Leaves the bus, after :meth:`announce`, even if that is cancelled.
+        """Calls :meth:`announce`, then leaves the bus, even if the announcement is cancelled.
 
         Args:
             peer: the sidecar's connection to the broker.
@@ -57,7 +57,7 @@ class Departure:
             peer.close(death or reason)
 
     async def announce(self, peer: PeerClient, beat: Callable[[], Heartbeat], death: str) -> None:
-        """Sends a last heartbeat, and waits for its answer for at most two heartbeat intervals.
+        """Sends a heartbeat at once; waits up to two heartbeat intervals for the answer.
 
         Returns at once if the engine has died or the peer has not joined.
 

@@ -42,9 +42,9 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
         call: describes the call.
 
     Returns:
-        What the session machine needs to know: for a pause and a swap, the number of requests in
-            the engine; for ARM, the staging capacity; for a canary, the probes' results; for an
-            opened transfer, how many chunks may be received ahead; otherwise None.
+        For a pause and a swap, the number of requests in the engine; for ARM, the staging capacity;
+            for a canary, the probes' results; for an opened transfer, how many chunks may be
+            received before the first is loaded; otherwise None.
 
     Raises:
         EngineError: the call failed. An adapter may raise other exceptions, too.

@@ -41,8 +41,7 @@ _GENERATE: Final = "/inference/v1/generate"
 def checks(options: Options) -> list[Check]:
     """Returns the results of all checks of an engine's host, for `wavebus doctor`.
 
-    They cover torch, shared memory, segments that dead processes left there, vLLM and wavebus's
-    plugin in it.
+    They cover torch, shared memory, what dead processes left there, vLLM, and its wavebus plugin.
 
     Args:
         options: the command's options. With ``attach``, the URL of a vLLM server, that server is
@@ -165,7 +164,7 @@ def _plugin() -> Check:
 
 
 def _backend() -> Check:
-    """Registers the plugin as vLLM does, in a process of its own."""
+    """Checks in a child process that wavebus's transfer backend registers with vLLM."""
     code = (
         "import vllm.engine.arg_utils;"
         "from sidecar.vllm.plugin import register; register();"

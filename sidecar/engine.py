@@ -2,9 +2,9 @@
 
 An adapter implements :class:`Engine` for one kind of engine. It has no timeouts, makes no retries,
 and does not know fencing epochs: the session machine (:mod:`bus.protocol.engine.session`) decides
-which call may be made when. The sidecar makes one call at a time, apart from
-:meth:`Engine.in_flight`, :meth:`Engine.died` and :meth:`Engine.call_off`, which may run during
-another call.
+which call may be made when. The sidecar makes one call at a time, with two exceptions.
+:meth:`Engine.in_flight`, :meth:`Engine.died` and :meth:`Engine.call_off` may run during any other
+call. :meth:`Engine.request_ids` and a second :meth:`Engine.pause` may run during a ``wait`` pause.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Engine(Protocol):
             lease: the lease of the engine's pause; None if the engine is not paused.
 
         Returns:
-            What the engine has done because this lease was over, after which it is not renewed.
+            What the engine has done because this lease was over, which ends the lease for good.
                 None if the lease is in force, and always if the engine ends with its sidecar.
         """
 
@@ -190,8 +190,8 @@ class Engine(Protocol):
     async def join_run(self, run: str) -> None:
         """Salts the caches with a run's id, so that other runs' entries are never found.
 
-        Called when the sidecar has joined a group, before any other call, and again when the
-        group's run changes.
+        Called after the sidecar has joined a group, before the broker's commands are executed, and
+        again when the group's run changes.
         """
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
@@ -307,7 +307,7 @@ class Engine(Protocol):
         """
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        """Loads a received chunk into the weights, and frees the chunk's memory.
+        """Loads a received chunk into the served or staged weights, and frees its memory.
 
         Args:
             seq: number of the chunk.
@@ -321,9 +321,9 @@ class Engine(Protocol):
         """
 
     async def restore(self, target: Target = "model") -> None:
-        """Ends an update before it has changed the weights; frees staged ones.
+        """Ends an update that has not changed the served weights; frees staged weights.
 
-        Called after :meth:`start_update`; only a staged update may have loaded chunks.
+        Called after :meth:`start_update`. Only a staged update may have loaded chunks by then.
 
         Args:
             target: as in :meth:`arm`.
@@ -390,7 +390,7 @@ class Engine(Protocol):
 
 
 def require_model(target: Target) -> None:
-    """Rejects an update of a draft, for engines without speculative decoding.
+    """Rejects an update of a draft model, for engines without speculative decoding.
 
     Args:
         target: what the update is to replace.

@@ -60,7 +60,7 @@ class PauseLeaseWriter:
         self._serial = 0
 
     def write(self, now_ms: float) -> list[Note]:
-        """Writes the lease of the engine's pause.
+        """Writes the lease of the engine's pause; removes it if the engine is not paused.
 
         If the engine has ended the pause by itself, the session's state is corrected as soon as no
         call is under way.
@@ -80,7 +80,7 @@ class PauseLeaseWriter:
         return self._on_outcome(end, now_ms) if end and self._session.at_rest else []
 
     def require_held(self) -> None:
-        """Checks that the last write found the engine in the pause; for :data:`UPDATE_CALLS`.
+        """Checks, as of the last :meth:`write`, that the engine has not ended its pause.
 
         Raises:
             EngineError: code ``wrong_state``: the engine has ended the pause by itself.
@@ -104,7 +104,7 @@ class PauseLeaseWriter:
         """
         session, engine = self._session, self._engine
         if runs_on and session.admission.closed and not session.update.partial:
-            await engine.admit(open=True)  # it is nobody's any more to close
+            await engine.admit(open=True)  # no sidecar is left that would open it
         if session.phase == "paused" and not session.lease.peers:
             await engine.resume()
             engine.write_pause_lease(None)

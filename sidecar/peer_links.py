@@ -138,7 +138,7 @@ class PeerLinks:
 
 
 def _own_address(broker: str) -> str:
-    """Returns this host's address towards the broker, where peer ranks reach it."""
+    """Returns this host's address towards the broker; loopback if there is no route."""
     if is_loopback(broker):
         return "127.0.0.1"
     parts = urlsplit(broker)

@@ -262,7 +262,7 @@ class Sidecar:
             raise refusal(self._client.link.refusal)
 
     async def close(self, reason: str = "closed") -> None:
-        """Leaves the bus; :meth:`PauseLeaseWriter.release` says how the engine goes on.
+        """Leaves the bus, resumes the engine if that is safe, and closes the engine's adapter.
 
         Raises:
             EngineError: the engine could not be released. Everything is closed all the same.
@@ -335,7 +335,7 @@ class Sidecar:
             self._perform(self.session.on_lease_vote(vote, self._client.now_ms()))
 
     def _restart(self, epoch: int, reason: str) -> None:
-        """Ends the sidecar of an engine that is stuck, so that both are restarted."""
+        """Ends this sidecar, so that its supervisor restarts it and its stuck engine."""
         if epoch < self.session.epoch or not self.supervised or self.death:
             return
         self.death = f"stuck, to be started anew: {reason}"
@@ -369,7 +369,7 @@ class Sidecar:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
                 self._wake_caller()
-        if self._next_call is None:  # else that call's task writes it
+        if self._next_call is None:  # else _make() writes it, before that call
             self._write_lease()
         due_ms = self.session.next_deadline_ms()
         if due_ms is not None:
@@ -384,10 +384,9 @@ class Sidecar:
     async def _make_calls(self) -> None:
         """Executes the session machine's engine calls, one at a time, until the sidecar closes.
 
-        Before a call, the engine joins the group's run, if it has not: a run separates cache
-        entries.
+        Before a call, the engine joins the group's run, if it has not yet (:class:`CacheRun`).
         """
-        loop = asyncio.get_running_loop()  # a system call each time
+        loop = asyncio.get_running_loop()  # costs a system call
         while True:
             if await self._cache_run.join(self._client.link.run, self._failure):
                 continue
@@ -427,7 +426,7 @@ class Sidecar:
             self._perform(self.session.on_call_done(call, self._client.now_ms(), result=result))
 
     def _failure(self, name: str, error: Exception) -> Failure:
-        """Logs a failed engine call, and returns its failure for the session."""
+        """Logs an engine call's error, and returns it as a failure for the session machine."""
         if not isinstance(error, EngineError):
             self._client.log.error("engine_call_broke", call=name, exc_info=error)
             return Failure(NackCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
@@ -463,7 +462,7 @@ class Sidecar:
             await anyio.sleep(CANCEL_SWAP_RETRY_S)
 
     def _on_task_failed(self, error: BaseException) -> None:
-        """Ends the sidecar when a task has failed; the lease then resumes the engine."""
+        """Ends the sidecar because a task failed; a paused engine resumes after its pause lease."""
         self._client.log.error("sidecar_task_broke", exc_info=error)
         self.death = self.death or f"the sidecar broke: {type(error).__name__}: {error}"
         self._ended.set()

@@ -79,8 +79,8 @@ class CoreReport:
 
     Attributes:
         rank: the core's rank.
-        complete: the number of the wave that is complete; None if the report says nothing of one.
-        started: the number of the wave that has started; None if the report says nothing of one.
+        complete: the number of the wave that is complete; None: the report names none.
+        started: the number of the wave that has started; None: the report names none.
     """
 
     rank: int

@@ -49,8 +49,8 @@ class DpCoordinatorAddresses:
 class DpCoordinatorProcess:
     """Runs one DP coordinator as a child process, from construction to :meth:`stop`.
 
-    vLLM watches its coordinator as a ``multiprocessing.Process``. So this class has that class's
-    attributes, too: ``pid``, ``name``, ``sentinel``, ``exitcode`` and so on.
+    vLLM watches its coordinator as a ``multiprocessing.Process``. So this class also has what vLLM
+    uses of a ``Process``: ``pid``, ``name``, ``sentinel``, ``exitcode`` and so on.
 
     Args:
         dp_group: the DP group's name on the bus.
@@ -127,8 +127,8 @@ class DpCoordinatorProcess:
         """Waits until the process has ended.
 
         Args:
-            timeout: the longest wait, in seconds; None waits without a limit. After it, the method
-                returns while the process still runs.
+            timeout: the longest wait, in seconds, after which the method returns although the
+                process still runs; None: no limit.
         """
         try:
             self._process.wait(timeout)

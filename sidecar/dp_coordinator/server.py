@@ -70,7 +70,7 @@ class DpCoordinatorServer:
             raise
 
     def start(self) -> None:
-        """Begins to receive from the DP group, and to join the bus."""
+        """Begins to receive from the DP group, and to join the bus; does not wait."""
         self.sockets.listen(
             on_front=self._on_front,
             on_core_subscription=self._on_core_subscription,

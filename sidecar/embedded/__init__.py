@@ -1,6 +1,6 @@
 """The embedded engine: a small real inference engine in torch, for tests and the demo.
 
-It needs no GPU and no vLLM, and takes updates over the bus as a vLLM does.
+It needs no GPU and no vLLM, and receives updates over the bus as vLLM does.
 """
 
 from __future__ import annotations

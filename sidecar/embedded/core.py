@@ -111,14 +111,14 @@ class EngineCore:
         self._thread.join()
 
     def submit(self, request: GenerationRequest, wave: int = 0) -> None:
-        """Queues a request; a closed core ends it at once.
+        """Queues a request; while admission is closed, ends it at once without a token.
 
         Args:
             request: the request, whose results go to ``publish``.
             wave: the wave for which the front end has sent the request; 0 without waves.
 
         Raises:
-            EngineDead: the core has ended.
+            EngineDead: the core's thread has ended.
         """
 
         def run() -> None:
@@ -132,10 +132,10 @@ class EngineCore:
         self._put(run)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Runs ``action`` in the core's thread between two steps; its result is the future's.
+        """Runs ``action`` in the core's thread between two steps; returns a future of its result.
 
-        The future raises an :class:`EngineError` of ``action``. Any other error is a defect, and
-        ends the core; :class:`EngineDead` does, too.
+        The future raises an :class:`EngineError` that ``action`` raises. :class:`EngineDead`, or
+        any other error, ends the core.
         """
         future: Future[T] = Future()
 
@@ -169,7 +169,7 @@ class EngineCore:
         return future
 
     def admit(self, *, open: bool) -> Future[None]:  # noqa: A002 - as in the protocol
-        """Opens admission, or closes it: then every new request ends without a token."""
+        """Opens or closes admission; while it is closed, new requests end without a token."""
 
         def run() -> None:
             self._admits = open
@@ -209,11 +209,11 @@ class EngineCore:
         return self.call(run)
 
     def call_off(self) -> Future[None]:
-        """Cancels a swap that waits for other ranks; here none ever waits."""
+        """Does nothing, because without other ranks no swap ever waits."""
         return self.call(lambda: None)
 
     def probe(self, requests: Sequence[GenerationRequest]) -> Future[tuple[ProbeResult, ...]]:
-        """Runs the canary's probes in a pause; requests from before it stay as they are."""
+        """Runs the canary's probes in a pause; requests that the pause keeps are unchanged."""
 
         def run() -> tuple[ProbeResult, ...]:
             self.require_paused("a probe")
@@ -264,7 +264,7 @@ class EngineCore:
         """Gives the model's memory back to the system.
 
         Raises:
-            EngineError: code ``wrong_state``: no pause, or one that kept keys and values.
+            EngineError: code ``wrong_state``: there is no pause, or it has kept keys and values.
         """
         self.require_paused("sleep")
         if self._scheduler.running:
@@ -311,7 +311,7 @@ class EngineCore:
         return self._may_step()
 
     def _is_quiet(self) -> bool:
-        """Returns whether no step starts before another call."""
+        """Returns whether no step will start, so that a pause is complete."""
         return not self._may_step()
 
     def _turn(self) -> None:
@@ -319,7 +319,7 @@ class EngineCore:
         self._step()
 
     def _wave(self) -> tuple[int, bool]:
-        """Returns the wave and whether it runs, for the status page."""
+        """Returns the wave's number and whether it runs, for the status page."""
         return 0, self._may_step()
 
     # The thread

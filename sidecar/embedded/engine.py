@@ -58,7 +58,7 @@ _EXACT: Final = True  # draws are keyed by position
 class EmbeddedEngine:
     """A small inference engine in this process: serves requests, and takes updates.
 
-    As with vLLM, cancelling a call (:class:`sidecar.engine.Engine`) does not undo it.
+    As with vLLM, cancelling a call of :class:`sidecar.engine.Engine` does not undo the call.
 
     Args:
         model: a folder with ``config.json`` and ``*.safetensors`` of a Qwen3 model.
@@ -251,7 +251,7 @@ class EmbeddedEngine:
     # Control
 
     async def join_run(self, run: str) -> None:
-        """Does nothing: the engine keeps its caches to itself, so no other run's are found."""
+        """Does nothing: the engine's caches are its own, so it finds no entries of other runs."""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
         """Stops generation; returns once no step runs and none will start."""
@@ -275,7 +275,7 @@ class EmbeddedEngine:
         await self._call(self._update().wake)
 
     async def admit(self, *, open: bool) -> None:  # noqa: A002 - as in the protocol
-        """Opens admission, or closes it: then every new request ends without a token."""
+        """Opens or closes admission; while it is closed, new requests end without a token."""
         await _answer(self._started().admit(open=open))
 
     async def abort_requests(self) -> int:
@@ -302,7 +302,7 @@ class EmbeddedEngine:
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False
     ) -> None:
-        """Prepares to load the armed update; ``recover`` discards an update that broke off."""
+        """Prepares to load the armed update; ``recover`` discards an unfinished earlier one."""
         require_model(target)
         await self._call(partial(self._update().start, recover=recover, staged=staged))
 
@@ -342,7 +342,7 @@ class EmbeddedEngine:
         mode: PauseMode,  # noqa: ARG002 - frozen requests stay so
         clear_cache: bool,  # noqa: ARG002 - the cache is given back
     ) -> tuple[ProbeResult, ...]:
-        """Runs the canary's probes in the pause; requests stay as they are."""
+        """Runs the canary's probes in the pause, and leaves the engine's requests unchanged."""
         core, updater = self._started(), self._update()
         updater.require_finished("a probe")
         requests = probe_requests(
@@ -408,7 +408,7 @@ class EmbeddedEngine:
         await _answer(self._started().call(action))
 
     async def _transport(self, action: Callable[[], None], *, short: bool = False) -> None:
-        """Runs ``action`` in the receiver's thread, where it may block; here if it is short."""
+        """Runs ``action`` in the receiver's thread, where it may block; inline if ``short``."""
         self._started()
         if short:
             action()

@@ -3,8 +3,9 @@
 ::
 
     state          call              next           what happens
-    AWAKE          sleep(1)          ASLEEP         the weights are in a copy
-    AWAKE          sleep(2)          ASLEEP         the weights are discarded
+    AWAKE, WEIGHTS_AWAKE
+                   sleep(1)          ASLEEP         the weights are in a copy
+                   sleep(2)          ASLEEP         the weights are discarded
     ASLEEP         wake_weights      WEIGHTS_AWAKE  they are back; after level 2 they are NaN
     ASLEEP, WEIGHTS_AWAKE
                    wake              AWAKE          weights and KV cache are back
@@ -13,8 +14,8 @@
     AWAKE          wake              AWAKE          nothing
 
 Tensors keep their identity: only their storage is released and allocated. On a GPU, level 1 moves
-the weights to CPU memory. Here they are in CPU memory already, and the copy takes as much as they
-did, so level 1 frees only the KV cache.
+the weights to CPU memory. Here they are in CPU memory already, and their copy takes as much as they
+did. So level 1 saves only the KV cache's memory.
 """
 
 from __future__ import annotations

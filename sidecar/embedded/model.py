@@ -125,7 +125,7 @@ class ModelRunner:
         slots: how many sequences may run at once.
         max_len: how many tokens one sequence may have, prompt and output.
         exchange: sends hidden states to experts on other ranks; None if all experts are here. With
-            an exchange a step blocks until every rank makes one, if only by :meth:`dummy`.
+            an exchange, a step blocks until every rank calls :meth:`step` or :meth:`dummy`.
 
     Attributes:
         parameters: the network's parameters by name. Updates overwrite them between steps.

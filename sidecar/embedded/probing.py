@@ -61,7 +61,7 @@ def run_probes(
     in_use: bool,
     stepping: Callable[[], None],
 ) -> tuple[ProbeResult, ...]:
-    """Runs probes to their end, in the thread of a paused core.
+    """Runs probes to their end in a paused core's thread, and returns their results.
 
     Args:
         model: the model.

@@ -52,7 +52,7 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True, rename=_HF_NAMES):
         experts_per_token: how many experts compute a token.
         expert_size: inner width of an expert.
         norm_shares: whether the router's weights for a token's experts are scaled to sum to one.
-        mixture_every: every how many layers one has a mixture.
+        mixture_every: 2, say, gives every second layer a mixture.
         dense_layers: numbers, from 0, of layers that have no mixture in any case.
         dtype: torch's name of the parameters' dtype.
     """
@@ -132,13 +132,13 @@ class Attend(Protocol):
 
 
 class Exchange(Protocol):
-    """Connects a mixture of experts with ranks that have some of its experts.
+    """Connects one rank's part of a mixture of experts with the experts on other ranks.
 
     A row is the hidden state of one token for one of its experts.
     """
 
     def own(self, experts: int) -> range:
-        """Returns which experts this rank computes, of as many as there are."""
+        """Returns which of ``experts`` experts this rank computes."""
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
         """Sends each row to its expert's rank, and receives rows for this rank's experts.
@@ -244,8 +244,8 @@ class Mixture(nn.Module):
 
     Args:
         config: the network's sizes.
-        exchange: connects this rank to the others' experts. With other ranks, a call blocks until
-            all of them make one.
+        exchange: connects this rank to the others' experts. With other ranks, :meth:`forward`
+            blocks until all of them call it.
     """
 
     def __init__(self, config: Qwen3Config, exchange: Exchange) -> None:

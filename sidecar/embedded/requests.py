@@ -161,7 +161,7 @@ class Sequence:
         """Returns the newest output tokens, to be published.
 
         Args:
-            fresh: how many tokens are new. If the request doesn't stream, all are returned.
+            fresh: how many tokens are new. If the request doesn't stream, all count as new.
         """
         count = fresh if self.request.stream else self.output_len
         wanted = self.request.params.logprobs is not None
@@ -195,7 +195,7 @@ class Generation:
         abort: makes the engine end the request of this id.
 
     Attributes:
-        done: set when nothing more will come; the consumer may still have some to read.
+        done: set when no more output will come; the consumer may still have some to read.
     """
 
     def __init__(self, request_id: str, choices: int, abort: Callable[[str], None]) -> None:
@@ -247,7 +247,7 @@ class Generation:
         return [merged[index] for index in sorted(merged)]
 
     def abort(self) -> None:
-        """Ends the request, unless it has ended."""
+        """Ends the request with the tokens it has, unless it has ended."""
         if not self.done.is_set():
             self._abort(self.request_id)
 

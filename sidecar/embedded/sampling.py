@@ -90,7 +90,7 @@ def choice_seed(seed: int, index: int) -> int:
 class SamplingBatch:
     """Samples the next tokens of one batch of sequences.
 
-    It holds their parameters as tensors, and is made anew when the batch changes.
+    It holds the sequences' parameters as tensors, and is made anew when the batch changes.
 
     Args:
         params: each sequence's parameters.
@@ -182,7 +182,7 @@ def _cuts(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def _cut(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Sets tokens that top-k, then top-p, leave out to zero, without renormalising."""
+    """Sets the probabilities that top-k, then top-p, exclude to 0, without renormalising."""
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     ranked = ranked.masked_fill(torch.arange(probs.shape[-1]) >= top_k, 0.0)
     ranked /= ranked.sum(-1, keepdim=True)
@@ -192,7 +192,7 @@ def _cut(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Returns the token at which the running sum of ``probs`` passes ``uniform`` of the whole.
+    """Returns the token at which the running sum of ``probs`` passes ``uniform`` * total.
 
     Double precision keeps the width of a token of probability zero at zero. Logits that are not
     numbers give the last token, without a crash.

@@ -1,4 +1,4 @@
-"""Decides which sequences run, and computes a token for each per step.
+"""Decides which sequences run, and computes one token of each per step.
 
 All of it runs in the core's thread.
 """
@@ -153,7 +153,7 @@ class BatchScheduler:
             self._publish(deltas)
 
     def _free(self, ended: list[int]) -> None:
-        """Removes rows, and moves the last one into each gap."""
+        """Removes ended sequences from the batch, and moves the last one into each gap."""
         for row in reversed(ended):
             last = self._rows.pop()
             if row < len(self._rows):

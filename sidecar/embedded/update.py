@@ -19,8 +19,8 @@
                                                 parameters; the engine serves the new version
     FINISHED   swap, cancelled       FINISHED   nothing has changed
 
-Opening a transport and arming change no state and may come at any time. Any other call is refused
-with code ``wrong_state`` and changes nothing.
+Opening a transport and arming change no state and may come at any time. Any other call is rejected
+with code ``wrong_state`` (a swap with ``called_off``) and changes nothing.
 
 From the first load of an update to its commit the parameters are *foreign*: they are not those of
 the version that the engine reports. So if the update breaks off, the engine can resume only after a
@@ -95,7 +95,7 @@ class StagedParameters:
         load_tensors(self._parameters, self._staged.items())
 
 
-# Receiving and sampling so many tensors takes 1 ms at most.
+# Receiving that many tensors, or verifying samples of them, takes 1 ms at most.
 SHORT_TENSORS: Final = 16
 
 
@@ -114,7 +114,7 @@ class Updater:
     for the sender, or take long. They run outside the core's thread, one at a time. :meth:`arm`
     runs in any thread, and all other methods run in the core's.
 
-    Every method raises :class:`EngineError` (``wrong_state``) where the table has no entry.
+    Every method raises :class:`EngineError` where the module's table has no entry.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -141,7 +141,7 @@ class Updater:
         self._backend, self._receiver = backend, receiver
 
     def close(self) -> None:
-        """Closes the transport, and drops a chunk that it has brought."""
+        """Closes the transport, and drops a chunk that was received and not loaded."""
         self._release()
         if self._receiver is not None:
             self._receiver.close()
@@ -213,7 +213,7 @@ class Updater:
             raise
 
     def is_short(self, tensors: int, verify: Verify = "off") -> bool:
-        """Returns whether work on so many tensors is too short for another thread."""
+        """Returns whether receiving or verifying ``tensors`` tensors is too short for a thread."""
         waits = self._receiver is None or self._receiver.is_blocking
         return not waits and verify != "full" and tensors <= SHORT_TENSORS
 
@@ -244,7 +244,7 @@ class Updater:
         self._release()
 
     def restore(self) -> None:
-        """Ends an update that has not changed the served weights."""
+        """Ends an update that has not changed the served weights; drops staged tensors."""
         if self.staged:
             self._end_staging()
             return
@@ -255,7 +255,7 @@ class Updater:
         self._state = UpdaterState.IDLE
 
     def finish(self) -> None:
-        """Completes the update's loading; refuses if a chunk is missing."""
+        """Records that all chunks are loaded or staged; rejects the call if one is missing."""
         manifest = self._loading("finish")
         if not self.staged:
             self._core.require_paused("finish")

@@ -1,7 +1,7 @@
 """Checks that an update covers the whole model, and copies its tensors into the model.
 
-If experts are spread over ranks, each rank has the parameters of its own experts only. Still every
-rank checks the whole manifest, so that all ranks answer alike. Each rank loads its own part.
+If experts are spread over ranks, each rank has and loads the parameters of its own experts only.
+But every rank checks the whole manifest, so that all ranks accept it or none does.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ core writes its state into a small shared page (:mod:`sidecar.shared_pages.two_s
 sidecar reads that page.
 
 The page's record: pid, step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes
-of a host), waiting, running, untagged, rank, phase, flags. The time of the last beat follows the
-record. A separate thread of the core's process writes a beat again and again, also while the core
-blocks. Time 0: the process has no such thread.
+of a host), waiting, running, untagged, rank, phase, flags. After the record comes the time of the
+last beat. A separate thread of the core's process renews that time, also while the core blocks. 0
+means that the process has no such thread.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class CoreStatusView:
         wave: the number of the core's current wave.
         since_s: when the core's phase began, in seconds of ``time.monotonic()``.
         waiting, running: how many requests wait in the core, and how many run.
-        beat_s: when the process was last seen running, on the same clock; 0: unknown.
-        untagged: as in :class:`bus.messages.CoreStatus`.
+        beat_s: when the process last showed that it runs, on the same clock; 0: unknown.
+        untagged: how many requests since the core's start had a KV cache that names no version.
     """
 
     pid: int
@@ -145,7 +145,7 @@ class CoreStatusPage:
             wave: the number of the core's current wave.
             flags: the sum of the flags that are set.
             waiting: how many requests wait.
-            untagged: as in :class:`bus.messages.CoreStatus`.
+            untagged: as in :class:`CoreStatusView`.
             running: how many requests run.
         """
         self._step, self._wave, self._flags = step, wave, flags
@@ -166,7 +166,7 @@ class CoreStatusPage:
         self._record.write(body)
 
     def beat(self) -> None:
-        """Writes to the page that the process runs now. A separate thread calls this method."""
+        """Records on the page that the process runs now. A separate thread calls this method."""
         if not self._memory.closed:
             _BEAT.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
 

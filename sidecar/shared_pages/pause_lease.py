@@ -1,9 +1,9 @@
 """The lease page of an engine core: which sidecar paused the engine, and until when.
 
 Its file is beside the core's status page (:mod:`sidecar.shared_pages.core_status`). The sidecar
-writes the lease of the pause before each call that would have to be undone. If the sidecar dies,
-the core reads the page and ends the pause itself (:mod:`sidecar.vllm.plugin.core.lease_guard`). The
-core then writes what it did, for a later sidecar.
+writes the lease of the pause before each engine call that would have to be undone. If the sidecar
+dies, and the lease is over, the core reads the page and ends the pause itself
+(:mod:`sidecar.vllm.plugin.core.lease_guard`). It then writes what it did, for a later sidecar.
 
 The page has two records (:mod:`sidecar.shared_pages.two_slot_page`), each a MessagePack map: the
 sidecar's and the core's.
@@ -53,22 +53,23 @@ Cores: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_CORES)]
 class PauseLease(msgspec.Struct, frozen=True):
     """The lease of an engine's pause, as the sidecar writes it.
 
-    The class is a ``msgspec.Struct``, because a lease is made around every engine call.
+    The class is a ``msgspec.Struct``, which is made quickly: every engine call needs a new lease.
 
     Attributes:
-        serial: the number of this pause, from a random one on, by which an outcome names its lease.
+        serial: the lease's number, by which a :class:`LeaseOutcome` refers to it. Numbers start at
+            random in each sidecar.
         pause_id: the pause's id on the bus.
         until_ns: when the lease is over, in ns of this host's CLOCK_MONOTONIC.
         writer_pid: the pid of the sidecar that wrote the lease.
         dp_group: the DP group's name on the bus, for people who read the page.
         version: the weight version that the engine serves.
-        begun: the target of an update that has begun and that a restore undoes; empty: none.
-        partial: parts of the weights that are incomplete (:mod:`bus.protocol.engine.update`): some
-            of an update was loaded, or a sleep has discarded them.
+        begun: what an update under way overwrites: ``model``, ``draft`` or (LoRA) ``adapter``;
+            empty: nothing. A staged update overwrites nothing.
+        partial: models that are incomplete: some of an update was loaded, or a sleep discarded
+            them.
         asleep: whether the engine has given memory back.
         resuming: whether the sidecar is ending the pause, with all ranks of the DP group.
-        cores: pids of all cores behind the engine's one client, which decide together; empty if
-            there is one core.
+        cores: pids of the engine's cores if it has several, which end the pause together.
     """
 
     serial: Count
@@ -88,7 +89,7 @@ class PauseLease(msgspec.Struct, frozen=True):
 class LeaseOutcome:
     """What the engine core did because a pause lease was over.
 
-    After an outcome, that lease permits no further call of an update.
+    From then on, calls of an update are not permitted under that lease.
 
     Attributes:
         serial: the number of the lease (:attr:`PauseLease.serial`).
@@ -108,7 +109,7 @@ class AbandonedPause:
 
     Attributes:
         lease: the lease that the earlier sidecar wrote last.
-        outcome: what the core did when that lease was over; None if it did nothing.
+        outcome: what the core did when that lease was over; None: it did nothing, or not yet.
     """
 
     lease: PauseLease
@@ -127,10 +128,9 @@ def lease_path(status_page: Path) -> Path:
 
 
 class PauseLeasePage:
-    """The lease page of one engine core, in its two halves: the sidecar's and the core's.
+    """The lease page of one engine core: the sidecar's lease, and the core's outcome.
 
-    The core creates the page with :meth:`make`; all other processes use :meth:`open`. The sidecar
-    writes the lease, and the core writes the outcome.
+    The core creates the page with :meth:`make`; all other processes use :meth:`open`.
     """
 
     def __init__(self, memory: mmap.mmap, path: Path) -> None:
@@ -162,9 +162,9 @@ class PauseLeasePage:
         self.close()
 
     def claim(self) -> bool:
-        """Takes the engine for this sidecar; returns False if another sidecar has it.
+        """Locks the page for this sidecar; returns False if another sidecar has locked it.
 
-        The claim ends when the page is closed or the process ends.
+        The lock ends when the page is closed or the process ends.
 
         Raises:
             NoPage: the page's file is gone: its core has ended.
@@ -180,19 +180,19 @@ class PauseLeasePage:
         return True
 
     def lease(self) -> PauseLease | None:
-        """Returns the lease of the engine's pause; None if no pause has one."""
+        """Returns the lease of the engine's pause; None if no lease is written."""
         found: PauseLease | None = _decode(self._lease, PauseLease | None)
         return found
 
     def write_lease(self, lease: PauseLease | None) -> None:
-        """Writes the lease of the pause; None says that no pause has one.
+        """Writes the lease of the engine's pause; None removes the lease.
 
         Only the sidecar calls this.
         """
         self._lease.write(msgspec.msgpack.encode(lease))
 
     def outcome(self) -> LeaseOutcome | None:
-        """Returns what the core last did because a lease was over; None before that."""
+        """Returns what the core last did because a lease was over; None: nothing yet."""
         found: LeaseOutcome | None = _decode(self._outcome, LeaseOutcome | None)
         return found
 
@@ -211,7 +211,8 @@ class PauseLeasePage:
         """Returns the pause that an earlier sidecar began and never ended, or None.
 
         Args:
-            paused: whether the core is paused now. If not, a lease on the page is out of date.
+            paused: whether the core is paused now. If not, the result is None: a lease on the page
+                is out of date.
         """
         lease, end = self.lease(), self.outcome()
         if lease is None or not paused:
@@ -241,7 +242,7 @@ def _decode(record: TwoSlotRecord, kind: Any) -> Any:
 
 
 def deadline_ns(left_ms: float) -> int:
-    """Returns when ``left_ms`` milliseconds from now are over, for :attr:`PauseLease.until_ns`."""
+    """Returns the time ``left_ms`` ms from now, for :attr:`PauseLease.until_ns`."""
     return max(0, time.monotonic_ns() + int(left_ms * 1e6))
 
 

@@ -113,7 +113,7 @@ class TwoSlotRecord:
         return 2 * (_SLOT_HEAD.size + body_bytes)
 
     def write(self, body: bytes) -> None:
-        """Writes a new body over the older of the two; the newer one stays readable."""
+        """Writes ``body`` over the older slot; the newer slot stays readable."""
         if not self._written or self._written < max(self._numbers()):
             self._written = max((number for number, _ in self._whole()), default=0)
         self._written = number = self._written + 1
@@ -136,14 +136,14 @@ class TwoSlotRecord:
         raise NoPage("no slot is whole")
 
     def _numbers(self) -> tuple[int, int]:
-        """Returns the write number of each slot, whole or not."""
+        """Returns the write number of each slot, complete or not."""
         first, second = self._slots
         (one,) = _NUMBER.unpack_from(self._memory, first + _NUMBER_AT)
         (other,) = _NUMBER.unpack_from(self._memory, second + _NUMBER_AT)
         return one, other
 
     def _whole(self) -> list[tuple[int, bytes]]:
-        """Returns write number and body of each whole slot."""
+        """Returns write number and body of each complete slot."""
         found: list[tuple[int, bytes]] = []
         for at in self._slots:
             slot = self._memory[at : at + _SLOT_HEAD.size + self._body_bytes]

@@ -1,4 +1,4 @@
-"""Helps to start a process beside the sidecar: finds a port, and wraps the command."""
+"""Helps to start a child process: finds a port, and ends the child with its parent."""
 
 from __future__ import annotations
 

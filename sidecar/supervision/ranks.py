@@ -9,12 +9,12 @@ all ranks have joined.
 
     state     event              next      what is done
     STARTING  (made)             RUNNING   start every rank
-    RUNNING   a rank ends        ENDING    end the others; after exit code 2: no restart
-    RUNNING   stop is set        STOPPING  end all, in order
+    RUNNING   a rank ends        ENDING    end the others
+    RUNNING   stop is set        STOPPING  end all ranks
     ENDING    all have ended     WAITING   wait longer after each failure in a row
+    ENDING    too many failures  (exit)    EngineError; UsageError after a rank's exit code 2
     WAITING   the wait is over   STARTING  with a new rendezvous
-    WAITING   too many failures  (exit)    with the rank's exit code
-    STOPPING  all have ended     (exit)    0
+    STOPPING  all have ended     (exit)    no error
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RankLaunchPlan:
         port: the port at which rank 0 serves requests; the other ranks use the ports after it. 0:
             any free port.
         host: an address of this host, at which the ranks find each other.
-        gpus: GPUs of this host, by the names of ``CUDA_VISIBLE_DEVICES``, distributed evenly over
+        gpus: GPUs of this host, by the names of ``CUDA_VISIBLE_DEVICES``, in equal shares for
             the ranks. Empty: every rank sees the GPUs that this process sees.
 
     Raises:
@@ -257,7 +257,7 @@ class RankSupervisor:
         )
 
     async def _first_to_end(self, stop: asyncio.Event) -> tuple[int | None, int]:
-        """Returns the first rank that ends, with its exit code; None after ``stop``."""
+        """Returns the first rank that ends, and its exit code; (None, 0) after ``stop``."""
         waits = {
             asyncio.create_task(process.wait()): rank for rank, process in enumerate(self._ranks)
         }

@@ -4,18 +4,18 @@ This is a program, not a module to import::
 
     python reaper.py PARENT_PID GRACE_S COMMAND...
 
-The reaper runs the command in a process group of its own, and nothing of that group outlives it:
+The reaper runs the command in a new process group, and ends the group's processes:
 
 * The sidecar dies, even by SIGKILL: the kernel signals the reaper (PR_SET_PDEATHSIG), which ends
   the group.
 * The reaper gets SIGTERM, SIGINT or SIGHUP: it sends the signal to the group, continues processes
   that are stopped, and sends SIGKILL after the grace period.
 * The command ends by itself: the reaper kills what is left of its group.
-* The reaper is killed: the kernel kills the command (PR_SET_PDEATHSIG again).
+* The reaper is killed: the kernel kills the command, not its children (PR_SET_PDEATHSIG again).
 
-A killed process unlinks no shared memory. So the reaper lets the group's resource trackers finish
-their cleanup. It then unlinks other shared memory that the group had mapped and no other process
-has. Without that, each restart of a server would leave some behind.
+A killed process unlinks no shared memory. So the reaper lets multiprocessing's resource trackers
+finish their cleanup. It then unlinks other shared memory that the group had mapped and no other
+process has. Without that, each restart of a server would leave some behind.
 
 The exit code is the command's, or 128 + n if signal n ended the command. The program uses only the
 standard library and runs by its path, under any Python.

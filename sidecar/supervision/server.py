@@ -155,9 +155,8 @@ class SupervisedServer:
         env: the server's environment. Default: this process's.
         ready_timeout_s: how long :meth:`start` waits until the server is healthy, in seconds.
         grace_s: how long the server may take to end after SIGTERM before it is killed, in seconds.
-        coordinate: the address of the DP group on the bus, if the bus coordinates its waves; else
-            None. The server of every rank gets it, and that of rank 0 starts a DP coordinator with
-            it.
+        coordinate: broker, group and DP group, if the DP coordinator asks the broker; else None.
+            Passed to each rank's server by its environment; rank 0's starts the DP coordinator.
 
     Raises:
         UsageError: as :func:`complete_command`.
@@ -294,7 +293,7 @@ class SupervisedServer:
 
 
 def _options(argv: Sequence[str]) -> dict[str, str]:
-    """Returns ``--long options`` with their values; empty for flags."""
+    """Returns a command's ``--long`` options by name, with their values; empty for flags."""
     found: dict[str, str] = {}
     for index, argument in enumerate(argv):
         if not argument.startswith("--") or argument == "--":
@@ -307,7 +306,7 @@ def _options(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _transfer_options(options: Mapping[str, str]) -> list[str]:
-    """Returns the option that chooses the transfer backend, if the command has none."""
+    """Returns the option that chooses wavebus's transfer backend; empty if a backend is chosen."""
     name = "weight-transfer-config"
     chosen = options.get(f"{name}.backend")
     if name in options:

@@ -2,11 +2,11 @@
 
 What the backend's receiver can do decides how a chunk is received:
 
-- A receiver that launches (:attr:`Receiver.can_launch`) needs no thread. The device receives, and
-  the next chunk is launched before this one is there.
+- A receiver that can launch (:attr:`Receiver.can_launch`) needs no thread: the device receives the
+  chunk while the caller goes on, and launches the next one.
 - A receiver with several buffers (:attr:`Receiver.prefetch_depth`), or of a collective, receives in
   a thread, one chunk after the other; on a GPU in a stream of its own.
-- Any other receiver receives when :meth:`ChunkReceiver.begin` is called.
+- Any other receiver receives within :meth:`ChunkReceiver.begin`, which returns afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def require_chunk(chunks: Sequence[tuple[TensorMeta, ...]], seq: int) -> tuple[TensorMeta, ...]:
-    """Returns what the armed manifest says of the tensors of chunk ``seq``.
+    """Returns names, dtypes and shapes of the tensors of chunk ``seq``.
 
     Args:
         chunks: names, dtypes and shapes of the tensors of each chunk of the armed manifest.
@@ -84,14 +84,14 @@ class ChunkReceiver:
         self.backend, self.receiver = backend, receiver
 
     def close(self) -> None:
-        """Closes the transport, and drops all chunks that it has brought."""
+        """Closes the transport, and drops all chunks that came over it."""
         self.stop()
         if self.receiver is not None:
             self.receiver.close()
             self.receiver = None
 
     def stop(self) -> None:
-        """Drops all chunks at once, also those that have not arrived yet.
+        """Drops all chunks without waiting for those that have not arrived yet.
 
         If a chunk had not arrived yet, the transport is closed, and must be opened again. A thread
         that waits for the chunk is abandoned; it ends at its deadline.
@@ -108,7 +108,7 @@ class ChunkReceiver:
             self._cancel()
 
     def _cancel(self) -> None:
-        """Cancels the chunks that have not arrived yet."""
+        """Cancels the chunks that have not arrived; if there are any, closes the transport."""
         cancelled = [coming for coming in self._chunks.copy().values() if coming.cancel()]
         if cancelled and self.receiver is not None:
             self._abandoned = True
@@ -122,15 +122,15 @@ class ChunkReceiver:
         handle: bytes,
         into: ReceivedChunk | None = None,
     ) -> None:
-        """Begins to receive a chunk. The chunk may still be coming on return: see :meth:`take`.
+        """Begins to receive a chunk; may return before the chunk is there. See :meth:`take`.
 
         Args:
             seq: number of the chunk in its update. If it was begun before, it is received again.
             chunks: names, dtypes and shapes of the tensors of each chunk of the armed manifest.
             backend: the backend that must be open.
             handle: the sender's handle of the chunk.
-            into: where the tensors are to lie, for receivers that can receive there. If the device
-                receives, it does so in the caller's stream.
+            into: memory for the tensors, which only some receivers can use. A launched chunk is
+                then received in the caller's CUDA stream.
 
         Raises:
             EngineError: code ``transfer_failed`` if there is no such chunk, or the transport is not
@@ -174,8 +174,8 @@ class ChunkReceiver:
             ``(name, tensor)`` pairs, valid until :meth:`release`.
 
         Raises:
-            EngineError: code ``transfer_failed`` if the chunk did not come or is not the announced
-                one; ``wrong_state`` if it was not begun.
+            EngineError: code ``transfer_failed`` if the chunk did not come, or has other tensors
+                than the manifest; ``wrong_state`` if it was not begun.
         """
         coming = self._chunks.get(seq)
         if coming is None:
@@ -197,7 +197,7 @@ class ChunkReceiver:
         return tensors
 
     def take_own(self, seq: int) -> Tensors:
-        """Waits for a chunk, and returns its tensors in lasting memory on the weights' device.
+        """Waits for a chunk; returns its tensors on the weights' device, to keep.
 
         Args:
             seq: number of the chunk.
@@ -225,7 +225,7 @@ class ChunkReceiver:
             self.release(seq)
 
     def release(self, seq: int) -> None:
-        """Frees the buffer of the chunk ``seq``, which is loaded or no longer wanted."""
+        """Frees the buffer of chunk ``seq``, after waiting for the chunk if it is arriving."""
         self._wait_for(seq)
         coming = self._chunks.pop(seq, None)
         if coming is None or self.receiver is None:

@@ -32,11 +32,10 @@ def staging_capacity(
     """Returns whether there is memory to stage an update, and how much staging takes.
 
     Args:
-        staging: the options of the staged update, from the trainer's ARM; its memory limit counts
-            here.
+        staging: the options of the staged update, from the trainer's ARM, with a memory limit.
         needed_bytes: the memory that staging takes in this worker, in bytes.
         device: where the weights are.
-        held_bytes: staging memory that is still allocated from an earlier update, and is used
+        held_bytes: staging memory, still allocated from an earlier update, that this update uses
             again, in bytes.
 
     Raises:

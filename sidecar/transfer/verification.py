@@ -87,9 +87,9 @@ def check_delivered(
 class DeferredSums:
     """Compares the checksums of a staged update's chunks, all at once after the last chunk.
 
-    This is early enough, because nothing of a staged update is served before that. It makes the
-    arrival of a chunk cheap: one operation on the device, if the chunk's tensors lie where those of
-    the last update did.
+    This is early enough, because nothing of a staged update is served before that. So a chunk that
+    arrives costs little: one operation on the device, if its tensors have the same addresses as in
+    the previous update.
     """
 
     def __init__(self) -> None:
@@ -115,8 +115,8 @@ class DeferredSums:
             received: the chunk's ``(name, tensor)`` pairs.
             verify: what the checksums cover.
             sums: the sender's checksums.
-            stays: True if the tensors stay unchanged until :meth:`check`, so that nothing of them
-                is copied. False: the words that the checksums cover are copied now.
+            stays: True if the tensors stay unchanged until :meth:`check`, which then reads them.
+                False: the words that the checksums cover are copied now.
 
         Raises:
             EngineError: as :func:`check_sums`; for this chunk or, if many copied words were
@@ -146,7 +146,7 @@ class DeferredSums:
         self._looks.clear()
 
     def close(self) -> None:
-        """Empties the record, and frees what was kept about the places of tensors in memory."""
+        """Empties the record, and frees what was cached for the tensors' addresses."""
         self._looks.clear()
         self._memo.clear()
 

@@ -1,9 +1,9 @@
 """The core of a rank, which steps and pauses together with its peer ranks.
 
 A pause has two phases. A rank that gets a pause schedules nothing new but continues to step with
-the others (locally paused). At an agreement, the ranks may find that all of them have a pause and
-are drained. Then they stop together (globally paused), and only then the pauses return. A resume is
-a barrier of all ranks, which also finds the requests that came meanwhile.
+the others (locally paused). Every few steps, at an *agreement*, the ranks exchange their states. If
+all are paused and drained, they stop together (globally paused), and only then the pauses return. A
+resume is a barrier of all ranks, which also counts the ranks that have requests by then.
 
 So no order of calls can leave one rank in a step that the others will not join, if every rank is
 called in the end. In particular:
@@ -49,12 +49,12 @@ _STOP_PATIENCE_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PendingSwap:
-    """A swap that waits in one rank until all ranks are ready.
+    """A swap of one rank, which waits until all ranks are ready to swap.
 
     Attributes:
         take: changes the weights.
         clear_cache: whether requests recompute their keys and values.
-        made: is set when the swap is made, or gets the error if it is cancelled.
+        made: done when the swap is made; raises the error if the swap is cancelled.
     """
 
     take: Callable[[], None]
@@ -107,7 +107,7 @@ class LockstepCore(EngineCore):
     def swap(
         self, check: Callable[[], None], take: Callable[[], None], *, clear_cache: bool
     ) -> Future[None]:
-        """Swaps when all ranks are ready; see :meth:`EngineCore.swap`."""
+        """Changes the weights when all ranks are ready; see :meth:`EngineCore.swap`."""
         made: Future[None] = Future()
 
         def run() -> None:

@@ -171,7 +171,7 @@ class RankGroup:
 
 
 class GroupExchange:
-    """Sends rows to the ranks that hold their experts, and brings the results back.
+    """Sends tokens' hidden states to the ranks of their experts, and returns the results.
 
     Each rank holds one block of successive experts; the blocks are of nearly equal size. Implements
     :class:`sidecar.embedded.qwen3.Exchange` by three all-to-all exchanges: the counts of rows, the
@@ -187,7 +187,7 @@ class GroupExchange:
         self._received: list[int] = []
 
     def own(self, experts: int) -> range:
-        """Returns which experts this rank computes, of as many as there are."""
+        """Returns which of ``experts`` experts this rank computes."""
         return self._block(self._group.rank, experts)
 
     def dispatch(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
@@ -204,7 +204,7 @@ class GroupExchange:
         return self._swap(rows, self._sent, self._received), of_source
 
     def combine(self, results: Tensor) -> Tensor:
-        """Returns the results to the rows' ranks; see :meth:`Exchange.combine`."""
+        """Sends the results back to the rows' ranks; see :meth:`Exchange.combine`."""
         return self._swap(results, self._received, self._sent)
 
     def _swap(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:

@@ -28,7 +28,7 @@ class DataParallel:
             starts one.
         broker: the broker's address, for a DP coordinator that rank 0 starts; empty: none.
         bus_group: the group on the bus that the DP group belongs to.
-        sync_interval: steps between two agreements; equal on all ranks.
+        sync_interval: steps between two agreements about the wave's end; equal on all ranks.
         join_timeout_s: how long the ranks wait for each other at the start, in seconds.
 
     Raises:

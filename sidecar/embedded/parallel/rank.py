@@ -1,7 +1,7 @@
 """Connects one rank of the embedded engine to the other ranks and the DP coordinator.
 
 The coordinator publishes the current wave to the front end. When a request comes while no wave
-runs, the front end sends FIRST_REQ, so that the other ranks join.
+runs, the front end sends FIRST_REQ, so that the coordinator starts a wave at the other ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from sidecar.shared_pages.core_status import CoreStatusPage
 
 T = TypeVar("T")
-# How long after a broken step the end of the rank that broke it is noticed. Other ranks hear of it
-# from rank 0, which may get no processor for some seconds.
+# How long to wait, after a broken step, for the news that another rank has ended. Rank 0 sends the
+# news, and may get no processor for some seconds.
 _NOTICE_S: Final = 10.0
 
 
@@ -177,7 +177,7 @@ class DpRank:
     # Inside
 
     async def _meet(self, meeting: Rendezvous) -> DpCoordinatorAddresses:
-        """Exchanges addresses over the store, and connects :class:`RankLiveness`."""
+        """Exchanges addresses with the other ranks, and connects :class:`RankLiveness`."""
         options = self.options
         if options.rank == 0:
             addresses = options.coordinator or await self._start_coordinator()
@@ -217,7 +217,7 @@ class DpRank:
         return self._coordinator.addresses
 
     def _on_coordinator_died(self, code: int) -> None:
-        """Reports the coordinator's end, because idle ranks would not wake. Safe in any thread."""
+        """Reports that the coordinator has died: idle ranks would not wake. Safe in any thread."""
         reason = (
             f"the DP coordinator of DP group {self.options.group} has ended with exit code {code}"
         )
@@ -258,7 +258,7 @@ class DpRank:
 
 
 async def _blocking(action: Callable[[], T]) -> T:
-    """Runs ``action``, which may block, in a thread that does not delay exit."""
+    """Runs ``action``, which may block, in a thread that does not delay the process's end."""
     loop = asyncio.get_running_loop()
     answer: Future[T] = Future()
 

@@ -1,10 +1,10 @@
 """One rank's view of its DP group's waves, without I/O.
 
 A wave is a time in which all ranks of the group step. The core reports events here, and does what
-the answers say. While it runs every rank steps, with a dummy batch if it has nothing to do, because
-a step needs all ranks. All ranks count its steps alike. At the first and then at every
-``interval``-th step they agree: they add up who has work and who is paused. So they end a wave
-together, and number waves alike.
+the results say. While a wave runs every rank steps, with a dummy batch if it has nothing to do,
+because a step needs all ranks. All ranks count the wave's steps alike. At the first and then at
+every ``interval``-th step they agree: they add up who has work and who is paused. So they end a
+wave together, and number waves alike.
 
 ::
 
@@ -42,7 +42,7 @@ class RankWaves:
     Args:
         rank: this rank.
         size: how many ranks there are.
-        interval: how many steps are between two agreements.
+        interval: how many steps are between two agreements about who has work and who is paused.
 
     Attributes:
         number: number of the wave that runs, or else of the next one.
@@ -88,7 +88,7 @@ class RankWaves:
             wave: the wave that was running, or expected next, when the front end sent the request.
 
         Returns:
-            A report for the coordinator that a wave has started; None without one.
+            A report for the coordinator that a wave has started; None if this rank starts none.
         """
         if wave < self.number and not self.running and not self.paused:
             self.running = True
@@ -121,7 +121,7 @@ class RankWaves:
         """Starts a wave if none runs, because ranks can agree only within a wave.
 
         Returns:
-            A report for the coordinator that a wave has started; None without one.
+            A report for the coordinator that a wave has started; None if this rank starts none.
         """
         if self.running or self.paused:
             return None
@@ -133,12 +133,12 @@ class RankWaves:
         self.running = True
 
     def on_step_end(self) -> bool:
-        """Counts a step; returns whether all ranks agree after it."""
+        """Counts a step; returns whether the step ends with an agreement of all ranks."""
         self.step += 1
         return self.step == 1 or self.step % self._interval == 0
 
     def on_agreement(self, unfinished: int, paused: int) -> CoreReport | None:
-        """Handles the sums that all ranks have computed together.
+        """Handles the result of an agreement: sums over all ranks.
 
         Args:
             unfinished: how many ranks have requests that no pause holds.
