@@ -1,7 +1,7 @@
 """The wire form of an update of one LoRA adapter: one chunk, which is a folder on tmpfs.
 
-A backend with a name such as ``lora:policy-lora`` carries that adapter, and no other weights. The
-trainer writes it as PEFT does, into a folder of :data:`bus.weight_transfer.formats.SHM_FOLDER` that
+The backend ``lora:policy-lora``, for example, carries only the adapter ``policy-lora``. The trainer
+writes it as PEFT does, into a folder of :data:`bus.weight_transfer.formats.SHM_FOLDER` that
 only its user may enter; engines of the same host read it by its path. ``TransferInit.params`` and
 ``WeightChunkMeta.handle`` are both an :class:`AdapterFolder`.
 

@@ -231,5 +231,5 @@ def _defines(node: Node, name: str) -> bool:
 
 
 def short_name(target: str) -> str:
-    """Returns a target's short name for texts, such as ``EngineCoreProc.step`` or a module's."""
+    """Returns a target without its module, such as ``Core.step``; a module as it is."""
     return target.partition(":")[2] or target
