@@ -9,8 +9,8 @@ Unpacked, there is no ring. Engines read tensors in memory of :func:`allocate` w
 these must stay unchanged until the chunk is applied. Other tensors are copied into shared memory
 that is made for the chunk. That memory has no name (``memfd``): nothing is left when the last
 tensor there and the last mapping are gone. Engines open it through the trainer's descriptor, with a
-private mapping, so that their writes never reach the trainer. They keep mappings while chunks lie
-there, because mapping costs as much as copying.
+private mapping, so that their writes never reach the trainer. They keep a mapping as long as each
+chunk has tensors there, because mapping costs as much as copying.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class _Segment:
 
 
 def sweep(folder: Path = Path(SHM_FOLDER)) -> list[str]:
-    """Removes segments and adapters whose owner is gone.
+    """Removes segments and adapter folders whose process has died.
 
     Args:
         folder: where to look.
@@ -315,7 +315,7 @@ class ShmReceiver(Receiver):
 
 
 def _map_segment(name: str, size_bytes: int) -> torch.Tensor:
-    """Returns the whole segment as a uint8 tensor; unmapped with the last view."""
+    """Maps the whole segment as a uint8 tensor, until the last view of it is gone."""
     try:
         descriptor = os.open(os.path.join(SHM_FOLDER, name), os.O_RDWR | os.O_CLOEXEC)  # noqa: PTH118
     except OSError as error:
