@@ -1,4 +1,4 @@
-"""CURVE keys: key files, the broker's folder of keys, and the keys of a peer's connection.
+"""CURVE keys: key files, the broker's folder of keys, and keys of peers' connections.
 
 `wavebus keygen NAME --role ROLE` writes ``NAME.secret``, which stays with its owner, and
 ``NAME.pub``. Both are TOML::

@@ -124,7 +124,7 @@ class Manifest:
             chunk_bytes: the most bytes in one chunk. A larger tensor gets a chunk of its own.
 
         Raises:
-            ValueError: the tensors make no valid manifest; see :class:`Manifest`.
+            ValueError: there is no tensor, a name is repeated, or a dtype is unknown.
         """
         metas = list(tensors)
         for meta in metas:
@@ -149,7 +149,7 @@ class Manifest:
             counts: how many elements of each tensor are sent.
 
         Raises:
-            ValueError: the arguments make no valid manifest; see :class:`Manifest`.
+            ValueError: as :meth:`plan`; or a count is missing, or exceeds its tensor's elements.
         """
         metas = list(tensors)
         return cls._of(metas, (len(metas),), tuple(counts))

@@ -1,4 +1,4 @@
-"""Checks whether vLLM's source fits the places where wavebus patches it, without importing vLLM.
+"""Checks whether vLLM's source fits the changes that wavebus makes, without importing vLLM.
 
 A *seam* is one place where wavebus replaces, wraps or calls a part of vLLM that is no public
 interface. A seam lists its expectations of the source, in one form or in several alternative ones
@@ -153,7 +153,7 @@ class Wrap(Takes):
 
 @dataclass(frozen=True)
 class Form:
-    """Describes a seam in some versions of vLLM: what must be there, and what is installed.
+    """A seam in some versions of vLLM: what is expected there, and what is installed.
 
     Attributes:
         name: names the form within its seam.
@@ -179,7 +179,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Seam:
-    """One place in vLLM that wavebus depends on, with the patches that are installed there.
+    """One place in vLLM that wavebus depends on, with the changes that are installed there.
 
     Attributes:
         name: a short, unique name.
@@ -196,7 +196,7 @@ class Seam:
             name, and a value or a :class:`Ref`.
         answers: methods of ``collective_rpc`` that engine cores answer themselves, each with the
             ``module:function`` that answers.
-        install: ``module:function`` that installs any other patch.
+        install: ``module:function`` that installs any other change.
         needs: names of the seams that it requires.
         off: an environment variable that turns it off with ``0``.
     """
@@ -215,7 +215,7 @@ class Seam:
 
     @property
     def common(self) -> Form:
-        """The expectations and patches that all forms share, as a form."""
+        """The expectations and changes that all forms share, as a form."""
         return Form("only", self.expects, self.wraps, self.sets)
 
     def parts(self, form: str) -> tuple[Form, ...]:
@@ -269,7 +269,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Registry:
-    """Holds the seams of a role (sidecar, trainer) or of all, each after those it needs.
+    """Holds the seams of a role, sidecar or trainer, each after those it needs.
 
     Attributes:
         features: the features that depend on seams, each with a description.

@@ -1,4 +1,4 @@
-"""Replays a journal in a new state machine of the broker, and compares the sent frames.
+"""Replays a journal in a new broker state machine, and compares the sent frames.
 
 The state machine has no clock and no randomness, so the same frames at the same times make it send
 the same frames. The broker's server sends them at once, but gathers the answers to heartbeats first

@@ -93,7 +93,7 @@ class _Track:
 
 
 def spans(items: Iterable[Item]) -> list[TraceSpan]:
-    """Returns how long each step of every peer took, in the order in which they ended.
+    """Returns how long each step of every peer took; steps that ended first come first.
 
     Args:
         items: the journal, from :func:`bus.journal.reader.read`.
@@ -135,7 +135,7 @@ class _Life:
         self._requests: dict[tuple[bytes, int], _Key | None] = {}
 
     def on_received(self, route: bytes, decoded: DecodedFrame) -> list[TraceSpan]:
-        """Handles an engine's answer or a trainer's command; returns the spans that end."""
+        """Handles an engine's answer or a trainer's command; returns ended spans."""
         (peer,), envelope, message = decoded.peers, decoded.envelope, decoded.message
         if envelope is None or message is None:
             return []
@@ -160,7 +160,7 @@ class _Life:
         return []
 
     def on_sent(self, routes: tuple[bytes, ...], decoded: DecodedFrame) -> list[TraceSpan]:
-        """Handles a command to engines or an answer to a trainer; returns the spans that end."""
+        """Handles a command to engines or an answer to a trainer; returns ended spans."""
         envelope, message = decoded.envelope, decoded.message
         if envelope is None or message is None:
             return []

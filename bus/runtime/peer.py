@@ -54,7 +54,7 @@ def route_of(name: str, boot: int) -> bytes:
 
 
 class PeerClient:
-    """Keeps one peer joined to the broker by a link, and sends and receives its messages.
+    """Keeps one peer joined to the broker; sends and receives the peer's messages.
 
     Args:
         name: the peer's name.

@@ -112,7 +112,7 @@ def _harden(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> None:
-    """Binds a socket; waits a moment if a socket that was just closed still has the port."""
+    """Binds a socket; retries for a second while another socket has the address."""
     deadline_s = time.monotonic() + _REBIND_S
     while True:
         try:

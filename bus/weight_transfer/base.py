@@ -94,7 +94,7 @@ class Sender(ABC):
 
     @abstractmethod
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Offers one chunk to the engines.
+        """Makes one chunk ready for the engines, and returns the handle that announces it.
 
         Args:
             seq: number of the chunk in its update, from 0.
@@ -131,7 +131,7 @@ class Sender(ABC):
         """
 
     def on_taken(self, seq: int) -> None:  # noqa: B027 - as above
-        """Is called when every engine has applied the chunk, so that its memory is free again.
+        """Is called when every engine has applied the chunk; its memory is free again.
 
         Args:
             seq: number of the chunk.

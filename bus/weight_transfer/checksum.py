@@ -335,9 +335,9 @@ def _same(memory: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def _one_memory(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Returns the one memory of all tensors as int64 words, or None.
+    """Returns the storage in which all tensors lie, as int64 words; else None.
 
-    Each tensor must be contiguous and consist of whole words of that memory.
+    None also if a tensor is not contiguous, or does not consist of whole words of the storage.
     """
     if not tensors:
         return None
@@ -408,7 +408,7 @@ def _values(totals: Sequence[torch.Tensor]) -> Iterable[int]:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Returns each word mixed, so that each of its bits changes low bits."""
+    """Mixes the bits of each word, so that each bit also changes low bits."""
     spread = words * _SPREAD
     return spread ^ ((spread >> 32) & _LOW)
 

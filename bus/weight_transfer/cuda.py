@@ -94,20 +94,13 @@ def nccl_version() -> str:
 
 
 def device_uuid(device: torch.device) -> str:
-    """Returns the GPU's UUID, which is the same in every process.
-
-    Args:
-        device: the GPU.
-    """
+    """Returns the GPU's UUID, which is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @contextlib.contextmanager
 def driver_on(device: torch.device) -> Iterator[Driver]:
-    """Makes a GPU current in this thread, waits until it is idle, and yields the driver.
-
-    Args:
-        device: the GPU.
+    """Makes a GPU current in this thread, waits until it idles, and yields the driver.
 
     Raises:
         CudaError: the driver can't be loaded.

@@ -328,7 +328,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _call_within(timeout_s: float, call: Callable[[], object]) -> None:
-    """Makes a call in a thread, which is left behind if the call takes too long.
+    """Makes a call in a thread, which is abandoned if the call takes too long.
 
     Raises:
         TimeoutError: the call took longer than ``timeout_s``.

@@ -66,7 +66,7 @@ _mappings: Final[weakref.WeakValueDictionary[int, _SharedMapping]] = weakref.Wea
 
 
 def allocate(size_bytes: int) -> torch.Tensor:
-    """Allocates shared memory.
+    """Allocates memory from which engines of this host can read without a copy.
 
     Args:
         size_bytes: the size in bytes; at least one byte is allocated.
@@ -97,11 +97,7 @@ def allocate(size_bytes: int) -> torch.Tensor:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor lies in memory of :func:`allocate`.
-
-    Args:
-        tensor: any tensor.
-    """
+    """Returns whether a tensor lies in memory of :func:`allocate`."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _mappings
 
 
@@ -315,7 +311,7 @@ class ShmReceiver(Receiver):
 
 
 def _map_segment(name: str, size_bytes: int) -> torch.Tensor:
-    """Maps the whole segment as a uint8 tensor, until the last view of it is gone."""
+    """Maps the whole segment as a uint8 tensor, until its last view is gone."""
     try:
         descriptor = os.open(os.path.join(SHM_FOLDER, name), os.O_RDWR | os.O_CLOEXEC)  # noqa: PTH118
     except OSError as error:
