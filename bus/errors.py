@@ -175,7 +175,7 @@ class BusClosed(WavebusError):
 
 
 class EngineError(WavebusError):
-    """A call of the engine failed. The sidecar answers the broker's request with a NACK.
+    """A call to the engine failed. The sidecar answers the broker's request with a NACK.
 
     Attributes:
         detail: the reason, as text.

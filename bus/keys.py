@@ -1,4 +1,4 @@
-"""CURVE keys: key files, the broker's folder of keys, and the keys of a peer's connection.
+"""CURVE keys: key files, the broker's folder of keys, and keys of peers' connections.
 
 `wavebus keygen NAME --role ROLE` writes ``NAME.secret``, which stays with its owner, and
 ``NAME.pub``. Both are TOML::
@@ -106,7 +106,7 @@ class Keyring:
 def write_pair(folder: Path, key: Key) -> tuple[Path, Path]:
     """Writes ``NAME.secret`` and ``NAME.pub`` for a key, and returns their paths.
 
-    Only their owner can read the secret file.
+    Only the user who writes it can read the secret file.
 
     Args:
         folder: where the files are written; made if it does not exist.
@@ -219,7 +219,7 @@ def read_keyring(folder: Path) -> Keyring:
 
 
 def silence_hint(security: Security | None) -> str:
-    """Returns the hint about keys that errors of a silent broker end with.
+    """Returns a hint about keys, for errors that say that no broker answers.
 
     A broker does not answer a peer with a wrong key, so wrong keys look like an absent broker.
 

@@ -1,7 +1,7 @@
-"""The wire form of an update of one LoRA adapter: one chunk, which is a folder on tmpfs.
+"""The wire form of one LoRA adapter's update: one chunk, a folder on tmpfs.
 
-A backend with a name such as ``lora:policy-lora`` carries that adapter, and no other weights. The
-trainer writes it as PEFT does, into a folder of :data:`bus.weight_transfer.formats.SHM_FOLDER` that
+The backend ``lora:policy-lora``, for example, carries only the adapter ``policy-lora``. The trainer
+writes it as PEFT does, into a folder of :data:`bus.weight_transfer.formats.SHM_FOLDER` that
 only its user may enter; engines of the same host read it by its path. ``TransferInit.params`` and
 ``WeightChunkMeta.handle`` are both an :class:`AdapterFolder`.
 
@@ -30,7 +30,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """The location of an adapter: the folder's name, and the SHA-256 of its config, in hex."""
+    """The location of an adapter: the folder's name, and its config's SHA-256 in hex."""
 
     folder: Annotated[str, Meta(max_length=128, pattern=r"^wavebus-lora-[A-Za-z0-9_-]+\Z")]
     config_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]

@@ -117,14 +117,14 @@ class Manifest:
 
     @classmethod
     def plan(cls, tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> Manifest:
-        """Plans chunks for tensors, in their order.
+        """Divides tensors into chunks, in their order, and returns their manifest.
 
         Args:
             tensors: names, dtypes and shapes.
             chunk_bytes: the most bytes in one chunk. A larger tensor gets a chunk of its own.
 
         Raises:
-            ValueError: as the constructor does.
+            ValueError: there is no tensor, a name is repeated, or a dtype is unknown.
         """
         metas = list(tensors)
         for meta in metas:
@@ -149,7 +149,7 @@ class Manifest:
             counts: how many elements of each tensor are sent.
 
         Raises:
-            ValueError: as the constructor does.
+            ValueError: as :meth:`plan`; or a count is missing, or exceeds its tensor's elements.
         """
         metas = list(tensors)
         return cls._of(metas, (len(metas),), tuple(counts))

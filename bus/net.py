@@ -18,7 +18,7 @@ WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing
 
 
 def check_address(address: str) -> None:
-    """Checks the form of a ZeroMQ address, as far as ZeroMQ would wait for a wrong one in vain.
+    """Checks the form of a ZeroMQ address, because ZeroMQ accepts some that can never work.
 
     Raises:
         UsageError: the scheme is unknown, nothing follows it, or the port is too high.

@@ -1,4 +1,4 @@
-"""Checks whether vLLM's source fits the places where wavebus patches it, without importing vLLM.
+"""Checks whether vLLM's source fits the changes that wavebus makes, without importing vLLM.
 
 A *seam* is one place where wavebus replaces, wraps or calls a part of vLLM that is no public
 interface. A seam lists its expectations of the source, in one form or in several alternative ones
@@ -37,7 +37,7 @@ class Expectation(Protocol):
 
 @dataclass(frozen=True)
 class Has:
-    """Expects that the target is defined, with these attributes if any are given."""
+    """Expects that ``target`` is defined, and has all of ``attributes``."""
 
     target: str
     attributes: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Has:
 
 @dataclass(frozen=True)
 class Takes:
-    """Expects a function with these parameters, such as ``"self, mode"``; empty: any parameters."""
+    """Expects a function with ``parameters``, such as ``"self, mode"``; empty: any parameters."""
 
     target: str
     parameters: str
@@ -71,7 +71,7 @@ class Takes:
 
 @dataclass(frozen=True)
 class Says:
-    """Expects that the target's source contains these texts, as :func:`ast.unparse` prints it."""
+    """Expects that the source of ``target`` has all ``texts``, as :func:`ast.unparse` prints it."""
 
     target: str
     texts: tuple[str, ...]
@@ -87,7 +87,7 @@ class Says:
 
 @dataclass(frozen=True)
 class SaysNot:
-    """Expects that the target is defined, and that its source contains none of these texts."""
+    """Expects that ``target`` is defined, and that its source has none of ``texts``."""
 
     target: str
     texts: tuple[str, ...]
@@ -103,7 +103,7 @@ class SaysNot:
 
 @dataclass(frozen=True)
 class Fields:
-    """Expects a class with certain annotated fields in certain places.
+    """Expects that a class has certain annotated fields, each at a certain index.
 
     Attributes:
         target: the class.
@@ -141,10 +141,10 @@ def _parameters(arguments: ast.arguments) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Wrap(Takes):
-    """A method of vLLM that wavebus wraps; its parameters must be the given ones.
+    """A method of vLLM that wavebus wraps if the method has the expected parameters.
 
     Attributes:
-        around: the wrapper, as ``module:function``. It is called as
+        around: the wrapper, as ``module:function``. It replaces the method and is called as
             ``function(original, self, *args, **kwargs)``.
     """
 
@@ -153,11 +153,11 @@ class Wrap(Takes):
 
 @dataclass(frozen=True)
 class Form:
-    """Describes a seam in some versions of vLLM: what must be there, and what is installed.
+    """A seam in some versions of vLLM: what is expected there, and what is installed.
 
     Attributes:
         name: names the form within its seam.
-        expects: what must be so in vLLM's source.
+        expects: what must hold for vLLM's source if this form is to fit.
         wraps: methods to wrap.
         sets: as in :class:`Seam`.
     """
@@ -179,12 +179,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Seam:
-    """One place in vLLM that wavebus depends on, with the patches that are installed there.
+    """One place in vLLM that wavebus depends on, with the changes that are installed there.
 
     Attributes:
         name: a short, unique name.
         features: names of the features that need it.
-        expects: expectations in every form, besides those of ``wraps``.
+        expects: expectations that every form shares, besides those of ``wraps``.
         forms: alternatives; the first that fits is used. Empty: only ``expects`` and ``wraps``
             matter.
         process: where it is installed: ``core`` (engine cores, and the front ends that fork
@@ -196,7 +196,7 @@ class Seam:
             name, and a value or a :class:`Ref`.
         answers: methods of ``collective_rpc`` that engine cores answer themselves, each with the
             ``module:function`` that answers.
-        install: ``module:function`` that installs any other patch.
+        install: ``module:function`` that installs any other change.
         needs: names of the seams that it requires.
         off: an environment variable that turns it off with ``0``.
     """
@@ -215,11 +215,11 @@ class Seam:
 
     @property
     def common(self) -> Form:
-        """The expectations and patches that all forms share, as a form."""
+        """The expectations and changes that all forms share, as a form."""
         return Form("only", self.expects, self.wraps, self.sets)
 
     def parts(self, form: str) -> tuple[Form, ...]:
-        """Returns what to install if ``form`` fits: the form's own part and the common one."""
+        """Returns what to install if the form named ``form`` fits: it, and the common part."""
         return (*(each for each in self.forms if each.name == form), self.common)
 
     def fit(self, tree: SourceTree) -> tuple[str, list[str]]:
@@ -269,7 +269,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Registry:
-    """Holds the seams of one role. Each seam follows those that it needs.
+    """Holds the seams of a role, sidecar or trainer, each after those it needs.
 
     Attributes:
         features: the features that depend on seams, each with a description.
@@ -291,7 +291,7 @@ class Registry:
         return {each.name: each for each in self.seams}[name]
 
     def wraps(self, forms: Mapping[str, str]) -> list[Wrap]:
-        """Returns the wraps of some seams; those of one method from the innermost to the outermost.
+        """Returns the wraps of some seams; those of one method from innermost to outermost.
 
         Args:
             forms: the seams' names, each with the form in which it fits.
@@ -312,7 +312,7 @@ class Registry:
         return ordered
 
     def check(self, tree: SourceTree, environment: Mapping[str, str] | None = None) -> Report:
-        """Checks every seam against one vLLM.
+        """Returns which seams and features work with one vLLM, and why others do not.
 
         Args:
             tree: the source files of that vLLM.

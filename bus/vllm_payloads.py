@@ -1,9 +1,9 @@
 """Encodes the dicts that vLLM's own trainer and worker engines exchange, for the bus.
 
-A transfer backend with a name such as ``vllm:nccl`` is vLLM's own: a trainer engine of vLLM sends
-tensors to the worker engine that the inference engine was started with. The bus carries the dicts
-that the two exchange, without reading them: an ``init_info`` as ``TransferInit.params``, an
-``update_info`` as ``WeightChunkMeta.handle``.
+vLLM calls the two ends of a weight transfer trainer engine and worker engine. A transfer backend
+with a name such as ``vllm:nccl`` uses these. The bus carries the dicts that the two exchange,
+without reading them: an ``init_info`` as ``TransferInit.params``, an ``update_info`` as
+``WeightChunkMeta.handle``.
 
 The dicts may contain what MessagePack can encode (None, booleans, numbers, strings, bytes, lists,
 and dicts with string keys), and :class:`IpcTensor`. Nothing is pickled.
@@ -73,12 +73,12 @@ def native_name(engine: str) -> str:
 
 
 def engine_of(backend: str) -> str:
-    """Returns the name in vLLM of a transfer backend; empty for wavebus's own backends."""
+    """Returns vLLM's own name of a backend such as ``vllm:nccl``; empty for other backends."""
     return backend.removeprefix(PREFIX) if backend.startswith(PREFIX) else ""
 
 
 def is_patching(backend: str) -> bool:
-    """Returns whether a transfer backend carries patches only. All others carry no patches."""
+    """Returns whether a backend carries patches and no whole tensors. Others carry no patches."""
     return engine_of(backend) in PATCHING
 
 
@@ -90,7 +90,7 @@ def is_sharding(backend: str) -> bool:
 def is_loaded_on_receipt(backend: str) -> bool:
     """Returns whether engines load a chunk of this backend as soon as they receive it.
 
-    vLLM's engines have one call for both, so nothing can be verified in between.
+    vLLM's worker engines have one call for both, so nothing can be verified in between.
     """
     return backend.startswith(PREFIX)
 

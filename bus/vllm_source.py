@@ -36,7 +36,7 @@ def _parse(text: str) -> ast.Module:
 
 
 class Folder(Protocol):
-    """A folder on disk or in a wheel: the methods that pathlib and zipfile paths share."""
+    """A folder on disk or in a wheel: methods that pathlib and zipfile paths share."""
 
     def joinpath(self, *parts: str) -> Folder:
         """Returns the path of a file or folder below this one."""
@@ -65,7 +65,7 @@ class SourceTree:
 
     @classmethod
     def at(cls, path: Path) -> SourceTree:
-        """Opens a wheel file, or a folder that has the package, such as an unpacked wheel.
+        """Opens a wheel file, or a folder with the package, such as an unpacked wheel.
 
         Raises:
             UsageError: the path has no package ``vllm``.
@@ -231,5 +231,5 @@ def _defines(node: Node, name: str) -> bool:
 
 
 def short_name(target: str) -> str:
-    """Returns a target's short name for texts, such as ``EngineCoreProc.step`` or a module's."""
+    """Returns a target without its module, such as ``Core.step``; a module as it is."""
     return target.partition(":")[2] or target

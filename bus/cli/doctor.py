@@ -231,7 +231,7 @@ def _files() -> Check:
 
 
 def _broker(address: str, how: Security | None) -> Check:
-    """Checks that a broker answers at the address, or could listen there."""
+    """Checks that a broker answers at the address or, if none does, could listen there."""
     try:
         status = run(fetch_status(address, timeout_s=_ANSWER_S, security=how))
     except UsageError as error:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def reports(paths: Sequence[Path]) -> list[Report]:
-    """Checks the registries of all installed roles against each vLLM.
+    """Returns which features of all installed roles work with each vLLM.
 
     Args:
         paths: wheels, unpacked or not. Nothing in them is imported.

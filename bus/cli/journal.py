@@ -103,7 +103,7 @@ class Filters:
     full: bool = option(False, "With --json: long lists whole, such as a manifest's.")
 
     def pass_(self, entry: Entry) -> bool:
-        """Returns whether the filters let a record pass."""
+        """Returns whether a record is shown: no filter excludes it."""
         if isinstance(entry.record, TimerFired) and not self.timers:
             return False
         if self.since is not None and _at(entry, self.since) < self.since.seconds:

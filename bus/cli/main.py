@@ -92,7 +92,7 @@ def _defaults_of(ctx: click.Context, name: str, command: click.Command) -> None:
 
 
 def _options(command: click.Command) -> dict[str, Any]:
-    """Returns the options of a command and its subcommands by their long names, as a tree."""
+    """Returns a tree of the options of a command and its subcommands, by long name."""
     found: dict[str, Any] = {
         max(param.opts, key=len).lstrip("-"): param
         for param in command.params

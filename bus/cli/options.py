@@ -1,4 +1,4 @@
-"""What several commands share: their options, and the main loop.
+"""What several commands share: options, and running a coroutine until a signal.
 
 Most options are declared as fields of dataclasses, so that commands can inherit and pass them on.
 """
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class FiniteRange(click.FloatRange):
-    """A number between bounds. NaN is between any two, and infinity above any lower bound."""
+    """A finite number between bounds; click's own range may accept NaN and infinity."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Returns the number; a usage error that names the option if it is not finite."""
+        """Returns the value as a number; one that is not finite is a usage error."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
@@ -51,7 +51,7 @@ def check_parent(path: Path) -> None:
 
 
 def checked(check: Callable[[Any], object]) -> Callable[..., Any]:
-    """Returns a callback for an option, which names the option if its value is malformed.
+    """Returns an option's callback that checks the value; its error names the option.
 
     Args:
         check: raises :class:`UsageError` if the value is malformed.

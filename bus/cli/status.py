@@ -116,8 +116,8 @@ def _serves(group: GroupStatus, engine: EngineView) -> str:
 def _missing_features(group: GroupStatus) -> list[str]:
     """Returns warnings about each engine's vLLM.
 
-    They name features that are off, how updates treat KV connectors, KV caches without a version,
-    and a version of vLLM that wavebus was not tested with.
+    They name features that are off, how updates treat KV connectors, requests whose KV cache names
+    no version, and a version of vLLM that wavebus was not tested with.
     """
     who: dict[str, list[str]] = {}
     for engine in group.engines:

@@ -20,11 +20,12 @@ _IDLE: Final = ("running", "idle")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One reason why a group makes no progress, or an engine that takes no part.
+    """Why a group makes no progress, or why one of its engines takes no part.
 
     Attributes:
         group: the group's name.
-        peer: the engine or trainer that delays the group, or the engine that takes no part.
+        peer: the engine or trainer that delays the group, or the engine that takes no part;
+            empty: the group waits for a trainer, and has none.
         state: the state of ``peer``; ``trainer``: the next step is the trainer's.
         step: the step that the group waits for; empty if no acknowledgement is missing.
         update_id: the update or pause of the step.

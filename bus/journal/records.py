@@ -89,7 +89,7 @@ class KeysChanged(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
 
 
 class TimerFired(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="tick"):
-    """Journal record: the broker checked its deadlines, so a replay does it here, too."""
+    """The broker checked its deadlines. A replay checks them at this record, too."""
 
     now_ms: float
 

@@ -1,8 +1,8 @@
-"""Replays a journal: gives the received frames to a new state machine, and compares its sends.
+"""Replays a journal in a new broker state machine, and compares the sent frames.
 
-The machine has no clock and no randomness, so the same frames at the same times have the same
-effects. Answers to heartbeats are the exception: the broker's server gathers them before it sends
-them (:mod:`bus.runtime.heartbeat_acks`), and so does the replay.
+The state machine has no clock and no randomness, so the same frames at the same times make it send
+the same frames. The broker's server sends them at once, but gathers the answers to heartbeats first
+(:mod:`bus.runtime.heartbeat_acks`). The replay gathers them in the same way.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Difference:
     entry: Entry
     expected: str
     found: str
-    waits: tuple[str, ...]  # the engines that delay the machine at that moment
+    waits: tuple[str, ...]
 
     def __str__(self) -> str:
         seconds = self.entry.record.now_ms / 1000
@@ -84,7 +84,7 @@ class ReplayStep:
 
 
 class Replay:
-    """Replays one life of a broker: gives its received frames to a new state machine.
+    """Replays one life of a broker in a new state machine.
 
     Args:
         began: the first record of that life. :meth:`feed` takes the records after it, in order.
@@ -93,7 +93,7 @@ class Replay:
         boot: the random number of that life.
         machine: the state machine of the broker.
         now_ms: the time of the last replayed record, on the broker's clock.
-        closed: the broker was shut down in order.
+        closed: whether the journal says that the broker shut down in order.
         received: how many frames were given to the machine.
         sent: how many sent frames the journal has so far.
     """
@@ -106,7 +106,7 @@ class Replay:
         self.received = 0
         self.sent = 0
         self._acks = HeartbeatAcks()
-        self._due: deque[Send] = deque()  # sends of the machine that the journal lacks so far
+        self._due: deque[Send] = deque()  # frames that the journal must have next
 
     @property
     def unsent(self) -> int:
@@ -151,7 +151,7 @@ class Replay:
     def _effects(
         self, record: FrameReceived | FrameRefused | KeysChanged | TimerFired
     ) -> list[Effect] | str:
-        """Returns the machine's effects; or a text if it handles the frame differently."""
+        """Returns the machine's effects; a text if it treats the frame unlike the journal."""
         match record:
             case TimerFired():
                 return self.machine.tick(record.now_ms)
@@ -194,7 +194,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Unplayable:
-    """The reason why one run of a broker can't be replayed, or not to its end.
+    """Why one life of a broker can't be replayed, or not to its end.
 
     Attributes:
         reason: the reason, as text.

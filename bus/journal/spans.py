@@ -1,8 +1,8 @@
 """Computes from a journal how long each step of every engine and trainer took.
 
-An engine carries out its steps one after the other, and acknowledges them in that order. Commands
-may arrive earlier, so a span begins when the step was requested or when the previous step was done,
-whichever is later. Spans of one peer never overlap.
+An engine carries out its steps one after the other, and acknowledges them in that order. A
+step may be requested before the previous one is done. So a span begins at the request or at the end
+of the previous step, whichever is later. Spans of one peer never overlap.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class TraceSpan:
     """One step of one peer. Times are in ms since the journal's first record.
 
     Attributes:
-        life: the random number of the broker's life.
+        life: the random number of this life of the broker.
         group: the group of the peer.
         peer: the name of the engine or trainer.
         role: whether the peer is a trainer or an engine.
         name: the step; for a chunk, with its number.
-        phase: the part of the update to which the step belongs: ``pause``, ``transfer``, or the
-            step itself.
+        phase: ``pause``, ``transfer`` or ``canary`` for the steps of these phases; for any other
+            step, its name.
         update_id: the update or pause of the step.
         begin_ms: when the step was requested, or when the previous step ended, if that was later.
         end_ms: when the step was answered.
@@ -84,7 +84,7 @@ class TraceSpan:
 
 @dataclass(slots=True)
 class _Track:
-    """One peer's unanswered requests, with the times at which they were sent."""
+    """The unanswered requests to an engine, or of a trainer, and when each was sent."""
 
     role: Literal["trainer", "engine"]
     group: str
@@ -93,7 +93,7 @@ class _Track:
 
 
 def spans(items: Iterable[Item]) -> list[TraceSpan]:
-    """Returns how long each step of every peer took, in the order of their ends.
+    """Returns how long each step of every peer took; steps that ended first come first.
 
     Args:
         items: the journal, from :func:`bus.journal.reader.read`.
@@ -135,7 +135,7 @@ class _Life:
         self._requests: dict[tuple[bytes, int], _Key | None] = {}
 
     def on_received(self, route: bytes, decoded: DecodedFrame) -> list[TraceSpan]:
-        """Handles an engine's answer, or a trainer's command."""
+        """Handles an engine's answer or a trainer's command; returns ended spans."""
         (peer,), envelope, message = decoded.peers, decoded.envelope, decoded.message
         if envelope is None or message is None:
             return []
@@ -160,7 +160,7 @@ class _Life:
         return []
 
     def on_sent(self, routes: tuple[bytes, ...], decoded: DecodedFrame) -> list[TraceSpan]:
-        """Handles a command to engines, or an answer to a trainer."""
+        """Handles a command to engines or an answer to a trainer; returns ended spans."""
         envelope, message = decoded.envelope, decoded.message
         if envelope is None or message is None:
             return []
@@ -186,7 +186,7 @@ class _Life:
         return []
 
     def unfinished(self) -> list[TraceSpan]:
-        """Returns spans for the requests that are unanswered at the end of the journal."""
+        """Returns one unfinished span for each peer that has unanswered requests."""
         return [span for peer in self._tracks for span in self._end_open_span(peer)]
 
     def _on_asked(
@@ -207,7 +207,7 @@ class _Life:
         return [span]
 
     def _end_open_span(self, peer: str) -> list[TraceSpan]:
-        """Ends the span of the oldest request that the peer has not answered."""
+        """Returns a peer's oldest unanswered request as a span, and drops all its requests."""
         track = self._tracks.get(peer)
         if track is None or not track.asked:
             return []

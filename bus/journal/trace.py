@@ -1,8 +1,8 @@
 """Converts spans to a trace in Chrome's format, which Perfetto (ui.perfetto.dev) opens.
 
 The trace has one process per group and life of the broker, with one track for the trainer's steps
-and one per engine. On an engine's track, the spans ``pause``, ``transfer``, ``commit`` and
-``resume`` enclose their steps.
+and one per engine. On an engine's track, the spans ``pause``, ``transfer`` and ``canary`` enclose
+their steps. On a trainer's track, one span per update or pause encloses its steps.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ _RETRY_MS: Final = 1000.0
 class JournalWriter:
     """Writes a broker's journal: all frames that it receives and sends, for a later replay.
 
-    Implements :class:`bus.runtime.interfaces.Journal`. The files of all lives of a broker together
-    take at most ``limit_bytes``; or the size of one frame, or twice that of the authorised keys, if
-    that is more.
+    Implements :class:`bus.runtime.interfaces.Journal`. All files in the folder, also those of
+    earlier lives of the broker, together take at most ``limit_bytes``. They take more only if one
+    frame, or twice the list of authorised keys, is larger.
 
     Args:
         folder: the folder, made if it does not exist. Only one broker at a time may write in it.
@@ -210,7 +210,7 @@ class JournalWriter:
             self._pause_recording(error)
 
     def _open(self, next_bytes: int = 0) -> None:
-        """Begins the next file; first deletes old files that would exceed the size limit.
+        """Deletes the oldest files as the size limit requires, and begins the next one.
 
         Args:
             next_bytes: size of the record that comes next; the file has room for it.
@@ -250,7 +250,7 @@ class JournalWriter:
         return self._folder / f"{number:08d}{SUFFIX}"
 
     def _pause_recording(self, error: OSError) -> None:
-        """Drops the buffer, and retries later; nothing is recorded until then."""
+        """Drops the buffered records; records nothing until another file can be made."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._written_bytes)  # removes a partly written record

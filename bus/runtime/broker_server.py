@@ -66,7 +66,7 @@ class BrokerServer:
         self._acks_timer: Handle | None = None
 
     def start(self) -> None:
-        """Starts to serve."""
+        """Starts to receive frames and to check deadlines, and returns at once."""
         self._transport.listen(self._on_frame)
         self._arm()
 
@@ -119,10 +119,10 @@ class BrokerServer:
         self._perform(self.machine.tick(now_ms))
 
     def _check_stall(self, now_ms: float) -> None:
-        """Delays the next tick by a heartbeat if this process did not run for a while.
+        """Delays the next check of deadlines by a heartbeat after a stall of this process.
 
-        The tick would count all peers as lost before the frames are read that they have sent
-        meanwhile. After a stall as long as a lease it may: engines may have ended their pauses.
+        Frames that peers have sent meanwhile are then read before the peers would count as lost.
+        After a stall about as long as a pause lease, nothing is delayed: engines may have resumed.
         """
         config, due_ms = self.machine.config, self.machine.next_deadline_ms()
         limit_ms = config.min_lease_ms - 2 * config.heartbeat_ms

@@ -1,4 +1,4 @@
-"""Timers on an asyncio event loop, and one timer for all of a machine's deadlines.
+"""Timers on an asyncio event loop, and one timer for a state machine's deadlines.
 
 The interfaces are in :mod:`bus.runtime.interfaces`.
 """

@@ -1,4 +1,4 @@
-"""Interfaces of clocks, networks and journals, with real, in-memory and simulated implementations.
+"""Interfaces of clocks, networks and journals. Real and simulated ones implement them.
 
 All callbacks are synchronous, on one thread: between a frame's arrival and its effect there is no
 queue and no task switch.
@@ -34,7 +34,7 @@ class Scheduler(Protocol):
 
 
 class ServerTransport(Protocol):
-    """The broker's end of a network: many peers, each with a route.
+    """The broker's end of a network. A route is the address of one life of a peer.
 
     A frame arrives whole, or not at all. Frames of one peer arrive in order, except on
     networks that reorder them on purpose. No method blocks.

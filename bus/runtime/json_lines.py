@@ -30,6 +30,6 @@ async def read_commands() -> AsyncIterator[str]:
 
 
 def write_answer(**fields: object) -> None:
-    """Writes one JSON line to stdout."""
+    """Writes the fields to stdout, as one line of JSON."""
     sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()

@@ -54,23 +54,23 @@ def route_of(name: str, boot: int) -> bytes:
 
 
 class PeerClient:
-    """Keeps one peer joined to the broker, and sends and receives its messages.
+    """Keeps one peer joined to the broker; sends and receives the peer's messages.
 
     Args:
         name: the peer's name.
         group: its group; empty for an observer of all groups.
-        on_message: receives every message that is no duplicate and not for the link itself.
+        on_message: receives every message of the broker, also those for the link; no duplicates.
         role: the peer's role, for the default of ``join``.
         broker: the broker's address, for the default of ``transport``.
         security: the keys to connect with, for the default of ``transport``.
         boot: the number of this life of the peer. Default: random.
         transport: the network. Default: a ZeroMQ connection to ``broker``.
         scheduler: the clock and timers. Default: those of the running event loop.
-        join: returns the JOIN message. Default: one with the role only.
-        beat: returns the heartbeat. Default: one that reports only that the peer is alive.
-        on_state: receives every change of the link's state.
+        join: makes each JOIN message. Default: one with the role only.
+        beat: makes each heartbeat. Default: one that reports only that the peer is alive.
+        on_state: called with the link's new state whenever the state changes.
         on_tick: called with the current time when ``next_deadline_ms`` may have passed.
-        next_deadline_ms: returns the owner's next deadline in ms, or None.
+        next_deadline_ms: returns when ``on_tick`` must be called, in ms; None: no deadline.
         link_config: timeouts of the link.
 
     Raises:
@@ -117,7 +117,7 @@ class PeerClient:
         self._closed = False
 
     def start(self) -> None:
-        """Starts to join."""
+        """Starts to join the broker, and returns at once; ``on_state`` reports the result."""
         self._transport.listen(self._on_frame)
         self._absent_at_ms = self._scheduler.now_ms() + _ABSENT_MS
         self.perform(self.link.start(self._scheduler.now_ms()))
@@ -132,7 +132,7 @@ class PeerClient:
         return self._last_id
 
     def send(self, message: Message, *, msg_id: int = 0, reply_to: int = 0) -> int:
-        """Sends a message to the broker, with the link's epoch.
+        """Sends a message to the broker, with the fencing epoch that the link has.
 
         A message is lost if the broker can't be reached, or this peer is closed: repeat it if it
         needs an answer.
@@ -184,7 +184,7 @@ class PeerClient:
         self._transport.close()
 
     def arm(self) -> None:
-        """Sets the timer to the earliest deadline of the link and of the peer's owner."""
+        """Sets the timer to the earlier of the link's deadline and ``next_deadline_ms``."""
         for due_ms in (self.link.next_deadline_ms(), self._next_deadline_ms()):
             if due_ms is not None:
                 self.arm_by(due_ms)

@@ -7,10 +7,10 @@ connection, and ZeroMQ frees the memory of a connection that is shut down.
 
 While the process's memory is :data:`_GROWTH_BYTES` above normal, the guard watches the connections
 of one port. It cuts a connection that sends more than :data:`_SMALL_BYTES` and completes no
-message. After :data:`_CHECKS` checks, it also cuts connections that had sent more than that before,
-and have completed none since. When every remaining connection has completed a message, as peers do
-with each heartbeat, none of them holds the memory: its present size counts as normal from then on.
-A peer that is cut during a long message reconnects and repeats the message.
+message. After :data:`_CHECKS` checks, it also cuts a connection that had sent that much when the
+watch began, and has completed no message since. Once all remaining connections have completed a
+message, as peers do with each heartbeat, none holds the memory: its size then counts as normal. A
+peer that is cut during a long message reconnects and repeats the message.
 
 Works on Linux and for TCP only; elsewhere the kernel does not count the bytes.
 """

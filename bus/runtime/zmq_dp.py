@@ -135,7 +135,7 @@ class DpRankSockets(_DpSockets):
         self._core_in.listen(on_core)
 
     def send_as_front(self, frame: bytes) -> None:
-        """Sends a frame as the front end."""
+        """Sends a frame to the coordinator, as a front end does."""
         self._front.send(frame)
 
     def subscribe_as_core(self, frame: bytes) -> None:
@@ -143,5 +143,5 @@ class DpRankSockets(_DpSockets):
         self._core_in.send(frame)
 
     def report_as_core(self, frame: bytes) -> None:
-        """Sends a report as the core."""
+        """Sends a report to the coordinator, as a core does."""
         self._core_out.send(frame)

@@ -5,7 +5,7 @@ The descriptor is edge-triggered: it reports new events only after all earlier o
 send may consume an event, so the socket is checked again after every send.
 
 :class:`MultipartSocket` carries the messages between a DP group's coordinator and its ranks. Its
-queues are unbounded, because a START that reaches only some cores makes those wait for the others.
+queues are unbounded, because a START_DP_WAVE that reaches only some cores makes those wait.
 """
 
 from __future__ import annotations

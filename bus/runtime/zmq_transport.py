@@ -7,11 +7,11 @@ Limits for the broker's peers, besides those of :mod:`bus.protocol.core.access`:
 - ``RCVHWM``: how many frames of one peer may wait unread. At the limit, its connection is not read
   until some are received. ZeroMQ receives a frame of each peer in turn.
 - ``SNDHWM``: how many frames may wait for a peer; further ones are not sent.
-- ``TCP_MAXRT``: closes the connection of a peer that receives none of them.
+- ``TCP_MAXRT``: closes the connection of a peer whose host acknowledges no sent bytes for 10 s.
 - ``MAXMSGSIZE``: closes the connection of a peer that sends a far too large frame.
 - :mod:`bus.runtime.zmq_connections`: cuts a connection whose message fills the memory and does not
   end.
-- ``HANDSHAKE_IVL``: closes a connection that sends nothing at first.
+- ``HANDSHAKE_IVL``: closes a connection that does not complete its handshake.
 - ``HEARTBEAT_…``: closes a connection that has become silent, whatever the peer's settings.
 - No ``ROUTER_HANDOVER``: a second connection with a route that is in use receives nothing.
 - Only the process's limit of open files bounds the number of connections.
@@ -65,8 +65,7 @@ _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _send: Final = zmq.backend.Socket.send
 _recv: Final = zmq.backend.Socket.recv
 
-# What was sent last, such as a LEAVE, may wait so long for a busy machine; without a peer nothing
-# waits.
+# How long the last frames, such as LEAVE, may wait for a busy host; without a peer nothing waits.
 _LINGER_MS: Final = 2_000
 _REBIND_S: Final = 1.0
 _RECONNECT_S: Final = 2.0
@@ -80,7 +79,7 @@ _contexts: dict[int, list[zmq.Context[zmq.Socket[bytes]]]] = {}
 
 
 def _context(*, has_handler: bool = False) -> zmq.Context[zmq.Socket[bytes]]:
-    """Returns the process's ZeroMQ context; a new one if it gets a handler for keys."""
+    """Returns the ZeroMQ context that the process shares; with ``has_handler``, a new one."""
     pid = os.getpid()
     if pid not in _contexts:
         _contexts[pid] = [_new_context()]
@@ -113,7 +112,7 @@ def _harden(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> None:
-    """Binds a socket; waits a moment if a socket that was just closed still has the port."""
+    """Binds a socket; retries for a second while another socket has the address."""
     deadline_s = time.monotonic() + _REBIND_S
     while True:
         try:
@@ -272,8 +271,8 @@ class ZmqClient(ZmqSocket):
         socket.setsockopt(zmq.IMMEDIATE, 1)  # don't queue for a broker that isn't there
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # Half-open connections end by themselves, below the bus's own heartbeats: the
-        # client asks, and by the TTL in its question the broker knows when to let go.
+        # Half-open connections end by themselves, without the bus's own heartbeats: the client
+        # pings, and the TTL in the ping tells the broker when to close.
         socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5_000)
         socket.setsockopt(zmq.HEARTBEAT_TTL, 15_000)
@@ -326,8 +325,8 @@ class ZmqClient(ZmqSocket):
             self._unanswered_since_s = now_s  # this process did not run: an answer may wait unread
         self._unanswered_since_s = self._unanswered_since_s or now_s
         if now_s > self._unanswered_since_s + self._silence_limit_s:
-            # A broker that did not run for a while may have met this connection while it held the
-            # one before, and takes nothing from it, for as long as it stands.
+            # A broker that did not run for a while may have accepted this connection while it still
+            # had the previous one. It then never reads from this one.
             self._silence_limit_s = min(2 * self._silence_limit_s, _MAX_SILENCE_LIMIT_S)
             self._unanswered_since_s = now_s
             self._reconnect()
@@ -345,7 +344,7 @@ class ZmqClient(ZmqSocket):
         self._reconnect()
 
     def _reconnect(self) -> None:
-        """Closes the connection, and connects again when the broker has noticed that."""
+        """Closes the connection; connects again after a pause, in which the broker notices."""
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self._address)
         self._loop.call_later(_RECONNECT_PAUSE_S, self._connect)

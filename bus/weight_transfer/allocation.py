@@ -1,4 +1,4 @@
-"""Describes ranks in a communicator, and memory for staging.
+"""Describes the ranks of a communicator, and whether memory allows staging.
 
 State machines and engines pass these values on. The module depends on no backend and loads no
 torch.
@@ -84,7 +84,7 @@ def combine(rooms: Sequence[StagingCapacity]) -> StagingCapacity:
         rooms: one capacity per worker.
 
     Returns:
-        The largest need, and the first reason why not.
+        The largest need, and the first reason why an update can't be staged.
 
     Raises:
         ValueError: ``rooms`` is empty.

@@ -25,7 +25,7 @@ DOUBLE: Final = 2  # one buffer is filled while the other is read
 
 
 class Sender(ABC):
-    """The trainer's end of a backend. One object lives as long as one transport.
+    """The trainer's end of a backend. A second :meth:`open` replaces the transport.
 
     The agent calls the methods in this order:
 
@@ -40,8 +40,8 @@ class Sender(ABC):
     while engines still generate.
 
     :meth:`open`, :meth:`meet`, :meth:`put` and :meth:`transfer` run in threads and may block. Each
-    runs once at a time; a put may run beside the transfer of the chunk before. Queued chunks
-    (:meth:`queue`) may have several transfers waiting at a time. A wait for engines must end by
+    runs once at a time, but a put may run beside the transfer of the chunk before, and several
+    :meth:`transfer` may wait for queued chunks (:meth:`queue`). A wait for engines must end by
     itself if an engine is gone or silent.
 
     Attributes:
@@ -52,8 +52,8 @@ class Sender(ABC):
             calls :meth:`open`. Set before :meth:`open`.
         can_send_unpacked: whether ``packed=False`` is supported.
         can_queue: whether :meth:`queue` is supported.
-        is_collective: whether sender and engines transfer a chunk together, in a communicator. It
-            must be made again whenever an engine comes or goes.
+        is_collective: whether sender and engines transfer a chunk together, in a communicator. The
+            transport must be opened again whenever an engine joins or leaves.
         is_bit_exact: whether engines receive exactly the bits that were put. Otherwise checksums
             are not compared.
     """
@@ -78,12 +78,12 @@ class Sender(ABC):
             The params for :meth:`Receiver.open`, at most ``MAX_BLOB_BYTES``.
 
         Raises:
-            WavebusError: memory or a store can't be had. The text says what to lower.
+            WavebusError: no memory for chunks, or no store. The text says what to lower.
             UsageError: an option, such as :attr:`device`, is wrong.
         """
 
     def meet(self) -> None:  # noqa: B027 - only collectives meet
-        """Waits until all ends of the communicator are there.
+        """Waits until all ends of the communicator are connected.
 
         Raises:
             WavebusError: an end is missing, or the sender was closed meanwhile.
@@ -94,7 +94,7 @@ class Sender(ABC):
 
     @abstractmethod
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Offers one chunk to the engines.
+        """Makes one chunk ready for the engines, and returns the handle that announces it.
 
         Args:
             seq: number of the chunk in its update, from 0.
@@ -109,7 +109,7 @@ class Sender(ABC):
         """
 
     def queue(self, seq: int) -> None:  # noqa: B027 - as above
-        """Queues the chunk behind those before it, without waiting for them.
+        """Queues the chunk to be sent after those before it, without waiting for those.
 
         Args:
             seq: number of a chunk that was put.
@@ -119,7 +119,7 @@ class Sender(ABC):
         """
 
     def transfer(self, seq: int) -> None:  # noqa: B027 - as above
-        """Sends the chunk, unless it is queued, and returns when it is sent.
+        """Returns when the chunk is sent; sends the chunk first if it was not queued.
 
         Engines receive the chunk meanwhile.
 
@@ -131,7 +131,7 @@ class Sender(ABC):
         """
 
     def on_taken(self, seq: int) -> None:  # noqa: B027 - as above
-        """Is called when every engine has taken the chunk, so that its memory is free again.
+        """Is called when every engine has applied the chunk; its memory is free again.
 
         Args:
             seq: number of the chunk.
@@ -154,7 +154,7 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """The engine's end of a backend. One object lives as long as one transport.
+    """The engine's end of a backend. A second :meth:`open` replaces the transport.
 
     A wait for the other end must end by itself if that end is gone or silent.
 
@@ -167,7 +167,7 @@ class Receiver(ABC):
             :meth:`release`. May change with :meth:`open`.
         is_lasting: whether received tensors stay valid until :meth:`release` even if the other end
             is gone. Otherwise the caller copies them at once.
-        is_blocking: whether :meth:`receive` waits for the other end, or copies.
+        is_blocking: whether :meth:`receive` waits for the other end, or copies the chunk.
         is_collective: whether :meth:`receive` waits for all ends of a communicator. Another thread
             may then call :meth:`close` meanwhile, and open the transport again.
         can_launch: whether :meth:`launch` returns before the chunk is there.
@@ -187,7 +187,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def open(self, params: bytes, place: RankAssignment) -> None:
-        """Connects to the sender. A second call replaces the transport.
+        """Connects to the sender.
 
         Args:
             params: what :meth:`Sender.open` returned.
@@ -211,8 +211,8 @@ class Receiver(ABC):
         Args:
             tensors: names, dtypes and shapes of the chunk's tensors, in order.
             handle: what :meth:`Sender.put` returned.
-            into: these tensors in memory of the weights' device, laid out as in a packed chunk. A
-                receiver that can receive there without a copy does so, and returns ``into``.
+            into: tensors of these shapes on the weights' device, laid out as in a packed chunk. A
+                receiver that can receive there without a copy does so; the result is ``into``.
 
         Returns:
             A function that waits for the chunk and returns its tensors. It is called once, in any
@@ -250,7 +250,7 @@ class Receiver(ABC):
         Args:
             tensors: names, dtypes and shapes of the chunk's tensors, in order.
             handle: what :meth:`Sender.put` returned.
-            into: these tensors in memory of the weights' device. The copy is complete on return.
+            into: tensors of these shapes on the weights' device. They are complete on return.
 
         Returns:
             Whether the chunk was received. If not, nothing has happened: call :meth:`receive`.

@@ -1,4 +1,4 @@
-"""Checksums of tensors, computed where each tensor lies, the same on both sides.
+"""Checksums of tensors, computed on each tensor's device, equal at both ends.
 
 A checksum has 64 bits over a tensor's bytes in row-major order, as words of eight bytes. The bits
 of each word are mixed, the result is multiplied by an odd weight for its position, and all products
@@ -7,7 +7,7 @@ words that changed places, change it unless they cancel out, with a chance of on
 the mixing, signs that flip in pairs would cancel: a change of the highest bit adds 2**63 whatever
 its weight. Checksums guard against mistakes and broken transports, not against attackers.
 
-``full`` covers every word, ``sample`` :data:`SAMPLE_WORDS` of each tensor, evenly spread.
+``full`` covers every word; ``sample`` fewer than 2 * :data:`SAMPLE_WORDS` a tensor, evenly spread.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def inspect(
 
 
 def _runs(tensors: Sequence[torch.Tensor], looked: SelectedWords) -> Iterator[torch.Tensor]:
-    """Yields the selected floating-point numbers; neighbours of one dtype come together.
+    """Yields the selected floating-point numbers, one tensor per run of equal dtypes.
 
-    A call for each tensor would cost more than its words.
+    An operation for each tensor would cost more than reading its words.
     """
     start, spans = 0, zip(looked.small.places, looked.small.ends, strict=True)
     for dtype, run in itertools.groupby(spans, key=lambda span: tensors[span[0]].dtype):
@@ -132,7 +132,7 @@ class SelectedWords:
     """The words (8 bytes each) of a chunk that enter its checksums.
 
     Args:
-        small: the tensors to which the words belong.
+        small: the small or sampled tensors to which the words belong.
         words: the values of the words; None: :func:`sum_words` reads them later.
 
     Attributes:
@@ -154,8 +154,8 @@ def select_words(
 ) -> SelectedWords:
     """Selects the words of a chunk for :func:`sum_words`.
 
-    These are the words of a sample, or, with ``full``, of the small tensors. Tensors that lie in
-    one memory, and were selected before, take one operation.
+    These are a sample of each tensor's words or, with ``full``, all words of tensors that have at
+    most :data:`SAMPLE_WORDS`. With ``memo``, one operation reads them if all lie in one storage.
 
     Args:
         tensors: the chunk's tensors.
@@ -226,21 +226,21 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 
 
 class _SmallTensors:
-    """The small or sampled tensors of a chunk, summed up together.
+    """The small or sampled tensors of a chunk, for which checksums are computed together.
 
     All selected words are laid one after the other. The checksums are differences of a running
-    sum. One call per tensor would cost more than its words.
+    sum. One operation per tensor would cost more than reading its words.
 
     Args:
         places: the tensors' indices in the chunk.
         tensors: all tensors of the chunk.
-        again: the tensors will be selected again. Those in one memory are then read through one
-            index, without a call for each.
+        again: the tensors will be selected again. If all lie in one storage, one operation then
+            reads them through an index.
 
     Attributes:
         tensors: how many tensors the chunk has.
         ends: for each of ``places``, where its words end.
-        memory: the memory in which all words lie, as int64, if it is one.
+        memory: the storage in which all words lie, as int64; None: tensors are read one by one.
         index: where the words are in ``memory``.
     """
 
@@ -335,9 +335,9 @@ def _same(memory: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def _one_memory(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Returns the one memory of all tensors as int64 words, or None.
+    """Returns the storage in which all tensors lie, as int64 words; else None.
 
-    Each tensor must be contiguous and consist of whole words of that memory.
+    None also if a tensor is not contiguous, or does not consist of whole words of the storage.
     """
     if not tensors:
         return None
@@ -379,11 +379,11 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(words: torch.Tensor, made: dict[torch.device, torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of one tensor, still on its device.
+    """Returns the checksum of one tensor, still on the tensor's device.
 
     Args:
         words: the tensor's words.
-        made: the weights of earlier tensors, by device.
+        made: the weights made for earlier tensors, by device; updated.
     """
     step = _CPU_WORDS if words.device.type == "cpu" else _GPU_WORDS
     count = min(step, words.numel())
@@ -399,7 +399,7 @@ def _sum(words: torch.Tensor, made: dict[torch.device, torch.Tensor]) -> torch.T
 
 
 def _values(totals: Sequence[torch.Tensor]) -> Iterable[int]:
-    """Returns numbers that lie on devices, fetched together."""
+    """Fetches several numbers from their devices in one go."""
     if not totals:
         return ()
     return (
@@ -408,7 +408,7 @@ def _values(totals: Sequence[torch.Tensor]) -> Iterable[int]:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Returns each word mixed, so that each of its bits changes low bits."""
+    """Mixes the bits of each word, so that each bit also changes low bits."""
     spread = words * _SPREAD
     return spread ^ ((spread >> 32) & _LOW)
 

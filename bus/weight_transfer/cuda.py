@@ -34,7 +34,7 @@ def resolve_gpu(device: str) -> torch.device:
     """Returns the named GPU with its number.
 
     Args:
-        device: such as ``cuda:0`` or ``cuda``; empty or without number: this thread's GPU.
+        device: such as ``cuda:0`` or ``cuda``; empty or without number: this thread's current GPU.
 
     Raises:
         UsageError: the device is no GPU.
@@ -94,20 +94,13 @@ def nccl_version() -> str:
 
 
 def device_uuid(device: torch.device) -> str:
-    """Returns the GPU's UUID, which is the same in every process.
-
-    Args:
-        device: the GPU.
-    """
+    """Returns the GPU's UUID, which is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @contextlib.contextmanager
 def driver_on(device: torch.device) -> Iterator[Driver]:
-    """Yields the driver, with ``device`` current in this thread and idle.
-
-    Args:
-        device: the GPU.
+    """Makes a GPU current in this thread, waits until it idles, and yields the driver.
 
     Raises:
         CudaError: the driver can't be loaded.
@@ -119,7 +112,7 @@ def driver_on(device: torch.device) -> Iterator[Driver]:
 
 @functools.cache
 def driver() -> Driver:
-    """Returns this process's driver.
+    """Returns the interface to CUDA's driver, loaded once per process.
 
     Raises:
         CudaError: the driver can't be loaded.
@@ -134,7 +127,7 @@ def driver() -> Driver:
 class Driver:
     """Calls a few functions of CUDA's driver. Pointers are numbers; sizes are in bytes.
 
-    Every call raises :class:`CudaError` with CUDA's own name of the error.
+    A call that fails raises :class:`CudaError` with CUDA's own name of the error.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -64,7 +64,7 @@ class GlooInit:
 
 @dataclass(frozen=True, slots=True)
 class NcclInit(GlooInit):
-    """The same for an ``nccl`` communicator, whose ends need the same version of NCCL.
+    """Where the ends of an ``nccl`` communicator meet. All need the same version of NCCL.
 
     Attributes:
         chunk_bytes: size of one buffer in bytes; 0 if chunks are sent unpacked.
@@ -206,7 +206,7 @@ class IpcTensors:
 
 
 def aligned(size_bytes: int) -> int:
-    """Returns the bytes that a tensor takes in a packed chunk.
+    """Returns how many bytes a tensor takes in a packed chunk.
 
     Args:
         size_bytes: the tensor's own size in bytes.

@@ -55,8 +55,8 @@ class NcclCommunicator:
         group: the ``ProcessGroupNCCL``.
         store: the communicator's part of the trainer's store.
         mark: makes, for queued work, an event with ``synchronize()`` and ``query()``, like a CUDA
-            event. It is called only when a thread waits; for several broadcasts, only for the last
-            one.
+            event. It is called when a thread first waits for a broadcast, or checks whether the
+            broadcast has ended.
 
     Attributes:
         completed: how many broadcasts have ended, as far as waits have shown.
@@ -328,7 +328,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _call_within(timeout_s: float, call: Callable[[], object]) -> None:
-    """Makes a call that may never return, in a thread that is left behind then.
+    """Makes a call in a thread, which is abandoned if the call takes too long.
 
     Raises:
         TimeoutError: the call took longer than ``timeout_s``.

@@ -70,8 +70,8 @@ class ViewCache:
     """Keeps the views of packed chunks, one set per chunk and buffer.
 
     Making a view calls torch once per tensor, which would delay a worker's steps. A chunk that
-    begins with the same tensor replaces the one before. So the cache holds the views of one update
-    only.
+    begins with the same tensor, in the same buffer, replaces the one before. So the cache holds
+    the views of one update only.
     """
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ def pack(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[int]:
         tensors: of any shape, dtype, strides and device.
 
     Returns:
-        Where each tensor begins, and where the last one's room ends, in bytes.
+        Where each tensor begins, then where the last one ends, rounded up to 64, in bytes.
     """
     offsets = [0]
     for tensor in tensors:

@@ -43,7 +43,7 @@ def chunk_timeout_s(size_bytes: int) -> int:
 
 
 def open_store(address: str, timeout_s: float) -> Any:
-    """Opens the trainer's store on a free port of one address.
+    """Opens the trainer's store (a ``TCPStore``) on a free port of one address.
 
     A store that torch opens by itself would listen on all addresses. The store ends with the last
     reference to it.

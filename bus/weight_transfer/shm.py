@@ -9,8 +9,8 @@ Unpacked, there is no ring. Engines read tensors in memory of :func:`allocate` w
 these must stay unchanged until the chunk is applied. Other tensors are copied into shared memory
 that is made for the chunk. That memory has no name (``memfd``): nothing is left when the last
 tensor there and the last mapping are gone. Engines open it through the trainer's descriptor, with a
-private mapping, so that their writes never reach the trainer. They keep mappings while chunks lie
-there, because mapping costs as much as copying.
+private mapping, so that their writes never reach the trainer. They keep a mapping as long as each
+chunk has tensors there, because mapping costs as much as copying.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _mappings: Final[weakref.WeakValueDictionary[int, _SharedMapping]] = weakref.Wea
 
 
 def allocate(size_bytes: int) -> torch.Tensor:
-    """Allocates shared memory.
+    """Allocates memory from which engines of this host can read without a copy.
 
     Args:
         size_bytes: the size in bytes; at least one byte is allocated.
@@ -97,11 +97,7 @@ def allocate(size_bytes: int) -> torch.Tensor:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor lies in memory of :func:`allocate`.
-
-    Args:
-        tensor: any tensor.
-    """
+    """Returns whether a tensor lies in memory of :func:`allocate`."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _mappings
 
 
@@ -239,7 +235,7 @@ class _Segment:
 
 
 def sweep(folder: Path = Path(SHM_FOLDER)) -> list[str]:
-    """Removes segments and adapters whose owner is gone.
+    """Removes segments and adapter folders whose process has died.
 
     Args:
         folder: where to look.
@@ -315,7 +311,7 @@ class ShmReceiver(Receiver):
 
 
 def _map_segment(name: str, size_bytes: int) -> torch.Tensor:
-    """Returns the whole segment as a uint8 tensor; unmapped with the last view."""
+    """Maps the whole segment as a uint8 tensor, until its last view is gone."""
     try:
         descriptor = os.open(os.path.join(SHM_FOLDER, name), os.O_RDWR | os.O_CLOEXEC)  # noqa: PTH118
     except OSError as error:
