@@ -28,8 +28,8 @@ def trace(source: Path, output: Path, group: str | None) -> None:
     """Draw a journal as a trace: open it at https://ui.perfetto.dev, or in chrome://tracing.
 
     FILE_OR_DIR is a journal's file, or the folder of a broker's --journal. Each engine has a track,
-    with spans for pause, transfer, commit and resume, and for their steps. The trainer has a track
-    with the steps that it waited for.
+    with spans for pause, transfer and canary and their steps, and for commit and resume. The
+    trainer has a track with the steps that it waited for.
     """
     found = [span for span in spans(read(source)) if group in (None, span.group)]
     if not found:
