@@ -60,7 +60,7 @@ class TracedFill:
 
 
 class TargetNames:
-    """Finds which parameter or buffer of a model a tensor belongs to, by its storage.
+    """Finds the parameter or buffer of a model that shares a tensor's storage.
 
     A lookup may search the model again, because some loaders create a parameter only when they
     reach its tensor: vLLM's do so for the bias of an output head.

@@ -113,7 +113,7 @@ class StagedWeights:
         return self._require_layout().buffer_for(seq)
 
     def stage(self, seq: int, tensors: Received) -> bool:
-        """Puts a received chunk into the staging memory, as :meth:`StagingLayout.stage` does."""
+        """Stages a received chunk; returns False if it was received into staging memory."""
         return self._require_layout().stage(seq, tensors)
 
     def prove(
