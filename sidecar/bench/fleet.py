@@ -111,7 +111,7 @@ class UpdatedEngines:
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """What shows which weights a vLLM server has: its tokens for a prompt, and vLLM's checksums."""
+    """Evidence of a vLLM server's weights: its tokens for a prompt, and vLLM's checksums."""
 
     tokens: tuple[int, ...]
     checksums: dict[str, str]

@@ -53,7 +53,7 @@ class Streams:
             await self._changed.wait()
 
     async def run(self, session: aiohttp.ClientSession, url: str, index: int) -> None:
-        """Sends request ``index`` to the engine at a URL, and records its answer to the end.
+        """Sends request ``index`` to an engine, and records the whole answer.
 
         Raises:
             BenchFailed: the request ended without all its tokens.

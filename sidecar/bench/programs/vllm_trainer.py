@@ -113,7 +113,7 @@ class VllmTrainer:
         self.hello = {"size_bytes": size_bytes, "tensors": len(self._weights)}
 
     async def open(self, urls: Sequence[str]) -> None:
-        """Opens all transports, also to servers without a bus; waits for the engines on the bus."""
+        """Opens transports to all servers, with a bus or without; waits for engines to join."""
         load_general_plugins()  # trainer engines of others come with them
         given = self._settings
         bus_device, groups, engine = given["bus_device"], given["groups"], given["native_engine"]
