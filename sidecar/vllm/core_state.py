@@ -127,7 +127,7 @@ class CoreLink:
         return None
 
     def _outcome(self, lease: PauseLease) -> LeaseOutcome | None:
-        """Returns the cores' decision if ``lease`` must not be written because of it, else None.
+        """Returns the cores' decision if that decision forbids writing ``lease``, else None.
 
         Several cores may still be deciding on a previous lease, which must not be replaced then.
         """
@@ -235,7 +235,7 @@ def _refuse_uncoordinated(facts: WorkerFacts, dp_size: int) -> None:
 
 
 def parse_version(text: str) -> int:
-    """Returns the weight version in the text in which vLLM stores it.
+    """Returns the weight version that vLLM stores as text.
 
     Other texts, such as vLLM's ``default``, count as version 0: nothing was committed yet.
     """

@@ -189,7 +189,7 @@ class LeaseGuard:
         if self._prepared != lease.serial:
             try:
                 self._restore(lease)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is not whole then
+            except Exception as error:  # noqa: BLE001 - any failure leaves mixed weights
                 _log.exception("wavebus: an update could not be undone")
                 self._quarantine(lease, f"an update could not be undone: {error}")
                 return

@@ -134,7 +134,7 @@ def _check(place: ParameterRef, name: str, target: PlanTarget, device: torch.dev
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    both: list[dict[str, Any]] = [module._parameters, module._buffers]  # noqa: SLF001 - see Place
+    both: list[dict[str, Any]] = [module._parameters, module._buffers]  # noqa: SLF001 - its own
     return [(k, t) for own in both for k, t in own.items() if t is not None]
 
 

@@ -236,5 +236,5 @@ class PlanCache:
             if method is not None and type(method).__name__ not in PLAIN_METHODS:
                 raise NoPlanError(f"{name} is quantised by {type(method).__name__}")
             kernel = reordering_kernel(module)
-            if kernel and self._device.type != "cpu":  # there it is repacked as vLLM does it
+            if kernel and self._device.type != "cpu":  # a CPU's plan repacks as vLLM does
                 raise NoPlanError(f"vLLM lays {name} out anew for its {kernel} kernel")

@@ -64,7 +64,7 @@ def put(module: torch.nn.Module, filled: dict[str, torch.Tensor]) -> None:
         module: a layer that vLLM repacks.
         filled: the loaded weights, by their names in the layer.
     """
-    own: dict[str, Any] = module._parameters  # noqa: SLF001 - see Place
+    own: dict[str, Any] = module._parameters  # noqa: SLF001 - its own, no child's
     kept = {key: own[key] for key in filled}
     try:
         for key, tensor in filled.items():
@@ -152,7 +152,7 @@ class PlanComparison:
         self._plan = plan
         self._places = find_parameters(plan, model, device)
         self._missing = {name for name, copies in plan.copies.items() if copies}
-        self._waiting: dict[str, list[tuple[str, torch.Tensor]]] = {}  # received, by target
+        self._waiting: dict[str, list[tuple[str, torch.Tensor]]] = {}  # received, by parameter
         self._hooked: list[tuple[Any, Any]] = []
         self._names_of: dict[torch.nn.Module, list[str]] = {}
         self.difference = ""

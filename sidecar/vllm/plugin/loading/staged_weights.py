@@ -78,7 +78,7 @@ class StagedWeights:
         self._swap: tuple[tuple[object, ...], CopyBatch] | None = None
 
     def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
-        """Begins to stage an update: allocates memory for it, or reuses an earlier one's.
+        """Begins to stage an update: allocates memory, or reuses an earlier update's.
 
         Args:
             plan: where each element goes in the model.

@@ -34,9 +34,9 @@ __all__ = ["NativeUpdates", "guarded"]
 
 
 class NativeUpdates(WavebusWeightTransferEngine):
-    """Carries out a sidecar's operations with one of vLLM's own engines, or by itself.
+    """Carries out a sidecar's operations with one of vLLM's own engines, or without.
 
-    By itself it loads updates that come over a backend of wavebus's.
+    Updates that come over a backend of wavebus's are loaded without vLLM's engine.
 
     Args:
         name: the engine's name in vLLM's factory.
