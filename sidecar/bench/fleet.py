@@ -222,7 +222,7 @@ async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -
     engines = {name: "wavebus" if name == BUS else plan.native for name in ways.values()}
     trainer, made = await bench.start(
         "vllm_trainer",
-        env={"VLLM_LOGGING_STREAM": "ext://sys.stderr"},  # it answers on stdout
+        env={"VLLM_LOGGING_STREAM": "ext://sys.stderr"},  # stdout is for answers
         **_SLOW,
         **trainer_settings(plan, address, engines, model),
     )

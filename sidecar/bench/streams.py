@@ -180,6 +180,6 @@ def tokens_within(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest of some values that at least a percentage do not exceed."""
+    """Returns the smallest value such that ``percent`` % of the values are no larger."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

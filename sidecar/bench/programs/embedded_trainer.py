@@ -1,6 +1,6 @@
 """The program of a trainer that updates embedded engines, over the bus or without it.
 
-Without a bus it calls each engine's methods over a connection, one call after the other: arm,
+Without a bus the trainer calls each engine's methods over a connection, one by one: arm,
 pause, then put, receive and load of each chunk, finish, resume.
 """
 
@@ -59,7 +59,7 @@ def few_large(megabytes: int) -> PolicyConfig:
 def many_small(tensors: int) -> PolicyConfig:
     """Returns the sizes of a mixture of experts with about so many small tensors."""
     layers = max(1, tensors // 1000)
-    # Three are in no layer, nine in each, and three in each expert.
+    # Three tensors are in no layer, nine in each layer, and three in each expert.
     experts = ((tensors - 3) / layers - 9) / 3
     return PolicyConfig(
         hidden_size=16,
@@ -89,7 +89,7 @@ def mixture(megabytes: int) -> PolicyConfig:
     )
 
 
-# By a model's shape, its sizes in float32 for an amount: megabytes, or tensors of `small`.
+# By a model's shape, a function from an amount (MB in float32; for `small`, tensors) to its sizes.
 MODELS: Final = {"large": few_large, "small": many_small, "mixture": mixture}
 
 
@@ -197,8 +197,8 @@ class EmbeddedTrainer:
     ) -> dict[str, Any]:
         """Makes one update, and returns its times.
 
-        ``native`` is without the bus (:meth:`DirectTrainer.update`), and the other ways are over
-        it (:meth:`MeasuredAgent.measured_update`).
+        ``native`` is without the bus (:meth:`DirectTrainer.update`), and the other ways use the
+        bus (:meth:`MeasuredAgent.measured_update`).
         """
         if how == "native":
             tensors = [tensor.detach() for _, tensor in self._source]
