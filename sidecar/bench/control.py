@@ -163,7 +163,7 @@ def figures_of(
 
 
 async def grown(bench: Bench, engines: int, rounds: int) -> float:
-    """Returns the median time of a pause and resume of so many engines over the bus, in ms."""
+    """Returns the bus's median time to pause and resume that many engines, in ms."""
     raise_file_limit(engines)
     say(f"scale: {engines} engines")
     async with await bench.part() as part:

@@ -111,7 +111,7 @@ class UpdatedEngines:
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """What shows which weights a vLLM server has: its tokens for a prompt, and vLLM's checksums."""
+    """Evidence of a vLLM server's weights: its tokens for a prompt, and vLLM's checksums."""
 
     tokens: tuple[int, ...]
     checksums: dict[str, str]
@@ -222,7 +222,7 @@ async def start_vllm(bench: Bench, plan: EnginesPlan, ways: Mapping[str, str]) -
     engines = {name: "wavebus" if name == BUS else plan.native for name in ways.values()}
     trainer, made = await bench.start(
         "vllm_trainer",
-        env={"VLLM_LOGGING_STREAM": "ext://sys.stderr"},  # it answers on stdout
+        env={"VLLM_LOGGING_STREAM": "ext://sys.stderr"},  # stdout is for answers
         **_SLOW,
         **trainer_settings(plan, address, engines, model),
     )

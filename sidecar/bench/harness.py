@@ -116,7 +116,7 @@ class Bench(contextlib.AsyncExitStack):
         self.logs = logs
 
     async def part(self) -> Bench:
-        """Returns a bench for one part of this run, whose processes may end before the others."""
+        """Returns a bench for a part of this run; its processes may end earlier."""
         return await self.enter_async_context(Bench(self.loop, self.logs))
 
     def folder(self) -> Path:
@@ -162,7 +162,7 @@ class Bench(contextlib.AsyncExitStack):
         return started
 
     async def start(self, program: str, **how: Any) -> tuple[Worker, dict[str, Any]]:
-        """Starts a process as :meth:`launch` does, and waits for its first answer; returns both."""
+        """Starts a process as :meth:`launch` does; returns it with its first answer."""
         started = await self.launch(program, **how)
         return started, await started.hello()
 
@@ -185,7 +185,7 @@ async def in_turn(
         ways: by name of a way, a function that runs one round of it.
         rounds: how many rounds of each way count.
         warm: how many rounds come before and don't count; they have negative numbers.
-        swing: True reverses every other turn, so that no way always has the same one before it.
+        swing: True reverses every other turn, so that no way always follows the same other way.
         on_round: called after each round with its number, way and result.
     """
     found: dict[str, list[T]] = {way: [] for way in ways}

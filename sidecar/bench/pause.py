@@ -187,7 +187,7 @@ def _launch_plan(plan: PausePlan, name: str, address: str, checkpoint: Path) -> 
 
 @contextlib.asynccontextmanager
 async def _running(plan: RankLaunchPlan, log: IO[bytes]) -> AsyncIterator[None]:
-    """Runs a DP group for the length of a block, which is cancelled if a rank dies."""
+    """Runs a DP group during a block, which is cancelled if a rank dies."""
     stop = asyncio.Event()
     this = asyncio.current_task()
     assert this is not None

@@ -83,7 +83,7 @@ def draw(shown: Mapping[str, Trace], figures: Mapping[str, Any], path: Path) -> 
 
 
 def _longest(update_ms: float, tokens: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns when the longest gap of the update ended, and how long it was, in ms."""
+    """Returns the end and the length of the update's longest gap, in ms."""
     of_update = [(at, gap) for at, gap in tokens if at > 0 and at - gap < update_ms]
     return max(of_update, key=lambda each: each[1])
 

@@ -69,7 +69,7 @@ class RolloutPlan:
 class EnginesPlan:
     """Options of ``bench transfer`` and ``bench gap``, which update engines.
 
-    Fields without a text are options of :class:`GapPlan`.
+    Fields without a help text are options of :class:`GapPlan` alone.
     """
 
     engine: EngineKind = option(
@@ -125,7 +125,7 @@ class EnginesPlan:
 
     @property
     def native(self) -> str:
-        """The name in vLLM of the transfer engine of the way ``native``."""
+        """The trainer and worker engine of the way ``native``, by vLLM's name."""
         return self.native_engine or ("ipc" if self.dp_size > 1 else "nccl")
 
     @property
@@ -151,7 +151,7 @@ class EnginesPlan:
 
     @property
     def one_gpu(self) -> bool:
-        """Whether trainer and servers share one GPU, because both ways send within a GPU only."""
+        """Whether trainer and servers share a GPU: ``native`` and the bus send by CUDA IPC."""
         return self.dp_size == 1 and self.native == self.over == "ipc"
 
     @property

@@ -70,7 +70,7 @@ class RolloutBench:
         self.ways: dict[str, Worker] = {}
 
     async def boot(self) -> list[tuple[str, Worker, str]]:
-        """Starts the broker and the engines; returns what :meth:`start_engine` returns of each."""
+        """Starts the broker and the engines; returns each engine's name, process and URL."""
         folder = self._bench.folder()
         save_checkpoint(Policy(PolicyConfig()), folder)
         self._checkpoint = str(folder)
@@ -97,7 +97,7 @@ class RolloutBench:
         return f"{_GROUP}-{number}", engine, said["url"]
 
     async def start_asking(self, group: str, urls: list[str]) -> None:
-        """Starts a process for each way of sending requests to a group that is possible here."""
+        """Starts a process for each way of sending requests that is possible here."""
         self._urls = {"client": list[str](), "bare": urls}
         if find_spec("vllm_router") is not None:
             self._urls["router"] = [await router(self._bench, urls)]
@@ -157,7 +157,7 @@ class RolloutBench:
         return figures
 
     async def live(self, streams: int) -> dict[str, Any]:
-        """Measures the client's memory in ten waves of so many open streams."""
+        """Measures the client's memory in ten waves of ``streams`` open streams each."""
         say(f"{_WAVES} waves of {streams} streams")
         more = {"timed": True, "until_live": True}
         wave = partial(self.wave, "client", streams, _LIVE_TOKENS, **more)

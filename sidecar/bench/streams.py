@@ -53,7 +53,7 @@ class Streams:
             await self._changed.wait()
 
     async def run(self, session: aiohttp.ClientSession, url: str, index: int) -> None:
-        """Sends request ``index`` to the engine at a URL, and records its answer to the end.
+        """Sends request ``index`` to an engine, and records the whole answer.
 
         Raises:
             BenchFailed: the request ended without all its tokens.
@@ -180,6 +180,6 @@ def tokens_within(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest of some values that at least a percentage do not exceed."""
+    """Returns the smallest value such that ``percent`` % of the values are no larger."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

@@ -134,7 +134,7 @@ async def rounds_of(
 def of_way(rounds: Sequence[UpdateRound], size_bytes: int, moved: str) -> dict[str, Any]:
     """Returns the medians of one way's rounds, and the speed at which it moves ``size_bytes``.
 
-    ``moved`` is the figure, without ``_ms``, that has the time of the transfer.
+    ``moved`` is the name, without ``_ms``, of the figure with the transfer's time.
     """
     found = medians([done.figures for done in rounds])
     steps = [step for done in rounds for step in done.steps_ms]

@@ -2,8 +2,8 @@
 
 A trainer and three servers of one model (:mod:`sidecar.bench.fleet`). Rounds alternate:
 
-- **native**: vLLM's own flow, over HTTP, on a server of vLLM's alone: a post that pauses, its own
-  trainer engine with its own client, whose finish sets a version, a post that resumes.
+- **native**: vLLM's own flow, over HTTP, on a server without wavebus: a post that pauses; an update
+  by vLLM's trainer engine and client, whose last call sets a version; and a post that resumes.
 - **bus_native**: the bus, with the same trainer engine and the worker engine that belongs to it.
 - **bus**: the bus, with a backend of wavebus's.
 - **raw**: one broadcast of as many bytes between both GPUs, with nothing around it; no requests.

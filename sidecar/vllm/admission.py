@@ -45,7 +45,7 @@ class AdmissionControl:
     async def look(self) -> None:
         """Reads the cores' admission state into the attributes.
 
-        If an earlier sidecar died while probes were running, admission is closed for all requests.
+        If an earlier sidecar died while probes were running, the call closes admission for all.
         """
         answer = await self._ask(SET_ADMISSION, {"served": self._served})
         state = answer[0] if isinstance(answer, list) and answer else None
@@ -94,7 +94,7 @@ class AdmissionControl:
         return passes
 
     async def end_probes(self) -> None:
-        """Ends the exception for probes, if there is one; admission is then as before it."""
+        """Undoes :meth:`pass_probes`, so that admission is as before; else does nothing."""
         if self._passes_probes:
             await self._set(passes="")
             self._passes_probes = False

@@ -59,7 +59,7 @@ _COUNTS: Final = "# TYPE vllm:num_requests_running gauge"
 
 
 class VllmHttpClient:
-    """Sends HTTP requests to one vLLM server, over connections that no failed call has used.
+    """Sends HTTP requests to one vLLM server, over new connections after a failed call.
 
     Args:
         url: the server's URL, without a slash at its end.
@@ -90,13 +90,12 @@ class VllmHttpClient:
 
         Raises:
             EngineDead: the connection was refused or broke, or the server's engine is dead.
-            EngineError: the server reports an error; with its text, or that of the plugin inside
-                it.
+            EngineError: the server reports an error; with the server's or the plugin's text.
         """
         return await self._json("POST", path, body=body, query=query)
 
     async def status_of(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
-        """Sends one request whose error status the caller wants to see.
+        """Sends one request; an error status is returned, not raised.
 
         Args:
             method: the HTTP method.
@@ -321,10 +320,9 @@ class HttpConnection(VllmHttpClient):
             await self.server.stop()
 
     async def died(self, on_look: Callable[[], None]) -> str:
-        """Waits until the server ends, reports a dead engine, or stops listening.
+        """Waits until the server ends, reports a dead engine, or stops listening; returns which.
 
-        Returns the reason. A server that is slow to answer is busy, not dead. ``on_look`` is called
-        before each check.
+        A server that is slow to answer is busy, not dead. ``on_look`` is called before each check.
         """
         reasons: list[str] = []
         async with anyio.create_task_group() as tasks:
@@ -385,10 +383,10 @@ class HttpConnection(VllmHttpClient):
     async def in_flight(self, seen: int | None) -> int:
         """Returns how many requests the server has, over all its routes.
 
-        ``seen`` is the count on the core's status page, which is returned as it is. Without a page
-        it is None, and the count comes from ``/metrics``, which takes the server milliseconds
-        during a pause. The gauges of ``/metrics`` stay correct during a pause, also after an abort
-        in it (seen on 0.32); they lag behind the engine by one step. ``/load`` counts only some
+        ``seen`` is the count on the core's status page, which is returned as it is. If ``seen`` is
+        None, the count comes from ``/metrics``, which takes the server milliseconds during a pause.
+        The gauges of ``/metrics`` stay correct during a pause, also after requests are aborted in
+        the pause (seen on 0.32); they lag behind the engine by one step. ``/load`` counts only some
         routes, and nothing without an option of its own.
         """
         return await self._gauges() if seen is None else seen
@@ -436,7 +434,7 @@ class HttpConnection(VllmHttpClient):
         await self.post("/wake_up")
 
     async def abort_requests(self) -> int:
-        """Ends the requests of one of the server's front ends; returns how many there were."""
+        """Ends the requests of the front end that takes the call; returns how many."""
         return int((await self.post("/abort_requests", {}))["aborted"])
 
     async def reset_caches(self) -> bool:

@@ -92,7 +92,7 @@ class InProcessConnection:
         return True
 
     async def endpoint(self) -> str:
-        """Begins to serve routes, if asked for; returns their URL, or an empty text."""
+        """Begins to serve routes if ``serve`` was given, and returns their URL; else empty."""
         return await self._routes.start() if self._routes is not None else ""
 
     async def in_flight(self, seen: int | None) -> int:  # noqa: ARG002 - this count is exact
@@ -187,7 +187,7 @@ class InProcessConnection:
         self.loaded[name] = LoRARequest(*arguments)
 
     async def drop_adapter(self, name: str) -> None:
-        """Undoes :meth:`load_adapter` here; the workers have undone it already."""
+        """Forgets the loaded LoRA adapter; the workers have restored the old one already."""
         self.loaded.pop(name, None)
 
 

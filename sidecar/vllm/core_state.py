@@ -107,8 +107,8 @@ class CoreLink:
     def write_pause_lease(self, lease: PauseLease | None) -> LeaseOutcome | None:
         """Writes the lease into every core's page, unless a core has already acted on it.
 
-        Several cores behind one client end a pause only together. If one of them has voted to end
-        it, the lease is not written again.
+        Several cores behind one client end a pause only together. If one of them has voted for
+        that, the lease is not written again.
 
         Args:
             lease: as in :meth:`sidecar.engine.Engine.write_pause_lease`.
@@ -127,9 +127,9 @@ class CoreLink:
         return None
 
     def _outcome(self, lease: PauseLease) -> LeaseOutcome | None:
-        """Returns the cores' decision on this lease, or None if the lease is still valid.
+        """Returns the cores' decision if that decision forbids writing ``lease``, else None.
 
-        While several cores are deciding on the previous lease, that lease is not replaced.
+        Several cores may still be deciding on a previous lease, which must not be replaced then.
         """
         held = [(page.lease(), page.outcome()) for page in self._lease_pages]
         ends = [end for now, end in held if now and end and now.serial == end.serial]
@@ -148,7 +148,7 @@ class CoreLink:
         return LeaseOutcome(lease.serial, state, next(reasons, "not all of its cores have decided"))
 
     def abandoned_pause(self) -> AbandonedPause | None:
-        """Returns the pause that an earlier sidecar began in a core and never ended, or None.
+        """Returns the pause that an earlier sidecar began and never ended, or None.
 
         Of several paused cores, one with incomplete weights is chosen.
         """
@@ -235,7 +235,7 @@ def _refuse_uncoordinated(facts: WorkerFacts, dp_size: int) -> None:
 
 
 def parse_version(text: str) -> int:
-    """Returns the weight version that vLLM's version text holds.
+    """Returns the weight version that vLLM stores as text.
 
     Other texts, such as vLLM's ``default``, count as version 0: nothing was committed yet.
     """

@@ -142,7 +142,7 @@ class VllmAdapter(WorkerClient):
         return self._core.abandoned_pause()
 
     async def join_run(self, run: str) -> None:
-        """Salts the caches with the id of a run."""
+        """Salts the caches with the id of a run, if this vLLM has salts."""
         await self._caches.join_run(run)
 
     async def version(self) -> int:
@@ -179,7 +179,7 @@ class VllmAdapter(WorkerClient):
     async def _count(self) -> int:
         """Returns how many requests the engine has; 0 if they can't be counted.
 
-        A count is only reported: the call that it belongs to was made, and does not fail with it.
+        The number is only reported, so a failed count must not fail the pause or swap.
         """
         try:
             return await self.in_flight()
@@ -253,11 +253,11 @@ class VllmAdapter(WorkerClient):
         mode: PauseMode,
         clear_cache: bool,
     ) -> tuple[ProbeResult, ...]:
-        """Admits only the probes, resumes, and pauses again afterwards.
+        """Runs a canary's probes: admits only these, resumes, and pauses again afterwards.
 
         A paused vLLM runs no request, also no probe. Requests from before the pause are ended,
-        because they would run beside the probes. Other requests are admitted again after the next
-        pause that returns: if it fails, the engine may run with weights that are not proven. See
+        because they would run beside the probes. Other requests are admitted again when a later
+        pause succeeds: until then the engine may run with weights that are not proven. See
         :meth:`sidecar.engine.Engine.probe`.
         """
         passes = await self._admission.pass_probes(mode)
@@ -280,5 +280,5 @@ class VllmAdapter(WorkerClient):
         await self._vllm.set_weight_version(str(version))
 
     async def swap(self, version: int, *, clear_cache: bool) -> int:
-        """Makes the core swap to the staged weights between two steps."""
+        """Makes the core swap to the staged weights; returns how many requests the engine has."""
         return await self._count_during(self.swap_staged(version, clear_cache=clear_cache))

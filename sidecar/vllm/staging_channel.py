@@ -26,8 +26,8 @@ class StagingChannels:
     """Sends operations to all workers of one engine over their staging channels.
 
     One operation runs at a time. A call that fails or is cancelled closes all connections, because
-    a late answer would be taken for that of the next call. The next call connects again. The length
-    is the number of workers.
+    a late answer would be taken for that of the next call. The next call connects again. The
+    ``len()`` is the number of workers.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,7 @@ class StagingChannels:
 
         Raises:
             EngineDead: a worker is gone.
-            EngineError: the operation failed in some; the error is that of the first worker that
-                failed, in their order.
+            EngineError: the operation failed in a worker; with the first such worker's error.
         """
         try:
             self._connect()
@@ -85,7 +84,7 @@ class StagingChannels:
         return done
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections; the next operation opens new ones."""
         channels, self._connections = self._connections, []
         for channel in channels:
             channel.close()

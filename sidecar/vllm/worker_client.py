@@ -42,7 +42,7 @@ class WorkerConnection(Protocol):
         """
 
     async def load_adapter(self, name: str) -> None:
-        """Makes vLLM load a LoRA adapter again; it then gets the tensors that workers received."""
+        """Makes vLLM load a LoRA adapter again, from the tensors that workers received."""
 
     async def drop_adapter(self, name: str) -> None:
         """Undoes :meth:`load_adapter` in vLLM, after the workers have undone theirs."""
@@ -188,7 +188,7 @@ class WorkerClient:
             await self._perform(operations.LoadChunk(seq, verify, sums))
 
     async def restore(self, target: Target = "model") -> None:
-        """Ends an update that has changed no weights, and drops what it staged or loaded."""
+        """Ends an update before it changes served weights; drops what was staged or loaded."""
         if self._staged:
             await self._perform(operations.ReleaseStaging())
         elif self._adapter:
@@ -198,7 +198,7 @@ class WorkerClient:
             await self._perform(operations.Restore(target))
 
     async def finish_update(self) -> None:
-        """Post-processes the loaded weights, or seals the staged ones."""
+        """Post-processes loaded weights, or checks that an update is staged completely."""
         if self._staged:
             await self._channels.perform(operations.Seal())
         elif not self._adapter:
@@ -232,7 +232,7 @@ class WorkerClient:
     ) -> StagingCapacity:
         """Arms an update for a pause, or for staging.
 
-        ``digest`` is that of the manifest that the workers armed last; empty if it is another one.
+        ``digest`` is the manifest's if the workers armed the same manifest last, else empty.
         """
         if staging is None:
             await self._perform(arm)
@@ -283,10 +283,9 @@ def _room(armed: list[operations.Done]) -> StagingCapacity:
 
 
 def engine_error(text: str) -> EngineError:
-    """Returns the exception for a failed vLLM call, by the call's text.
+    """Returns the exception for a failed vLLM call, by the text of vLLM's error.
 
-    If the text contains a failure that the plugin has put there, the exception has its code and
-    tensor.
+    If the plugin put a failure in the text, the exception has that failure's code and tensor.
     """
     failure = operations.find_failure(text)
     return EngineError(text) if failure is None else failure.to_error()

@@ -15,7 +15,7 @@ Call: TypeAlias = "tuple[str, float, float]"
 
 
 class CallTimes:
-    """Records calls until they are taken."""
+    """Records the name, begin and end of calls, until :meth:`take` returns them."""
 
     def __init__(self) -> None:
         self._calls: list[Call] = []

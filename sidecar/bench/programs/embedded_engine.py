@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bus.messages import Verify
     from sidecar.engine import Chunk
 
-_LINE_BYTES: Final = 1 << 24  # a manifest of all tensors is one
+_LINE_BYTES: Final = 1 << 24  # a line may be a manifest of all tensors
 
 
 class TimedEngine(EmbeddedEngine):
@@ -113,7 +113,7 @@ async def embedded_engine(
     master: str = "",
     **options: Any,
 ) -> TimedEngine:
-    """Runs an embedded engine; the process's first answer has its ``url``.
+    """Runs an embedded engine; the process's first answer has the engine's ``url``.
 
     Args:
         stack: ends the engine.

@@ -1,6 +1,6 @@
 """The program of a trainer that updates embedded engines, over the bus or without it.
 
-Without a bus it calls each engine's methods over a connection, one call after the other: arm,
+Without a bus the trainer calls each engine's methods over a connection, one by one: arm,
 pause, then put, receive and load of each chunk, finish, resume.
 """
 
@@ -40,7 +40,7 @@ _FLOAT_BYTES: Final = 4
 
 
 def few_large(megabytes: int) -> PolicyConfig:
-    """Returns the sizes of a dense model; nearly all of it is large tensors in two layers."""
+    """Returns the sizes of a dense model: nearly all in large tensors of two layers."""
     layers, head_dim = 2, 64
     floats = megabytes * 1_000_000 / _FLOAT_BYTES / layers
     # Four matrices of attention and three of twice that size: ten squares of the width.
@@ -59,7 +59,7 @@ def few_large(megabytes: int) -> PolicyConfig:
 def many_small(tensors: int) -> PolicyConfig:
     """Returns the sizes of a mixture of experts with about so many small tensors."""
     layers = max(1, tensors // 1000)
-    # Three are in no layer, nine in each, and three in each expert.
+    # Three tensors are in no layer, nine in each layer, and three in each expert.
     experts = ((tensors - 3) / layers - 9) / 3
     return PolicyConfig(
         hidden_size=16,
@@ -72,7 +72,7 @@ def many_small(tensors: int) -> PolicyConfig:
 
 
 def mixture(megabytes: int) -> PolicyConfig:
-    """Returns the sizes of a mixture of 16 experts, which is fast: a token needs two of them."""
+    """Returns the sizes of a mixture of 16 experts; fast, as a token needs two."""
     layers, experts, hidden = 4, 16, 256
     floats = megabytes * 1_000_000 / _FLOAT_BYTES
     return PolicyConfig(
@@ -89,7 +89,7 @@ def mixture(megabytes: int) -> PolicyConfig:
     )
 
 
-# By a model's shape, its sizes in float32 for an amount: megabytes, or tensors of `small`.
+# By a model's shape, a function from an amount (MB in float32; for `small`, tensors) to its sizes.
 MODELS: Final = {"large": few_large, "small": many_small, "mixture": mixture}
 
 
@@ -180,7 +180,7 @@ class EmbeddedTrainer:
         self.hello = {"size_bytes": self._plan.size_bytes, "tensors": len(metas)}
 
     async def open(self, engines: int, backend: str = "", sockets: Sequence[str] = ()) -> None:
-        """Waits for the engines on the bus, and connects to those without one by their sockets."""
+        """Waits for engines on the bus; connects to engines without a bus by ``sockets``."""
         await self._agent.wait_for_engines(engines, timeout_s=BOOT_S)
         if sockets:
             ends = [await asyncio.open_unix_connection(path) for path in sockets]
@@ -189,7 +189,7 @@ class EmbeddedTrainer:
             await self._direct.open()
 
     def memcpy_ms(self) -> float:
-        """Copies as many bytes as the model has, within CPU memory; returns the time in ms."""
+        """Copies the model's number of bytes within CPU memory; returns the time in ms."""
         return self._copy.took_ms()
 
     async def update(
@@ -197,8 +197,8 @@ class EmbeddedTrainer:
     ) -> dict[str, Any]:
         """Makes one update, and returns its times.
 
-        ``native`` is without the bus (:meth:`DirectTrainer.update`), and the other ways are over
-        it (:meth:`MeasuredAgent.measured_update`).
+        ``native`` is without the bus (:meth:`DirectTrainer.update`), and the other ways use the
+        bus (:meth:`MeasuredAgent.measured_update`).
         """
         if how == "native":
             tensors = [tensor.detach() for _, tensor in self._source]

@@ -33,7 +33,7 @@ class CopiesTrainer(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
         self._others: list[tuple[torch.device, Iterator[Handles]]] = []
 
     def copy_to(self, gpus: Sequence[str]) -> None:
-        """Copies the weights to each of these GPUs, unless it has them.
+        """Copies the weights to each of these GPUs but the trainer engine's own.
 
         Args:
             gpus: the GPUs, such as ``cuda:1``.

@@ -31,7 +31,7 @@ class TimedSender:
     Attributes:
         inner: the wrapped sender.
         puts: begin and end of each put, in seconds on ``time.monotonic()``'s clock.
-        transfers: the same of each transfer; it begins when the chunk is queued.
+        transfers: begin and end of each transfer; one begins when its chunk is queued.
         acked_s: when the last acknowledgement of a chunk came, on the same clock.
     """
 

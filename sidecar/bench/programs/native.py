@@ -50,7 +50,7 @@ class NativeWeights(EitherForm):
 
 
 class NativeClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
-    """vLLM's HTTP client for updates of one server, or of all ranks of a DP group at once.
+    """vLLM's HTTP client for updating a server, or all ranks of a DP group.
 
     It can also pause and resume, and records its calls.
     """

@@ -44,9 +44,9 @@ class PausingTrainer:
         return {"cpu_s": status.cpu_s, "rss_bytes": status.rss_bytes}
 
     async def idle(self, since_s: float) -> None:
-        """Waits until all engine cores of the group have become idle since a moment.
+        """Waits until every engine core of the group has become idle after ``since_s``.
 
-        A core that was idle before may not have begun the work that is waited for.
+        A core that has been idle for longer may not have begun its work yet.
         """
         while True:
             [shown] = [s for s in (await self._agent.status()).groups if s.name == self._group]
@@ -59,7 +59,7 @@ class PausingTrainer:
 async def pausing_trainer(
     stack: AsyncExitStack, broker: str, group: str, engines: int
 ) -> PausingTrainer:
-    """Makes a trainer that owns a group, when all its engines have joined."""
+    """Makes a trainer that owns a group, after all engines have joined the group."""
     agent = await stack.enter_async_context(TrainerAgent(broker, group=group))
     views = await agent.wait_for_engines(engines, timeout_s=_BOOT_S)
     return PausingTrainer(agent, group, [view.endpoint for view in views])

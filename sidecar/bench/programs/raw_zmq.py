@@ -26,7 +26,7 @@ _HELLO: Final = b"hello"
 
 
 def _frame(message: Message, *, sender: str, reply_to: int) -> bytes:
-    """Encodes a message with the numbers of a run that has lasted long."""
+    """Encodes a message with sequence numbers as large as in a long run."""
     return codec.encode_frame(
         message, sender, _BOOT, 1000, reply_to=reply_to, group="bench", epoch=1
     )
@@ -84,7 +84,7 @@ class RawRouter:
             self._socket.recv()
 
     async def round_ms(self) -> float:
-        """Makes a round of two steps, each sent to all and acked by all. Blocks the loop."""
+        """Returns the time of two steps, each sent to all and acked by all. Blocks the loop."""
         send, recv, routes = self._socket.send, self._socket.recv, self._routes
         since_s = time.perf_counter()
         for command in self._commands:
@@ -104,7 +104,7 @@ def raw_zmq(address: str, engines: int) -> None:
         address: the ROUTER's address.
         engines: how many DEALERs to run.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as bus.runtime.json_lines does, and why
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the reason in bus.runtime.json_lines
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_PEERS)
     acks = dict(steps())

@@ -58,7 +58,7 @@ class Wave(msgspec.Struct):
     engines: dict[int, str] = {}
 
     def note(self, stream: int, engine: str) -> None:
-        """Records that a token of a stream has come now from an engine."""
+        """Records that an engine has sent a token of a stream now."""
         before = self.engines.get(stream)
         if before is None:
             self.first_s.append(time.monotonic())
@@ -74,7 +74,7 @@ class RolloutAsking:
         self._asks = asks
 
     async def run(self, wave: dict[str, Any]) -> dict[str, object]:
-        """Runs a wave, of which ``wave`` has the fields, and returns its times.
+        """Sends a wave of requests, with the fields in ``wave``; returns its times.
 
         Returns:
             ``tokens``: how many came; ``wall_s`` and ``cpu_s``: the time and this process's CPU
@@ -156,7 +156,7 @@ def _rss_mb() -> float:
 
 
 async def rollout_asking(stack: AsyncExitStack, broker: str, group: str) -> RolloutAsking:
-    """Makes what sends requests: the rollout client or, without a broker, aiohttp alone."""
+    """Makes a sender of requests: the rollout client or, without a broker, aiohttp alone."""
     bus.log.configure(level="warning", json=True)
     if broker:
         return RolloutAsking(await stack.enter_async_context(RolloutClient(broker, group=group)))

@@ -75,7 +75,7 @@ async def vllm_server(
     dp_rank: int | None = None,
     server: str = "",
 ) -> object:
-    """Runs a vLLM server; the process's first answer has its ``url``.
+    """Runs a vLLM server; the process's first answer has the server's ``url``.
 
     The answer comes when the server takes requests.
 

@@ -35,11 +35,11 @@ MODELS: Final = {
     "8b": PolicyConfig(
         hidden_size=4096, intermediate_size=12_288, num_layers=36, num_kv_heads=8, **_8B
     ),
-    # 26 million in 91: on a CPU it decodes slowly enough to be followed token by token.
+    # 26 million parameters in 91 tensors: slow enough on a CPU to follow token by token.
     "tiny": PolicyConfig(
         hidden_size=512, intermediate_size=1536, num_layers=8, num_heads=8, num_kv_heads=4, **_TINY
     ),
-    # A mixture of 64 experts, of which a token takes eight: 7.04 billion in 4,023.
+    # A mixture of 64 experts, eight for each token: 7.04 billion parameters in 4,023 tensors.
     "moe": PolicyConfig(
         hidden_size=2048,
         num_layers=20,
@@ -49,7 +49,7 @@ MODELS: Final = {
         expert_size=768,
         **_8B,
     ),
-    # 21 million in 345: the same for CPUs.
+    # A mixture for CPUs: 21 million parameters in 345 tensors.
     "tiny-moe": PolicyConfig(
         hidden_size=256,
         num_layers=6,
@@ -113,7 +113,7 @@ class VllmTrainer:
         self.hello = {"size_bytes": size_bytes, "tensors": len(self._weights)}
 
     async def open(self, urls: Sequence[str]) -> None:
-        """Opens all transports, also to servers without a bus; waits for the engines on the bus."""
+        """Opens transports to all servers, with a bus or without; waits for engines to join."""
         load_general_plugins()  # trainer engines of others come with them
         given = self._settings
         bus_device, groups, engine = given["bus_device"], given["groups"], given["native_engine"]

@@ -71,7 +71,7 @@ def refuse(failure: WorkerFailure) -> None:
 
 
 def attempt(action: Callable[[], T]) -> T | WorkerFailure:
-    """Runs an action, and returns its result; returns its failure instead of raising it.
+    """Runs an action; returns its result or, instead of raising, its failure.
 
     So the workers can compare their failures before any of them raises.
     """
@@ -103,9 +103,9 @@ def is_last_worker() -> bool:
 
 
 def agree(mine: WorkerFailure | None) -> WorkerFailure | None:
-    """Returns the first worker's failure, in rank order; None if no worker has one. A collective.
+    """Returns the failure of the first worker that has one, else None. A collective.
 
-    All workers get the same result. With one worker, nothing is sent.
+    The lowest rank comes first. All workers get the same result. A lone worker sends nothing.
 
     Args:
         mine: this worker's failure; None without one.

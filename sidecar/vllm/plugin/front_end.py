@@ -40,7 +40,7 @@ def label_completion_output(original: Callable[..., Any], state: Any, *args: Any
 def check_token_ids(
     original: Callable[..., Any], renderer: Any, token_ids: Sequence[int], **named: Any
 ) -> None:
-    """Refuses token ids beyond the vocabulary, which would crash an engine core.
+    """Refuses requests with token ids beyond the vocabulary, which would crash an engine core.
 
     vLLM 0.32 checks token ids only if it has a tokenizer. Wraps vLLM's
     ``BaseRenderer.validate_token_ids``, which is ``original``.

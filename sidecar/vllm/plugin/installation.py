@@ -118,7 +118,7 @@ def apply_patches(forms: Mapping[str, str], load: Callable[[str], Any]) -> None:
     If several seams wrap one method, the registry defines their order.
 
     Args:
-        forms: by name of each seam, the form of vLLM's code that was found.
+        forms: by name of each seam, which of the seam's forms vLLM's code has.
         load: imports a module of vLLM by its name.
     """
     seams = [REGISTRY.seam(name) for name in forms]
@@ -146,7 +146,7 @@ def _method(target: str, load: Callable[[str], Any]) -> tuple[Any, str]:
 
 
 def _resolve(target: str, load: Callable[[str], Any]) -> Any:
-    """Returns the object that a target names, in vLLM or in wavebus itself."""
+    """Returns the object named ``module:Class.attribute``, in vLLM or in wavebus itself."""
     module, _, path = target.partition(":")
     found = load(module) if module.startswith("vllm.") else importlib.import_module(module)
     for name in filter(None, path.split(".")):
@@ -170,8 +170,7 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 def _answer(cores: Any, answers: Mapping[str, Callable[..., Any]]) -> None:
     """Makes engine cores answer these methods of ``collective_rpc`` by themselves.
 
-    A handler gets the core and the call's keyword arguments; it returns the answer, or a future of
-    it.
+    A handler gets the core and the call's arguments; it returns the answer, or a future of that.
     """
 
     def around(

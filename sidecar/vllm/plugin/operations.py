@@ -53,7 +53,7 @@ _MARK = re.compile(r"\[wavebus:([A-Za-z0-9_=-]+)\]")
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The form of all operations and answers: a field that a class does not have is refused."""
+    """The form of all operations and answers: fields that a class lacks are refused."""
 
 
 class SentChunk(_Strict, frozen=True):
@@ -128,7 +128,7 @@ class Start(_Strict, frozen=True, tag="start"):
 
 
 class ReceiveChunk(_Strict, frozen=True, tag="receive"):
-    """Begins to fetch a chunk of the armed manifest; vLLM's own engines also load it.
+    """Begins to fetch a chunk of the armed manifest; vLLM's worker engines also load it.
 
     Attributes:
         seq: number of the chunk.
@@ -156,10 +156,10 @@ class LoadChunk(SentChunk, frozen=True, tag="load"):
 
 
 class Restore(_Strict, frozen=True, tag="restore"):
-    """Closes the update session; incomplete layers get their old weights back.
+    """Closes the update session; layers that vLLM's loader has not completed get old weights.
 
-    If no session is open, one is opened for the target first. If nothing was loaded, all layers
-    keep their old weights.
+    So all old weights are back only if no layer was loaded. If no session is open, one is opened
+    for the target first.
 
     Attributes:
         target: what the update was to replace: the model, or its draft model.
@@ -214,7 +214,7 @@ class SettleAdapter(_Strict, frozen=True, tag="settle_adapter"):
 
 
 class Greet(_Strict, frozen=True, tag="greet"):
-    """Makes this connection the newest, so that operations of older ones are not begun."""
+    """Makes this connection the newest, so that no operation of an older connection begins."""
 
 
 class Rearm(_Strict, frozen=True, tag="arm_again"):

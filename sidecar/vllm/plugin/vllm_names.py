@@ -72,7 +72,7 @@ START_WAVE: Final = "EngineCoreOutputs(start_wave=self.current_wave)"
 
 
 def wraps(module: str, *methods: tuple[str, ...]) -> tuple[Wrap, ...]:
-    """Describes the wraps of some methods of vLLM by functions of one module of the plugin.
+    """Returns registry entries that wrap methods of vLLM by functions of one plugin module.
 
     Args:
         module: the plugin's module.

@@ -82,7 +82,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     kv_connectors: KvConnectors = msgspec.field(default_factory=dict)
 
     def limits_of(self, cores: int) -> RequestLimits:
-        """Returns which requests an engine takes that has this many cores."""
+        """Returns the limits for requests to an engine with this many cores."""
         return dataclasses.replace(self.limits, slots=self.limits.slots * cores)
 
 
@@ -173,10 +173,9 @@ def is_ours(answer: Any) -> bool:
 
 
 def admission(_worker: Any, **_asked: Any) -> None:
-    """Answers None for methods that a core answers itself, if its vLLM fits.
+    """Answers None to calls that the core should have answered, which means "not supported".
 
-    A call reaches the workers only where the core has no such method. The sidecar takes None as
-    "not supported".
+    Such a call reaches the workers only if the core of this vLLM lacks the method.
     """
 
 

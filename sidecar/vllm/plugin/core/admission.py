@@ -1,7 +1,7 @@
 """Admission of vLLM's engine cores: while it is closed, new requests end at once.
 
 Clients send requests to a server directly, so the core itself must reject them. A request whose id
-contains the pass is admitted: this is how the sidecar's own probes run. An in-process client gets
+contains a text set by the sidecar is admitted, so that probes can run. An in-process client gets
 no tokens, as for an aborted request. A client of an API server gets an error: the core sends the
 reason as the request's stop reason, and the front end raises the error that vLLM answers with HTTP
 503.
@@ -30,7 +30,7 @@ from sidecar.vllm.plugin.environment import BOOT_CLOSED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The method; its arguments are the fields of `CoreAdmission` to change, and ``ends``.
+# The method of ``collective_rpc``; it takes the arguments of :func:`set_admission`.
 SET_ADMISSION: Final = "wavebus_admission"
 
 
@@ -93,7 +93,7 @@ def _reject(core: Any, request: Any, wave: int) -> None:
     _end_empty(core, request)
     if not getattr(core, "wavebus_joins_asked_waves", False):
         return
-    if core.ignore_start_dp_wave:  # paused: with its resume, as the others
+    if core.ignore_start_dp_wave:  # paused: starts when it resumes, as in other ranks
         core.wavebus_pending_wave = max(wave, getattr(core, "wavebus_pending_wave", None) or 0)
     elif wave >= core.current_wave and not core.engines_running:
         core.current_wave = wave

@@ -138,9 +138,10 @@ def _salt_of(core: Any, served: str, params: Any) -> tuple[str, bool]:
 
 
 def _resalt(core: Any, *, begun: bool) -> None:
-    """Gives each request the salt that its keys and values now need.
+    """Gives requests that have not begun the current salt.
 
-    ``begun``: requests that have keys and values compute them again.
+    ``begun``: also requests that have begun but don't run, which compute their keys and values
+    again.
     """
     for request in core.scheduler.requests.values():
         has_begun = (
@@ -152,7 +153,7 @@ def _resalt(core: Any, *, begun: bool) -> None:
 
 
 def _salt(core: Any, request: Any) -> bool:
-    """Sets the request's salt; returns whether it has changed."""
+    """Sets the request's salt; returns whether the salt has changed."""
     before = getattr(request, "wavebus_salt", None)
     if before is None or request.is_finished():
         return False
@@ -313,7 +314,7 @@ def matched_tokens(
 ) -> Any:
     """Makes a decode engine compute a prompt whose keys and values it must not fetch.
 
-    They are of another version, or the prefill engine may have reused their blocks. Wraps
+    These are of another version, or the prefill engine may have reused their blocks. Wraps
     ``get_num_new_matched_tokens``, by which the connector says how many tokens it can fetch.
     """
     params = request.kv_transfer_params

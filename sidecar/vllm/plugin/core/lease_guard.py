@@ -127,7 +127,7 @@ class LeaseGuard:
         """Checks the lease page until the process ends; runs in a thread of its own.
 
         When a lease is over, the method wakes the core, which then calls :meth:`look` on its own
-        thread. It also writes the beat of the core's status page.
+        thread. It also writes to the core's status page that the process runs.
         """
         while True:
             time.sleep(PERIOD_S)
@@ -141,7 +141,7 @@ class LeaseGuard:
 
     @contextlib.contextmanager
     def _warns(self) -> Iterator[None]:
-        """Logs a failure once; the guard tries again, and the core lives on."""
+        """Logs a block's exception, unless it repeats the last one; never raises it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, the next look may go well
@@ -152,7 +152,7 @@ class LeaseGuard:
     def void_reason(self) -> str:
         """Returns why the sidecar may change no weights in this pause; empty if it may.
 
-        It may not once the core has acted on the end of the pause's lease.
+        The sidecar may not once the core has acted on the end of the pause's lease.
         """
         lease, end = self.page.lease(), self.page.outcome()
         if lease is None or end is None or end.serial != lease.serial:
@@ -189,7 +189,7 @@ class LeaseGuard:
         if self._prepared != lease.serial:
             try:
                 self._restore(lease)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is not whole then
+            except Exception as error:  # noqa: BLE001 - any failure leaves mixed weights
                 _log.exception("wavebus: an update could not be undone")
                 self._quarantine(lease, f"an update could not be undone: {error}")
                 return
@@ -207,7 +207,7 @@ class LeaseGuard:
             self._core.resume_scheduler()
 
     def _restore(self, lease: PauseLease) -> None:
-        """Undoes what the update had begun, and allocates the memory again."""
+        """Restores what the update had begun to change, and wakes memory that is asleep."""
         if lease.begun == "adapter":
             self._perform(operations.UndoAdapter(settled=True))
         elif lease.begun:
@@ -248,10 +248,7 @@ class LeaseGuard:
                 self._peers[rank] = msgspec.json.decode(self._store.get(key), type=PeerCore)
 
     def _deciding_peers(self, lease: PauseLease) -> Peers:
-        """Returns the cores that decide together with this one.
-
-        None stands for a rank that has announced no page yet.
-        """
+        """Returns the other cores that decide; None for ranks that have announced no page."""
         if self._size > 1:
             ranks = (rank for rank in range(self._size) if rank != self._rank)
             return {f"rank {rank}": self._peers.get(rank) for rank in ranks}
@@ -263,7 +260,7 @@ class LeaseGuard:
         }
 
     def _verdict(self, mine: PauseLease, peers: Peers) -> tuple[OutcomeState, str]:
-        """Returns what all cores decide together, after this one has voted."""
+        """Returns what all cores decide together, and why; this core has voted already."""
         waits = ""
         for name, peer in peers.items():
             try:

@@ -12,9 +12,9 @@ Each was seen to hang real ranks (vLLM 0.32), with vLLM's own coordinator or any
   resume returns before all ranks were asked to resume. Waves that are over are still dropped.
 * **A second pause.** Pausing a group that has agreed on its pause starts another agreement, for
   which all ranks must be asked again. When a `wait` pause becomes a `keep` at its deadline, some
-  ranks may know that it is over and some not. With this fix, a rank of a paused group answers a
-  `keep` or `abort` by itself, because there is nothing left to agree on. It does not for a
-  `wait`, which may have frozen requests to run to their end.
+  ranks may know that the `wait` is over and some not. With this fix, a rank of a paused group
+  answers a `keep` or `abort` by itself, because there is nothing left to agree on. A `wait`
+  still needs an agreement, because frozen requests may have to run to their end.
 
 Each function here wraps the method of its name of vLLM's ``DPEngineCoreProc``, which is
 ``original``. Disabled with ``WAVEBUS_CORE_GUARD=0``.

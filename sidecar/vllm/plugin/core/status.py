@@ -261,7 +261,7 @@ def dummy_batch(watch: CoreStatusWriter, original: Callable[..., Any], core: Any
 def agreement(
     watch: CoreStatusWriter, original: Callable[..., Any], core: Any, local_unfinished: bool
 ) -> Any:
-    """Marks the rank on its status page as waiting for the DP group; counts its step.
+    """Marks the rank on its status page as waiting for others; counts its step.
 
     Wraps vLLM's ``DPEngineCoreProc._has_global_unfinished_reqs``, which is ``original``.
     """

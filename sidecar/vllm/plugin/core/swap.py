@@ -91,7 +91,7 @@ class ReadySwap:
 
 @dataclass(slots=True)
 class _Vote:
-    """This rank's part in the current all-reduce, and the result."""
+    """Whether this rank is ready in the current all-reduce, and whether all ranks are."""
 
     ready: bool = False
     all_ready: bool = False
@@ -116,7 +116,7 @@ def swap(core: Any, version: int, check: str, operation: str, clear_cache: bool)
         clear_cache: whether requests drop their keys and values.
 
     Returns:
-        ``[False]``: the swap was not called off. In lockstep, a future of it.
+        ``[False]``: the swap was not called off. In lockstep, a future of that list.
 
     Raises:
         SwapRefused: the swap is impossible now, and nothing has changed.
@@ -178,7 +178,7 @@ def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
 
 
 def _clear_caches(core: Any, swap: ReadySwap) -> None:
-    """Drops everything computed with the old weights; no step runs before the swap."""
+    """Drops what the old weights computed, if asked; no step runs before the swap."""
     if not swap.clear_cache:
         return
     try:
@@ -282,7 +282,7 @@ def _labels_of(core: Any) -> deque[list[Any]]:
 
 
 def attach_weight_version(original: Callable[..., Any], core: Any, outputs: Any) -> None:
-    """Labels outputs of a step that began before a swap with the version before the swap."""
+    """Labels outputs of a step that began before a swap with the old version."""
     labels = _labels_of(core)
     if not labels:
         original(core, outputs)

@@ -48,11 +48,11 @@ class CopyPlan:
     """Says where the elements of each tensor of a manifest go in the model.
 
     Attributes:
-        copies: by tensor name, the copies of its elements; empty if this worker needs no element of
-            it.
-        fills: by target name, the elements that get the same value in every update, such as
-            padding.
-        targets: by name, every parameter and buffer that is filled.
+        copies: by name of a received tensor, its copies into the model; empty if this worker needs
+            no element of the tensor.
+        fills: by name of a parameter or buffer, its elements that are equal in every update, such
+            as padding.
+        targets: by name, the shape and dtype of every parameter and buffer that the plan fills.
     """
 
     copies: dict[str, tuple[TracedCopy, ...]]
@@ -81,7 +81,7 @@ class CopyPlan:
 
     @functools.cached_property
     def size_bytes(self) -> int:
-        """Total size of all targets in the form in which they are loaded, in bytes."""
+        """Size in bytes of all parameters and buffers that the plan fills, not yet repacked."""
         return sum(
             torch.Size(target.shape).numel() * target.dtype.itemsize
             for target in self.targets.values()

@@ -60,7 +60,7 @@ class TracedFill:
 
 
 class TargetNames:
-    """Finds which parameter or buffer of a model a tensor belongs to, by its storage.
+    """Finds the parameter or buffer of a model that shares a tensor's storage.
 
     A lookup may search the model again, because some loaders create a parameter only when they
     reach its tensor: vLLM's do so for the bias of an output head.
@@ -101,8 +101,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         metas: the tensors that the loader will be given.
         targets: the model's parameters and buffers.
         shared: parameters that belong to another model, which must not be filled.
-        exact_dtype: True refuses a tensor whose dtype differs from that of the parameter that it
-            fills.
+        exact_dtype: True refuses a tensor whose dtype is not that of the filled parameter.
         model_dtype: the model's dtype, by torch's name. A tensor of this dtype may also fill a
             float32 parameter.
 
@@ -146,7 +145,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def current(self) -> TensorMeta:
-        """The tensor that the loader got last, to name it if the loader fails."""
+        """The tensor that the loader got last, which an error of the loader concerns."""
         return self.metas[self._at]
 
     def feed(self, start: int, end: int, without: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,26 +5,26 @@ finishes without an error and serves tokens of neither version. vLLM casts a ten
 silently, and cuts one with too many rows. An unknown name fails in the middle of the load and takes
 the engine down.
 
-So a second model with the same configuration and shard is built once, on the meta device. Each new
-manifest is loaded into it chunk by chunk through vLLM's own loader, as meta tensors. A dispatch
-mode records every write and its source. Then every element of every parameter must have been
-written, by one tensor, and every tensor must have been used up. On pipeline, tensor or expert
-shards a worker sees only its own part, so the workers then merge which tensors any of them used.
+So a second model with the same configuration and shard, the *meta model*, is built once, on torch's
+meta device. vLLM's own loader loads each new manifest into it chunk by chunk, as meta tensors. A
+dispatch mode records every write and its source. Then every element of every parameter must have
+been written, by one tensor, and every tensor must have been used up. On pipeline, tensor or expert
+shards a worker uses only a part of the tensors, so the workers combine their records.
 
 The meta model is built from a private copy of the configuration: layers register themselves in the
 compilation config's ``static_forward_context``, and rotary embeddings in a cache of their module;
 neither may see the meta model. It holds no weights (8 B parameters take some MB of Python objects).
 
-A draft model that takes its embeddings or its output head from the model it drafts for (EAGLE and
-MTP, by :mod:`vllm.v1.spec_decode`) must not be sent those: they would be loaded into that model.
+Some draft models (EAGLE and MTP, see :mod:`vllm.v1.spec_decode`) use the main model's embeddings or
+output head. A draft's update must not contain these tensors: it would overwrite the main model's.
 
 vLLM can quantise a model while it loads (``--quantization fp8`` over a bf16 checkpoint). It
 quantises a layer as soon as the layer is full, which meta tensors can't do. Such a model takes the
 tensors of the unquantised one, so it is checked as unquantised.
 
-A patch need not fill the model. Its names must be known, with full shape and dtype. It is written
-into the served parameters by loaders that expect the loading layout, so the parameters that it
-touches must still have that layout (:mod:`sidecar.vllm.plugin.loading.patch_check`).
+A patch need not fill the model. Its names must be known, with full shape and dtype. Loaders write
+the patch into the served parameters, and expect the memory layout of the first load. So patched
+parameters must still have that layout (:mod:`sidecar.vllm.plugin.loading.patch_check`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Blueprint:
     Attributes:
         vllm_config, model_config, prefix: the arguments of the model's constructor.
         quantised: whether the checkpoint is quantised, or vLLM quantises the model while loading.
-        shared: names of its parameters that belong to another model, as a draft's may.
+        shared: names of the model's parameters that belong to another model, as a draft's may.
     """
 
     vllm_config: Any
@@ -117,8 +117,7 @@ class ManifestChecker:
     """Checks whether a manifest's tensors would fill the model of one worker exactly.
 
     Args:
-        built: the arguments from which vLLM built the model. The copy on the meta device is built
-            from them, once.
+        built: the arguments from which vLLM built the model, to build the meta model, once.
         serving: the serving model.
         tied_head: the parameter that the loader never fills; empty for none.
     """
@@ -402,7 +401,7 @@ class _ValuesOnCpu(TorchFunctionMode):
 
 @contextmanager
 def _own_rotary_cache() -> Iterator[None]:
-    """Builds the model with rotary embeddings of its own, outside vLLM's shared cache."""
+    """Empties vLLM's cache of rotary embeddings while a model is built in a block."""
     from vllm.model_executor.layers import rotary_embedding  # noqa: PLC0415 - only in a worker
 
     cache: dict[Any, Any] = rotary_embedding._ROPE_DICT  # noqa: SLF001 - there is no other way in
@@ -416,7 +415,7 @@ def _own_rotary_cache() -> Iterator[None]:
 
 
 def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:
-    """Translates the loader's exception: an unknown name, or a shape that doesn't fit."""
+    """Returns the refusal for a loader's exception: unknown name, or a shape that can't fit."""
     # vLLM appends the names of all parameters of the model.
     said = str(error).partition(". The available")[0]
     text = f"{type(error).__name__}: {said}".rstrip(": ")
@@ -432,5 +431,5 @@ def _unknown(meta: TensorMeta, why: str) -> EngineError:
 
 
 def meta_numel(meta: TensorMeta) -> int:
-    """Returns the number of elements of an announced tensor."""
+    """Returns the number of elements of a manifest's tensor."""
     return torch.Size(meta.shape).numel()

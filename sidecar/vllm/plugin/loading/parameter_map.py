@@ -52,7 +52,7 @@ class ParameterRef:
 
 
 class ParameterFingerprint:
-    """Detects whether vLLM has replaced or moved parameters; true while it has not.
+    """Detects whether vLLM has replaced or moved parameters; truthy until vLLM does.
 
     The engine runs no step during the check, so the compared values are prepared beforehand.
 
@@ -84,7 +84,7 @@ def find_parameters(
     """Returns the parameters and buffers of a model that a copy plan fills, by name.
 
     Raises:
-        NoPlanError: a target is missing, or can't be filled as the plan says.
+        NoPlanError: the model lacks one, or has it in another shape, dtype, layout or device.
     """
     there: dict[str, ParameterRef] = {}
     for prefix, module in model.named_modules():
@@ -134,7 +134,7 @@ def _check(place: ParameterRef, name: str, target: PlanTarget, device: torch.dev
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    both: list[dict[str, Any]] = [module._parameters, module._buffers]  # noqa: SLF001 - see Place
+    both: list[dict[str, Any]] = [module._parameters, module._buffers]  # noqa: SLF001 - its own
     return [(k, t) for own in both for k, t in own.items() if t is not None]
 
 

@@ -3,14 +3,13 @@
 ::
 
     what is known    how the update is loaded                       and then
-    nothing          (at ARM a plan is made, or the reason why none can be made is recorded)
     no plan          by vLLM's loader
     a plan           by vLLM's loader, compared with the plan       the plan is proven, or dropped
     a proven plan    by the plan
 
-All workers of an engine load in the same way: by the loader, if one of them can't use a plan. A
-plan belongs to the tensors of one manifest, however they are cut into chunks; another manifest
-replaces it.
+ARM makes the plan of a new manifest, or records why there can be none. All workers of an engine
+load in the same way: if one of them can't use its plan, all use vLLM's loader. A plan belongs to
+the tensors of one manifest, however they are cut into chunks; other tensors replace the plan.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ class PlanCache:
         any_rank: returns the elementwise maximum of flags over all workers of the engine.
 
     Attributes:
-        update: loads the current update by the plan; None if vLLM's loader loads it, or there is no
-            update.
+        update: loads the current update's chunks by the plan; None without an update, or if vLLM's
+            loader loads the chunks.
     """
 
     def __init__(
@@ -91,7 +90,11 @@ class PlanCache:
         self._way = ""  # how the last update was loaded
 
     def on_armed(self, manifest: Manifest, trace: LoaderTrace) -> None:
-        """Makes the copy plan of an armed manifest, unless it has the last one's tensors."""
+        """Makes an armed manifest's copy plan, unless the previous manifest's plan fits.
+
+        That plan fits if the names, dtypes and shapes are equal, in the same order. If no plan is
+        possible, :attr:`entry` has the reason.
+        """
         tensors = (manifest.names, manifest.dtypes, manifest.shapes)
         if self._entry is not None and self._entry.tensors == tensors:
             return
@@ -130,7 +133,7 @@ class PlanCache:
         return self.update is not None
 
     def on_load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Keeps a chunk that vLLM's loader is about to load, for the comparison."""
+        """Keeps a chunk for the comparison, before vLLM's loader loads the chunk."""
         self._observe(lambda comparison: comparison.on_load(tensors))
 
     def on_loaded(self) -> None:
@@ -138,7 +141,11 @@ class PlanCache:
         self._observe(PlanComparison.compare_loaded)
 
     def on_finished(self) -> None:
-        """Marks the plan as proven, or drops it, after a whole load by vLLM's loader."""
+        """Ends the comparison with vLLM's loader, which has finished the update.
+
+        If all elements match, the plan is proven; after a difference it is dropped. If elements are
+        missing, the plan stays unproven.
+        """
         if self._comparing is None:
             return
         known, comparison = self._comparing
@@ -167,7 +174,7 @@ class PlanCache:
         known.proven = known.plan is not None
 
     def close(self) -> None:
-        """Ends the current update."""
+        """Ends the current update, and its comparison; keeps the plan."""
         self.close_comparison()
         self.update = None
 
@@ -200,7 +207,7 @@ class PlanCache:
             self._discard(known, str(error))
 
     def _observe(self, step: Callable[[PlanComparison], None]) -> None:
-        """Runs a step of the comparison; its failure must not disturb the loader."""
+        """Runs a step of the comparison, if any; a failure only drops the plan."""
         if self._comparing is None:
             return
         known, comparison = self._comparing
@@ -221,7 +228,7 @@ class PlanCache:
         )
 
     def _check_methods(self) -> None:
-        """Raises :class:`NoPlanError` if vLLM changes a layer's weights after loading them."""
+        """Raises :class:`NoPlanError` if copies alone can't update the weights of some layer."""
         if self._vllm_config.parallel_config.enable_eplb:
             raise NoPlanError("experts move between workers (EPLB)")
         for name, module in self._model.named_modules():
@@ -229,5 +236,5 @@ class PlanCache:
             if method is not None and type(method).__name__ not in PLAIN_METHODS:
                 raise NoPlanError(f"{name} is quantised by {type(method).__name__}")
             kernel = reordering_kernel(module)
-            if kernel and self._device.type != "cpu":  # there it is repacked as vLLM does it
+            if kernel and self._device.type != "cpu":  # a CPU's plan repacks as vLLM does
                 raise NoPlanError(f"vLLM lays {name} out anew for its {kernel} kernel")

@@ -64,7 +64,7 @@ def put(module: torch.nn.Module, filled: dict[str, torch.Tensor]) -> None:
         module: a layer that vLLM repacks.
         filled: the loaded weights, by their names in the layer.
     """
-    own: dict[str, Any] = module._parameters  # noqa: SLF001 - see Place
+    own: dict[str, Any] = module._parameters  # noqa: SLF001 - its own, no child's
     kept = {key: own[key] for key in filled}
     try:
         for key, tensor in filled.items():
@@ -152,7 +152,7 @@ class PlanComparison:
         self._plan = plan
         self._places = find_parameters(plan, model, device)
         self._missing = {name for name, copies in plan.copies.items() if copies}
-        self._waiting: dict[str, list[tuple[str, torch.Tensor]]] = {}  # received, by target
+        self._waiting: dict[str, list[tuple[str, torch.Tensor]]] = {}  # received, by parameter
         self._hooked: list[tuple[Any, Any]] = []
         self._names_of: dict[torch.nn.Module, list[str]] = {}
         self.difference = ""
@@ -165,7 +165,7 @@ class PlanComparison:
             self._hook(method)
 
     def on_load(self, tensors: Received) -> None:
-        """Keeps a chunk that the loader is about to load."""
+        """Keeps a chunk that the loader is about to load, until its elements are compared."""
         for name, tensor in tensors:
             self._missing.discard(name)
             for target in dict.fromkeys(copy.target for copy in self._plan.copies[name]):
@@ -257,16 +257,16 @@ class PlanComparison:
 def copies(
     plan: CopyPlan, tensors: Received, memory: Callable[[str], torch.Tensor]
 ) -> tuple[CopyBatch, list[tuple[str, int]]]:
-    """Prepares the copies that put received tensors into the targets of a plan.
+    """Prepares the copies of received tensors into parameters and buffers, by a plan.
 
     Args:
         plan: where each element goes.
         tensors: ``(name, tensor)`` pairs: some tensors of the manifest.
-        memory: returns the tensor to fill for a target of the plan, by the target's name.
+        memory: returns the tensor to fill, by the name of a parameter or buffer.
 
     Returns:
-        The copies, not yet executed; and for each copy the name of its target, with how many
-            elements the copy fills.
+        The copies, not yet executed; and for each copy the name of the parameter or buffer, with
+            how many elements the copy fills.
 
     Raises:
         KeyError: the manifest has no tensor of that name.
@@ -285,7 +285,7 @@ def copies(
 
 
 def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
-    """Writes the constants of a target, such as padding; returns how many elements that fills."""
+    """Writes a parameter's constants, such as padding; returns how many elements they fill."""
     filled = 0
     for each in plan.fills.get(name, ()):
         filled += part(target, each.region).fill_(each.value).numel()

@@ -78,7 +78,7 @@ class StagedWeights:
         self._swap: tuple[tuple[object, ...], CopyBatch] | None = None
 
     def begin(self, plan: CopyPlan, chunks: Chunks) -> None:
-        """Begins to stage an update: allocates memory for it, or reuses an earlier one's.
+        """Begins to stage an update: allocates memory, or reuses an earlier update's.
 
         Args:
             plan: where each element goes in the model.
@@ -113,7 +113,7 @@ class StagedWeights:
         return self._require_layout().buffer_for(seq)
 
     def stage(self, seq: int, tensors: Received) -> bool:
-        """Puts a received chunk into the staging memory, as :meth:`StagingLayout.stage` does."""
+        """Stages a received chunk; returns False if it was received into staging memory."""
         return self._require_layout().stage(seq, tensors)
 
     def prove(

@@ -1,15 +1,15 @@
 """Decides where in staging memory the tensors of an update lie.
 
 ==================  ===========================  ================================================
-layout              one buffer for               used when
+layout              memory holds                 used when
 ==================  ===========================  ================================================
-:class:`AsSent`     each chunk, as it is packed  the worker uses all of every tensor, and serves
+:class:`AsSent`     chunks, packed as sent       the worker uses all of every tensor, and serves
                                                  its weights as they are loaded
-:class:`ByTarget`   each target of the plan      otherwise: it uses shards, casts dtypes, or
-                                                 repacks layers
+:class:`ByTarget`   parameters and buffers       otherwise: the worker uses shards, casts dtypes,
+                                                 or repacks layers
 ==================  ===========================  ================================================
 
-With :class:`AsSent` the transport can receive a chunk directly into the chunk's buffer: nothing is
+With :class:`AsSent` the transport can receive a chunk directly into the chunk's place: nothing is
 copied before the swap, while the worker runs steps. With :class:`ByTarget`, memory holds no more
 than this worker's part of the update.
 """
@@ -126,7 +126,8 @@ class StagingLayout(ABC):
             region: the elements: offset, sizes and strides, in elements.
 
         Returns:
-            A view of the elements in staging memory; None if they are not staged.
+            A view of the elements in staging memory; None if they have no place there or, in
+                :class:`AsSent`, are not staged yet.
         """
 
     @abstractmethod
@@ -134,14 +135,14 @@ class StagingLayout(ABC):
         """Prepares the copies that move all staged weights into the given tensors.
 
         Args:
-            targets: tensors with the names and shapes of the copy plan's targets.
+            targets: by name, the parameters and buffers to fill, in the copy plan's shapes.
         """
 
     def pad(self, targets: Memory) -> None:  # noqa: B027 - not every layout has to
         """Writes the constants that :meth:`into` does not copy, such as padding.
 
         Args:
-            targets: tensors with the names and shapes of the copy plan's targets.
+            targets: by name, the parameters and buffers to fill, in the copy plan's shapes.
         """
 
     @abstractmethod
@@ -159,12 +160,12 @@ class ByTarget(StagingLayout):
         self.shapes = {name: (each.shape, each.dtype) for name, each in plan.targets.items()}
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
-        """Returns staged elements of a target; None if the target is unknown."""
+        """Returns elements of a parameter or buffer; None if the plan does not fill it."""
         there = self._memory.get(target)
         return None if there is None else part(there, region)
 
     def into(self, targets: Memory) -> CopyBatch:
-        """Prepares one copy for each target."""
+        """Prepares one copy for each parameter or buffer."""
         return CopyBatch(list(targets.values()), [self._memory[name] for name in targets])
 
     def _start(self) -> None:
@@ -208,7 +209,7 @@ class AsSent(StagingLayout):
         return self._own(seq) if seq < len(self._chunks) else None
 
     def find(self, target: str, region: Region) -> torch.Tensor | None:
-        """Returns staged elements of a target; None if no chunk has brought them."""
+        """Returns elements of a parameter or buffer; None if no staged chunk has them."""
         if not self._found:
             for seq, name, copy in self._copies():
                 self._found[copy.target, copy.region] = seq, name, copy.source
@@ -228,7 +229,7 @@ class AsSent(StagingLayout):
         return CopyBatch([target for target, _ in pairs], [source for _, source in pairs])
 
     def pad(self, targets: Memory) -> None:
-        """Writes the constants of all targets, which no chunk brings."""
+        """Writes the constants of all parameters and buffers, which no chunk brings."""
         for name in self.plan.fills:
             pad(self.plan, name, targets[name])
 

@@ -58,7 +58,7 @@ class TargetModel:
     def discard(self) -> None:
         """Drops the tensors that vLLM's reload keeps for incomplete layers, after an abort.
 
-        Otherwise every later finish would try to load them again, and fail again.
+        Otherwise every later update would try to load them at its end, and fail.
         """
         self.plans.close_comparison()
         for info in reloading_layers(self.model):
@@ -92,7 +92,7 @@ class ArmedManifest:
             receiver: the open transport's receiver, or None.
 
         Raises:
-            EngineError: as :func:`sidecar.transfer.check_room`.
+            EngineError: code ``transfer_failed``: a chunk does not fit.
         """
         fits = None if receiver is None else (receiver, receiver.room_bytes)
         if fits is None or fits != self._fits:

@@ -145,8 +145,8 @@ class StagingChannelServer:
     def _locks_for(self, asked: operations.Operation | WorkerFailure) -> list[threading.Lock]:
         """Returns the locks that an operation holds while it is carried out.
 
-        Opening a transport may wait for other processes, so neither the core, and with it all
-        steps, nor a greeting connection waits for it.
+        :class:`Open` may wait for other processes. It does not hold the lock for which the core's
+        requests wait, so that steps go on.
         """
         match asked:
             case operations.Greet():

@@ -10,8 +10,8 @@
     the channel     ReceiveChunk,    channel's     a chunk is received, and staged
                     Stage
     the channel     Seal             channel's     checked: every element is staged
-    the core        CheckReady,      worker's      everything is copied into the weights
-                    SwapStaged
+    the core        CheckReady,      worker's      checked; then everything is copied into the
+                    SwapStaged                     weights
     the core        ReleaseStaging   worker's      the staged weights are dropped
 
 Until the swap the worker runs steps. Steps are mostly Python, and so is the staging channel, and
@@ -253,7 +253,7 @@ class Stager:
             return Done()
 
     def _start(self, armed: ArmedUpdate | None) -> bool:
-        """Allocates memory for the armed update; returns whether the transport receives into it.
+        """Allocates memory for the armed update; returns whether chunks arrive directly in it.
 
         Raises:
             EngineError: code ``wrong_state``: no update that can be staged is armed.
@@ -280,10 +280,7 @@ class Stager:
         self._receiver.begin(asked.seq, chunks, asked.backend, asked.handle, into)
 
     def _stage(self, chunks: Sequence[SentChunk]) -> None:
-        """Stages chunks that have arrived.
-
-        With the last chunk of the update, all checksums are compared.
-        """
+        """Waits for some chunks and stages them; compares checksums at the update's last one."""
         try:
             if chunks:
                 self._receiver.take(chunks[-1].seq)  # the others arrived before it

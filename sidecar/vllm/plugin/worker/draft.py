@@ -50,7 +50,7 @@ def _blueprint(worker: Any, draft: torch.nn.Module) -> Blueprint:
         _config(worker),
         config,
         config.quantization is not None,
-        # The prefix that its loaders use: a whole separate model, or a head on top of the other.
+        # The prefix of parameter names: a separate model has one, a head on the main model none.
         "draft_model" if speculative.uses_draft_model() else "",
         shared_parameters(draft, worker.get_model()),
     )

@@ -1,6 +1,6 @@
 """The weight transfer engine inside each vLLM worker.
 
-A sidecar calls its operations (:mod:`sidecar.vllm.plugin.operations`). Each is one call of all
+A sidecar requests its operations (:mod:`sidecar.vllm.plugin.operations`). Each is one call of all
 workers, which agree on its result (:mod:`sidecar.vllm.plugin.agreement`). Of vLLM's own calls the
 engine accepts those that open and close the sidecar's session
 (:mod:`sidecar.vllm.plugin.worker.session`), and refuses all others. Receiving, loading and
@@ -127,7 +127,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @property
     def _target(self) -> Target:
-        """The model that the session updates."""
+        """Which model the session updates: ``model``, the served one, or ``draft``."""
         draft = self._loadable.get("draft")
         return "draft" if draft is not None and draft.model is self.model else "model"
 
@@ -167,7 +167,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self.session.on_vllm_call(self._finish, opens=False)
 
     def _start(self) -> None:
-        """Prepares to copy by the plan, or moves the parameters to meta for vLLM's loader."""
+        """Prepares copies by the plan, or moves parameters to the meta device for vLLM's loader."""
         self._began = True
         loadable = self._loadable[self._target]
         run = loadable.plans.start(reloading=loadable.is_reloading)
@@ -377,11 +377,11 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.armed = ArmedUpdate(self._last_manifest, target, operation.staging)
 
     def arm(self, operation: operations.ArmManifest) -> StagingCapacity:
-        """Arms an update while the engine serves; returns what staging needs.
+        """Arms an update while the engine serves; returns how much memory staging needs.
 
         Raises:
-            EngineError: the manifest doesn't fit the target; ``wrong_state``: the meta model is
-                missing, and can't be built while steps run.
+            EngineError: the manifest doesn't fit the model or draft; code ``wrong_state``: the meta
+                model is missing, and can't be built while steps run.
         """
         if not self._loadable["model"].checker.prepared:
             raise EngineError("nothing was checked here before", code=NackCode.WRONG_STATE)
@@ -392,7 +392,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Arms the last manifest again for staging, while the engine serves. No collective.
 
         Raises:
-            EngineError: another update was armed last, or the transport has no room for it.
+            EngineError: another update was armed last, or a chunk doesn't fit the transport.
         """
         armed = self.armed
         if armed is None or (armed.target, armed.announced.digest) != ("model", operation.manifest):
@@ -420,7 +420,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return received if self._loads_in_place() else self._receiver.take_own(operation.seq)
 
     def _take(self, operation: operations.SentChunk, check: Callable[[], None]) -> Tensors:
-        """Returns a chunk when all workers have it; raises if ``check`` raised in any of them."""
+        """Returns a chunk when all workers have it; raises if ``check`` raised in any."""
         arrived: Tensors = []
 
         def prepare() -> None:
@@ -483,7 +483,7 @@ def worker_index(parallel: Any) -> int:
 
 
 def not_this_engine(backend: str) -> EngineError:
-    """Returns the error of an operation that needs another worker engine of vLLM."""
+    """Returns the error of an operation for a worker engine not chosen at boot."""
     return EngineError(
         f"this engine was not booted with vLLM's worker engine {engine_of(backend)!r}",
         code=NackCode.BACKEND_MISSING,

@@ -39,7 +39,7 @@ _OURS = os.path.join(SHM_FOLDER, FOLDER_PREFIX)  # noqa: PTH118 - a prefix of pa
 
 @dataclass(frozen=True, slots=True)
 class HeldAdapter:
-    """A LoRA adapter in CPU memory, from which vLLM loads it whenever it needs it.
+    """A LoRA adapter in CPU memory, from where vLLM can load it at any time.
 
     Attributes:
         config: PEFT's ``adapter_config``.
@@ -175,12 +175,14 @@ class LoraAdapters:
     def replacement_for(self, request: Any) -> tuple[Any, Any]:
         """Decides what vLLM must load for one of its requests to load an adapter.
 
+        An adapter that a user loads from a path outside the bus replaces the bus's of that name.
+
         Args:
             request: vLLM's ``LoRARequest``.
 
         Returns:
-            Two values: vLLM's model of the adapter that came over the bus, or None; and if it is
-                None, the request that vLLM must load itself.
+            vLLM's model of the adapter that came over the bus, or None; and the request that vLLM
+                must load itself in the second case.
         """
         name, path = request.lora_name, request.lora_path
         self._ids.setdefault(name, set()).add(request.lora_int_id)

@@ -34,14 +34,14 @@ __all__ = ["NativeUpdates", "guarded"]
 
 
 class NativeUpdates(WavebusWeightTransferEngine):
-    """Carries out a sidecar's operations with one of vLLM's own engines, or by itself.
+    """Carries out a sidecar's operations with one of vLLM's own engines, or without.
 
-    By itself it loads updates that come over a backend of wavebus's.
+    Updates that come over a backend of wavebus's are loaded without vLLM's engine.
 
     Args:
         name: the engine's name in vLLM's factory.
         engine: the engine, of the class that :func:`guarded` returns.
-        original: the same engine with the methods of vLLM's own class: the ``super()`` of it.
+        original: the ``super()`` of that engine, which has the methods of vLLM's own class.
     """
 
     def __init__(self, name: str, engine: Any, original: Any) -> None:
@@ -154,11 +154,11 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._receiver.backend, self._opened = operation.backend, True
 
     def _placed(self, info: dict[str, Any], place: RankAssignment) -> dict[str, Any]:
-        """Returns the init info with the rank offset that the bus assigned, if any.
+        """Returns vLLM's init info with this worker's rank from the bus, if any.
 
         vLLM's workers add to ``rank_offset`` their index among all workers of all data parallel
         ranks, which they compute themselves. They do so even behind an external load balancer,
-        where each rank is a separate engine on the bus. That index is subtracted here.
+        where each rank is a separate engine on the bus. So that index is subtracted here.
         """
         if "rank_offset" not in info:
             return info
@@ -169,10 +169,10 @@ class NativeUpdates(WavebusWeightTransferEngine):
         return {**info, "rank_offset": offset, "world_size": place.world_size}
 
     def _in_mesh(self, info: dict[str, Any], place: RankAssignment) -> tuple[dict[str, Any], Any]:
-        """Returns the init info and parallel config that place this worker in the mesh.
+        """Returns vLLM's init info and parallel config for a mesh with several trainer ranks.
 
         The mesh has the trainer's ranks first, then the workers of all engines. ``rank_offset`` is
-        the number of the first worker in it. The broker's numbers count the whole trainer as one
+        the first worker's number in the mesh. The broker's numbers count the whole trainer as one
         rank; the returned ones count each of its ranks.
 
         vLLM computes a worker's number in the mesh from its parallel config, as if there were a
@@ -210,7 +210,7 @@ def _require_rank(place: RankAssignment) -> None:
 
 
 def _columns(metas: tuple[TensorMeta, ...], counts: tuple[int, ...]) -> dict[str, Any]:
-    """Returns a chunk's tensors in the form of vLLM's update infos; ``counts`` for a patch."""
+    """Returns a chunk's tensors as vLLM's update info names them; only a patch has ``counts``."""
     return {
         "names": [meta.name for meta in metas],
         "dtype_names": [meta.dtype for meta in metas],

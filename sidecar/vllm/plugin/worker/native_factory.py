@@ -52,7 +52,7 @@ def create_engine(
 
 
 def _guarded(factory: Any, backend: str) -> type[Any] | None:
-    """Returns the class to create instead of the registered one; None to keep that one."""
+    """Returns the class to create instead of the registered one; None: the registered one."""
     registered = factory._registry.get(backend)  # noqa: SLF001 - there is no other way in
     if backend == BACKEND or backend in UNSUPPORTED or registered is None:
         return None
