@@ -8,7 +8,7 @@ adapters use numbers too. So the buffer counts only versions passed to
 ==================  ====================  ==========================================================
 event               possible if           effect
 ==================  ====================  ==========================================================
-a rollout starts    ``capacity()`` > 0    it is under way, and last in the order
+a rollout starts    ``capacity()`` > 0    it is under way, and last in the order of starting
 it adds a sample    it is under way       it is finished and keeps its place; dropped if too old
 it ends without     it is under way       it leaves the order
 ``on_commit(v)``    v is the newest       the next step begins; samples that are too old are dropped

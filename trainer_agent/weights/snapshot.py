@@ -1,6 +1,6 @@
 """Keeps the weights of the last commit in CPU memory, for stale engines.
 
-While a whole update of the model is sent, its chunks are copied into a second block of memory,
+While a whole update of the model is sent, its tensors are copied into a second block of memory,
 which replaces the first at the commit. So a failed update changes nothing, and there are two copies
 from the second update on. Other commits (a patch, a draft, an adapter) make the snapshot outdated
 until the next whole update of the model.
