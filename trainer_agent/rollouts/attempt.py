@@ -194,7 +194,7 @@ async def _posted(
 
 
 def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exception]:
-    """Returns the pieces in a chunk of bytes, and whether the stream has ended, or its error."""
+    """Returns the pieces in some bytes, and whether the stream ends, or its error."""
     batch: list[Piece] = []
     try:
         for data in events.feed(chunk):

@@ -199,7 +199,7 @@ class ChoiceState:
         )
 
     def _search_stop(self, fresh: list[int]) -> list[int]:
-        """Returns the new tokens up to the end of a stop string; drops the later ones."""
+        """Returns the new tokens up to the end of a stop string; drops later ones."""
         assert self._stop_search is not None
         first = len(self.token_ids) - len(fresh)
         for place, token in enumerate(fresh):
@@ -268,6 +268,6 @@ def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:
 
 
 def _number(label: str | int | None) -> int | None:
-    """Returns the version in a label; 0 if it has none, such as ``default``; None without label."""
+    """Returns a label's version; 0 for foreign labels, such as ``default``; None without label."""
     text = str(label)
     return int(text) if text.isdecimal() else None if label is None else 0

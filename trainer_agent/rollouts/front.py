@@ -331,7 +331,7 @@ def _error(http: web.Request, status: int, text: str) -> web.Response:
 async def serve(
     client: RolloutClient, host: str, port: int, *, tokenizer: Any = None, api_key: str = ""
 ) -> AsyncIterator[str]:
-    """Serves a connected client over HTTP for the length of a block; yields the base URL.
+    """Serves a connected client over HTTP during a block; yields the base URL.
 
     Args:
         client: the client.

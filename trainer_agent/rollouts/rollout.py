@@ -225,7 +225,7 @@ class RolloutRun:
             raise Cut("stalled", f"no token for {self._pool.stall_s:g} s") from None
 
     def _blame(self, load: EngineLoad, cut: Cut) -> None:
-        """Records that an engine's answer was cut off; the request avoids the engine from now on.
+        """Records that an engine's answer was cut off; this request avoids the engine afterwards.
 
         Raises:
             RequestPoisoned: it is the second engine that died.

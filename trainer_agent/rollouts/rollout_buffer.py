@@ -146,7 +146,7 @@ class RolloutBuffer(Generic[T]):
         self._has_samples = asyncio.Event()
 
     def capacity(self) -> int:
-        """Returns how many rollouts may start now and will not be too old when they are used.
+        """Returns how many rollouts may start now without being too old when used.
 
         This assumes that each step uses ``samples_per_step``. Rollouts under way, finished samples
         and samples that this step has taken reduce the capacity.

@@ -206,7 +206,7 @@ class Router:
             load.hold_s = min(2 * load.hold_s, _LONGEST_HOLD_S)
 
     def next_release_s(self, now_s: float) -> float | None:
-        """Returns when the next held engine may get requests again; None if no engine is held."""
+        """Returns when the first held engine gets requests again; None if none is held."""
         held = [load.held_until_s for load in self.engines.values() if load.held_until_s > now_s]
         return min(held, default=None)
 

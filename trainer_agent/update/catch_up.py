@@ -101,7 +101,7 @@ class CatchUp:
         await asyncio.wait([task])
 
     def on_stale(self, stale: StaleEngines) -> None:
-        """Starts a catch-up if none runs and the trainer is idle; the broker repeats its report."""
+        """Starts a catch-up if none runs and the trainer is idle; the broker repeats reports."""
         if stale.version != self._snapshot.version or self._suspensions or not self._is_idle():
             return
         if self._task is not None and not self._task.done():
@@ -112,7 +112,7 @@ class CatchUp:
             self._task = asyncio.create_task(self._catch_up(StaleEngines(stale.version, scope)))
 
     def _due(self, dp_groups: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the DP groups to update now: those that have not failed, else one to retry."""
+        """Returns the DP groups to update now: those without a failure, else one to retry."""
         self._retries = {name: self._retries[name] for name in dp_groups if name in self._retries}
         fresh = tuple(name for name in dp_groups if name not in self._retries)
         if fresh:

@@ -188,7 +188,7 @@ class ChunkStream:
         return await run_to_end(self._fill, seq, await taking)
 
     def _check_stuck(self, seq: int, waited_s: float) -> WavebusError | None:
-        """Returns the error if a tensor takes too long or another rank is lost; else None."""
+        """Returns the error if a tensor takes too long or a rank is lost; else None."""
         self.connection.tensors_taken = self._taken
         if self.connection.lost_rank is not None:
             return refusal(self.connection.lost_rank)

@@ -1,4 +1,4 @@
-"""Synchronizes the ranks of a trainer: rank 0 leads an update, the others gather tensors with it.
+"""Synchronizes a trainer's ranks: rank 0 leads an update, the others gather tensors with it.
 
 With FSDP, a full tensor is gathered in a collective of all ranks. So no rank may begin before every
 engine is ready: the other ranks wait for GO, which the broker relays. And no rank may stop in the

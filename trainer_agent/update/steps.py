@@ -200,7 +200,7 @@ async def flat_task_group() -> AsyncIterator[TaskGroup]:
 
 
 async def run_to_end(call: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Runs ``call`` in a thread and returns its result; a cancelled caller waits for it too."""
+    """Runs ``call`` in a thread, and returns its result; cancelled callers wait too."""
     results: list[T] = []
 
     async def run() -> None:

@@ -138,7 +138,7 @@ class Updates:
 
     @contextlib.contextmanager
     def as_follower(self) -> Iterator[int]:
-        """Marks the next update as under way on a rank other than 0; yields its number."""
+        """Marks the next update as under way, on ranks other than 0; yields its number."""
         number = self._claim()
         try:
             yield number

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def as_source(weights: Weights, config: Any = None) -> WeightSource:
-    """Makes a source of weights in any accepted form, such as a module or a state dict.
+    """Makes a source of weights in any form, such as a module or state dict.
 
     Args:
         weights: a module, a state dict, pairs of name and tensor, or a source, which is returned.

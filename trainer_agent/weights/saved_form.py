@@ -80,7 +80,7 @@ class SavedForm:
 def saved_form(
     weights: torch.nn.Module | Mapping[str, torch.Tensor], config: Any = None
 ) -> SavedForm | None:
-    """Returns the source for a model of transformers or its state dict; None for other weights.
+    """Returns the source for a transformers model or its state dict; None for other weights.
 
     Args:
         weights: a module; or tensors by their names in memory.

@@ -76,7 +76,7 @@ class Snapshot:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of all copies of the weights, with the spare one for reuse, in bytes."""
+        """The memory of all copies of the weights, including the spare one, in bytes."""
         return sum(copy.size_bytes for copy in (self.kept, self._spare) if copy is not None)
 
     def begin(self, metas: Sequence[TensorMeta]) -> WeightsCopy:
