@@ -173,7 +173,7 @@ async def prefill(
 async def _posted(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> AsyncGenerator[aiohttp.ClientResponse]:
-    """Posts a request; raises :class:`Cut` if the connection fails, even inside the block."""
+    """Posts a request, and yields the response; ``Cut`` if the connection fails at any time."""
     sent = False
     try:
         async with session.post(

@@ -86,7 +86,7 @@ class ChoiceState:
             engine: the engine's name.
 
         Returns:
-            What is new for the caller: tokens, or the choice's end; None if nothing is.
+            The new tokens, or the choice's end, for the caller; None if there is nothing new.
 
         Raises:
             Cut: the piece is invalid.

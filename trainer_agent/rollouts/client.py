@@ -167,7 +167,7 @@ class RolloutClient(ChatClient):
             UsageError: the request can't be served; the text names the field at fault.
             NoEngine: no engine was available in time.
             RequestPoisoned: two engines died while they ran the request.
-            RolloutFailed: five attempts in a row gave no token; or with ``on_inexact="raise"``.
+            RolloutFailed: five attempts in a row gave no token; or ``on_inexact="raise"`` applied.
         """
         rollout = self._make(
             prompt_token_ids, sampling_params, session_id, on_inexact, extra, on_delta

@@ -37,7 +37,7 @@ class AttemptWatch:
 
     Attributes:
         engine: the engine's name.
-        limit: runs out if no token arrives for the pool's ``stall_s`` while the engine runs.
+        limit: the attempt's timeout; expires after ``stall_s`` without a token of a running engine.
         last_s: when the last token arrived, on the event loop's clock.
     """
 
@@ -116,7 +116,7 @@ class EnginePool:
         Args:
             session: the request's session, or None.
             sequences: how many sequences the request has.
-            avoid: names of engines that failed the request before.
+            avoid: names of engines that failed the request, used only if there are no others.
 
         Raises:
             NoEngine: no engine was available in time.

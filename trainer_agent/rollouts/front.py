@@ -261,7 +261,7 @@ class _Front:
         chat: Chat | None,
         deltas: asyncio.Queue[tuple[int, TokenDelta] | None] | None,
     ) -> tuple[list[tuple[Choice, Mapping[str, Any]]], dict[str, int]]:
-        """Generates for all prompts; returns choices with messages, and usage. An error ends it."""
+        """Generates for all prompts; returns choices, messages and usage. One error cancels all."""
 
         def generate(number: int, prompt: Any) -> Coroutine[Any, Any, Completion]:
             return self._client.generate(

@@ -36,7 +36,7 @@ class RolloutRun:
         http: the HTTP session for requests to engines.
         tokenizer: decodes tokens to text; None: no text and no stop strings.
         on_delta: called with new tokens as they arrive. These tokens can't be taken back, so with
-            ``on_delta`` a choice that has tokens is never begun anew.
+            ``on_delta`` a choice that has tokens never restarts from the prompt.
     """
 
     def __init__(

@@ -161,8 +161,8 @@ class RolloutBuffer(Generic[T]):
 
         Args:
             current_version: the version for which ages are computed. Commits up to that version
-                count, and the version itself, even if it is not committed yet. Samples with later
-                tokens alone don't count. Default: the newest version.
+                count, and the version itself, even if it is not committed yet. Samples whose
+                tokens are all later don't count. Default: the newest version.
             max_age_steps: the greatest age that counts. Default: the buffer's own.
         """
         limit = self.max_age_steps if max_age_steps is None else max_age_steps

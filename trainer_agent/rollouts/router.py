@@ -60,7 +60,7 @@ class EngineLoad:
         peaks: the greatest ``in_flight`` since the broker's last report of the engine's requests,
             then those between earlier reports, the latest first.
         queued: how many requests the engine had in the last report, if some of them waited; else 0.
-        goal: the window up to which each finished sequence adds one to the window.
+        goal: the window size below which each finished sequence adds one to the window.
     """
 
     route: Route

@@ -257,7 +257,7 @@ async def send_stream(
 ) -> UpdateReport:
     """Sends a stream's weights to the engines, commits the update, and returns its report.
 
-    If this fails, the caller must undo the update.
+    If this fails, the caller must call :meth:`Update.end`, which aborts the update.
 
     Args:
         update: the update, which has begun.

@@ -366,8 +366,8 @@ class Update:
         """Ends the update, so that the next one can begin.
 
         Args:
-            error: why the update failed. Its steps are then undone first, and the other ranks get
-                the error. None: the update is committed.
+            error: why the update failed. It is then aborted first, engines resume, and the other
+                ranks get the error. None: the update is committed.
         """
         try:
             if error is not None:

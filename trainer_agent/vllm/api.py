@@ -102,7 +102,7 @@ class VllmApi:
     async def _info_of_all_ranks(self, engine: str, make: Callable[..., Any]) -> Any:
         """Returns this rank's ``init_info`` for a trainer engine with which every rank sends.
 
-        ``make`` makes the info from a world and, on the other ranks, from rank 0's rendezvous.
+        ``make`` makes it from the communicator's members and, on other ranks, rank 0's rendezvous.
         """
         if self.rank:
             with self._updates.as_follower() as number:

@@ -19,7 +19,7 @@ class BusWeightSyncClient:
 
     - :class:`bus.errors.UsageError`: the engines were not started with the worker engine of the
       ``init_info``, the bus can't carry an argument, or calls are out of order;
-    - the errors of :meth:`TrainerAgent.update_weights`: the update is undone, and engines resume;
+    - the errors of :meth:`TrainerAgent.update_weights`: the update is aborted, and engines resume;
     - :class:`bus.errors.BusClosed`: the agent is not connected.
     """
 

@@ -108,7 +108,7 @@ class ClientUpdate:
         self.raise_failure()
 
     async def wait_until_taken(self, seq: int) -> None:
-        """Waits until every tensor of a chunk was taken, or the update has failed.
+        """Waits until the trainer engine has read every tensor of a chunk.
 
         Raises:
             WavebusError: the update has failed; this is its error.

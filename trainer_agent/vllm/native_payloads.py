@@ -38,7 +38,7 @@ class NativeTransport:
     Attributes:
         backend: the backend's name on the bus, such as ``vllm:nccl``.
         chunk_bytes: the most bytes that the trainer engine sends per ``update_weights``;
-            None: all.
+            None: all tensors.
         opened_for: names, dtypes and shapes, if the transport works for these tensors only;
             else empty.
     """

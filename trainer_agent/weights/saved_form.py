@@ -42,7 +42,7 @@ class SavedForm:
     A sharded tensor is gathered just before the tensors made of it are yielded.
 
     Args:
-        model: a model of transformers, which maps its names to a checkpoint's; or its meta copy.
+        model: a transformers model, maybe on the meta device; it maps its names to a checkpoint's.
         tensors: the model's parameters and buffers, by their names in memory.
 
     Raises:

@@ -64,8 +64,8 @@ class Snapshot:
     """Keeps the weights of one trainer's last commit.
 
     Attributes:
-        version: the version of the kept weights; 0 if none are kept.
-        kept: the copy of these weights.
+        version: the version of the kept weights; 0 if there are none, or they are outdated.
+        kept: the copy of these weights; None before the first.
     """
 
     def __init__(self) -> None:
