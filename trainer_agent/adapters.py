@@ -73,7 +73,7 @@ class Adapters:
                 ``backend_missing``: LoRA is not enabled in an engine, and nothing has changed.
             Refused: as :meth:`update_weights`.
             BusTimeout: as :meth:`update_weights`.
-            UsageError: name, source or config are not an adapter's; or the trainer has several
+            UsageError: ``adapter``, ``source`` or ``config`` is invalid; or the trainer has several
                 ranks: gather the adapter first, and give rank 0 an agent of its own for it.
         """
         if self.ranks != 1:

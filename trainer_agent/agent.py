@@ -92,8 +92,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         verify: how many words of each tensor are verified by checksum before engines load it:
             ``sample`` 4,096, ``full`` all (about one second per 2 GB and core), ``off`` none.
         lease_ms: how long engines stay paused if trainer and broker are both gone.
-        timeout_s: how long one step (a pause, an acknowledgement by all engines) may take after the
-            previous step, the source may take for one tensor, and the broker may be silent. Choose
+        timeout_s: the longest time, in seconds, from one step to the next (a pause, an answer of
+            all engines), for one tensor of the source, and without a frame from the broker. Choose
             more than the broker's ``--step-timeout-ms`` (300 s), after which the broker excludes
             engines that have not answered, and the others continue.
         key: file with this trainer's secret key (`wavebus keygen`). Default: $WAVEBUS_KEY, or none.
@@ -221,7 +221,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             self._transport.close()
 
     async def close_transport(self) -> None:
-        """Destroys the transport's sender and frees its memory; the next update opens a new one.
+        """Closes the transport and frees its memory; the next update opens the transport again.
 
         Raises:
             UsageError: an update is under way.
@@ -253,7 +253,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             All engines of the group.
 
         Raises:
-            Refused: code ``timeout``, with the names of the engines that have joined.
+            Refused: code ``timeout``: too few have joined in time; the text names those that have.
         """
         if count < 1:
             raise UsageError(f"count={count}: wait for one engine at least")
@@ -314,8 +314,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             wait_s: as :meth:`paused`.
             escalate: as :meth:`paused`.
             canary: fixed prompts (probes) that every engine runs before it serves the weights.
-                Engines whose tokens differ are quarantined, and named in :attr:`last_update`. On
-                vLLM it needs ``mode="abort"``, or ``mode="wait"`` with ``escalate="abort"``.
+                Engines that fail it are quarantined, and named in :attr:`last_update`. On vLLM it
+                needs ``mode="abort"``, or ``mode="wait"`` with ``escalate="abort"``.
             quorum: how many DP groups must have all weights for the update to be committed; an
                 engine alone is a DP group of one. The other DP groups are quarantined. ``all``: all
                 DP groups that are present when the update begins. If too few are left, the update
@@ -326,7 +326,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 held). :attr:`last_update` says which it was, and why.
             staging_bytes: the most memory that staging may take in each worker of an engine, in
                 bytes. Default: 90% of the memory that is free there.
-            keep_staging: whether that memory stays allocated for the next update.
+            keep_staging: whether the memory for staging stays allocated for the next update.
             check_finite: whether to search all weights for NaN and Inf, and to fail the update if
                 there are any. Default: only the values that ``verify`` reads for checksums are
                 searched, and NaN or Inf among them logs the warning ``weights_not_finite``.

@@ -31,10 +31,10 @@ Client = TypeVar("Client", bound=contextlib.AbstractAsyncContextManager[Any])
 class BusThread(Generic[Client]):
     """Runs an async client in a thread of its own, which keeps the connection alive.
 
-    Any thread may call it.
+    Its methods may be called from any thread.
 
     Args:
-        make: returns the client; called in that thread.
+        make: returns the client; called in the new thread.
     """
 
     def __init__(self, make: Callable[[], Client]) -> None:
@@ -69,7 +69,7 @@ class BusThread(Generic[Client]):
         self.close()
 
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Runs ``work`` in the thread; on an interrupt, waits until the work is undone."""
+        """Runs ``work`` in the thread and returns its result; on Ctrl-C, cancels and awaits it."""
         ended = threading.Event()
         scopes: list[anyio.CancelScope] = []  # the scope of the work, once it has begun
 
@@ -142,7 +142,7 @@ class _Block(Generic[T]):
         self._task: asyncio.Task[bool | None] | None = None
 
     async def enter(self) -> T:
-        """Enters the context and returns its value. If cancelled, leaves the context first."""
+        """Enters the context and returns its value; if the caller is cancelled, leaves it again."""
         loop = asyncio.get_running_loop()
         entered: asyncio.Future[T] = loop.create_future()
         self._body: asyncio.Future[_ExcInfo] = loop.create_future()

@@ -93,7 +93,7 @@ class Canary:
 
 
 def digest(tokens: Sequence[int]) -> str:
-    """Returns a short hash of token ids, for texts."""
+    """Returns a short hash of token ids, for error texts."""
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:12]
 
 

@@ -70,7 +70,7 @@ def _demo(plan: DemoPlan, *, as_json: bool) -> None:
 
 
 def _demo_with_faults(plan: DemoPlan, *, as_json: bool) -> None:
-    """Runs the demo that kills processes; prints its result, and exits with 1 if a check failed."""
+    """Runs the demo that kills processes, prints its result; exit code 1 if a check failed."""
     from trainer_agent.demo import chaos, twin  # noqa: PLC0415 - after --help
 
     say = partial(click.echo, err=True)

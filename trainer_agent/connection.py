@@ -1,4 +1,4 @@
-"""The broker connection of a trainer rank or an observer; repeats requests until answered."""
+"""Connects a trainer rank or a rollout client to the broker; repeats unanswered requests."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Connection:
     """Connects a peer to the broker; arguments are as in :class:`trainer_agent.TrainerAgent`.
 
     Attributes:
-        delivery: repeats undo commands in the background.
-        kept_version: returns the version whose weights this peer keeps; heartbeats report it.
-        on_stale: receives the stale engines, which lack that version.
-        on_routes: receives the routes of each group, if this peer is an observer.
-        tensors_taken: tensors read from the source of the update under way; heartbeats report it.
+        delivery: repeats undo commands (ABORT, RESUME, TRAINER_STEP) in the background.
+        kept_version: returns the version of the snapshot, 0 without one; heartbeats report it.
+        on_stale: called with the stale engines that lack the snapshot's version.
+        on_routes: called with a group's name and its routes; rollout clients receive them.
+        tensors_taken: how many tensors of the present update were read; heartbeats report it.
         lost_rank: the broker's NACK if another rank of the trainer is gone; else None.
     """
 
@@ -92,7 +92,7 @@ class Connection:
         self.lost_rank: Nack | None = None
 
     async def open(self) -> None:
-        """Joins the bus.
+        """Joins the bus; returns when the broker has accepted the join.
 
         Raises:
             BusTimeout: no broker answers at the address within ``timeout_s``.
@@ -146,7 +146,7 @@ class Connection:
 
     @property
     def boot(self) -> int:
-        """The random number of this life of the peer."""
+        """A random number, which :meth:`open` draws; it tells restarted peers of one name apart."""
         return self._require_peer().boot
 
     async def ask(
@@ -162,9 +162,9 @@ class Connection:
         Args:
             message: the request.
             expect: the type of the answer.
-            timeout_s: how long to wait, in seconds. The time of a step of all engines counts from
-                the end of the step before, because it may be sent ahead. Default: that of the
-                constructor.
+            timeout_s: how long to wait, in seconds. For a request to all engines the time counts
+                from the end of the previous one, because requests may be sent ahead of their turn.
+                Default: that of the constructor.
             even_if_silent: whether to send even if nothing was received from the broker lately.
 
         Returns:
@@ -237,7 +237,7 @@ class Connection:
         return found[0] if found else ""
 
     async def wait_until_delivered(self, message: Message, timeout_s: float) -> None:
-        """Waits until all undo commands are answered, so that ``message`` can't overtake them.
+        """Waits until undo commands, such as ABORT, are answered, so that ``message`` may be sent.
 
         Raises:
             BusTimeout: an undo command is still unanswered after ``timeout_s``.
@@ -278,7 +278,7 @@ class Connection:
         future.set_result(message)
 
     def _refused_unread(self, message: Message) -> int:
-        """Returns the id of the request that the broker refused unread; the largest one."""
+        """Returns the id of the request that an OVERSIZED NACK refuses (the largest); else 0."""
         if not isinstance(message, Nack) or message.code is not NackCode.OVERSIZED:
             return 0
         sizes = {each: len(bytes(encode_body(step))) for each, step in self._steps.items()}

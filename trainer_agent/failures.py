@@ -131,7 +131,7 @@ def _request(asked: Message) -> str:
 
 
 def _step(asked: Message) -> str:
-    """Returns the step of a request, as NACKs name it; without one, the message's name."""
+    """Returns a request's step, as NACKs name it; the message's name if none."""
     step = GROUP_STEPS.get(type(asked))
     return WIRE_NAMES[type(asked)] if step is None else step.value
 

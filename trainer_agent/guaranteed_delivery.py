@@ -1,9 +1,9 @@
 """Delivers undo commands (ABORT, RESUME, TRAINER_STEP) even while the broker is down.
 
 :meth:`GuaranteedDelivery.send` waits for the answer while the broker is reachable. Otherwise it
-returns ``BusTimeout`` and repeats the commands in the background until the broker is back, because
-the broker may still hold the engines for this trainer. New requests wait until all are delivered,
-so that they cannot overtake an undo.
+returns ``BusTimeout`` and repeats the commands in the background until the broker answers, because
+the broker may still keep engines paused for this trainer. New requests wait until all commands are
+answered, so that they cannot overtake an undo.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GuaranteedDelivery:
         Cancelling the caller does not stop the delivery.
 
         Returns:
-            The first error; None if all were answered.
+            The first error; ``BusTimeout`` if answers are missing; None if all were answered.
         """
         sending = asyncio.ensure_future(self._send_all(messages))
         self._open_tasks.add(sending)

@@ -72,11 +72,11 @@ class PauseOptions:
 class UpdateOptions:
     """The checked arguments of :meth:`TrainerAgent.update_weights`.
 
-    The attributes are named as the arguments are; ``pause`` has those of a pause, and is used only
-    if the update needs one.
+    The attributes are named as the arguments are. ``pause`` holds the arguments of the pause, which
+    apply only if the update needs a pause.
 
     Raises:
-        UsageError: an argument is wrong, or the update must be ``staged`` and needs a pause.
+        UsageError: an argument is wrong, or ``how="staged"`` and another option needs a pause.
     """
 
     pause: PauseOptions

@@ -95,7 +95,7 @@ class Pauses:
 
             async with agent.asleep(level=2):
                 train()                             # the GPU is yours
-                await agent.update_weights(model)   # the weights wake for it; the KV cache sleeps
+                await agent.update_weights(model)   # wakes the weights; the KV cache stays asleep
                 model.cpu()                         # make room
             # everything is awake, and serves the new weights
 

@@ -21,12 +21,12 @@ class UpdateReport:
         engines: how many engines serve the version.
         excluded: engines that dropped out: dead, quarantined, or still paused because they could
             not resume (the broker repeats its request to those).
-        interrupted: requests in flight at the swap, or held by the pause, over all engines.
+        interrupted: how many requests of all engines were in flight at the swap, or were paused.
         arm_ms: duration of the manifest check, before the pause.
         pause_ms: from the first PAUSE_LOCAL until the last engine was idle.
         paused_ms: from the first PAUSE_LOCAL until the last engine had resumed; 0 inside
             ``agent.paused()``, which ends later.
-        slowest: the engine that acknowledged the pause last.
+        slowest: the engine that acknowledged the pause last; empty without a pause.
         size_bytes: how many bytes were sent.
         chunks: how many chunks were sent.
         verified: how much of each tensor was verified by checksum: ``sample``, ``full`` or
@@ -75,7 +75,7 @@ class UpdateReport:
 
         Args:
             armed: the answer to ARM.
-            paused: the answer to the pause; None if the update made none.
+            paused: the answer to PAUSE_LOCAL; None if the update made no pause.
             committed: the answer to COMMIT.
             resumed: the answer to RESUME; None if the update made no pause.
             others: the other attributes of the report.

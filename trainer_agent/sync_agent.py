@@ -63,7 +63,7 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
     ) -> int:
         """Sends weights to every engine, as :meth:`TrainerAgent.update_weights` does.
 
-        ``on_sent`` is called in the bus's thread.
+        ``on_sent`` is called in the background thread.
         """
         return self._call(lambda: self._async.update_weights(source, on_sent=on_sent, **options))
 
@@ -114,16 +114,16 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         wait_s: float = WAIT_S,
         escalate: Escalation = "keep",
     ) -> Iterator[GroupAck]:
-        """Keeps the group asleep for the length of a block, as :meth:`TrainerAgent.asleep` does.
-
-        The connection to the bus stays alive meanwhile.
-        """
+        """Keeps the group asleep for the length of a block, as :meth:`TrainerAgent.asleep` does."""
         sleep = self._async.asleep(level=level, mode=mode, wait_s=wait_s, escalate=escalate)
         with self._block(sleep) as ack:
             yield ack
 
     def init_info(self, engine: str = "wavebus", **fields: Any) -> Any:
-        """Returns the init info of a vLLM trainer engine. See :meth:`TrainerAgent.init_info`."""
+        """Returns the ``init_info`` with which vLLM makes a trainer engine.
+
+        See :meth:`TrainerAgent.init_info`; ``engine`` is the trainer engine's name.
+        """
         portal, agent = self._connected()
         return portal.call(functools.partial(agent.init_info, engine, **fields))
 
@@ -136,21 +136,21 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         quorum: Quorum = None,
         **options: Unpack[PauseArguments],
     ) -> BusWeightSyncClient:
-        """Returns a ``client`` for vLLM's trainer engines. See :meth:`TrainerAgent.client`."""
+        """Returns the ``client`` of a vLLM trainer engine. See :meth:`TrainerAgent.client`."""
         return self._async.client(
             chunk_bytes=chunk_bytes, target=target, canary=canary, quorum=quorum, **options
         )
 
     def source(self, weights: Weights) -> BusWeightSource:
-        """Returns a ``source`` for vLLM's trainer engines. See :meth:`TrainerAgent.source`."""
+        """Wraps weights as a vLLM trainer engine's source. See :meth:`TrainerAgent.source`."""
         return self._async.source(weights)
 
     def patches(self, patches: Iterable[AnyPatch], *, base: int | None = None) -> BusPatches:
-        """Returns patches for vLLM's ``sparse_nccl`` engine. See :meth:`TrainerAgent.patches`."""
+        """Wraps patches for a ``sparse_nccl`` trainer engine. See :meth:`TrainerAgent.patches`."""
         return self._async.patches(patches, base=base)
 
     def close_transport(self) -> None:
-        """Frees the transport's memory, as :meth:`TrainerAgent.close_transport` does."""
+        """Closes the transport and frees its memory, as :meth:`TrainerAgent.close_transport`."""
         self._call(self._async.close_transport)
 
     def commits_since(self, version: int) -> int:

@@ -1,7 +1,7 @@
 """Checks that each token was sampled with the weights of its version.
 
 An engine reports each token's log-probability and version. The policy of that version, given the
-same prompt and the same earlier tokens, must compute the same value. Pauses of the demo discard
+same prompt and the same earlier tokens, must compute the same value. Updates of the demo discard
 keys and values, so tokens after an update depend on the new weights alone.
 """
 

@@ -1,4 +1,4 @@
-"""The options of ``wavebus demo``; the module loads no torch, so that help texts are quick."""
+"""The options of ``wavebus demo``, without loading torch, so that help texts are quick."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Policy(Qwen3):
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
-        """Draws all matrices, with deviation 1/sqrt(fan-in) inside, for near-uniform outputs."""
+        """Draws all matrices; those of the layers with standard deviation 1/sqrt(fan-in)."""
         for name, weight in self.named_parameters():
             if name.endswith("norm.weight"):
                 continue

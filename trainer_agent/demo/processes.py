@@ -170,7 +170,7 @@ class Processes:
 
 
 def _wait(process: subprocess.Popen[str]) -> None:
-    """Waits for a process that has been told to end, and kills it if that takes too long."""
+    """Waits until a process has ended; kills it if that takes over 15 s."""
     try:
         process.wait(_STOP_S)
     except subprocess.TimeoutExpired:

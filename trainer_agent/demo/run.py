@@ -132,7 +132,7 @@ def run_demo(
     Args:
         plan: the options of the run.
         say: called with a line of text for each event.
-        progress: called with the results so far and the version.
+        progress: called with the results so far and the version that engines serve.
 
     Raises:
         WavebusError: a process ended, or the bus refused a request.

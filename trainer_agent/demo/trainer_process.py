@@ -59,12 +59,12 @@ class TrainerProcess:
         theirs.close()
 
     def tell(self, order: dict[str, str]) -> None:
-        """Orders the process to send the weights of file ``path``, with ``label`` and ``how``."""
+        """Orders the process to send a file's weights; keys: ``path``, ``label`` and ``how``."""
         with contextlib.suppress(OSError):  # it was killed, as answer() shows
             self._connection.send(order)
 
     def answer(self) -> dict[str, Any] | None:
-        """Returns an update's report, or its ``error`` and ``text``; None if the process died."""
+        """Waits for the update's result: its report, or ``error`` and ``text``; None if killed."""
         try:
             return cast("dict[str, Any]", self._connection.recv())
         except (EOFError, OSError):

@@ -1,8 +1,8 @@
 """Proves that engines answer the same while they are updated and killed as when undisturbed.
 
-Sampled sessions first run on undisturbed engines (the twin). Then the same sessions are repeated
-while the same weights are sent as new versions, and one engine after the other is killed by SIGKILL
-and restarted. Each answer is compared with its twin, token for token.
+Sampled sessions first run on undisturbed engines. Their answers are the twins. Then the sessions
+are repeated while the same weights are sent as new versions, and one engine after the other is
+killed by SIGKILL and restarted. Each answer is compared with its twin, token for token.
 """
 
 from __future__ import annotations

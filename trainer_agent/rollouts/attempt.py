@@ -173,7 +173,7 @@ async def prefill(
 async def _posted(
     session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]
 ) -> AsyncGenerator[aiohttp.ClientResponse]:
-    """Posts a request; raises :class:`Cut` if the connection fails, even inside the block."""
+    """Posts a request, and yields the response; ``Cut`` if the connection fails at any time."""
     sent = False
     try:
         async with session.post(
@@ -194,7 +194,7 @@ async def _posted(
 
 
 def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exception]:
-    """Returns a chunk's pieces, and whether the stream has ended; or the error that ends it."""
+    """Returns the pieces in some bytes, and whether the stream ends, or its error."""
     batch: list[Piece] = []
     try:
         for data in events.feed(chunk):

@@ -141,7 +141,7 @@ class ChatClient:
         return ChatCompletion(done.request_id, done.prompt_token_ids, done.choices, answers)
 
     def make_chat(self, messages: Any, **fields: Any) -> Chat:
-        """Makes one turn of a conversation; takes the arguments of :meth:`chat`."""
+        """Makes one turn of a conversation; ``fields`` are the others of vLLM's chat request."""
         return Chat(self.ask, self._tokenizer, {"messages": messages, **fields})
 
     async def ask(self, path: str, body: Any = None, avoid: set[str] | None = None) -> Any:

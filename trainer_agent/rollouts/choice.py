@@ -86,7 +86,7 @@ class ChoiceState:
             engine: the engine's name.
 
         Returns:
-            What is new for the caller: tokens, or the choice's end; None if nothing is.
+            The new tokens, or the choice's end, for the caller; None if there is nothing new.
 
         Raises:
             Cut: the piece is invalid.
@@ -165,7 +165,7 @@ class ChoiceState:
             raise Cut("broken", f"the answer ends without choice {self.index}'s end")
 
     def mark_inexact(self, reasons: Sequence[str]) -> None:
-        """Records why the tokens after the next attempt may differ from an uninterrupted answer."""
+        """Records why tokens from now on may differ from those of an uninterrupted answer."""
         self._inexact += [each for each in reasons if each not in self._inexact]
 
     def restart(self) -> None:
@@ -199,7 +199,7 @@ class ChoiceState:
         )
 
     def _search_stop(self, fresh: list[int]) -> list[int]:
-        """Returns the new tokens up to the end of a stop string; drops the later ones."""
+        """Returns the new tokens up to the end of a stop string; drops later ones."""
         assert self._stop_search is not None
         first = len(self.token_ids) - len(fresh)
         for place, token in enumerate(fresh):
@@ -244,9 +244,9 @@ class _StopSearch:
         self._tail = ""
 
     def add(self, token: int, stops: Sequence[str]) -> tuple[str, int]:
-        """Returns the stop string that this token completes; empty if none.
+        """Adds a token to the text; returns the stop string that it completes, or "".
 
-        Returns also how many characters the text has from the start of that stop string.
+        Also returns how many characters the text has from the start of that stop string on.
         """
         seen, before = self._tail + self._text.add(token), len(self._tail)
         longest = max(map(len, stops))
@@ -268,6 +268,6 @@ def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:
 
 
 def _number(label: str | int | None) -> int | None:
-    """Returns a label's version; 0 for labels that are not wavebus's, such as ``default``."""
+    """Returns a label's version; 0 for foreign labels, such as ``default``; None without label."""
     text = str(label)
     return int(text) if text.isdecimal() else None if label is None else 0

@@ -46,8 +46,8 @@ class RolloutClient(ChatClient):
             done = await rollouts.generate([5, 9, 77], {"max_tokens": 64, "logprobs": 0})
             print(done.choices[0].token_ids, done.choices[0].spans)
 
-    An interrupted request continues after its last token, on another routed engine if necessary.
-    Requests wait while no engine is routed. A lost broker leaves the last routes in use.
+    An interrupted request continues after its last token, on another routable engine if necessary.
+    Requests wait while no engine is routable. While the broker is gone, its last routes are used.
 
     Args:
         broker: the broker's address.
@@ -56,7 +56,7 @@ class RolloutClient(ChatClient):
         tokenizer: decodes tokens into text; needed for stop strings.
         stall_s: how long a running engine may take for the next token, in seconds. After that the
             request moves to another engine.
-        unavailable_s: how long a request waits for a routed engine, in seconds.
+        unavailable_s: how long a request waits for a routable engine, in seconds.
         timeout_s: how long the broker may take to accept the join, in seconds.
         api_key: the engines' API key, if they need one. Default: VLLM_API_KEY.
         key: as in :class:`trainer_agent.TrainerAgent`.
@@ -107,7 +107,7 @@ class RolloutClient(ChatClient):
         self._http: aiohttp.ClientSession | None = None
 
     async def connect(self) -> Self:
-        """Joins the bus.
+        """Joins the bus; returns when the broker has accepted the join.
 
         Raises:
             BusTimeout: no broker answers.
@@ -167,7 +167,7 @@ class RolloutClient(ChatClient):
             UsageError: the request can't be served; the text names the field at fault.
             NoEngine: no engine was available in time.
             RequestPoisoned: two engines died while they ran the request.
-            RolloutFailed: five attempts in a row gave no token, or ``on_inexact="raise"``.
+            RolloutFailed: five attempts in a row gave no token; or ``on_inexact="raise"`` applied.
         """
         rollout = self._make(
             prompt_token_ids, sampling_params, session_id, on_inexact, extra, on_delta

@@ -37,7 +37,7 @@ class AttemptWatch:
 
     Attributes:
         engine: the engine's name.
-        limit: runs out if no token arrives for the pool's ``stall_s`` while the engine runs.
+        limit: the attempt's timeout; expires after ``stall_s`` without a token of a running engine.
         last_s: when the last token arrived, on the event loop's clock.
     """
 
@@ -51,14 +51,14 @@ class EnginePool:
 
     Args:
         group: the group.
-        connection: an observer's connection to the broker.
+        connection: the rollout client's connection to the broker.
         stall_s: how long a running engine may take for the next token, in seconds; then the attempt
             is cancelled.
         unavailable_s: how long a request waits while no engine is available, in seconds.
 
     Attributes:
         attempts: the attempts under way.
-        requests: the limits of the requests under way, which run out when the pool is closed.
+        requests: the timeout of each request under way; all expire when the pool is closed.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EnginePool:
         self._last_token_s = 0.0
 
     async def open(self) -> None:
-        """Joins the bus.
+        """Joins the bus; returns when the broker has accepted the join.
 
         Raises:
             BusTimeout: no broker answers.
@@ -116,7 +116,7 @@ class EnginePool:
         Args:
             session: the request's session, or None.
             sequences: how many sequences the request has.
-            avoid: names of engines that failed the request before.
+            avoid: names of engines that failed the request, used only if there are no others.
 
         Raises:
             NoEngine: no engine was available in time.
@@ -212,9 +212,9 @@ class EnginePool:
         """Checks that an engine generates tokens, or will after a pause.
 
         Args:
-            since_s: when engines began to refuse a request; until ``unavailable_s`` later, nothing
-                is checked.
-            last: how the last engine refused it, for the error.
+            since_s: when engines began to refuse a request. Nothing is checked until
+                ``unavailable_s`` have passed since then and since the last token of any request.
+            last: how the last engine refused the request, for the error's text.
 
         Raises:
             NoEngine: there is none; the text names the group's engines.
@@ -274,6 +274,6 @@ class EnginePool:
 
 
 def expire(limit: asyncio.Timeout) -> None:
-    """Lets an ``asyncio.timeout(None)`` that was entered run out; a second call does nothing."""
+    """Makes an entered ``asyncio.timeout(None)`` expire now; a second call does nothing."""
     if limit.when() is None:
         limit.reschedule(0)

@@ -76,7 +76,7 @@ class _Common(msgspec.Struct):
 
 
 class _Asked:
-    """A parsed request. ``params`` are its route's own fields."""
+    """A parsed HTTP request; ``params``: all fields but the prompt and those of ``_Common``."""
 
     def __init__(self, http: web.Request, raw: bytes) -> None:
         prompt, kind = _ROUTES[http.path]
@@ -141,7 +141,7 @@ class _Reader:
         self.sent = 0
 
     def add(self, delta: TokenDelta) -> str:
-        """Returns the text that a stream may send now."""
+        """Adds tokens; returns the text to send, without what may begin a stop string."""
         if self._growing is not None:
             self._text += "".join(map(self._growing.add, delta.token_ids))
         end = self.sent if delta.finish_reason else max(self.sent, len(self._text) - self._held)
@@ -261,7 +261,7 @@ class _Front:
         chat: Chat | None,
         deltas: asyncio.Queue[tuple[int, TokenDelta] | None] | None,
     ) -> tuple[list[tuple[Choice, Mapping[str, Any]]], dict[str, int]]:
-        """Returns choices with their messages, and the usage. A failed prompt ends the others."""
+        """Generates for all prompts; returns choices, messages and usage. One error cancels all."""
 
         def generate(number: int, prompt: Any) -> Coroutine[Any, Any, Completion]:
             return self._client.generate(
@@ -331,7 +331,7 @@ def _error(http: web.Request, status: int, text: str) -> web.Response:
 async def serve(
     client: RolloutClient, host: str, port: int, *, tokenizer: Any = None, api_key: str = ""
 ) -> AsyncIterator[str]:
-    """Serves a connected client over HTTP for the length of a block; yields the base URL.
+    """Serves a connected client over HTTP during a block; yields the base URL.
 
     Args:
         client: the client.

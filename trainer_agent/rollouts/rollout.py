@@ -36,7 +36,7 @@ class RolloutRun:
         http: the HTTP session for requests to engines.
         tokenizer: decodes tokens to text; None: no text and no stop strings.
         on_delta: called with new tokens as they arrive. These tokens can't be taken back, so with
-            ``on_delta`` a choice that has tokens is never begun anew.
+            ``on_delta`` a choice that has tokens never restarts from the prompt.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RolloutRun:
         """Sends attempts until all choices are done.
 
         Raises:
-            UsageError, RolloutFailed: as :meth:`RolloutClient.generate`.
+            UsageError, NoEngine, RequestPoisoned, RolloutFailed: as :meth:`RolloutClient.generate`.
             BusClosed: the client was closed.
         """
         try:
@@ -105,7 +105,7 @@ class RolloutRun:
             await self._attempt([choice])
 
     async def _attempt(self, choices: Sequence[ChoiceState]) -> None:
-        """Sends one request: for several new choices, or for one choice after its tokens."""
+        """Sends one request to an engine: for new choices, or to continue one choice."""
         request, first = self._request, choices[0]
         load = await self._pool.acquire(request.session_id, len(choices), frozenset(self._avoid))
         route = load.route
@@ -143,7 +143,7 @@ class RolloutRun:
             await self._pool.require_engines(self._refused_s, self._last)
 
     def _prepare(self, choice: ChoiceState, reasons: Sequence[str]) -> None:
-        """Decides how a choice with tokens continues; ``reasons`` say why not exactly."""
+        """Applies ``on_inexact`` to a choice that for these reasons can't continue exactly."""
         if not reasons:
             return
         request = self._request
@@ -206,7 +206,7 @@ class RolloutRun:
 
     @contextlib.asynccontextmanager
     async def _watched(self, engine: str) -> AsyncIterator[AttemptWatch]:
-        """Cancels the block if the engine stalls.
+        """Cancels the block if the engine gives no token for ``stall_s``.
 
         Raises:
             Cut: the engine has stalled.
@@ -225,7 +225,7 @@ class RolloutRun:
             raise Cut("stalled", f"no token for {self._pool.stall_s:g} s") from None
 
     def _blame(self, load: EngineLoad, cut: Cut) -> None:
-        """Records that an engine's answer was cut off; the request avoids the engine from now on.
+        """Records that an engine's answer was cut off; this request avoids the engine afterwards.
 
         Raises:
             RequestPoisoned: it is the second engine that died.

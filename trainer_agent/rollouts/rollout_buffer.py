@@ -8,7 +8,7 @@ adapters use numbers too. So the buffer counts only versions passed to
 ==================  ====================  ==========================================================
 event               possible if           effect
 ==================  ====================  ==========================================================
-a rollout starts    ``capacity()`` > 0    it is under way, and last in the order
+a rollout starts    ``capacity()`` > 0    it is under way, and last in the order of starting
 it adds a sample    it is under way       it is finished and keeps its place; dropped if too old
 it ends without     it is under way       it leaves the order
 ``on_commit(v)``    v is the newest       the next step begins; samples that are too old are dropped
@@ -146,7 +146,7 @@ class RolloutBuffer(Generic[T]):
         self._has_samples = asyncio.Event()
 
     def capacity(self) -> int:
-        """Returns how many rollouts may start now and will not be too old when they are used.
+        """Returns how many rollouts may start now without being too old when used.
 
         This assumes that each step uses ``samples_per_step``. Rollouts under way, finished samples
         and samples that this step has taken reduce the capacity.
@@ -161,8 +161,8 @@ class RolloutBuffer(Generic[T]):
 
         Args:
             current_version: the version for which ages are computed. Commits up to that version
-                count, and the version itself, even if it is not committed yet. Samples with later
-                tokens alone don't count. Default: the newest version.
+                count, and the version itself, even if it is not committed yet. Samples whose
+                tokens are all later don't count. Default: the newest version.
             max_age_steps: the greatest age that counts. Default: the buffer's own.
         """
         limit = self.max_age_steps if max_age_steps is None else max_age_steps

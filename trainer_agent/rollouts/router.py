@@ -3,7 +3,7 @@
 ========================  ===================================================================
 a request                 goes to
 ========================  ===================================================================
-of a session              the engine that served the session last, while that is routed
+of a session              the engine that served the session last, while it is routable
 of a new session          by rendezvous hashing: the engine with the highest score that has at
                           most 1.25 times the mean of sessions
 without a session         the least loaded engine
@@ -13,10 +13,10 @@ Prefill engines are not chosen while another engine is routable. They compute th
 requests that run on decode engines (:meth:`Router.pick_prefill`).
 
 Invariants: at most ``window`` sequences are in flight on an engine, unless a single request has
-more. A window is at least one and at most the engine's slots. A window halves on rejections and
-while requests wait in the engine. It grows on completions: by one for each up to its goal, beyond
-that by one per window of completions. A session moves only if its engine leaves the routes, or if
-its request must avoid the engine.
+more. A window is at least one and at most the engine's slots (sequences that it runs at once). It
+halves on rejections and while requests wait in the engine. It grows on completions: by one for each
+up to its goal, beyond that by one per window of completions. A session moves only if its engine
+leaves the routes, or if its request must avoid the engine.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class EngineLoad:
         held_until_s: until when no request is sent to the engine, in seconds.
         hold_s: how long the next hold lasts, in seconds.
         others: how many sequences of other clients the engine has.
-        peaks: this client's greatest loads, the latest first: since the broker's last report of the
-            engine's requests, and between the reports before.
+        peaks: the greatest ``in_flight`` since the broker's last report of the engine's requests,
+            then those between earlier reports, the latest first.
         queued: how many requests the engine had in the last report, if some of them waited; else 0.
-        goal: the size up to which the window grows fast.
+        goal: the window size below which each finished sequence adds one to the window.
     """
 
     route: Route
@@ -206,7 +206,7 @@ class Router:
             load.hold_s = min(2 * load.hold_s, _LONGEST_HOLD_S)
 
     def next_release_s(self, now_s: float) -> float | None:
-        """Returns when the next held engine may get requests again; None if no engine is held."""
+        """Returns when the first held engine gets requests again; None if none is held."""
         held = [load.held_until_s for load in self.engines.values() if load.held_until_s > now_s]
         return min(held, default=None)
 

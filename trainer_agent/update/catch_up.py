@@ -1,9 +1,9 @@
-"""Sends the snapshot to stale engines in the background, so that they catch up.
+"""Sends the weights of the last commit to stale engines, in the background.
 
 The broker reports stale engines (see :mod:`bus.protocol.group.catch_up`). A catch-up is an update
 of these engines alone, over its own transport, while the others serve and the trainer trains. The
-trainer's own requests take priority: they first undo a catch-up that is under way. A catch-up that
-fails is repeated with growing delays, one DP group at a time, so that no other engine waits for it.
+trainer's own requests take priority: they first abort a catch-up that is under way. A catch-up that
+fails is repeated with growing delays, one DP group at a time, so that the others don't wait for it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class CatchUp:
 
     @contextlib.asynccontextmanager
     async def suspend(self) -> AsyncIterator[None]:
-        """Undoes a catch-up under way, and starts no other for the length of a block."""
+        """Aborts a catch-up under way, and starts none for the length of a block."""
         self._suspensions += 1
         try:
             await self.stop()
@@ -91,7 +91,7 @@ class CatchUp:
             self._suspensions -= 1
 
     async def stop(self) -> None:
-        """Undoes the catch-up under way, if any, and waits until it is undone."""
+        """Aborts the catch-up under way, if any, and waits for its end."""
         task = self._task
         if task is None or task.done():
             return
@@ -101,7 +101,7 @@ class CatchUp:
         await asyncio.wait([task])
 
     def on_stale(self, stale: StaleEngines) -> None:
-        """Starts a catch-up if possible. The broker repeats its report while engines are stale."""
+        """Starts a catch-up if none runs and the trainer is idle; the broker repeats reports."""
         if stale.version != self._snapshot.version or self._suspensions or not self._is_idle():
             return
         if self._task is not None and not self._task.done():

@@ -46,10 +46,10 @@ _LOOK_S: Final = 0.5  # how often the progress of the source is checked
 
 
 class ChunkStream:
-    """Sends a source in chunks, with as many in flight as the sender has buffers.
+    """Sends a source in chunks; at most the sender's ``prefetch_depth`` chunks are in flight.
 
-    Engines get two messages per chunk. At WEIGHT_CHUNK_META, before the tensors, they begin to
-    receive. At CHUNK_SENT, after the tensors and with their checksums, they verify and load.
+    Engines get two messages per chunk. WEIGHT_CHUNK_META comes before the tensors: engines begin to
+    receive. CHUNK_SENT, with the checksums, comes after the tensors: engines verify and load.
 
     Args:
         source: the weights.
@@ -60,8 +60,8 @@ class ChunkStream:
     Attributes:
         plan: the manifest, made of the source's metadata.
         all_sent: set when the last chunk and its CHUNK_SENT are sent.
-        on_released: called when the trainer may modify the source's tensors: when all are in the
-            sender's buffers or, without buffers, when engines have received them.
+        on_released: called, once or twice, when the trainer may modify the source's tensors: when
+            the last one is in a buffer, and when engines have loaded all.
         copy: receives a copy of every tensor; None: nothing is copied.
         connection: the trainer's connection. Its ``timeout_s`` limits how long the source may take
             for one tensor.
@@ -89,14 +89,14 @@ class ChunkStream:
         self.verify: Verify = verify if sender.is_bit_exact else "unsupported"
 
     async def fill(self) -> None:
-        """Reads chunks from the source into the sender's buffers, and sends nothing yet."""
+        """Fills the sender's buffers with the first chunks of the source, and sends nothing yet."""
         while len(self._filled) < min(self._sender.prefetch_depth, self.plan.chunks):
             self._filled.append(await self._put(len(self._filled)))
 
     async def send(self, update: Update, steps: Steps) -> None:
-        """Announces every chunk once engines are paused, and sends it once they have started.
+        """Sends all chunks, and returns when every engine has loaded them.
 
-        Returns when every engine has applied every chunk.
+        A chunk is announced once ``update.paused`` is set, and sent once ``update.started`` is.
 
         Args:
             update: the update.
@@ -119,7 +119,7 @@ class ChunkStream:
     async def _send(
         self, update: Update, chunk: _FilledChunk, steps: Steps, window: ChunkWindow
     ) -> None:
-        """Announces and sends a chunk, then CHUNK_SENT; waits until engines have applied it."""
+        """Sends WEIGHT_CHUNK_META, a chunk and CHUNK_SENT; waits until engines have loaded it."""
         seq = chunk.seq
         window.on_announced(seq)
         async with steps.announce_chunk(self.plan.chunk_meta(update.id, seq, chunk.handle)):
@@ -156,7 +156,7 @@ class ChunkStream:
         self._changed = anyio.Event()
 
     def drain(self) -> None:
-        """Reads the rest of the source, because the other ranks gather its tensors too."""
+        """Reads the rest of the source, so that other ranks don't hang in its collectives."""
         if self._is_stuck:
             return
         with self._take_lock:
@@ -164,7 +164,7 @@ class ChunkStream:
                 pass
 
     def close(self) -> None:
-        """Ends the pass over the source, unless a thread still waits in it."""
+        """Closes the source's iterator if it is a generator that no thread is reading."""
         if isinstance(self._remaining, Generator) and self._take_lock.acquire(blocking=False):
             try:
                 self._remaining.close()
@@ -188,7 +188,7 @@ class ChunkStream:
         return await run_to_end(self._fill, seq, await taking)
 
     def _check_stuck(self, seq: int, waited_s: float) -> WavebusError | None:
-        """Returns the error of a source that takes too long for a tensor; None if it does not."""
+        """Returns the error if a tensor takes too long or a rank is lost; else None."""
         self.connection.tensors_taken = self._taken
         if self.connection.lost_rank is not None:
             return refusal(self.connection.lost_rank)
@@ -257,7 +257,7 @@ async def send_stream(
 ) -> UpdateReport:
     """Sends a stream's weights to the engines, commits the update, and returns its report.
 
-    If this fails, the caller must undo the update.
+    If this fails, the caller must call :meth:`Update.end`, which aborts the update.
 
     Args:
         update: the update, which has begun.

@@ -123,8 +123,8 @@ async def send_adapter(
 ) -> UpdateReport:
     """Makes every engine load and serve an adapter, and returns the update's report.
 
-    When this returns, engines have read the folder and no longer need it. If it fails, the caller
-    must undo the update.
+    When this returns, engines have read the folder and no longer need it. If this fails, the
+    caller must call :meth:`Update.end`, which aborts the update.
 
     Args:
         adapter: the adapter.

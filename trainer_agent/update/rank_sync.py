@@ -1,8 +1,8 @@
-"""Synchronizes the ranks of a trainer: rank 0 leads an update, the others gather tensors with it.
+"""Synchronizes a trainer's ranks: rank 0 leads an update, the others gather tensors with it.
 
 With FSDP, a full tensor is gathered in a collective of all ranks. So no rank may begin before every
-engine is ready, and none may stop in the middle: the other ranks wait for GO from the broker, and
-rank 0 gathers the remaining tensors if its update fails. See
+engine is ready: the other ranks wait for GO, which the broker relays. And no rank may stop in the
+middle: if the update fails, rank 0 gathers the remaining tensors nevertheless. See
 :mod:`bus.protocol.group.trainer_session`.
 """
 

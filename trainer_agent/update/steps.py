@@ -1,7 +1,7 @@
-"""Sends requests that every engine must answer, and keeps track of the pause.
+"""Sends requests that every engine must answer, and keeps track of the trainer's pause.
 
-Each task sends its request before it first waits, so tasks started one after the other send their
-requests in that order. The functions at the end send several requests at once.
+A task sends its request before it first waits. So tasks that are started one after the other send
+their requests in that order, as in :func:`ask_in_order`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Steps:
         self._log = bus.log.logger()
 
     def fork(self) -> Steps:
-        """Returns an object with a pause of its own, for the same connection.
+        """Returns new steps for the same connection, which track a pause of their own.
 
-        Catch-ups use it beside the trainer's own steps. Ids of both are distinct.
+        Catch-ups use them. Both take update ids from one counter.
         """
         forked = Steps(self.connection, lease_ms=self._lease_ms, timeout_s=self._timeout_s)
         forked._ids = self._ids
@@ -103,7 +103,7 @@ class Steps:
         )
 
     async def pause(self, update_id: str, options: PauseOptions) -> GroupAck:
-        """Pauses the group and holds the pause; if the call is cancelled, the group resumes.
+        """Pauses the group until RESUME; if this fails or is cancelled, the group resumes.
 
         Raises:
             PauseFailed: not every engine could be paused; paused engines have resumed.
@@ -140,8 +140,8 @@ class Steps:
         retries these engines while the others serve.
 
         Raises:
-            Refused: an engine or the broker answered with a NACK; or the broker has ended this
-                trainer's pause, and the request would belong to it.
+            Refused: an engine or the broker answered with a NACK; or the request needs this
+                trainer's pause, which the broker has ended.
             BusTimeout: a peer did not answer in time.
         """
         await self.connection.wait_until_delivered(message, self._timeout_s)
@@ -157,7 +157,7 @@ class Steps:
         return done
 
     async def send_chunk(self, message: WeightChunkMeta | ChunkSent) -> GroupAck:
-        """Sends one of a chunk's two messages, which change nothing of the pause.
+        """Sends one of a chunk's two messages, and waits until all engines have answered.
 
         Raises:
             Refused: as :meth:`step`.
@@ -200,7 +200,7 @@ async def flat_task_group() -> AsyncIterator[TaskGroup]:
 
 
 async def run_to_end(call: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Runs a call in a thread; a cancelled caller also waits for its end."""
+    """Runs ``call`` in a thread, and returns its result; cancelled callers wait too."""
     results: list[T] = []
 
     async def run() -> None:

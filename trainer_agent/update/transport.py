@@ -62,7 +62,7 @@ class Transport:
         self._scope = scope
 
     async def open(self, buffer_bytes: int) -> None:
-        """Opens the agent's transport, unless its buffers have ``buffer_bytes`` or more."""
+        """Opens the agent's transport if it is closed or its buffers are below ``buffer_bytes``."""
         if self._buffer_bytes < buffer_bytes:
             await self.reopen(buffer_bytes)
 
@@ -117,7 +117,7 @@ class Transport:
 
         Args:
             update: the update.
-            plan: the tensors that it sends.
+            plan: the tensors and chunks of the update.
             label: the trainer's own name of the weights.
             reopen: opens the transport again.
         """
@@ -158,7 +158,7 @@ class Transport:
         self.sender.close()
 
     async def _meet_all(self, init: TransferInit) -> None:
-        """Makes every engine open its end, while a collective sender connects to them."""
+        """Makes every engine open its end; a collective sender connects to them meanwhile."""
         async with flat_task_group() as tasks:
             if self.sender.is_collective:
                 tasks.start_soon(self._meet)

@@ -8,7 +8,7 @@ Every update ends in a commit or is undone, and the trainer's other ranks are in
         await update.start()            # chunks are sent during and after it
         await update.commit(label, verified)
 
-Steps are sent ahead of their turn where the broker can hold them: UPDATE_START until the group is
+Steps are sent ahead of their turn where the broker queues them: UPDATE_START until the group is
 paused, COMMIT until all engines have finished, and RESUME until all of them serve the version. So
 engines never wait for the trainer's next request.
 """
@@ -56,7 +56,7 @@ class Updates:
 
     Args:
         steps: sends the requests.
-        alone: whether the trainer has no other ranks.
+        alone: whether the trainer has one rank only.
         snapshot: the kept weights; each commit replaces them or makes them outdated.
 
     Attributes:
@@ -83,13 +83,13 @@ class Updates:
         alone: bool = False,
         catch_up: StaleEngines | None = None,
     ) -> Update:
-        """Starts the next update, as rank 0. :meth:`Update.end`, or its context manager, ends it.
+        """Returns the next update, on rank 0; its context manager or :meth:`Update.end` ends it.
 
         Args:
             options: the options of the update.
             target: the model or the draft model.
             alone: whether the other ranks take no part in the update, and don't count it.
-            catch_up: the stale engines that catch up, and their version; None: all engines.
+            catch_up: the only engines to update, and the version to send; None: all engines.
 
         Raises:
             UsageError: another update is under way, or an update of a draft has a canary.
@@ -138,7 +138,7 @@ class Updates:
 
     @contextlib.contextmanager
     def as_follower(self) -> Iterator[int]:
-        """Marks the next update as under way on a rank other than 0; yields its number."""
+        """Marks the next update as under way, on ranks other than 0; yields its number."""
         number = self._claim()
         try:
             yield number
@@ -172,8 +172,8 @@ class Updates:
     async def warn_of_fallback(self, why_paused: str) -> None:
         """Logs a warning, once, if an engine's version of vLLM can't stage updates.
 
-        The engines' features are read once per reason, because an earlier reason may have been
-        another one, such as too little memory.
+        Engines are asked for their features once per reason, because other reasons, such as too
+        little memory, come before or after this one.
 
         Args:
             why_paused: why the engines could not stage the update, by their answers to ARM.
@@ -211,15 +211,15 @@ class Update:
     """Runs one update of the group. After a step that raises, call :meth:`end`.
 
     Args:
-        machine: decides which messages are sent.
-        updates: the updates of the trainer, which record the commit.
+        machine: the state machine that decides which messages are sent.
+        updates: records the commit.
         steps: sends the messages.
         rank_zero: informs the trainer's other ranks.
         options: the options of the update.
 
     Attributes:
-        paused: set when every engine is paused, or the update failed.
-        started: set when every engine waits for chunks, or the update failed.
+        paused: set when chunks may be announced (engines are paused or stage), or on a failure.
+        started: set when every engine waits for chunks, or on a failure.
         on_end: called when the update has ended, also if it failed.
         copy: a copy of the weights, to be kept at the commit; None: nothing is kept.
     """
@@ -304,7 +304,7 @@ class Update:
             self._finishing = asyncio.ensure_future(self._ask(self._machine.finish()))
 
     async def commit(self, label: str, verified: Verify) -> UpdateReport:
-        """Makes every engine serve the weights, and ends the update's own pause.
+        """Commits the weights, ends the update's own pause, and returns the update's report.
 
         Args:
             label: the trainer's own name of the weights.
@@ -366,8 +366,8 @@ class Update:
         """Ends the update, so that the next one can begin.
 
         Args:
-            error: why the update failed. Its steps are then undone first, and the other ranks get
-                the error. None: the update is committed.
+            error: why the update failed. It is then aborted first, engines resume, and the other
+                ranks get the error. None: the update is committed.
         """
         try:
             if error is not None:
@@ -390,7 +390,7 @@ class Update:
         await self._steps.undo(*self._machine.undo())
 
     async def _ask(self, messages: Sequence[Message]) -> None:
-        """Sends messages in this order without waiting, then those that their answers require."""
+        """Sends messages in order, and those that follow from answers; waits for all answers."""
         if len(messages) == 1:
             await self._ask_one(messages[0])
         elif messages:

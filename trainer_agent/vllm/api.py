@@ -52,7 +52,7 @@ class VllmApi:
     _updates: Updates
 
     async def init_info(self, engine: str = "wavebus", **fields: Any) -> Any:
-        """Returns the init info for ``WeightTransferTrainerFactory.trainer_init``.
+        """Returns the ``init_info`` with which vLLM makes a trainer engine.
 
         ::
 
@@ -69,9 +69,9 @@ class VllmApi:
                 ``ipc``, ``sparse_nccl`` and ``nccl_m2n`` are vLLM's own, and need engines that were
                 started with the worker engine of that name. For ``nccl_m2n`` every rank must await
                 this method, because rank 0 sends the rendezvous to the others.
-            fields: other fields of the init info, such as ``packed``. The members and the address
-                of the communicator are filled in. When engines join or leave, make a new info and a
-                new trainer engine.
+            fields: other fields of the ``init_info``, such as ``packed``. Size and address of the
+                communicator are filled in. When engines join or leave, make a new ``init_info`` and
+                a new trainer engine.
 
         Raises:
             UsageError: vLLM is not installed, or lacks this trainer engine; or an engine was
@@ -100,9 +100,9 @@ class VllmApi:
         return info
 
     async def _info_of_all_ranks(self, engine: str, make: Callable[..., Any]) -> Any:
-        """Returns this rank's init info for a trainer engine of which every rank sends.
+        """Returns this rank's ``init_info`` for a trainer engine with which every rank sends.
 
-        ``make`` makes the info from a world and, on the other ranks, from rank 0's rendezvous.
+        ``make`` makes it from the communicator's members and, on other ranks, rank 0's rendezvous.
         """
         if self.rank:
             with self._updates.as_follower() as number:
@@ -138,7 +138,7 @@ class VllmApi:
         canary: Canary | None = None,
         quorum: Quorum = None,
     ) -> BusWeightSyncClient:
-        """Returns a ``client`` for vLLM's trainer engines, which sends their updates over the bus.
+        """Returns the ``client`` of a vLLM trainer engine, which sends its updates over the bus.
 
         Args:
             mode: as :meth:`paused`.
@@ -157,7 +157,7 @@ class VllmApi:
         return BusWeightSyncClient(self._engine_session, options, chunk_bytes, target)
 
     def source(self, weights: Weights) -> BusWeightSource:
-        """Returns ``weights`` as a ``source`` for vLLM's trainer engines.
+        """Wraps ``weights`` as the ``source`` of a vLLM trainer engine.
 
         On every rank, the source yields no tensor until every engine is armed. A new source
         replaces the agent's previous one.
@@ -165,10 +165,10 @@ class VllmApi:
         return self._engine_session.wrap(as_source(weights))
 
     def patches(self, patches: Iterable[AnyPatch], *, base: int | None = None) -> BusPatches:
-        """Returns patches for vLLM's ``sparse_nccl`` trainer engine.
+        """Wraps patches for vLLM's ``sparse_nccl`` trainer engine.
 
-        Every engine is armed with their metadata before the first one is sent. New patches replace
-        the agent's previous ones.
+        Every engine is armed with the patches' metadata before the first patch is sent. New patches
+        replace the agent's previous ones.
 
         ::
 

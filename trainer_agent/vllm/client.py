@@ -18,8 +18,8 @@ class BusWeightSyncClient:
     of the agent's event loop. They raise
 
     - :class:`bus.errors.UsageError`: the engines were not started with the worker engine of the
-      info, the bus can't carry the info, or calls are out of order;
-    - the errors of :meth:`TrainerAgent.update_weights`: the update is undone, and engines resume;
+      ``init_info``, the bus can't carry an argument, or calls are out of order;
+    - the errors of :meth:`TrainerAgent.update_weights`: the update is aborted, and engines resume;
     - :class:`bus.errors.BusClosed`: the agent is not connected.
     """
 
@@ -40,18 +40,18 @@ class BusWeightSyncClient:
         self._session.call(lambda: self._session.init(init_info, self._chunk_bytes))
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Stops using the transport.
+        """Aborts an update that was not finished, and stops using the transport.
 
-        Engines close it when the next one is opened, or the trainer leaves.
+        Engines close the transport when the next one is opened, or the trainer leaves.
         """
         self._session.call(self._session.shutdown)
 
     def start_weight_update(self) -> None:
-        """Starts an update; first undoes an update that was not finished.
+        """Starts an update; first aborts an update that was not finished.
 
-        Every engine is armed with the metadata of the source or of the patches that were read.
-        The pause continues in the background; if it fails, the source and :meth:`update_weights`
-        raise the error.
+        Returns when every engine is armed with the metadata of the source, or of the patches that
+        were read. The pause follows in the background; if it fails, the source and
+        :meth:`update_weights` raise the error.
         """
         self._session.require_rank_zero()
         if self._session.is_patching:

@@ -1,4 +1,4 @@
-"""The state of a trainer engine's update, and of the pass over its source."""
+"""Tracks a vLLM trainer engine's update on rank 0, and how its source is read."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ClientUpdate:
         self.raise_failure()
 
     async def wait_until_taken(self, seq: int) -> None:
-        """Waits until every tensor of a chunk was taken, or the update has failed.
+        """Waits until the trainer engine has read every tensor of a chunk.
 
         Raises:
             WavebusError: the update has failed; this is its error.
@@ -139,7 +139,7 @@ class ClientUpdate:
         return len(self.plan.metas) - self.tensors_left
 
     def drain(self) -> None:
-        """Reads the rest of the source, because the other ranks gather its tensors too."""
+        """Reads the rest of the source, so that other ranks don't hang in its collectives."""
         if self._inner is None:
             return
         with self._take_lock:

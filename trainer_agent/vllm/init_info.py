@@ -1,4 +1,4 @@
-"""Builds the ``init_info`` of vLLM's own trainer engines from the bus's transfer plan."""
+"""Builds the ``init_info`` of vLLM's own trainer engines for the broker's communicator."""
 
 from __future__ import annotations
 

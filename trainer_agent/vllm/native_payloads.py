@@ -38,7 +38,7 @@ class NativeTransport:
     Attributes:
         backend: the backend's name on the bus, such as ``vllm:nccl``.
         chunk_bytes: the most bytes that the trainer engine sends per ``update_weights``;
-            None: all.
+            None: all tensors.
         opened_for: names, dtypes and shapes, if the transport works for these tensors only;
             else empty.
     """
@@ -113,7 +113,7 @@ def engine_of_all(views: Sequence[EngineView]) -> str:
 
 
 def sender_count(engine: str, ranks: int) -> int:
-    """Returns how many of a trainer's ranks send tensors with a transfer engine of vLLM."""
+    """Returns how many of a trainer's ranks send tensors with a trainer engine of vLLM."""
     return ranks if engine in vllm_payloads.SHARDING else 1
 
 
@@ -244,7 +244,7 @@ def _encoded(what: str, info: dict[str, Any], columns: Sequence[str]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value with :class:`~bus.vllm_payloads.IpcTensor` for PyTorch's CUDA handles."""
+    """Replaces PyTorch's CUDA handles in a value by :class:`~bus.vllm_payloads.IpcTensor`."""
     if type(value) is tuple and len(value) == _REBUILT_FROM and value[0] in _TENSORS:
         return _ipc_tensor(value)
     if type(value) in (list, tuple):

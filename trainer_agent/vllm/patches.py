@@ -1,12 +1,12 @@
-"""Patches for vLLM's ``sparse_nccl`` trainer engine, announced to the bus.
+"""Wraps the patches of vLLM's ``sparse_nccl`` trainer engine, to announce them on the bus.
 
 That trainer engine takes no source: it reads all patches first, and then calls
-``start_weight_update``, which carries none of them. The wrapper in this module records their
-metadata while they are read.
+``start_weight_update``, which says nothing about them. The wrapper in this module records the
+patches' metadata while they are read.
 
-vLLM's workers refuse some patches after they have arrived, when engines are paused and count as
-half-loaded. This module refuses such patches before engines are paused: those with an index that
-occurs twice or lies outside of its tensor, or with NaN, which means "unchanged" inside vLLM.
+vLLM's workers refuse some patches only after they have arrived, when engines are paused and count
+as half-loaded. This module refuses such patches before the pause: those with an index that occurs
+twice or lies outside of its tensor, or with NaN, which means "unchanged" inside vLLM.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class BusPatches:
     Args:
         patches: the patches, at most one per tensor.
         base: the version to which they are applied.
-        following: receives the plan of the patches when all were read.
+        following: receives the patches' plan when the last patch was read.
     """
 
     def __init__(self, patches: Iterable[AnyPatch], base: int, following: NextPatch) -> None:

@@ -1,4 +1,4 @@
-"""Runs an update of vLLM's trainer engine over the bus; its ``client`` and ``source`` call this.
+"""Runs updates of vLLM's trainer engines over the bus; their clients and sources call this.
 
 A trainer engine calls ``start_weight_update``, which carries no plan; ``update_weights``, once for
 each chunk; and ``finish_weight_update``. It also reads its source, on every rank of the trainer.
@@ -10,7 +10,7 @@ trainer engine            the bus
 reads the metadata        (that is the plan)
 ``start_weight_update``   ARM, with the plan; the other ranks receive GO. Then, in the
                           background: pause, UPDATE_START
-first tensor of a pass    waits for UPDATE_START, on every rank, or raises its error
+first tensor of a pass    waits for UPDATE_START (other ranks: for GO), or raises its error
 ``update_weights``        WEIGHT_CHUNK_META and CHUNK_SENT; returns when the chunk is applied.
                           After the last one: UPDATE_FINISH
 ``finish_weight_update``  COMMIT, resume
@@ -20,8 +20,8 @@ A trainer engine that sends patches reads no source. It reads all patches before
 ``start_weight_update``; their wrapper (:meth:`TrainerAgent.patches`) has then recorded the metadata
 for ARM. The other ranks of the trainer take no part in the update.
 
-A failure undoes the update: ABORT, resume, and the other ranks receive the error. So does a pass
-over the source that ends early.
+A failure ends the update: ABORT, resume, and the other ranks receive the error. So does a pass over
+the source that ends early.
 
 This module does not import vLLM.
 """
@@ -270,13 +270,13 @@ class TrainerEngineSession:
         )
 
     async def shutdown(self) -> None:
-        """Undoes an update that was not finished, and stops using the transport."""
+        """Aborts an update that was not finished, and stops using the transport."""
         async with self._step_lock:
             await self._undo_unfinished()
             self._transport.invalidate()
 
     async def refuse(self, error: BaseException, options: UpdateOptions) -> None:
-        """Fails an update before it is armed; the other ranks get the error."""
+        """Begins an update and ends it with ``error``, which the other ranks raise as well."""
         async with self._step_lock:
             await self._undo_unfinished()
             await self._updates.begin(options).end(error)
@@ -375,7 +375,7 @@ class TrainerEngineSession:
             await current.update.end(None)
 
     async def _wait_for_release(self) -> None:
-        """Waits, on another rank, until rank 0 permits to gather tensors."""
+        """Waits, on ranks other than 0, for GO: then all ranks gather tensors."""
         with self._updates.as_follower() as number:
             await wait_for_rank_zero(self._connection, number, "go")
 
@@ -416,7 +416,7 @@ class TrainerEngineSession:
             raise error from None
 
     async def _fail(self, current: ClientUpdate, error: BaseException) -> None:
-        """Undoes an update, once; returns when that is done."""
+        """Aborts an update and resumes the engines, once; returns when that is done."""
         if current.is_over:
             return
         if current.failure is not None:

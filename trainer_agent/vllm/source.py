@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class BusWeightSource(EitherForm):
     """A vLLM trainer engine's ``source``, which waits until engines are ready.
 
-    Wraps the source of the weights; :meth:`TrainerAgent.source` makes it. On every rank of the
-    trainer, iteration yields no tensor until every engine is armed and paused. It raises:
+    Wraps the source of the weights; :meth:`TrainerAgent.source` makes it. Iteration yields nothing
+    until every engine is armed; on rank 0, until every engine waits for chunks. Iteration raises:
 
     - ``UsageError``: the agent now has another source; or, on rank 0, the tensors contradict the
       metadata.
@@ -43,7 +43,7 @@ class BusWeightSource(EitherForm):
     def describe(self) -> list[Any]:
         """Returns the wrapped source's metadata.
 
-        A source of vLLM keeps its own metadata, which have the layout of its shards.
+        A source of vLLM keeps its own metadata, which has the layout of its shards.
         """
         described = source_forms.own_metadata(self._inner)
         metas = tensor_metas(self._inner.metadata() if described is None else described)
@@ -69,7 +69,7 @@ class BusWeightSource(EitherForm):
         return self._read(self, shards=True)
 
     def tensors(self, *, shards: bool) -> WeightSource:
-        """Returns the source behind this one, whose tensors don't wait for engines.
+        """Returns the wrapped source, or its shards; their tensors don't wait for engines.
 
         Args:
             shards: True: yield this rank's shards, if the source has any. False: yield full
@@ -80,7 +80,7 @@ class BusWeightSource(EitherForm):
     def take_metas(self) -> list[TensorMeta]:
         """Returns the metadata for the update that begins.
 
-        If the trainer engine has read the metadata since the last update, they are not read again.
+        If the trainer engine has read it since the last update, the metadata is not read again.
         """
         if self._fresh is None:
             self.describe()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def as_source(weights: Weights, config: Any = None) -> WeightSource:
-    """Returns a source, from which the trainer agent sends weights of any accepted form.
+    """Makes a source of weights in any form, such as a module or state dict.
 
     Args:
         weights: a module, a state dict, pairs of name and tensor, or a source, which is returned.
@@ -25,8 +25,8 @@ def as_source(weights: Weights, config: Any = None) -> WeightSource:
         config: for a state dict of a model of transformers, the model's configuration.
 
     Raises:
-        UsageError: ``weights`` has another form; or transformers can't translate the names of its
-            modules back to those of the checkpoint.
+        UsageError: ``weights`` has another form; or transformers can't translate the model's names
+            back to those of its checkpoint.
     """
     if isinstance(weights, torch.nn.Module | Mapping):
         saved = saved_form(weights, config)

@@ -1,4 +1,4 @@
-"""Copies weights into CPU memory once, to send them later or several times.
+"""Copies weights into CPU memory, to send the copy later or several times.
 
 The trainer's next step may then change the originals, and sharded tensors are gathered only once.
 """
@@ -65,8 +65,8 @@ class CpuCache:
         If the weights are sharded, this is a collective: all ranks of the trainer must call it.
 
         Raises:
-            UsageError: an update is reading the copy; or the source contradicts its metadata, and
-                then nothing is stored any more.
+            UsageError: an update is reading the copy; or the source contradicts its metadata, which
+                leaves the cache empty.
         """
         source = as_source(weights)
         metas = tensor_metas(source.metadata())

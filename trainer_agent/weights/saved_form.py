@@ -37,12 +37,12 @@ class _Piece:
 
 
 class SavedForm:
-    """A source that yields a model's tensors as its checkpoint has them.
+    """Yields a model's tensors with the names and shapes that its checkpoint has.
 
-    Sharded tensors are gathered just before the tensors of the checkpoint that they become.
+    A sharded tensor is gathered just before the tensors made of it are yielded.
 
     Args:
-        model: transformers' model, whose class has the mapping; it may be on the meta device.
+        model: a transformers model, maybe on the meta device; it maps its names to a checkpoint's.
         tensors: the model's parameters and buffers, by their names in memory.
 
     Raises:
@@ -80,7 +80,7 @@ class SavedForm:
 def saved_form(
     weights: torch.nn.Module | Mapping[str, torch.Tensor], config: Any = None
 ) -> SavedForm | None:
-    """Returns the source for a model of transformers or its state dict; None for other weights.
+    """Returns the source for a transformers model or its state dict; None for other weights.
 
     Args:
         weights: a module; or tensors by their names in memory.
@@ -118,7 +118,7 @@ _plans: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, tuple[_Piece, ...]
 
 
 def _plan(model: torch.nn.Module, metas: tuple[TensorMeta, ...]) -> tuple[_Piece, ...]:
-    """Finds, on the meta device, the inputs of each tensor of the checkpoint."""
+    """Finds which tensors in memory each tensor of the checkpoint is made of; copies none."""
     with torch.device("meta"):
         empty = {m.name: torch.empty(m.shape, dtype=getattr(torch, m.dtype)) for m in metas}
     with _Views() as views:

@@ -1,6 +1,6 @@
 """Keeps the weights of the last commit in CPU memory, for stale engines.
 
-While a whole update of the model is sent, its chunks are copied into a second block of memory,
+While a whole update of the model is sent, its tensors are copied into a second block of memory,
 which replaces the first at the commit. So a failed update changes nothing, and there are two copies
 from the second update on. Other commits (a patch, a draft, an adapter) make the snapshot outdated
 until the next whole update of the model.
@@ -64,8 +64,8 @@ class Snapshot:
     """Keeps the weights of one trainer's last commit.
 
     Attributes:
-        version: the version of the kept weights; 0 if none are kept.
-        kept: the copy of these weights.
+        version: the version of the kept weights; 0 if there are none, or they are outdated.
+        kept: the copy of these weights; None before the first.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Snapshot:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of all copies of the weights, with the spare one for reuse, in bytes."""
+        """The memory of all copies of the weights, including the spare one, in bytes."""
         return sum(copy.size_bytes for copy in (self.kept, self._spare) if copy is not None)
 
     def begin(self, metas: Sequence[TensorMeta]) -> WeightsCopy:

@@ -190,9 +190,9 @@ def local_shards(source: object) -> LocalShards | None:
 
 
 def own_metadata(source: Any) -> list[Any] | None:
-    """Returns the metadata that a vLLM source has itself, with the layout of its shards.
+    """Returns a vLLM source's own metadata, with the layout of its shards.
 
-    None if ``source`` (made by ``as_source``) does not wrap a source of vLLM.
+    None if ``source`` (made by ``as_source``) has neither the property form nor shards.
     """
     if isinstance(source, FullTensors):
         return list(source.source.metadata)
