@@ -8,8 +8,8 @@ model, or a LoRA adapter.
 ::
 
     event                                        partial        then
-    something of a model p was loaded, or its
-    start failed, and it is aborted              + p            quarantined
+    an update of a model p is aborted after a
+    chunk was loaded, or after its start failed  + p            quarantined
     the restore of p failed                      + p            quarantined
     admission is found closed                    + both models  quarantined
     a sleep that discards weights is called      + both models  quarantined, or weights_discarded
@@ -25,21 +25,21 @@ Invariants:
 - A chunk is loaded at most once, in order, and only after the sender has sent all of it and its
   checksums match. (Backends of vLLM's own load what they receive, see :mod:`bus.vllm_payloads`.)
 - The model is finished only when every chunk of the manifest is loaded.
-- The version only grows, and at COMMIT; or the same version is loaded again by an engine that
-  catches up (:mod:`bus.protocol.group.catch_up`).
-- A part leaves ``partial`` only by a commit of that part. An update that begins while a part is in
-  it makes the engine recover. The engine resumes only when ``partial`` is empty.
-- An engine that becomes quarantined closes admission, then ends its requests, in one call. If the
-  first half fails, the second is not done.
+- The version changes at COMMIT only, and grows; an engine that catches up may commit its own
+  version again (:mod:`bus.protocol.group.catch_up`).
+- A part leaves ``partial`` only by a commit of that part. An update that begins while ``partial``
+  is not empty makes the engine recover. The engine resumes only when ``partial`` is empty.
+- An engine that becomes quarantined closes admission, then ends its requests, in one call. If
+  admission can't be closed, no request is ended.
 
-**Staged**, an update is loaded into spare memory and swapped in between two steps. Until the swap
-nothing has changed: whatever fails before it leaves the engine serving its old weights. So there
-is no pause, no lease, and nothing to recover. Invariants of staging:
+A **staged** update is loaded into spare memory and swapped in between two steps. Until the swap
+nothing has changed: after any earlier failure the engine serves its old weights. So there is no
+pause, no lease, and nothing to recover. Invariants of staging:
 
 - An engine that lacks weights stages nothing: it must be loaded in a pause.
 - The ranks of a DP group swap before the same step of their lockstep, or none of them does. The
-  engines ensure this, in the agreement that they make at each step anyway. A rank that was not
-  asked yet, can't, or is gone keeps all of them at the old version.
+  engines ensure this, in the agreement that they make at each step anyway. If a rank has not been
+  asked yet, can't swap, or is gone, all of them stay at the old version.
 - A swap that waits for other ranks can be cancelled. ABORT cancels it, and so does a pause, which
   would otherwise wait for it. A swap that fails half-way counts as a load that failed half-way.
 
@@ -139,7 +139,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     @property
     def has_loaded(self) -> bool:
-        """Whether some of that part's new weights are loaded, or are being loaded now."""
+        """Whether new weights of :attr:`part_in_place` are loaded, or are being loaded."""
         loads = self._loaded or isinstance(self._queue.running(), c.CallLoad)
         return loads and self.in_place
 
@@ -203,7 +203,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return effects
 
     def give_way(self, why: str) -> list[c.SessionEffect]:
-        """Aborts an update that the broker has ended, as its new command shows (``why``)."""
+        """Aborts the update: a new command (``why``) shows that the broker has ended it."""
         return [] if self.state is _S.ABORTING else self.abort(0, m.Abort(self.update_id, why))
 
     def start(self, msg_id: int, message: m.UpdateStart, *, paused: bool) -> list[c.SessionEffect]:
@@ -345,7 +345,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         )
 
     def _is_for_peer(self, job: c.Job) -> bool:
-        """Returns whether requests are ended for a peer rank's sake, so that this update stays."""
+        """Returns whether the call ends requests for another reason than to undo the update."""
         return isinstance(job.call, c.CallAbortRequests) and job.call is not self._undoing
 
     def on_call_failed(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:

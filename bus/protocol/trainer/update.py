@@ -257,7 +257,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         return [commit, m.Resume(self.id)] if self._owns_pause else [commit]
 
     def undo(self) -> list[m.Abort | m.Resume]:
-        """Returns the messages that undo the update's steps, so that engines continue."""
+        """Returns the ABORT and RESUME that end the update and its pause, if needed."""
         messages: list[m.Abort | m.Resume] = []
         if self.state in _KNOWN_TO_BUS:
             messages.append(m.Abort(self.id, "the trainer gave up"))
