@@ -419,7 +419,7 @@ class Broker:
         )
         effects: list[Effect] = [note]
         if peer.role in WATCHERS:
-            for each in self.groups.values():  # none waits for its confirmation any more
+            for each in self.groups.values():  # no engine waits for its confirmation any more
                 effects += each.routing.remove_watchers((peer.route,))
         group = self.groups.get(peer.group)
         if group is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E", bound=StrEnum)
 
-# How many of a machine's last events the error of an illegal event lists.
+# How many of a state machine's last events the error of an illegal event lists.
 STORY_EVENTS: Final = 16
 
 

@@ -115,8 +115,8 @@ TRANSITIONS: Final[dict[tuple[CoordinatorState, CoordinatorEvent], CoordinatorSt
     (_S.HELD, _E.ALLOWED): _S.PENDING,  # START
     (_S.HELD, _E.OVERDUE): _S.HELD,  # START: paused cores drop it, and a broker may be wrong
     (_S.HELD, _E.JOINED): _S.ASKED,  # FIRST_REQ to the new broker
-    # START to the others. Front ends and the broker get the rank of the FIRST_REQ, or else the one
-    # that reports.
+    # START to the other cores. Front ends and the broker are notified, with the rank of the
+    # FIRST_REQ or else the rank that reports.
     **{(state, _E.STARTED): _S.RUNNING for state in CoordinatorState},
     **{(state, _E.COMPLETE): _S.IDLE for state in CoordinatorState},  # the same two are notified
 }

@@ -45,8 +45,8 @@ class DpGroup:
         self.coordinator: Peer | None = None
         self.coordinator_boot = 0  # of the last coordinator, which may be gone
         self.diagnosis = Diagnosis("unknown")
-        self._life = 0
-        self._lives: dict[int, tuple[int, int]] = {}  # by rank: its last boot, and the life of that
+        self._life = 0  # counts restarts of all ranks
+        self._lives: dict[int, tuple[int, int]] = {}  # by rank: its last boot, and the boot's life
 
     @property
     def is_complete(self) -> bool:
@@ -163,7 +163,7 @@ class DpGroups:
         assert facts is not None
         group = self._get(facts.dp_group, facts.dp_size)
         if group.coordinator_boot not in (0, peer.boot):
-            group.wave.wave = 0  # a new life of the DP group, with a new coordinator
+            group.wave.wave = 0  # the DP group restarted, with a new coordinator
         group.coordinator, group.coordinator_boot = peer, peer.boot
         effects: list[Effect] = []
         if facts.wave > group.wave.wave:
@@ -349,7 +349,7 @@ class DpGroups:
         group = self.dp_groups.get(name)
         if group is None:
             group = self.dp_groups[name] = DpGroup(name, size)
-        group.size = group.watchdog.size = size  # a new life may be larger, or smaller
+        group.size = group.watchdog.size = size  # after a restart it may be larger, or smaller
         return group
 
     def _note(self, event: str, group: DpGroup, level: str, fields: dict[str, object]) -> Note:

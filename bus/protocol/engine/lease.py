@@ -69,7 +69,7 @@ _S, _E = LeaseState, LeaseEvent
 TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
     (_S.FREE, _E.PAUSE_TAKEN): _S.HELD,
     (_S.HELD, _E.PAUSE_TAKEN): _S.HELD,  # its time begins anew
-    (_S.OVER, _E.PAUSE_TAKEN): _S.HELD,  # after a promise the pause waits for the resume instead
+    (_S.OVER, _E.PAUSE_TAKEN): _S.HELD,  # after voting clean, it waits for the resume
     (_S.SETTLED, _E.PAUSE_TAKEN): _S.HELD,
     (_S.HELD, _E.RAN_OUT): _S.OVER,  # the update is given up: restored, or partial
     # This rank or a peer rank lacks weights: it stays paused, and its requests are ended.

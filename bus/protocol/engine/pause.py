@@ -331,14 +331,14 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._go(_E.FOUND_PAUSED)
         self._call, self._outcome = c.CallPause("keep", clear_cache=False), ""
         self.update_id = update_id
-        self._next = None  # whoever asked for it asks again
+        self._next = None  # its command is repeated
         self._lease.begin(lease_ms, now_ms)
 
     def found_running(self) -> None:
         """Records that the engine has ended the pause by itself."""
         self._go(_E.FOUND_RUNNING)
         self._last_resume = self.update_id
-        self._next = None  # whoever asked for it asks again
+        self._next = None  # its command is repeated
         self._lease.end()
         self._memory.on_resumed()
 

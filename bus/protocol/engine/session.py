@@ -220,9 +220,9 @@ class EngineSession:
             effects = [*self._take_waiting_for_admission(), Send(self.beat())]
         else:
             effects = self.update.on_call_done(job, took_ms, result)
-            if isinstance(call, c.CallSwap):  # no resume follows that would
+            if isinstance(call, c.CallSwap):  # no resume follows to open admission
                 effects = self._admit_first(effects)
-            elif isinstance(call, c.CallRestore):  # what it was about to serve, it does not
+            elif isinstance(call, c.CallRestore):  # the version was not served after all
                 effects += self._update_admission()
         return self._with_calls(effects, now_ms)
 
@@ -409,13 +409,13 @@ class EngineSession:
         if self.pause.state is EnginePauseState.PAUSING:
             return self._ask_peers()
         effects: list[c.SessionEffect] = []
-        if self.update.state in MIXED:  # one that is armed and no more may be of a later pause
+        if self.update.state in MIXED:  # an ARMED one may belong to a later pause
             effects += self.update.abort(0, m.Abort(self.update.update_id, "lease expired"))
             if len(self._queue):
-                self.lease.record_attempt(now_ms - LEASE_RETRY_MS)  # goes on when that is undone
+                self.lease.record_attempt(now_ms - LEASE_RETRY_MS)  # continues after the abort
                 return effects
         if self.update.partial:
-            if self._awaits_weights:  # nobody will bring them, until somebody does
+            if self._awaits_weights:  # without a lease, no trainer brings them
                 self._abandoned = True
                 if self.update.state is EngineUpdateState.NONE:
                     self.update.abandon_discarded_weights()

@@ -95,7 +95,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         admission.version = version
         self.partial: set[str] = set()  # parts that lack weights
         self._admission = admission
-        if admission.closed:  # it is unknown for which part
+        if admission.closed:  # which part lacks weights is unknown
             self.partial.update(("model", "draft") if draft else ("model",))
         self._queue = queue
         self._chunks = EngineChunks(queue)
@@ -179,7 +179,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if known and self.state not in (_S.NONE, _S.ABORTING):
             return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
         if self._abort_asked is not None or self.state is _S.ABORTING:
-            return []  # until that is done; ARM is repeated
+            return []  # the abort comes first; ARM is repeated
         if self.state in MIXED and message.version > self._order.version:  # ABORT is under way
             return self.give_way("the bus arms a later one") if self.staged else []
         if self.state not in (_S.NONE, _S.ARMED):
@@ -243,7 +243,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return [c.ack(msg_id, m.Step.FINISH, self.update_id)]
         if self.state is not _S.LOADING:
             raise wrong_state(f"the update is {self.state.value}, not loading")
-        if not self._chunks.has_sent_all:  # one was lost: the broker repeats both
+        if not self._chunks.has_sent_all:  # a CHUNK_SENT was lost: the broker repeats it
             return []
         return self._begin(_E.FINISH_ASKED, c.CallFinish(), msg_id)
 
@@ -288,7 +288,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if unknown and not isinstance(self._queue.running(), c.CallOpenTransfer):
             outcome = self._or_partial("untouched")
             return [c.ack(msg_id, m.Step.ABORT, message.update_id, outcome=outcome)]
-        if unknown or self.state is _S.ABORTING:  # the other ends first; ABORT is repeated
+        if unknown or self.state is _S.ABORTING:  # that call or abort ends first; ABORT is repeated
             return []
         if self.state is _S.COMMITTING and not self.staged:
             raise wrong_state("the update is being committed")
@@ -352,7 +352,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         """Handles the failure of one of the update's calls; drops the calls after it."""
         call = job.call
         step = c.CALL_STEPS[type(call)]
-        if isinstance(call, c.CallOpenTransfer):  # what follows is another opening
+        if isinstance(call, c.CallOpenTransfer):  # later calls belong to another opening
             self._transfer.on_open_failed()
             return self._run_waiting_abort([c.nack(job.reply_to, step, failure, call.update_id)])
         if self._is_for_peer(job):
@@ -374,7 +374,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if isinstance(call, c.CallArm):
             self._go(_E.ARM_FAILED)
         elif isinstance(call, c.CallStart):
-            self._lost_the_old()  # half started: not to be trusted
+            self._lost_the_old()  # a half-started update may have changed weights
         elif isinstance(call, c.CallLoad) and failure.code not in NOTHING_LOADED:
             self._lost_the_old()
         elif isinstance(call, c.CallSwap) and failure.code is not m.NackCode.CALLED_OFF:

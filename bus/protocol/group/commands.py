@@ -246,7 +246,7 @@ class Commands:
             raise wrong_state(f"the pause under way is {self._state.pause.update_id}", "update_id")
         update = self._state.update
         self._state.session.ask((m.Step.RESUME, 0), msg_id)
-        if update.is_unsafe:  # engines may hold different weights: it waits for the end
+        if update.is_unsafe:  # RESUME waits for the update's end
             self._state.resume_asked = True
             return []
         if state is PauseState.RESUMING:

@@ -127,7 +127,7 @@ class EngineRegistry:
         self.engines: dict[str, Peer] = {}
         self.departed: dict[str, str] = {}
         self.changes = 0
-        self._records: dict[str, EngineRecord] = {}  # of the same names
+        self._records: dict[str, EngineRecord] = {}  # by name, as engines
         self._ranks: dict[str, set[str]] = {}  # the names of each DP group
         self._group = group
 
@@ -146,14 +146,14 @@ class EngineRegistry:
         self._ranks.setdefault(facts.dp_group, set()).add(peer.name)
         record.pause_unknown = peer.phase == "pause_unknown"
         self._check_dp_group(facts)
-        if record.joined_late:  # its peer ranks have dropped out with it
+        if record.joined_late:  # its peer ranks wait with it
             for each in self.dp_peers(peer.name):
                 self._records[each].joined_late = True
         if peer.phase in ("quarantined", "weights_discarded"):
             record.quarantined = "joined without whole weights"
         else:
             self._end_quarantine(peer.name)
-        if peer.phase == "updating":  # in an update of an earlier broker, at whose end it is whole
+        if peer.phase == "updating":  # in an earlier broker's update; closed until a resume
             record.not_admitting = True
         self._check_admission(record, peer.phase, closed=facts.closed)
 

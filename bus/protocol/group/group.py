@@ -196,7 +196,7 @@ class Group(GroupState):
         failure = Failure(nack.code, detail, name, nack.tensor, nack.field, nack.hint)
         fields = failure_fields(nack.step, failure, nack.chunk)
         effects: list[Effect] = [self.note("engine_refused", nack.update_id, "warning", fields)]
-        if nack.code is m.NackCode.FENCED:  # the refusal is of another command; ours is sent again
+        if nack.code is m.NackCode.FENCED:  # refuses an older epoch's command
             return effects
         if nack.step in PAUSE_STEPS:
             if nack.update_id == self.pause.update_id:

@@ -74,9 +74,9 @@ def find_leftover(
         return (_complete_pause(state, beat), peers) if beat.phase == "pause_unknown" else None
     if beat.phase in ("paused", "asleep") and peer.name not in registry.kept_paused():
         if any(registry.engines[n].phase == "updating" for n in registry.dp_peers(peer.name)):
-            return None  # a peer rank's weights are touched: it gives the update up first
-        # Of a DP group, all have paused, or this one would not have; those that
-        # have resumed wait for it.
+            return None  # a peer rank's weights are touched: its update is aborted first
+        # A pause completes on all ranks of a DP group or on none, so all were paused. Ranks that
+        # have resumed since wait for this one.
         return Resume(beat.update_id, state.version), alone
     if beat.phase == "pausing" and registry.is_still_pausing(peer.name):
         others = [name for name in registry.dp_peers(peer.name) if name != peer.name]

@@ -85,8 +85,8 @@ class Routing:
         self._sleep = sleep
         self._hold_ms = hold_ms
         self._seen: tuple[object, ...] = ()
-        self._confirmed: dict[bytes, int] = {}  # watchers' last revisions, by their routes
-        self._held: dict[bytes, _Held] = {}  # by the engines' routes
+        self._confirmed: dict[bytes, int] = {}  # watchers' last revisions, by routing id
+        self._held: dict[bytes, _Held] = {}  # by the engine's routing id
 
     def changed(self, version: int, now_ms: float) -> Routes | None:
         """Returns the routes if they have changed, else None; ``version`` is the group's."""

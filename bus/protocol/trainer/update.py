@@ -94,8 +94,8 @@ TRANSITIONS: Final[dict[tuple[TrainerUpdateState, TrainerUpdateEvent], TrainerUp
 
 # In the other states the broker has nothing of the update that an ABORT would end.
 _KNOWN_TO_BUS: Final = frozenset(_S) - {_S.IDLE, _S.WAKING, _S.COMMITTED, _S.UNDONE}
-# With one of these codes a COMMIT ends for the trainer, while engines may carry it out; unless the
-# NACK is about a step that comes before.
+# A NACK of COMMIT with one of these codes leaves open whether engines commit; unless the NACK is
+# about an earlier step.
 _ENDS_OTHERWISE: Final = frozenset({m.NackCode.FENCED, m.NackCode.PEER_LOST, m.NackCode.TIMEOUT})
 _BEFORE_COMMIT: Final = frozenset({m.Step.START.value, m.Step.CHUNK.value, m.Step.FINISH.value})
 
