@@ -134,8 +134,8 @@ def encode_frame(
     Args:
         message: the message.
         sender: the name of the sending peer.
-        boot: the number of the sending process's life.
-        seq: the frame's number in that life. It grows with every frame.
+        boot: identifies the sending process; after a restart it is another number.
+        seq: grows with every frame of one ``boot``.
         msg_id: the message's id, which a repetition keeps; 0: ``seq``.
         reply_to: the id of the message that this one answers; 0: none.
         group: the group that the message concerns; empty: none.

@@ -16,13 +16,12 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     A ``Struct``, because creating a frozen dataclass of eleven fields takes ten times as long.
 
     Attributes:
-        wire_major: the sender's wire version; see :mod:`bus.messages.codec`.
-        wire_minor: its second number.
+        wire_major, wire_minor: the sender's wire version; see :mod:`bus.messages.codec`.
         kind: the message's wire name, such as ``COMMIT``.
         id: names the message. A repeated message keeps its id.
         reply_to: the id of the message that this one answers; 0: none.
         sender: the name of the sending peer, or ``broker``.
-        boot: identifies one life of the sending process.
+        boot: identifies the sending process; after a restart it is another number.
         group: the group that the message concerns; empty: none.
         epoch: the fencing epoch; see :mod:`bus.protocol.group.group`.
         seq: grows with every frame of one ``boot``, so that receivers drop old and repeated frames.

@@ -207,8 +207,8 @@ class HeartbeatAck(Message):
     Attributes:
         version: the version that the group serves.
         held: the pause that the broker keeps at this engine. Naming the pause renews its lease.
-        closed: the heartbeat's ``closed``, so that a sidecar can tell that the broker has received
-            it.
+        closed: the heartbeat's ``closed``; False while a commit keeps the engine in the routes. A
+            sidecar that ends its engine first waits for True.
     """
 
     version: Count

@@ -24,7 +24,7 @@ class PauseLocal(Message):
     returned.
 
     Attributes:
-        update_id: the pause's id; that of the update that needs the pause, if one does.
+        update_id: the pause's id. A pause that an update needs has the update's id.
         mode: how the pause treats requests.
         clear_cache: drop KV caches.
         lease_ms: how long an engine stays paused without a renewal of the lease, in ms.

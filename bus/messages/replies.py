@@ -111,7 +111,7 @@ class NackCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Nack(Message):
-    """Peer or broker, to the sender: the request is refused, and nothing has changed.
+    """Peer or broker, to the sender: the request is refused, or its step has failed.
 
     Attributes:
         code: the reason, for programs.
@@ -185,7 +185,7 @@ class GroupAck(Message):
         slowest: the engine that acknowledged last.
         slowest_ms: how long ``slowest`` took, from the request to its acknowledgement, in ms.
         duration_ms: how long the step took, in ms.
-        paused_ms: with ``resume``: from the first PAUSE_LOCAL to the last RESUME's ACK, in ms.
+        paused_ms: with ``resume``: from PAUSE_LOCAL to the last engine's ACK of RESUME, in ms.
         escalated: engines whose ``wait`` pause came to its deadline.
         waited_for: ids of the requests that still ran at that deadline.
         staging_bytes: with ``arm``: the memory that staging takes in the worker that needs most, in

@@ -94,7 +94,7 @@ class DpGroupView:
 
     Attributes:
         name: the DP group's name.
-        state: the state of its wave machine.
+        state: whether a wave runs, and whether the DP group is paused or down.
         wave: the number of the running wave, or of the next one.
         ranks: how many ranks have joined.
         size: how many ranks the DP group has.
@@ -139,7 +139,7 @@ class WaitView:
             chunk.
         step: the step.
         update_id: the pause or update of the step.
-        chunk: the chunk's number, if the step is one.
+        chunk: the chunk's number; used only for the step ``chunk``.
         waited_ms: how long ago the step was first requested, in ms.
     """
 

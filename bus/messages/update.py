@@ -108,8 +108,8 @@ class Arm(Message):
 
     Attributes:
         update_id: the update's id.
-        version: from the trainer, the last version it knows. The broker assigns a greater one, also
-            if it has restarted and engines of that version have not joined yet.
+        version: from the trainer, the last version it knows. The broker assigns a greater one, even
+            after a restart, before engines of that version have joined.
         label: the trainer's own name of the weights.
         target: the model that the update is for.
         backend: the transport that brings the weights.
@@ -119,7 +119,7 @@ class Arm(Message):
         base: the only version that a patch applies to; 0: no patch.
         quorum: how many DP groups must finish for a commit; with fewer the update is aborted. 0:
             all that are armed.
-        canary: how the pause treats requests if probes run before the COMMIT.
+        canary: how the pause treats requests if probes run before the COMMIT; empty: none run.
         digest: the digest of the manifest.
         scope: these stale DP groups catch up with the group's ``version``, and the broker assigns
             no other (:mod:`bus.protocol.group.catch_up`). Empty: all DP groups.

@@ -115,6 +115,28 @@ def test_what_was_sent_may_change(checkpoint: Checkpoint, how: How, way: str) ->
     run(scenario())
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_trainer_hears_once_that_its_tensors_are_sent(
+    checkpoint: Checkpoint, packed: bool
+) -> None:
+    """A packed tensor is sent when it is in a buffer, another when engines have loaded it; who
+    starts the next step then must not start it twice."""
+
+    async def scenario() -> None:
+        told = []
+        async with (
+            a_broker() as (_, broker),
+            TrainerAgent(broker, group="policy", chunk_bytes=CHUNK_BYTES, packed=packed) as agent,
+            an_engine(checkpoint, broker, "e0"),
+        ):
+            await agent.wait_for_engines(1)
+            sent = checkpoint.weights if packed else lent(checkpoint.weights)
+            await agent.update_weights(sent, on_sent=lambda: told.append(agent.last_update))
+        assert told == [None]
+
+    run(scenario())
+
+
 def test_a_snapshot_waits_for_nothing(checkpoint: Checkpoint, slow: type[SlowSender]) -> None:
     """Not one chunk has been sent, and the trainer's tensors are its own again; without one they
     are not, until the last is in the sender's buffers."""

@@ -60,8 +60,8 @@ class ChunkStream:
     Attributes:
         plan: the manifest, made of the source's metadata.
         all_sent: set when the last chunk and its CHUNK_SENT are sent.
-        on_released: called, once or twice, when the trainer may modify the source's tensors: when
-            the last one is in a buffer, and when engines have loaded all.
+        on_released: called once, when the trainer may modify the source's tensors: when the last
+            one is in a buffer, or, without buffers, when engines have loaded all.
         copy: receives a copy of every tensor; None: nothing is copied.
         connection: the trainer's connection. Its ``timeout_s`` limits how long the source may take
             for one tensor.
@@ -114,7 +114,8 @@ class ChunkStream:
                     self.on_released()
                 await update.paused.wait()
                 tasks.start_soon(self._send, update, chunk, steps, window)
-        self.on_released()
+        if not sender.packed:
+            self.on_released()
 
     async def _send(
         self, update: Update, chunk: _FilledChunk, steps: Steps, window: ChunkWindow

@@ -1,9 +1,9 @@
-"""The broker as a machine without I/O: frames go in, effects come out.
+"""The broker as a state machine without I/O: frames go in, effects come out.
 
 A frame takes this way. :meth:`Broker.admit` checks its size and its sender's rate before the frame
-is decoded. :meth:`Broker.receive` checks the sender's key, finds the peer by its route, and drops
-frames that are old, duplicate or not allowed for the peer's role. The peer's group gets the others,
-and returns effects. :meth:`Broker.tick` handles timeouts.
+is decoded. :meth:`Broker.receive` checks the sender's key, finds the peer by its connection, and
+refuses frames that are old, duplicate or not allowed for the peer's role. The peer's group gets the
+others, and returns effects. :meth:`Broker.tick` handles timeouts.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ WAVE_MESSAGES: Final = (m.FirstReq, m.WaveStarted, m.WaveComplete)
 class Broker:
     """Handles the frames of all peers, and holds all groups.
 
-    ``keys`` are the roles of the authorised keys, and may be replaced at any time. None: there
-    are no keys, and the broker trusts the role that a peer names.
+    ``keys`` maps each authorised public key to its role, and may be replaced at any time. None:
+    there are no keys, and the broker trusts the role that a peer names.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Broker:
         effects = self._on_message(route, envelope, message, now_ms, user)
         if type(message) is m.Ack and not effects:
             return effects  # other engines' ACKs are missing
-        # A frame costs the same however many groups there are: it changes its sender's, which may
-        # have been another one before a JOIN.
+        # Only the sender's group is reviewed, so a frame's cost does not grow with their number. A
+        # JOIN may have moved the sender from another group.
         touched = {envelope.group, known.group} if known else {envelope.group}
         return self._review(touched, effects, now_ms)
 
@@ -338,7 +338,7 @@ class Broker:
     def _stranger(
         self, route: bytes, envelope: m.Envelope, message: m.Message, now_ms: float
     ) -> list[Effect]:
-        """Handles a frame of a peer that has not joined, or whose name another peer has taken."""
+        """Answers a status request of a peer that has not joined; refuses its other frames."""
         if isinstance(message, m.StatusRequest):
             if not self._views.take(1, now_ms):
                 return self._on_rate_limited(None, route, self._views, now_ms)
@@ -419,7 +419,7 @@ class Broker:
         )
         effects: list[Effect] = [note]
         if peer.role in WATCHERS:
-            for each in self.groups.values():  # none waits for its confirmation any more
+            for each in self.groups.values():  # no engine waits for its confirmation any more
                 effects += each.routing.remove_watchers((peer.route,))
         group = self.groups.get(peer.group)
         if group is None:

@@ -44,9 +44,9 @@ class GroupTable(dict[str, Group]):
         return group
 
     def refuse_more(self, envelope: Envelope, join: Join, now_ms: float) -> Failure | None:
-        """Returns why a JOIN exceeds the limits of epochs, versions or groups; None: it does not.
+        """Returns why a JOIN exceeds a limit of epoch, version or groups; None: it fits.
 
-        A removed group has its epoch and version, and an unknown one has zeros.
+        A removed group keeps its epoch and version; those of an unknown group are 0.
         """
         name, group = envelope.group, self.get(envelope.group)
         epoch, served = self._forgotten.get(name, (0, GroupVersion()))

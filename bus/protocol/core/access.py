@@ -1,7 +1,7 @@
 """Decides by rate, role and key which frames a peer may send to the broker.
 
-**Rate.** Each route has a token bucket that fills at a steady rate. The bucket is small until its
-peer has joined. A frame costs one token, and one more per 4 KiB. A refused frame costs
+**Rate.** Each connection has a token bucket that fills at a steady rate. The bucket is small until
+its peer has joined. A frame costs one token, and one more per 4 KiB. A refused frame costs
 :data:`REFUSED_COST` more, because it is answered and logged. While the bucket is empty, frames are
 dropped unread, and their sender is notified once a second. Each role has a largest frame: only a
 trainer sends manifests.
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 KIB: Final = 1024
-# What a JOIN, or an ARM, may report of a group of which nothing is known, and otherwise by how much
-# it may exceed what is known. The wire carries up to 2**53, so there is room to count on.
+# The greatest epoch or version that a JOIN or ARM may report for an unknown group; and by how much
+# it may exceed the number of a known group. The wire carries numbers up to 2**53.
 MAX_REPORTED: Final = 2**40
 MAX_JUMP: Final = 2**20
 BYTES_PER_TOKEN: Final = 4 * KIB
@@ -120,7 +120,7 @@ class Bucket:
     def full(self, now_ms: float) -> bool:
         """Returns whether the bucket has all its tokens again.
 
-        It may be dropped then, because a new bucket has as many tokens.
+        A full bucket may be dropped, because a new one has as many tokens.
         """
         return self._tokens + (now_ms - self._at_ms) * self.rate.per_s / 1000 >= self.rate.burst
 
@@ -162,7 +162,7 @@ KEY_VERBS: Final[dict[KeyRole, Verbs]] = {
 
 
 def outside_role(role: Role, kind: type[Message]) -> Failure | None:
-    """Returns why a peer of this role must not send a message of this kind; None: it may."""
+    """Returns why this role may not send messages of this kind; None: it may."""
     if kind in VERBS[role]:
         return None
     return _forbidden(f"a peer of role {role} does not send {WIRE_NAMES[kind]}")

@@ -22,8 +22,7 @@ STILL_CLOSED: Final = "closed"  # of a RESUME: the engine is stale
 class AckBarrier:
     """One step requested of several engines; done when all have acknowledged it.
 
-    There is one object per step, not one per engine: with a thousand engines that is the difference
-    between microseconds and milliseconds.
+    One object per step, not per engine, saves milliseconds with a thousand engines.
     """
 
     step: Step
@@ -83,7 +82,7 @@ class AckBarrier:
 
     def overdue(self, retry_ms: float, now_ms: float) -> bool:
         """Returns whether to repeat the request now; if so, records the repetition."""
-        if not self.waiting or now_ms < self.resent_ms + retry_ms:  # as the deadline is computed
+        if not self.waiting or now_ms < self.resent_ms + retry_ms:  # as next_deadline_ms
             return False
         self.resent_ms = now_ms
         return True
@@ -91,7 +90,7 @@ class AckBarrier:
     def repeats(self) -> Iterator[tuple[Message, list[str]]]:
         """Yields each message to repeat, with the engines that get it.
 
-        A manifest is large: engines that have it get its digest.
+        A repeated ARM has the digest alone; engines that refused it as unknown get the manifest.
         """
         lacks = self.lacks_manifest & self.waiting
         for message in self.messages:

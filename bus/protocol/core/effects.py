@@ -1,4 +1,4 @@
-"""Effects that the machines return, for their driver to execute without further decisions."""
+"""Effects: what a state machine returns, for its driver (the I/O code) to execute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Send(msgspec.Struct, frozen=True):
 
     Attributes:
         message: the message.
-        routes: the transport's names of the receivers; empty: to the broker.
+        routes: the routing ids of the receivers' connections; empty: to the broker.
         reply_to: the id of the message that this one answers; 0: none.
         group: the group that the message concerns; empty: none.
         epoch: the group's fencing epoch.

@@ -24,7 +24,7 @@ class Failure:
         Args:
             step: the step of a pause or an update that is refused; empty: none.
             update_id: the pause or update of that step.
-            chunk: the chunk's number, if the step is one.
+            chunk: the chunk's number; used only for the step ``chunk``.
         """
         return Nack(
             code=self.code,
@@ -41,7 +41,7 @@ class Failure:
 
 
 class Declined(Exception):
-    """Raised when a command does not fit now; carries the reason."""
+    """Raised when a command is refused; carries the reason."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.detail)

@@ -1,4 +1,4 @@
-"""Instructions that the pause, sleep and update machines return to their group."""
+"""Instructions that the state machines of pause, sleep and update return to their group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepDone:
 class StepFailed:
     """Instruction: answer the trainer that the step has failed.
 
-    ``chunk`` is the chunk's number, if the step is one.
+    ``chunk`` is the chunk's number; used only for the step ``chunk``.
     """
 
     step: Step

@@ -9,7 +9,7 @@
     JOINING   nack, final         REFUSED
     JOINING   unreadable version  REFUSED
     JOINED    nack not_joined     JOINING   JOIN: the broker is a new one
-    JOINED    welcome             JOINED    its epoch, if that is a later one
+    JOINED    welcome             JOINED    a later epoch is adopted
     JOINED    broker silent       JOINING   JOIN again every retry_ms
     JOINED    leave               CLOSED    LEAVE
     JOINING   leave               CLOSED    LEAVE, if a JOIN was sent: the answer may be on its way
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # The messages that Link.receive handles; it ignores all others.
 LINK_MESSAGES: Final = frozenset({m.Welcome, m.HeartbeatAck, m.Nack})
 WORTH_A_WAIT: Final = frozenset({m.NackCode.NAME_TAKEN, m.NackCode.GROUP_HELD})
-# These are of frames that were sent before it.
+# NACKs with these codes answer frames that were sent before the JOIN.
 _NOT_OF_THE_JOIN: Final = frozenset(
     {m.NackCode.NOT_JOINED, m.NackCode.STALE, m.NackCode.OVERSIZED, m.NackCode.RATE_LIMITED}
 )
@@ -55,7 +55,7 @@ class LinkConfig:
 
     Attributes:
         retry_ms: how often an unanswered JOIN is repeated.
-        patience_ms: how long the link at least retries a name or group that another peer holds. The
+        patience_ms: how long, at least, to retry while another peer holds the name or group. The
             other peer may be dead without the broker having noticed. The broker's NACK may give
             more time.
     """
@@ -92,7 +92,7 @@ class Link:
         self._broker_boot = 0
         self._last_seq = 0
         self._next_ms = 0.0
-        self._held_ms: float | None = None  # since when another peer has the name or group
+        self._held_ms: float | None = None  # since when another peer holds the name or group
 
     def start(self, now_ms: float) -> list[Effect]:
         """Sends the first JOIN."""
@@ -126,7 +126,7 @@ class Link:
     def other_version(self, nack: m.Nack) -> list[Effect]:
         """Handles a frame of the broker that has an unreadable wire version.
 
-        While the peer joins, its membership ends as refused, with the reason in ``nack``.
+        A peer that is joining becomes REFUSED, for the reason in ``nack``. Else nothing changes.
         """
         return self._on_refused(nack) if self.state is LinkState.JOINING else []
 
@@ -137,7 +137,7 @@ class Link:
         return [Send(m.Leave(reason))] if may_be_in else []
 
     def tick(self, now_ms: float) -> list[Effect]:
-        """Sends the heartbeat or JOIN that is due."""
+        """Sends the heartbeat or JOIN that is due; joins again if the broker is silent."""
         if now_ms < self._next_ms or self.state in (LinkState.REFUSED, LinkState.CLOSED):
             return []
         if self.state is LinkState.JOINING:

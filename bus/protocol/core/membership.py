@@ -71,8 +71,8 @@ class Peer:
         name: the peer's name.
         role: what the peer does on the bus.
         group: its group.
-        route: the transport's name of the peer.
-        boot: identifies this life of the peer's process.
+        route: the routing id of the peer's connection.
+        boot: identifies the peer's process; after a restart it is another number.
         host: the name of the peer's host.
         pid: its process id.
         last_seq: the number of the last frame that was accepted.
@@ -81,14 +81,14 @@ class Peer:
         coordinator: a DP coordinator's properties; None for other roles.
         core: the last status page of an engine's core; None: not reported.
         core_reported_ms: when ``core`` was reported.
-        phase: an engine's state.
+        phase: an engine's state, such as ``paused``.
         version: the version that an engine serves.
         in_flight: how many requests an engine has.
         user: the public key with which the peer has joined.
         bucket: the token bucket that limits the peer's rate; None: no limit.
         is_unreachable: the peer has joined again, and has not shown yet that it received the
             answer.
-        joined_epoch: the epoch that the peer joined with; 0: no trainer had owned its group before.
+        joined_epoch: the epoch in the peer's JOIN: the last one it had received; 0: none.
         overdue: the step that the engine has not answered in time; empty: none.
     """
 
@@ -208,7 +208,7 @@ def _places(
 
 
 class Membership:
-    """Holds the joined peers, by name and by route.
+    """Holds the joined peers, by name, by connection, and by place on the bus.
 
     Args:
         peer_timeout_ms: the silence after which a peer is lost.
@@ -232,7 +232,7 @@ class Membership:
         """Adds a peer, or replaces its record if the same process joins again.
 
         Args:
-            route: the transport's name of the peer.
+            route: the routing id of the peer's connection.
             envelope: the envelope of the JOIN, with the peer's name, group and boot.
             join: the JOIN.
             now_ms: when the frame arrived.
@@ -316,7 +316,7 @@ class Membership:
         )
 
     def _refuse_place(self, name: str, group: str, join: Join) -> Failure | None:
-        """Refuses a second sidecar per engine or rank, or coordinator per DP group."""
+        """Returns the refusal if another peer has this engine, rank or DP group; else None."""
         dead = f"wait {self.peer_timeout_ms:.0f} ms if it is dead"
         for place in _places(group, join.host, join.engine, join.coordinator):
             other = self._by_place.get(place)
@@ -354,5 +354,5 @@ class Membership:
         return [peer for peer in self.by_name.values() if peer.last_heard_ms < limit]
 
     def watchers(self) -> tuple[bytes, ...]:
-        """Returns the routes of all peers that are told of routable engines."""
+        """Returns the routing ids of all watchers."""
         return tuple(peer.route for peer in self.by_name.values() if peer.role in WATCHERS)

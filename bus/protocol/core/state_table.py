@@ -1,4 +1,4 @@
-"""Executes transition tables of machines, and reports illegal events."""
+"""Executes the transition tables of state machines, and reports illegal events."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E", bound=StrEnum)
 
-# How many of a machine's last events the error of an illegal event lists.
+# How many of a state machine's last events the error of an illegal event lists.
 STORY_EVENTS: Final = 16
 
 
 class StateMachine(Generic[S, E]):
-    """Base of machines whose state changes only by their transition table.
+    """Base of state machines whose state changes only by their transition table.
 
     Args:
-        name: the machine's name, for errors.
+        name: the state machine's name, for errors.
         transitions: its table: the next state for each state and event.
         initial: the first state.
     """
@@ -59,7 +59,7 @@ class IllegalTransition(ProtocolError):
     """Raised for an event that can't happen in this state: a bug in wavebus.
 
     Args:
-        machine: the machine's name.
+        machine: the state machine's name.
         state: its state.
         event: the event.
         story: the machine's last events, each with the state before it.

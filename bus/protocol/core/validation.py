@@ -1,4 +1,4 @@
-"""Checks of an update's messages, done by the broker and by every engine again."""
+"""Checks an update's messages; the broker and every sidecar call these functions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The machines of data-parallel waves, and the health of DP groups."""
+"""The state machines of data-parallel waves, and the health of DP groups."""

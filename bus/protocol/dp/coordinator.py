@@ -21,8 +21,8 @@ or an answer of the broker that is not waited for.
 
 Invariants:
 
-- The wave's number grows only as cores report; it is never made up, because cores adopt a
-  greater one unchecked, and drop a smaller one silently.
+- The wave's number grows only as cores report; it is never made up, because cores adopt a greater
+  number unchecked, and silently drop a START with a smaller one.
 - START goes to all cores or to none. After a FIRST_REQ it excludes no rank: the rank that got the
   request may have dropped it by then, and the others would wait for that rank.
 - Front ends get "running" only after a core has reported it: a front end that sees "running" sends
@@ -115,8 +115,8 @@ TRANSITIONS: Final[dict[tuple[CoordinatorState, CoordinatorEvent], CoordinatorSt
     (_S.HELD, _E.ALLOWED): _S.PENDING,  # START
     (_S.HELD, _E.OVERDUE): _S.HELD,  # START: paused cores drop it, and a broker may be wrong
     (_S.HELD, _E.JOINED): _S.ASKED,  # FIRST_REQ to the new broker
-    # START to the others. Front ends and the broker get the rank of the FIRST_REQ, or else the one
-    # that reports.
+    # START to the other cores. Front ends and the broker are notified, with the rank of the
+    # FIRST_REQ or else the rank that reports.
     **{(state, _E.STARTED): _S.RUNNING for state in CoordinatorState},
     **{(state, _E.COMPLETE): _S.IDLE for state in CoordinatorState},  # the same two are notified
 }
@@ -269,7 +269,7 @@ class DpCoordinator:
     # -- time -------------------------------------------------------------------
 
     def tick(self, now_ms: float) -> list[CoordinatorEffect]:
-        """Repeats overdue requests, and publishes the state if that is due."""
+        """Starts a wave that the broker has not answered in time; repeats requests; publishes."""
         effects: list[CoordinatorEffect] = []
         if self._due_ms is not None and now_ms >= self._due_ms:
             asked = self.state is _S.ASKED

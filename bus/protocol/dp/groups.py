@@ -45,8 +45,8 @@ class DpGroup:
         self.coordinator: Peer | None = None
         self.coordinator_boot = 0  # of the last coordinator, which may be gone
         self.diagnosis = Diagnosis("unknown")
-        self._life = 0
-        self._lives: dict[int, tuple[int, int]] = {}  # by rank: its last boot, and that boot's life
+        self._life = 0  # counts restarts of all ranks
+        self._lives: dict[int, tuple[int, int]] = {}  # by rank: its last boot, and the boot's life
 
     @property
     def is_complete(self) -> bool:
@@ -58,8 +58,8 @@ class DpGroup:
     def add(self, facts: m.EngineFacts, peer: Peer) -> None:
         """Adds a rank that joined, or joined again.
 
-        If a supervised rank has another boot, its supervisor has restarted all ranks. A rank with
-        its old boot is then dead, although the broker has not detected the loss yet.
+        If a supervised rank has another ``boot``, its supervisor has restarted all ranks. One with
+        its old ``boot`` is then dead, although the broker has not detected the loss yet.
         """
         boot, life = self._lives.get(facts.dp_rank, (peer.boot, self._life))
         if boot != peer.boot:
@@ -104,7 +104,7 @@ class DpGroup:
 
 
 class DpGroups:
-    """Holds a group's DP groups of more than one rank. ``epoch`` is the group's fencing epoch."""
+    """Holds a group's DP groups of more than one rank. ``epoch`` returns the group's epoch."""
 
     def __init__(self, group: str, epoch: Callable[[], int]) -> None:
         self.dp_groups: dict[str, DpGroup] = {}
@@ -119,7 +119,7 @@ class DpGroups:
     # -- membership -------------------------------------------------------------
 
     def on_rank_joined(self, peer: Peer) -> list[Effect]:
-        """Records a rank that joined, or joined again."""
+        """Records a rank that joined or rejoined; the last one ends the state DOWN."""
         facts = peer.facts
         if facts is None or facts.dp_size == 1:
             self.restarts.over(peer.name)
@@ -163,7 +163,7 @@ class DpGroups:
         assert facts is not None
         group = self._get(facts.dp_group, facts.dp_size)
         if group.coordinator_boot not in (0, peer.boot):
-            group.wave.wave = 0  # a new life of the DP group, with a new coordinator
+            group.wave.wave = 0  # the DP group restarted, with a new coordinator
         group.coordinator, group.coordinator_boot = peer, peer.boot
         effects: list[Effect] = []
         if facts.wave > group.wave.wave:
@@ -219,7 +219,7 @@ class DpGroups:
         return [self._note("wave_started", group, "debug", fields)]
 
     def _complete(self, group: DpGroup, wave: int, source: str) -> list[Effect]:
-        """Records the end of a wave. Logged ``start_seen``: its start was reported before."""
+        """Records the end of a wave, and logs whether its start was reported (``start_seen``)."""
         waves = group.wave
         seen = waves.under_way and waves.wave == wave
         if not waves.complete(wave):
@@ -245,7 +245,7 @@ class DpGroups:
         return Send(start, (coordinator.route,), reply_to, self._group, self._epoch())
 
     def on_core_status(self, peer: Peer, status: m.CoreStatus, now_ms: float) -> list[Effect]:
-        """Records a rank's status page."""
+        """Records an engine's status page; diagnoses its DP group unless all is well."""
         peer.core, peer.core_reported_ms = status, now_ms
         group = self._of.get(peer.name)
         if group is None or peer.facts is None:
@@ -307,7 +307,7 @@ class DpGroups:
     # -- time, status -----------------------------------------------------------------
 
     def on_stuck(self, peer: Peer, text: str, now_ms: float) -> tuple[str, list[Effect]]:
-        """Restarts an engine whose core hangs, as ``text`` says; returns the reason and effects."""
+        """Requests an engine's restart, as :meth:`Restarts.request`; ``text`` is the diagnosis."""
         group = self._of.get(peer.name)
         name, ranks, size = peer.name, [peer], 1
         if group is not None:
@@ -349,7 +349,7 @@ class DpGroups:
         group = self.dp_groups.get(name)
         if group is None:
             group = self.dp_groups[name] = DpGroup(name, size)
-        group.size = group.watchdog.size = size  # a new life may be larger, or smaller
+        group.size = group.watchdog.size = size  # after a restart it may be larger, or smaller
         return group
 
     def _note(self, event: str, group: DpGroup, level: str, fields: dict[str, object]) -> Note:

@@ -5,7 +5,7 @@
     event                       then
     a DP group is stuck         supervised: RESTART to all its ranks; else the status says so
     an engine is stuck          the same, for its DP group, which may be the engine alone
-    again_ms later, still so    RESTART again
+    AGAIN_MS later, still so    RESTART again
     the engine joins again, or  the record is dropped
     moves
 
@@ -49,7 +49,7 @@ class Restarts:
         *,
         whose: str = "",
     ) -> tuple[str, list[Effect]]:
-        """Requests the restart of all present ranks of a stuck DP group, at most once in 5 s.
+        """Requests the restart of a stuck DP group, at most once in 5 s.
 
         Args:
             dp_group: the DP group, or the name of an engine that steps alone.

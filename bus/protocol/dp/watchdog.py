@@ -103,7 +103,7 @@ class Watchdog:
         self._lost.clear()
 
     def diagnose(self, now_ms: float) -> Diagnosis:
-        """Returns the ranks' health, with each stalled rank's place and the absent ranks."""
+        """Returns the ranks' health, with where each stalled rank waits, and the absent ranks."""
         if self._lost:
             return self._down(now_ms)
         missing = self.size - sum(map(self._has_page, self._reports))

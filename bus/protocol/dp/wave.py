@@ -14,8 +14,8 @@ Invariants:
 - A wave is under way from STARTED to COMPLETE. PAUSED ends it as well, because all ranks are idle
   then. A STARTED after PAUSED is remembered for RESUMED, because a resume may begin a wave
   before the broker has the acks of all ranks.
-- The number never falls within one life of the DP group, and is never made up here:
-  it is the greatest that a coordinator has reported.
+- The number falls only if the DP group restarts. It is never made up here: it is the greatest that
+  a coordinator has reported.
 - A lost rank takes its DP group DOWN, until all ranks have joined again.
 """
 
@@ -119,10 +119,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         return True
 
     def complete(self, wave: int) -> bool:
-        """Records that this wave is over, because all ranks are idle.
-
-        Returns False if the report is old.
-        """
+        """Records that this wave is over: all ranks are idle. Returns False for an old report."""
         if wave < self.wave:
             return False
         self._go(_E.COMPLETE)
@@ -176,7 +173,7 @@ class WaveMachine(StateMachine[WaveState, WaveEvent]):
         self.kept = self.under_way = False
 
     def whole(self) -> None:
-        """Records that all ranks have joined again; the new life's waves count from 0."""
+        """Records that all ranks have joined again; their waves count from 0."""
         if self.state is _S.DOWN:
             self._go(_E.WHOLE)
             self.wave = 0

@@ -1,1 +1,1 @@
-"""The sidecar's machines for one engine: its pause, memory, update and lease."""
+"""The sidecar's state machines for one engine: its pause, memory, update and lease."""

@@ -158,7 +158,7 @@ class CallLoad:
 
 @dataclass(frozen=True, slots=True)
 class CallRestore:
-    """Engine call: restore the old weights of an update that has loaded nothing."""
+    """Engine call: restore the old weights, after an update that has loaded nothing."""
 
     target: m.Target
 
@@ -196,7 +196,7 @@ class CallCommit:
 
 @dataclass(frozen=True, slots=True)
 class CallSwap:
-    """Engine call: swap in the staged weights between two steps, the same on all ranks.
+    """Engine call: swap in the staged weights, between the same two steps on all ranks.
 
     Attributes:
         version: the version that the engine serves then.

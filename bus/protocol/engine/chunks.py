@@ -2,12 +2,12 @@
 
 ::
 
-    of chunk k         once                                       engine call, ack
-    CHUNK_META k       the engine has room for it                 receive(k)
+    message            condition                                  engine call, ack
+    WEIGHT_CHUNK_META  the engine has room for chunk k            receive(k)
     CHUNK_SENT k       receive(k) is queued, and every chunk      load(k, verify); ack chunk k
                        before k was sent
-    CHUNK_SENT k,      receive(k) has returned                    none: receive has loaded it;
-    vLLM's own                                                    ack chunk k
+    the same, with a   receive(k) has returned                    none: receive has loaded it;
+    vLLM transport                                                ack chunk k
 
 An engine has room for ``prefetch_depth`` chunks that are received and not loaded: with two, one is
 loaded while the next one is received. A message ahead of its turn is dropped: an earlier one was

@@ -1,9 +1,8 @@
 """Ends an engine's pause if its lease expires; runs in the engine's sidecar.
 
 PAUSE_LOCAL starts the lease. The broker's answer to a heartbeat renews it, if the answer names the
-pause. The broker names the pause while the owning trainer is alive, or while the broker itself is
-about to end what a lost trainer left behind. So the lease expires if the trainer, the broker or the
-connection is lost.
+pause. The broker names the pause only while the owning trainer is alive. So the lease expires if
+the trainer, the broker or the connection is lost.
 
 The ranks of a DP group end their leases together, by LEASE_VOTE messages between their sidecars. A
 vote carries the rank's *position*:
@@ -46,7 +45,7 @@ LEASE_RETRY_MS: Final = 1000.0
 
 
 class LeaseState(StrEnum):
-    """Whether the time for which the broker may keep the engine paused runs, or is over."""
+    """The state of a lease. SETTLED: it is over, and the engine stays paused."""
 
     FREE = "free"
     HELD = "held"
@@ -70,7 +69,7 @@ _S, _E = LeaseState, LeaseEvent
 TRANSITIONS: Final[dict[tuple[LeaseState, LeaseEvent], LeaseState]] = {
     (_S.FREE, _E.PAUSE_TAKEN): _S.HELD,
     (_S.HELD, _E.PAUSE_TAKEN): _S.HELD,  # its time begins anew
-    (_S.OVER, _E.PAUSE_TAKEN): _S.HELD,  # after a promise the pause waits for the resume instead
+    (_S.OVER, _E.PAUSE_TAKEN): _S.HELD,  # after voting clean, it waits for the resume
     (_S.SETTLED, _E.PAUSE_TAKEN): _S.HELD,
     (_S.HELD, _E.RAN_OUT): _S.OVER,  # the update is given up: restored, or partial
     # This rank or a peer rank lacks weights: it stays paused, and its requests are ended.

@@ -3,12 +3,12 @@
 Invariants:
 
 - An engine gets a resume only after its pause has returned, and one resume per pause.
-- The step pause_global is acknowledged by that return and by nothing else. PAUSE_GLOBAL asks for
-  this ack. So does PAUSE_LOCAL with ``one_phase``, which gets no other.
+- The step pause_global is acknowledged only after that return. PAUSE_GLOBAL asks for this ack, and
+  so does PAUSE_LOCAL with ``one_phase``, which gets no other ack.
 - A paused engine has dropped everything that its present pause asks to drop, even if an earlier
   pause of another trainer kept it.
 - A repeated command is acknowledged again and calls nothing.
-- A pause that failed may have been made all the same. Only another pause call that returns shows
+- A pause call that failed may have paused the engine. Only another pause call that returns shows
   the engine's state; until then there is no resume.
 - The resume wakes all memory that sleeps (:mod:`bus.protocol.engine.memory`), and opens admission
   that a quarantine closed.
@@ -139,7 +139,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         return [c.ack(msg_id, Step.PAUSE_LOCAL, self.update_id, in_flight=self.in_flight)]
 
     def _strengthen(self, msg_id: int, message: PauseLocal) -> None:
-        """Drops what this pause must drop, and the present pause of another owner has kept."""
+        """Drops what the present pause of another owner keeps, if ``message`` wants it dropped."""
         made = self.effective_call
         aborts = message.mode == "abort" and made.mode != "abort"
         clears = message.clear_cache and not made.clear_cache
@@ -184,7 +184,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
             self.local(0, _unrequested_pause(pause_id), now_ms)
 
     def pause_again(self, now_ms: float) -> None:
-        """Repeats a pause that failed, because it may have been made; waits for no requests."""
+        """Repeats a failed pause call, which may have paused the engine; waits for no requests."""
         made = self.effective_call
         mode: PauseMode = "abort" if made.mode == "abort" else "keep"
         self._begin(
@@ -259,7 +259,7 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._queue.add(c.CallResume(asleep=not self._memory.awake, opens=opens), msg_id)
 
     def on_paused(self, took_ms: float) -> list[c.SessionEffect]:
-        """Handles the return of a pause call; with no other pending, the device is idle."""
+        """Handles the return of a pause call; the pause is complete once none is pending."""
         self.pending -= 1
         self._returned = True
         self.escalate_ms = None
@@ -331,14 +331,14 @@ class EnginePause(StateMachine[EnginePauseState, EnginePauseEvent]):
         self._go(_E.FOUND_PAUSED)
         self._call, self._outcome = c.CallPause("keep", clear_cache=False), ""
         self.update_id = update_id
-        self._next = None  # whoever asked for it asks again
+        self._next = None  # its command is repeated
         self._lease.begin(lease_ms, now_ms)
 
     def found_running(self) -> None:
         """Records that the engine has ended the pause by itself."""
         self._go(_E.FOUND_RUNNING)
         self._last_resume = self.update_id
-        self._next = None  # whoever asked for it asks again
+        self._next = None  # its command is repeated
         self._lease.end()
         self._memory.on_resumed()
 

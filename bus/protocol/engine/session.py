@@ -1,4 +1,4 @@
-"""The sidecar's machine for one engine: composes its pause, memory and update.
+"""The sidecar's state machine for one engine: composes its pause, memory and update.
 
 Invariants, beside those of :mod:`bus.protocol.engine.pause`,
 :mod:`bus.protocol.engine.memory` and :mod:`bus.protocol.engine.update`:
@@ -12,10 +12,10 @@ Invariants, beside those of :mod:`bus.protocol.engine.pause`,
   group's version opens admission. A staged update has no resume, so admission opens before its
   commit is acknowledged. A sidecar that finds admission closed treats the engine as quarantined.
 - Commands of an older epoch change nothing.
-- When the pause's lease is over, an engine that loaded nothing aborts the update and resumes
-  by itself, waking what sleeps. The ranks of a DP group do so together, or not at all
-  (:mod:`bus.protocol.engine.lease`). An engine whose weights are discarded ends its requests and
-  stays asleep, quarantined.
+- When the pause's lease is over, an engine that loaded nothing aborts the update, which restores
+  its old weights, wakes what sleeps, and resumes. The ranks of a DP group do so together, or not at
+  all (:mod:`bus.protocol.engine.lease`). An engine that loaded a part, or whose weights are
+  discarded, ends its requests and stays paused or asleep, quarantined.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class EngineSession:
                 raise decline(m.NackCode.FORBIDDEN, "an engine does not take this", field="kind")
 
     def _pause_first(self) -> list[c.SessionEffect]:
-        """A swap that waits for peer ranks would hold up the pause that was asked for."""
+        """Cancels a swap that waits for peer ranks: it would delay the requested pause."""
         return [c.CallCancelSwap()] if self.lease.peers and self.update.swap else []
 
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
@@ -220,9 +220,9 @@ class EngineSession:
             effects = [*self._take_waiting_for_admission(), Send(self.beat())]
         else:
             effects = self.update.on_call_done(job, took_ms, result)
-            if isinstance(call, c.CallSwap):  # no resume follows that would
+            if isinstance(call, c.CallSwap):  # no resume follows to open admission
                 effects = self._admit_first(effects)
-            elif isinstance(call, c.CallRestore):  # what it was about to serve, it does not
+            elif isinstance(call, c.CallRestore):  # the version was not served after all
                 effects += self._update_admission()
         return self._with_calls(effects, now_ms)
 
@@ -278,7 +278,7 @@ class EngineSession:
     ) -> None:
         """Records a pause that an earlier sidecar, or the engine itself, has left.
 
-        ``partial``: the parts that lack weights. ``asleep``: memory sleeps. Only :attr:`at_rest`.
+        Requires :attr:`at_rest`. ``partial``: the parts without weights. ``asleep``: memory sleeps.
         """
         self.pause.on_found_paused(pause_id, lease_ms, now_ms)
         self.update.on_found(partial)
@@ -286,7 +286,7 @@ class EngineSession:
             self.memory.found_asleep()
 
     def found_running(self) -> None:
-        """Records that the engine resumed by itself, with whole weights. Only :attr:`at_rest`."""
+        """Records that the engine (:attr:`at_rest`) has resumed by itself, with whole weights."""
         self.update.on_found(())
         self.pause.found_running()
 
@@ -331,7 +331,7 @@ class EngineSession:
 
     @property
     def _lease_counts(self) -> bool:
-        """Whether the lease may end the pause; while the pause call runs, only with peer ranks."""
+        """Whether the lease may end the pause; during the pause call, only with peer ranks."""
         if self.pause.state is EnginePauseState.PAUSING:
             return bool(self.lease.peers)
         paused = self.pause.state in (EnginePauseState.PAUSED, EnginePauseState.UNKNOWN)
@@ -372,7 +372,7 @@ class EngineSession:
     def _admit_first(self, effects: list[c.SessionEffect]) -> list[c.SessionEffect]:
         """Opens admission before other waiting calls, then acknowledges the commit.
 
-        In a pause new requests are held, not rejected.
+        A waiting pause then holds new requests, which closed admission would reject.
         """
         if self.is_stale or not self.admission.closed:
             return effects + self._update_admission()
@@ -385,7 +385,7 @@ class EngineSession:
         return effects
 
     def on_lease_vote(self, vote: m.LeaseVote, now_ms: float) -> list[c.SessionEffect]:
-        """Records a peer rank's vote on the end of the pause lease; answers it if it asks."""
+        """Records a peer rank's lease vote, and answers a vote that asks for this rank's."""
         if vote.dp_rank not in self.lease.peers:
             return []
         self.lease.on_vote(vote)
@@ -400,7 +400,7 @@ class EngineSession:
         return self._with_calls(effects, now_ms)
 
     def _end_lease(self, now_ms: float) -> list[c.SessionEffect]:
-        """Undoes an update that has begun; then resumes, together with the peer ranks if any."""
+        """Aborts the update of the pause; then resumes, or stays paused without whole weights."""
         self.lease.record_attempt(now_ms)
         if self.pause.state is EnginePauseState.UNKNOWN:
             # The engine may run or not; only a pause call that returns shows it.
@@ -409,13 +409,13 @@ class EngineSession:
         if self.pause.state is EnginePauseState.PAUSING:
             return self._ask_peers()
         effects: list[c.SessionEffect] = []
-        if self.update.state in MIXED:  # one that is armed and no more may be of a later pause
+        if self.update.state in MIXED:  # an ARMED one may belong to a later pause
             effects += self.update.abort(0, m.Abort(self.update.update_id, "lease expired"))
             if len(self._queue):
-                self.lease.record_attempt(now_ms - LEASE_RETRY_MS)  # goes on when that is undone
+                self.lease.record_attempt(now_ms - LEASE_RETRY_MS)  # continues after the abort
                 return effects
         if self.update.partial:
-            if self._awaits_weights:  # nobody will bring them, until somebody does
+            if self._awaits_weights:  # without a lease, no trainer brings them
                 self._abandoned = True
                 if self.update.state is EngineUpdateState.NONE:
                     self.update.abandon_discarded_weights()

@@ -8,8 +8,8 @@ model, or a LoRA adapter.
 ::
 
     event                                        partial        then
-    something of a model p was loaded, or its
-    start failed, and it is aborted              + p            quarantined
+    an update of a model p is aborted after a
+    chunk was loaded, or after its start failed  + p            quarantined
     the restore of p failed                      + p            quarantined
     admission is found closed                    + both models  quarantined
     a sleep that discards weights is called      + both models  quarantined, or weights_discarded
@@ -25,21 +25,21 @@ Invariants:
 - A chunk is loaded at most once, in order, and only after the sender has sent all of it and its
   checksums match. (Backends of vLLM's own load what they receive, see :mod:`bus.vllm_payloads`.)
 - The model is finished only when every chunk of the manifest is loaded.
-- The version only grows, and at COMMIT; or the same version is loaded again by an engine that
-  catches up (:mod:`bus.protocol.group.catch_up`).
-- A part leaves ``partial`` only by a commit of that part. An update that begins while a part is in
-  it makes the engine recover. The engine resumes only when ``partial`` is empty.
-- An engine that becomes quarantined closes admission, then ends its requests, in one call. If the
-  first half fails, the second is not done.
+- The version changes at COMMIT only, and grows; an engine that catches up may commit its own
+  version again (:mod:`bus.protocol.group.catch_up`).
+- A part leaves ``partial`` only by a commit of that part. An update that begins while ``partial``
+  is not empty makes the engine recover. The engine resumes only when ``partial`` is empty.
+- An engine that becomes quarantined closes admission, then ends its requests, in one call. If
+  admission can't be closed, no request is ended.
 
-**Staged**, an update is loaded into spare memory and swapped in between two steps. Until the swap
-nothing has changed: whatever fails before it leaves the engine serving its old weights. So there
-is no pause, no lease, and nothing to recover. Invariants of staging:
+A **staged** update is loaded into spare memory and swapped in between two steps. Until the swap
+nothing has changed: after any earlier failure the engine serves its old weights. So there is no
+pause, no lease, and nothing to recover. Invariants of staging:
 
 - An engine that lacks weights stages nothing: it must be loaded in a pause.
 - The ranks of a DP group swap before the same step of their lockstep, or none of them does. The
-  engines ensure this, in the agreement that they make at each step anyway. A rank that was not
-  asked yet, can't, or is gone keeps all of them at the old version.
+  engines ensure this, in the agreement that they make at each step anyway. If a rank has not been
+  asked yet, can't swap, or is gone, all of them stay at the old version.
 - A swap that waits for other ranks can be cancelled. ABORT cancels it, and so does a pause, which
   would otherwise wait for it. A swap that fails half-way counts as a load that failed half-way.
 
@@ -95,7 +95,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         admission.version = version
         self.partial: set[str] = set()  # parts that lack weights
         self._admission = admission
-        if admission.closed:  # it is unknown for which part
+        if admission.closed:  # which part lacks weights is unknown
             self.partial.update(("model", "draft") if draft else ("model",))
         self._queue = queue
         self._chunks = EngineChunks(queue)
@@ -139,7 +139,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     @property
     def has_loaded(self) -> bool:
-        """Whether some of that part's new weights are loaded, or are being loaded now."""
+        """Whether new weights of :attr:`part_in_place` are loaded, or are being loaded."""
         loads = self._loaded or isinstance(self._queue.running(), c.CallLoad)
         return loads and self.in_place
 
@@ -179,7 +179,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if known and self.state not in (_S.NONE, _S.ABORTING):
             return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
         if self._abort_asked is not None or self.state is _S.ABORTING:
-            return []  # until that is done; ARM is repeated
+            return []  # the abort comes first; ARM is repeated
         if self.state in MIXED and message.version > self._order.version:  # ABORT is under way
             return self.give_way("the bus arms a later one") if self.staged else []
         if self.state not in (_S.NONE, _S.ARMED):
@@ -203,7 +203,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return effects
 
     def give_way(self, why: str) -> list[c.SessionEffect]:
-        """Aborts an update that the broker has ended, as its new command shows (``why``)."""
+        """Aborts the update: a new command (``why``) shows that the broker has ended it."""
         return [] if self.state is _S.ABORTING else self.abort(0, m.Abort(self.update_id, why))
 
     def start(self, msg_id: int, message: m.UpdateStart, *, paused: bool) -> list[c.SessionEffect]:
@@ -243,7 +243,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return [c.ack(msg_id, m.Step.FINISH, self.update_id)]
         if self.state is not _S.LOADING:
             raise wrong_state(f"the update is {self.state.value}, not loading")
-        if not self._chunks.has_sent_all:  # one was lost: the broker repeats both
+        if not self._chunks.has_sent_all:  # a CHUNK_SENT was lost: the broker repeats it
             return []
         return self._begin(_E.FINISH_ASKED, c.CallFinish(), msg_id)
 
@@ -288,7 +288,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if unknown and not isinstance(self._queue.running(), c.CallOpenTransfer):
             outcome = self._or_partial("untouched")
             return [c.ack(msg_id, m.Step.ABORT, message.update_id, outcome=outcome)]
-        if unknown or self.state is _S.ABORTING:  # the other ends first; ABORT is repeated
+        if unknown or self.state is _S.ABORTING:  # that call or abort ends first; ABORT is repeated
             return []
         if self.state is _S.COMMITTING and not self.staged:
             raise wrong_state("the update is being committed")
@@ -345,14 +345,14 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         )
 
     def _is_for_peer(self, job: c.Job) -> bool:
-        """Returns whether requests are ended for a peer rank's sake, so that this update stays."""
+        """Returns whether the call ends requests for another reason than to undo the update."""
         return isinstance(job.call, c.CallAbortRequests) and job.call is not self._undoing
 
     def on_call_failed(self, job: c.Job, failure: Failure) -> list[c.SessionEffect]:
         """Handles the failure of one of the update's calls; drops the calls after it."""
         call = job.call
         step = c.CALL_STEPS[type(call)]
-        if isinstance(call, c.CallOpenTransfer):  # what follows is another opening
+        if isinstance(call, c.CallOpenTransfer):  # later calls belong to another opening
             self._transfer.on_open_failed()
             return self._run_waiting_abort([c.nack(job.reply_to, step, failure, call.update_id)])
         if self._is_for_peer(job):
@@ -374,7 +374,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         if isinstance(call, c.CallArm):
             self._go(_E.ARM_FAILED)
         elif isinstance(call, c.CallStart):
-            self._lost_the_old()  # half started: not to be trusted
+            self._lost_the_old()  # a half-started update may have changed weights
         elif isinstance(call, c.CallLoad) and failure.code not in NOTHING_LOADED:
             self._lost_the_old()
         elif isinstance(call, c.CallSwap) and failure.code is not m.NackCode.CALLED_OFF:

@@ -6,7 +6,7 @@ update             requirements
 a patch            the engine serves the patch's base version, with whole weights
 a staged update    it brings a whole set of the model's weights, over a transport that does not
                    itself load; the engine has all weights of what it serves, and has
-                   reported enough room
+                   reported enough spare memory
 any other          none
 ================== ==========================================================================
 """

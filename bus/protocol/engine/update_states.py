@@ -68,9 +68,9 @@ TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdat
     (_S.COMMITTING, _E.COMMIT_RETURNED): _S.NONE,  # ack commit: the version is served
     (_S.COMMITTING, _E.COMMIT_FAILED): _S.FINISHED,  # nack commit; a cancelled swap, too
     (_S.COMMITTING, _E.HALF_SWAPPED): _S.ABORTING,  # nack commit; partial: admission is closed
-    # By an ABORT, the lease, or, of a staged update, what shows that the broker has given it up;
-    # once the call under way has ended. Something was loaded: partial, admission is closed. Nothing
-    # was, or only an adapter (:mod:`bus.lora`): restore(). A swap under way is cancelled before.
+    # By an ABORT, the lease's end, or, if staged, a command that shows that the broker has ended
+    # it; after the running call. If something was loaded: partial, admission is closed. If nothing
+    # was, or only an adapter (:mod:`bus.lora`): restore(). A running swap is cancelled first.
     **{(each, _E.GIVEN_UP): _S.ABORTING for each in _S if each not in _IDLE},
     (_S.NONE, _E.WEIGHTS_ABANDONED): _S.ABORTING,  # no trainer brings discarded weights
     (_S.ABORTING, _E.UNDONE): _S.NONE,  # ack abort: untouched, restored, partial
@@ -84,6 +84,6 @@ TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdat
 # In these states the model may hold weights of two versions.
 MIXED: Final = frozenset(_S) - {_S.NONE, _S.ARMING, _S.ARMED}
 
-# With these codes a load has failed before any of its chunk was loaded: the chunk did not come, or
-# differs from what was sent.
+# With these codes a load has failed before anything of the chunk was loaded: the chunk was not
+# received, or differs from what was sent.
 NOTHING_LOADED: Final = frozenset({NackCode.TRANSFER_FAILED, NackCode.CHECKSUM_MISMATCH})

@@ -1,1 +1,1 @@
-"""The machines of one group."""
+"""The state machines of one group."""

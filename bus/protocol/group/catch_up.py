@@ -38,15 +38,14 @@ if TYPE_CHECKING:
 class GroupVersion:
     """The version that a group serves, in ``value``.
 
-    A commit sets the version, and from then on only commits raise it, so that the report of one
-    engine can't put the others out of service. A restarted broker knows no commit. Until one comes,
-    the version is the lower median of the versions that the DP groups serve: more than half of them
-    serve it, or a later one. So it may fall when a DP group joins. A DP group counts with the
-    lowest version of its ranks.
+    A commit sets the version. From then on only commits raise it, so that one engine's report can't
+    put the others out of service. A restarted broker knows of no commit. Until the next commit, the
+    version is the lower median of the DP groups' versions: more than half of them serve it, or a
+    later one. So it may fall when a DP group joins. A DP group's version is its ranks' lowest.
 
-    Only DP groups count whose sidecars joined with an epoch, so that they were in the group of an
-    earlier broker, and with open admission, so that they were not stale. If there are none, all DP
-    groups count.
+    The median leaves out a DP group if one of its sidecars is new, so that its JOIN has epoch 0, or
+    has joined with closed admission, as a stale engine does. If no other DP group is there, the
+    median is over all.
     """
 
     def __init__(self) -> None:
@@ -58,7 +57,7 @@ class GroupVersion:
         """Assigns the version of an update: above the group's, and above its engines'.
 
         An update that is armed again after a refusal keeps its version, so that a late ARM can't
-        arm an engine for another one.
+        arm an engine for another version.
 
         Args:
             update_id: the update.
@@ -87,7 +86,7 @@ class GroupVersion:
     def on_owner(self, version: int, registry: EngineRegistry) -> None:
         """Records the version of weights that the owner reports as committed.
 
-        It counts only if it is later than the group's, and an engine serves it.
+        The report counts only if its version is later than the group's, and an engine serves it.
         """
         if version > self.value and any(e.version == version for e in registry.engines.values()):
             self.on_commit(version)
@@ -116,7 +115,7 @@ class GroupVersion:
 
 
 def stale_dp_groups(registry: EngineRegistry, version: int) -> tuple[str, ...]:
-    """Returns the ready DP groups that don't serve the group's ``version``."""
+    """Returns the names of stale DP groups whose ranks are ready; ``version`` is the group's."""
     return tuple(sorted(_stale(registry, registry.ready(), version)))
 
 

@@ -1,8 +1,8 @@
-"""Checks the commands of a group's trainer, and queues those that come early.
+"""Checks the commands of a group's trainer, then executes or queues them.
 
-A command that does not fit the state of the machines is declined, with the reason, and changes
-nothing. Any other command changes the machines, and returns actions that
-:class:`bus.protocol.group.group.Group` executes.
+A command that must wait for an earlier step is queued (:class:`Commands` says which). One that does
+not fit the group's state at all is declined, with the reason, and changes nothing. Any other one
+changes the state machines, and returns actions for :class:`bus.protocol.group.group.Group`.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class Commands:
             raise wrong_state(f"the pause under way is {self._state.pause.update_id}", "update_id")
         update = self._state.update
         self._state.session.ask((m.Step.RESUME, 0), msg_id)
-        if update.is_unsafe:  # engines may hold different weights: it waits for the end
+        if update.is_unsafe:  # RESUME waits for the update's end
             self._state.resume_asked = True
             return []
         if state is PauseState.RESUMING:
@@ -286,7 +286,7 @@ class Commands:
         return self._ask(msg_id, m.Step.WAKE, sleep.wake(message, members, now_ms))
 
     def _window(self, update_id: str) -> dict[str, str]:
-        """Returns the engines of a completed pause without an update.
+        """Returns the engines of the completed pause, each with its DP group.
 
         Raises:
             Declined: the pause is not complete, or an update is under way.
@@ -322,7 +322,7 @@ class Commands:
         return communicator(self._state.registry.engines[name] for name in members)
 
     def _require_communicator(self, number: int, members: Iterable[str]) -> Communicator:
-        """Checks that a collective's communicator has exactly the engines that are present now."""
+        """Returns these engines' communicator; declines if its number is no longer ``number``."""
         made = self._communicator(members)
         if made.number != number:
             raise decline(
@@ -400,7 +400,7 @@ class Commands:
         if number >= manifest.chunks:
             raise wrong_state(f"chunk {number} of an update of {manifest.chunks}", "chunk")
         if number >= update.chunks_asked + isinstance(message, m.WeightChunkMeta):
-            return []  # one before was lost: the trainer repeats both
+            return []  # an earlier one was lost: the trainer repeats both
         under_way = update.chunks.get(number)
         instructions: list[Instruction] = []
         if isinstance(message, m.WeightChunkMeta) and number == update.chunks_asked:

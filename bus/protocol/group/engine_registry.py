@@ -41,7 +41,7 @@ class Communicator:
 
 
 def communicator(engines: Iterable[Peer]) -> Communicator:
-    """Returns the communicator of the trainer and these engines."""
+    """Returns the ranks and number of the communicator of the trainer and these engines."""
     first_ranks: dict[str, int] = {}
     taken: list[tuple[str, int, int]] = []
     world_size = 1
@@ -90,7 +90,7 @@ class EngineRecord:
         quarantined: why the engine may hold a part of an update; None: it does not. It stays paused
             until its ACK of a COMMIT, or a heartbeat, says that its weights are whole.
         has_model: it is quarantined, but the model's weights are whole.
-        differs_at: the version whose weights it serves wrong, according to the canary.
+        differs_at: the version with which it failed the canary; None: it has not failed.
         was_stale: it did not serve the group's version when the update under way was armed.
         not_admitting: its admission is closed. The engine says so, or the engine or a peer rank was
             stale or quarantined and has not been resumed since.
@@ -119,7 +119,7 @@ class EngineRegistry:
 
     Attributes:
         engines: the engines that are present.
-        departed: why engines left that have not joined again; the last :data:`DEPARTED_KEPT`.
+        departed: why each engine left, without those that rejoined; :data:`DEPARTED_KEPT` at most.
         changes: grows with each change of the engines present, or of what an engine serves.
     """
 
@@ -127,14 +127,14 @@ class EngineRegistry:
         self.engines: dict[str, Peer] = {}
         self.departed: dict[str, str] = {}
         self.changes = 0
-        self._records: dict[str, EngineRecord] = {}  # of the same names
+        self._records: dict[str, EngineRecord] = {}  # by name, as engines
         self._ranks: dict[str, set[str]] = {}  # the names of each DP group
         self._group = group
 
     # -- joins, reports and losses -----------------------------------------------
 
     def add(self, peer: Peer, *, joined_late: bool) -> None:
-        """Adds an engine that joined or rejoined; ``joined_late``: others are paused or updated."""
+        """Adds an engine that joined or rejoined; ``joined_late``: during a pause or an update."""
         self.changes += 1
         is_new = peer.name not in self.engines
         record = self._records.setdefault(peer.name, EngineRecord())
@@ -146,14 +146,14 @@ class EngineRegistry:
         self._ranks.setdefault(facts.dp_group, set()).add(peer.name)
         record.pause_unknown = peer.phase == "pause_unknown"
         self._check_dp_group(facts)
-        if record.joined_late:  # its peer ranks have dropped out with it
+        if record.joined_late:  # its peer ranks wait with it
             for each in self.dp_peers(peer.name):
                 self._records[each].joined_late = True
         if peer.phase in ("quarantined", "weights_discarded"):
             record.quarantined = "joined without whole weights"
         else:
             self._end_quarantine(peer.name)
-        if peer.phase == "updating":  # in an update of an earlier broker, at whose end it is whole
+        if peer.phase == "updating":  # in an earlier broker's update; closed until a resume
             record.not_admitting = True
         self._check_admission(record, peer.phase, closed=facts.closed)
 
@@ -229,8 +229,8 @@ class EngineRegistry:
     def on_version_fell(self, version: int, reporter: str) -> None:
         """Records that the group no longer serves ``version``, but an older one.
 
-        Engines that serve an older version may have closed admission. Each reports that with its
-        next heartbeat; ``reporter`` has just reported.
+        Engines older than ``version`` may have closed admission. So each counts as not admitting
+        until its next heartbeat, except ``reporter``, which has just reported.
         """
         for name, peer in self.engines.items():
             if peer.version < version and name != reporter:
@@ -251,7 +251,7 @@ class EngineRegistry:
         return False
 
     def on_arm(self, names: Iterable[str], version: int) -> None:
-        """Records that an update of these engines is armed, while the group serves ``version``."""
+        """Records which of these engines are stale when their update is armed."""
         stale = frozenset(self.stale(names, version))
         for name, record in self._records.items():
             record.was_stale = name in stale
@@ -306,7 +306,7 @@ class EngineRegistry:
         return record is not None and record.quarantined is not None
 
     def is_not_admitting(self, name: str) -> bool:
-        """Returns whether an engine's admission is closed, even at the group's version."""
+        """Returns whether an engine's admission is closed."""
         return name in self._records and self._records[name].not_admitting
 
     def is_incomplete(self, name: str) -> bool:
@@ -332,7 +332,7 @@ class EngineRegistry:
         return self.is_quarantined(name) and not self._records[name].has_model
 
     def last_heard(self, name: str, now_ms: float) -> str:
-        """Returns a text: the engine's name and, if it is present, the age of its last frame."""
+        """Returns a text: the engine's name and, if present, its last frame's age."""
         peer = self.engines.get(name)
         return f"{name} (heard {now_ms - peer.last_heard_ms:.0f} ms ago)" if peer else name
 
@@ -417,7 +417,7 @@ class EngineRegistry:
         return {"prefill", "decode"} <= roles
 
     def routes(self, names: Iterable[str]) -> tuple[bytes, ...]:
-        """Returns the transport's names of these engines; leaves out those that are not present."""
+        """Returns the routing ids of these engines; leaves out those that are not present."""
         engines = self.engines
         return tuple(engines[name].route for name in names if name in engines)
 

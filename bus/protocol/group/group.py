@@ -1,6 +1,6 @@
 """Composes the state machines of one group: its trainer, engines, pause, sleep and update.
 
-Only the rules that concern several machines live here:
+Only the rules that concern several state machines live here:
 
 - Only the trainer that owns the group may command it, and only with the group's fencing
   epoch. The epoch grows with every new owner, so a trainer that was replaced is refused.
@@ -8,8 +8,7 @@ Only the rules that concern several machines live here:
   could leave engines with different or half-loaded weights (``update.UNSAFE``).
 - SLEEP and WAKE need the group PAUSED and no update under way. Engines whose weights a
   sleep has discarded are not resumed: without a commit they are quarantined.
-- An engine that joins while the group is paused or an update is under way takes
-  part from the next one on.
+- An engine that joins during a pause or an update takes part from the next one on.
 - When the trainer is lost, an unsafe update is aborted, then the group resumes. Engines that
   loaded a part, or whose weights are discarded, stay paused and quarantined.
 
@@ -53,14 +52,14 @@ if TYPE_CHECKING:
     from bus.protocol.core.membership import Peer
     from bus.protocol.group.group_state import Action
 
-    Watchers: TypeAlias = Callable[[], tuple[bytes, ...]]  # returns their routes
+    Watchers: TypeAlias = Callable[[], tuple[bytes, ...]]  # returns their routing ids
 
 # These steps change engines' phases and versions, and so possibly which engines are routable.
 _MOVES: Final = frozenset({m.Step.SLEEP, m.Step.RESUME, m.Step.COMMIT, m.Step.ABORT})
 
 
 class Group(GroupState):
-    """The state of a group, and the execution of its machines' instructions."""
+    """The state of a group, and the execution of its state machines' instructions."""
 
     def __init__(self, name: str, config: BrokerConfig) -> None:
         super().__init__(name, config)
@@ -69,7 +68,7 @@ class Group(GroupState):
     # -- the trainer ----------------------------------------------------------
 
     def on_owner_gone(self, reason: str, now_ms: float) -> list[Effect]:
-        """Ends what the lost trainer left open, so that engines resume generating."""
+        """Ends the lost trainer's pause and update, so that engines resume generating."""
         self.session.release()
         return self._recover(Failure(m.NackCode.CANCELLED, reason), now_ms)
 
@@ -148,7 +147,7 @@ class Group(GroupState):
         return effects + self._reconcile(peer, beat)
 
     def on_owner_heartbeat(self, beat: m.Heartbeat, now_ms: float) -> list[Effect]:
-        """Handles the trainer's heartbeat; reports stale DP groups if it keeps the weights."""
+        """Handles the trainer's heartbeat; names stale DP groups to a trainer with the weights."""
         if self.owner is not None and self.owner.in_flight != beat.in_flight:
             self.owner.in_flight, self.moved_ms = beat.in_flight, now_ms
         self.served.on_owner(beat.version, self.registry)
@@ -158,7 +157,7 @@ class Group(GroupState):
         return self.session.notify(m.StaleEngines(self.version, names)) if names else []
 
     def pause_held_at(self, name: str) -> str:
-        """Returns the pause of a living trainer at an engine, to renew the engine's lease."""
+        """Returns the id of the pause whose lease the engine may renew; empty: none."""
         held = self.pause.state is not PauseState.RUNNING and not self.orphaned
         return self.pause.update_id if held and name in self.pause.members else ""
 
@@ -197,7 +196,7 @@ class Group(GroupState):
         failure = Failure(nack.code, detail, name, nack.tensor, nack.field, nack.hint)
         fields = failure_fields(nack.step, failure, nack.chunk)
         effects: list[Effect] = [self.note("engine_refused", nack.update_id, "warning", fields)]
-        if nack.code is m.NackCode.FENCED:  # the refusal is of another command; ours is sent again
+        if nack.code is m.NackCode.FENCED:  # refuses an older epoch's command
             return effects
         if nack.step in PAUSE_STEPS:
             if nack.update_id == self.pause.update_id:
@@ -267,7 +266,7 @@ class Group(GroupState):
     # -- executing instructions --------------------------------------------------
 
     def apply(self, actions: Iterable[Action], now_ms: float) -> list[Effect]:
-        """Executes a machine's instructions and, if there are any, the follow-ups."""
+        """Executes a state machine's instructions and, if they had effects, the follow-ups."""
         effects = self._carry_out(actions, now_ms)
         return effects + self.run_follow_ups(now_ms) if effects else effects
 
@@ -282,7 +281,7 @@ class Group(GroupState):
         """Returns the actions of the next follow-up.
 
         Follow-ups are the end of a sleep whose pause is over, a queued command whose turn has come,
-        the end of an abandoned pause, and engines that joined late.
+        the end of an abandoned pause, and the admission of engines that joined late.
         """
         if self.pause.state is PauseState.RUNNING:
             over = self.sleep.over()
@@ -375,7 +374,7 @@ class Group(GroupState):
     # -- what others see ---------------------------------------------------------
 
     def review(self, effects: list[Effect], watchers: Watchers, now_ms: float) -> list[Effect]:
-        """Sends changed routes to watchers; may hold messages to engines that have left them."""
+        """Sends changed routes to watchers; may hold messages to engines that left the routes."""
         routes = self.routing.changed(self.version, now_ms)
         effects = self.routing.hold(effects) if self.routing.is_holding else effects
         if routes is None:
@@ -384,7 +383,7 @@ class Group(GroupState):
         return [*effects, self.note("routes", "", "info", fields), *self.tell_routes(watchers())]
 
     def tell_routes(self, watchers: tuple[bytes, ...]) -> list[Effect]:
-        """Sends the latest routes to peers that follow them."""
+        """Sends the latest routes to these watchers."""
         return [Send(self.routing.now, watchers, 0, self.name, self.epoch)] if watchers else []
 
     def status(self, now_ms: float, booting: Iterable[Peer] = ()) -> m.GroupStatus:

@@ -34,7 +34,7 @@ Action: TypeAlias = Instruction | Effect
 
 
 class GroupState:
-    """The machines, engines, trainer and version of one group.
+    """The state machines, engines, trainer and version of one group.
 
     Args:
         name: the group's name.
@@ -74,7 +74,7 @@ class GroupState:
 
     @property
     def epoch(self) -> int:
-        """The fencing epoch of the trainer that owns the group."""
+        """The group's fencing epoch."""
         return self.session.epoch
 
     @property
@@ -124,7 +124,7 @@ class GroupState:
         return [note, *self.answer_waiters(now_ms)]
 
     def on_follower_gone(self, peer: Peer, reason: str) -> list[Effect]:
-        """Notifies rank 0, which may wait for a lost rank in a collective, by a NACK."""
+        """Removes a lost follower, and notifies rank 0: its collective may wait for that rank."""
         self.followers.on_gone(peer)
         failure = Failure(NackCode.PEER_LOST, f"a rank of the trainer is gone: {reason}", peer.name)
         return self.session.notify(failure.nack("update", ""))
@@ -141,7 +141,7 @@ class GroupState:
     def _ready_count(self) -> int:
         """Returns how many engines are ready, without those that are about to open admission.
 
-        Those have booted closed, and serve the group's version.
+        The latter booted with closed admission, and serve the group's version.
         """
         ready = self.registry.ready()
         closed = (self.registry.engines[n] for n in ready if self.registry.is_not_admitting(n))

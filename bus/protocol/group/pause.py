@@ -256,7 +256,7 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         return self._ask(Step.RESUME, Resume(self.update_id, self._version()), now_ms)
 
     def _on_no_engines(self) -> list[Instruction]:
-        # Of a pause that failed both are awaited: the pause, and a resume asked too early.
+        # After a failed pause, answers are due to its request and to a RESUME that came early.
         made = self.failure is None
         steps = (Step.RESUME,) if made else (Step.PAUSE_GLOBAL, Step.RESUME)
         self._go(_E.NO_ENGINES)

@@ -6,7 +6,7 @@ pause or update, or is past it, only reconciliation ends it:
 ======================  ==========================================  ==============================
 phase                   when                                        what is sent
 ======================  ==========================================  ==============================
-armed, staging,         the group makes no such update              ABORT
+armed, staging,         the group has no such update                ABORT
 updating
 paused                  the group begins another pause, and the     RESUME
                         lease of this one is over
@@ -16,7 +16,7 @@ pausing                 a peer rank has not been asked              PAUSE_LOCAL 
                                                                     all pause, so all can resume
 pause_unknown           its pause has failed, and may have been     PAUSE_LOCAL to it and its
                         made                                        peer ranks
-not in an update        it is overdue with a step of one            ABORT, to be answered
+not in an update        it is overdue with an update's step         ABORT; its answer ends that
 ======================  ==========================================  ==============================
 
 The rows from `paused, asleep` to `pause_unknown` apply only while the group is RUNNING and the
@@ -47,7 +47,7 @@ _IN_UPDATE: Final[frozenset[Phase]] = frozenset({"armed", "staging", "updating"}
 def find_leftover(
     state: GroupState, peer: Peer, beat: Heartbeat
 ) -> tuple[Message, Iterable[str]] | None:
-    """Returns the message that ends what a heartbeat shows, and the engines that get it.
+    """Returns the message that ends an engine's leftover pause or update, and its receivers.
 
     Args:
         state: the group.
@@ -74,9 +74,9 @@ def find_leftover(
         return (_complete_pause(state, beat), peers) if beat.phase == "pause_unknown" else None
     if beat.phase in ("paused", "asleep") and peer.name not in registry.kept_paused():
         if any(registry.engines[n].phase == "updating" for n in registry.dp_peers(peer.name)):
-            return None  # a peer rank's weights are touched: it gives the update up first
-        # Of a DP group, all have paused, or this one would not have; those that
-        # have resumed wait for it.
+            return None  # a peer rank's weights are touched: its update is aborted first
+        # A pause completes on all ranks of a DP group or on none, so all were paused. Ranks that
+        # have resumed since wait for this one.
         return Resume(beat.update_id, state.version), alone
     if beat.phase == "pausing" and registry.is_still_pausing(peer.name):
         others = [name for name in registry.dp_peers(peer.name) if name != peer.name]
@@ -87,7 +87,7 @@ def find_leftover(
 def _is_abandoned(state: GroupState, peer: Peer, beat: Heartbeat) -> bool:
     """Whether the engine is still in an earlier pause, whose lease is over.
 
-    Only an engine with peer ranks waits so, and its next pause has two phases.
+    Only an engine with peer ranks stays paused then; so the group's new pause has two phases.
     """
     return (
         state.pause.state is PauseState.LOCAL

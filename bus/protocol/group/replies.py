@@ -111,7 +111,7 @@ def failure_fields(step: str, failure: Failure, chunk: int) -> dict[str, object]
     Args:
         step: the step.
         failure: why it has failed.
-        chunk: the chunk's number, if the step is one.
+        chunk: the chunk's number; used only for the step ``chunk``.
     """
     fields: dict[str, object] = {
         "step": step,

@@ -10,13 +10,13 @@ its DP group. It stays routable in a pause: its requests wait. An engine is not 
 During a commit nothing changes, so that routers see the commit as one change; then exactly the
 engines that committed are routable. During an abort no engine becomes routable.
 
-An engine closes its admission, sleeps or ends when the broker says so. A watcher that sends
-requests on may ask to be notified first, by its first ROUTES_TAKEN. Then messages to an engine that
-leaves the routes are held::
+Messages of the broker make an engine close admission, sleep or end. A watcher that forwards
+requests to engines may ask to be notified first: it confirms each change of the routes by
+ROUTES_TAKEN. Then the broker's messages to an engine that leaves the routes are held::
 
     state   event                            next    effect
     PASSED  it leaves the routes, and some   HELD    ROUTES; messages to it are kept
-            watcher confirms them
+            watcher confirms changes
     HELD    it leaves them again             HELD    ROUTES; the later revision counts
     HELD    every watcher that confirms has  PASSED  what was kept is sent, in order
             confirmed it, or has left
@@ -85,8 +85,8 @@ class Routing:
         self._sleep = sleep
         self._hold_ms = hold_ms
         self._seen: tuple[object, ...] = ()
-        self._confirmed: dict[bytes, int] = {}  # watchers' last revisions, by their routes
-        self._held: dict[bytes, _Held] = {}  # by the engines' routes
+        self._confirmed: dict[bytes, int] = {}  # watchers' last revisions, by routing id
+        self._held: dict[bytes, _Held] = {}  # by the engine's routing id
 
     def changed(self, version: int, now_ms: float) -> Routes | None:
         """Returns the routes if they have changed, else None; ``version`` is the group's."""
@@ -123,7 +123,7 @@ class Routing:
 
     @property
     def due_ms(self) -> float | None:
-        """When :meth:`expire` is due."""
+        """When :meth:`expire` is due; None: no message is held."""
         return min((each.until_ms for each in self._held.values()), default=None)
 
     def hold(self, effects: list[Effect]) -> list[Effect]:
@@ -143,7 +143,7 @@ class Routing:
     def on_taken(self, watcher: bytes, revision: int) -> list[Effect]:
         """Records a watcher's confirmation, and returns the messages that it releases.
 
-        A revision of an earlier broker counts as none.
+        A revision of an earlier broker confirms nothing.
         """
         self._confirmed[watcher] = revision if revision <= self.now.revision else -1
         return self._release()
@@ -155,7 +155,7 @@ class Routing:
         return self._release()
 
     def expire(self, now_ms: float) -> tuple[list[bytes], list[Effect]]:
-        """Releases engines whose hold is over; returns the late watchers and the held messages."""
+        """Releases messages held for too long; returns the late watchers and these messages."""
         over = [each.revision for each in self._held.values() if now_ms >= each.until_ms]
         late = [w for w, taken in self._confirmed.items() if taken < max(over, default=-1)]
         return late, self.remove_watchers(late)

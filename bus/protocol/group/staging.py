@@ -3,7 +3,7 @@
 This is the broker's side::
 
     event                                           result
-    ARM in a pause or a sleep of the group          no staging; engines are not asked
+    ARM with a canary, or in a pause of the group   no staging; engines are not asked
     ARM, and an engine can't stage (ARMED says why) no staging
     ARM, and all engines can stage                  staging is possible
     no staging, but the update requires it          the ARM is refused, with the engine's name

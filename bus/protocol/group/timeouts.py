@@ -125,7 +125,7 @@ def next_deadline_ms(state: GroupState) -> float | None:
     """Returns when the next tick is due; None: no step, request or held message waits."""
     waiters, held_ms = state.session.waiters, state.routing.due_ms
     if not (state.is_busy() or waiters):
-        return held_ms  # None between updates, with every heartbeat
+        return held_ms  # the usual case, between updates
     times = [] if held_ms is None else [held_ms]
     retry_ms = state.config.retry_ms
     times += [each.resent_ms + retry_ms for each in state.barriers() if each.waiting]

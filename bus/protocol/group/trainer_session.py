@@ -16,7 +16,7 @@ waits until rank 0 sends GO and END with the number ``n`` of the update::
     rank 0 has sent  a follower
     (nothing yet)    waits, and touches no tensor: other ranks would block in its collectives
     GO n             gathers its tensors together with rank 0, and sends none; or, if GO has an
-                     address, meets the engines there
+                     address, connects to the engines there
     END n            returns the version, or raises rank 0's error
 
 Invariants of followers:
@@ -105,7 +105,7 @@ class TrainerSession:
         """Checks that this trainer may command the group.
 
         Raises:
-            Declined: the trainer does not own the group, its epoch is over, or too many of its
+            Declined: the trainer does not own the group, its epoch is outdated, or too many of its
                 requests are open.
         """
         if trainer is not self.owner:
@@ -138,7 +138,7 @@ class TrainerSession:
         return list(self._asked)
 
     def answer_again(self, trainer: Peer, msg_id: int) -> list[Effect] | None:
-        """Returns the effects of a repeated request; None: the request is new."""
+        """Returns a repeated request's answer, empty while it waits; None: the request is new."""
         if trainer is not self.owner:
             return None
         if msg_id in self._answers:

@@ -6,9 +6,9 @@ CHUNK_SENT they verify and load. Before CHUNK_SENT the broker waits for the trai
 engines' timeout does not run. Engines execute messages in their order. So the first chunks are
 announced while engines start, and UPDATE_FINISH is sent while they load the last one.
 
-In OPENING, ARMING and STARTING an engine that refuses aborts the update (an opening fails). An
+In OPENING, ARMING and STARTING one engine's refusal aborts the update (or fails the opening). An
 engine that is overdue, lost or dead drops out. With a communicator the others would wait for that
-engine, so the update is aborted, and the trainer opens another transport.
+engine, so the update is aborted, and the trainer opens the transport anew.
 
 Invariants:
 
@@ -20,7 +20,7 @@ Invariants:
   They get ABORT, and quarantine themselves if they loaded anything. The others continue, because
   an abort would leave all of them half-loaded. The trainer finds the names in ``excluded``.
 - No COMMIT is sent with fewer DP groups left than the quorum: the update is aborted as soon as they
-  are fewer. Once COMMIT is sent, an engine that commits serves.
+  are fewer. After COMMIT, each engine that commits serves, even if fewer than the quorum do.
 - An engine that fails the canary drops out in the same way, before any COMMIT.
 
 A staged update loads nothing before it is committed: see :mod:`bus.protocol.group.staging`.
@@ -122,7 +122,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self.update_id = update_id
         self.members = dict(members)  # engine -> its DP group, of those in this update
         self.excluded: dict[str, Failure] = {}
-        self.partial: set[str] = set()  # engines that hold a part of an update, of any target
+        self.partial: set[str] = set()  # engines that hold a part of an update, of model or draft
         self.target: m.Target = "model"
         self.canary: m.CanaryMode = ""
         self.staging = StagingDecision()
@@ -232,7 +232,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return self._ask(m.Step.COMMIT, message, now_ms)
 
     def abort(self, failure: Failure, now_ms: float) -> list[Instruction]:
-        """Aborts on every engine; the trainer gets the failure when all have answered."""
+        """Sends ABORT to every engine; the trainer gets the failure when all have answered."""
         if self.state is _S.OPENING:
             self._end(_E.FAILED)
             return [StepFailed(m.Step.TRANSFER_INIT, failure)]
@@ -274,7 +274,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     def on_refused(
         self, name: str, failure: Failure, now_ms: float, *, overdue: bool = False
     ) -> list[Instruction]:
-        """Handles an engine that refuses a step, is ``overdue`` with it, or is found dead in it."""
+        """Excludes an engine that refused, is ``overdue`` or dead; or aborts the whole update."""
         if name not in self.members or self.state is _S.IDLE:
             return []
         if failure.code is m.NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
@@ -366,7 +366,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         return failed
 
     def _check_barrier(self) -> list[Instruction]:
-        """Returns the end of a step that every engine has done; FINISH also needs every chunk."""
+        """Ends the step if every engine has done it; FINISH also needs every chunk."""
         done = self.barrier
         if done is None or not done.is_done or (self.state is _S.FINISHING and self.chunks):
             return []

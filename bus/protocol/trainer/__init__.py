@@ -1,1 +1,1 @@
-"""The trainer's machines: an update, its chunks, and its pause."""
+"""The trainer's state machines: an update, its chunks, and its pause."""

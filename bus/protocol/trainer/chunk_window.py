@@ -78,20 +78,20 @@ class ChunkWindow:
 
     @property
     def has_sent_all(self) -> bool:
-        """Whether CHUNK_SENT is requested for every chunk, so that engines may finish."""
+        """Whether CHUNK_SENT was sent for every chunk, so that engines may finish."""
         return _UNSENT.isdisjoint(chunk.state for chunk in self._chunks)
 
     def has_room(self, seq: int) -> bool:
-        """Returns whether a buffer is free for a chunk, after all chunks before it got theirs."""
+        """Returns whether a buffer is free for a chunk, once all earlier chunks got theirs."""
         return seq < self._depth or self._chunks[seq - self._depth].state in self._freed
 
     def is_next_sent(self, seq: int) -> bool:
-        """Returns whether CHUNK_SENT of this chunk may be requested now."""
+        """Returns whether CHUNK_SENT of this chunk may be sent now."""
         before = self._chunks[seq - 1].state if seq else None
         return self._chunks[seq].state is _S.LEFT and before not in _UNSENT
 
     def on_announced(self, seq: int) -> None:
-        """Records that WEIGHT_CHUNK_META is requested."""
+        """Records that the chunk's WEIGHT_CHUNK_META is sent."""
         if not self.has_room(seq):
             raise self._chunks[seq].refuse("no buffer is free")
         self._chunks[seq].go(_E.ANNOUNCED)
@@ -101,7 +101,7 @@ class ChunkWindow:
         self._chunks[seq].go(_E.LEFT)
 
     def on_sent(self, seq: int) -> None:
-        """Records that CHUNK_SENT is requested."""
+        """Records that the chunk's CHUNK_SENT is sent."""
         if not self.is_next_sent(seq):
             raise self._chunks[seq].refuse("sent out of turn")
         self._chunks[seq].go(_E.SENT)

@@ -70,7 +70,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
         return self.state is not _S.NONE
 
     def require_epoch(self, epoch: int, update_id: str) -> None:
-        """Checks the epoch of a step of ``update_id`` before its request.
+        """Checks, before a step is requested, that the pause was made in this epoch.
 
         Args:
             epoch: the trainer's present fencing epoch.

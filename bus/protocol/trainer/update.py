@@ -94,8 +94,8 @@ TRANSITIONS: Final[dict[tuple[TrainerUpdateState, TrainerUpdateEvent], TrainerUp
 
 # In the other states the broker has nothing of the update that an ABORT would end.
 _KNOWN_TO_BUS: Final = frozenset(_S) - {_S.IDLE, _S.WAKING, _S.COMMITTED, _S.UNDONE}
-# With one of these codes a COMMIT ends for the trainer, while engines may carry it out; unless the
-# NACK is about a step that comes before.
+# A NACK of COMMIT with one of these codes leaves open whether engines commit; unless the NACK is
+# about an earlier step.
 _ENDS_OTHERWISE: Final = frozenset({m.NackCode.FENCED, m.NackCode.PEER_LOST, m.NackCode.TIMEOUT})
 _BEFORE_COMMIT: Final = frozenset({m.Step.START.value, m.Step.CHUNK.value, m.Step.FINISH.value})
 
@@ -257,7 +257,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         return [commit, m.Resume(self.id)] if self._owns_pause else [commit]
 
     def undo(self) -> list[m.Abort | m.Resume]:
-        """Returns the messages that undo the update's steps, so that engines continue."""
+        """Returns the ABORT and RESUME that end the update and its pause, if needed."""
         messages: list[m.Abort | m.Resume] = []
         if self.state in _KNOWN_TO_BUS:
             messages.append(m.Abort(self.id, "the trainer gave up"))
