@@ -80,6 +80,8 @@ KV_SEAMS: Final = (
                 f"{SCHEDULER}._handle_blocked_waiting_request",
                 ("if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:",),
             ),
+            Takes(f"{SCHEDULER}._handle_blocked_waiting_request", "self, request"),
+            Says(f"{SCHEDULER}._preempt_request", ("self._inflight_prefills.discard(request)",)),
             Takes(f"{SCHEDULER}.get_num_unfinished_requests", "self"),
             Says(f"{CONNECTORS}.v1.multi_connector:MultiConnector.__init__", ("self._connectors",)),
         ),

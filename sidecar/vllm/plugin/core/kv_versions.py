@@ -228,6 +228,19 @@ def _drop_loaded(scheduler: Any, request: Any) -> None:
             scheduler.finished_recving_kv_req_ids.add(name)
 
 
+def free_failed_loads(scheduler: Any) -> None:
+    """Frees the blocks of requests whose load of keys and values has failed and ended.
+
+    vLLM frees a request's blocks when it is the request's turn. If they are too few for it, because
+    it shares others with a request behind it, both would wait forever.
+    """
+    failed = scheduler.failed_recving_kv_req_ids
+    for name in failed & scheduler.finished_recving_kv_req_ids if failed else ():
+        if (request := scheduler.requests.get(name)) is not None:
+            scheduler._handle_blocked_waiting_request(request)  # noqa: SLF001
+            scheduler._inflight_prefills.discard(request)  # noqa: SLF001 - it is to load no more
+
+
 def reset_caches(_original: Callable[..., Any], core: Any, *_args: Any, **_kwargs: Any) -> None:
     """Clears the caches when a pause begins, with the function :func:`clear`.
 
@@ -277,8 +290,9 @@ def sleep(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) ->
 def process_input_queue(original: Callable[..., Any], core: Any) -> None:
     """Completes pauses when the core has no work left but blocks held for decode engines.
 
-    The core calls this at every turn of its loop.
+    Also frees the blocks of failed loads. The core calls this at every turn of its loop.
     """
+    free_failed_loads(core.scheduler)
     if core.wavebus_pauses and _is_quiet(core):
         pauses, core.wavebus_pauses = core.wavebus_pauses, ()
         for complete in reversed(pauses):

@@ -143,7 +143,10 @@ def test_the_prefill_engine_hears_of_who_is_turned_away() -> None:
 def test_a_pause_waits_for_no_decode_engine_and_a_sleep_does() -> None:
     done: list[str] = []
     scheduler = SimpleNamespace(
-        get_num_unfinished_requests=lambda: 0, finished_req_ids=set(), connector=None
+        get_num_unfinished_requests=lambda: 0,
+        finished_req_ids=set(),
+        failed_recving_kv_req_ids=set(),
+        connector=None,
     )
     core = SimpleNamespace(
         scheduler=scheduler,
