@@ -214,7 +214,8 @@ class Served:
         excluded, and each token is of its version.
 
         Where caches are kept, requests that an update has met are of several versions, as asked. So
-        it is those that are checked that were sent after a commit and ended before the next.
+        it is those that are checked that were sent after a commit and ended before the next. Where
+        caches are cleared, there are more than ``updates`` until one has met a request.
 
         Returns:
             How many ``updates``, ``requests`` and checked ``tokens`` there were.
@@ -230,23 +231,26 @@ class Served:
                 came.put_nowait((newest, prompt, await self.answer(http, prompt)))
 
         between = (2 if clear_cache else 3) * CLIENTS
-        ended = []
+        ended: list[tuple[int, Sequence[int], dict[str, Any]]] = []
         async with asyncio.TaskGroup() as clients:
             for number in range(CLIENTS):
                 clients.create_task(client(number))
-            for _ in range(updates):
+            made = 0
+            while made < updates or (clear_cache and not any(map(is_over_a_commit, ended))):
                 ended += [await came.get() for _ in range(between)]
                 await self.update(agent, clear_cache=clear_cache, **how)
+                made += 1
             ended += [await came.get() for _ in range(between)]
             done.set()
         ended += [came.get_nowait() for _ in range(came.qsize())]
-        found = Counter(updates=updates, requests=len(ended))
-        for newest, prompt, choice in ended:
+        found = Counter(updates=made, requests=len(ended))
+        for answer in ended:
+            newest, prompt, choice = answer
             labels = {parse_version(span["version"]) for span in choice["weight_versions"]}
             if clear_cache or labels == {newest}:
                 await asyncio.to_thread(self.check, prompt, choice)
                 found["tokens"] += len(choice["token_ids"])
-                found["over_a_commit"] += len(labels) > 1
+                found["over_a_commit"] += is_over_a_commit(answer)
         return found
 
     def kill(self, name: str) -> None:
@@ -262,6 +266,10 @@ class Served:
 
 
 PREFILL_AND_DECODE = (("--name", "p", "--role", "prefill"), ("--name", "d", "--role", "decode"))
+
+
+def is_over_a_commit(answer: tuple[int, Sequence[int], dict[str, Any]]) -> bool:
+    return len({span["version"] for span in answer[-1]["weight_versions"]}) > 1
 
 
 def checkpoint_in(folder: Path) -> Checkpoint:
