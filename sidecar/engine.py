@@ -243,7 +243,7 @@ class Engine(Protocol):
     async def clear_cache(self) -> None:
         """Drops the KV and prefix cache, as a pause with ``clear_cache`` does.
 
-        Called only in a pause that has returned.
+        Called only while the engine is paused, after :meth:`pause` has returned.
         """
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:

@@ -165,7 +165,7 @@ def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
 
 
 def _load_tokenizer(folder: str) -> Any:
-    """Loads a tokenizer of transformers whose texts omit special tokens, as vLLM's do."""
+    """Loads a transformers tokenizer that skips special tokens when it decodes, as vLLM does."""
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415 - optional
 

@@ -45,7 +45,7 @@ class Finding:
 
     @property
     def waiting(self) -> bool:
-        """Whether ``peer`` delays its group. An engine that takes no part delays nobody."""
+        """Whether the group waits for this peer. It waits for no engine that takes no part."""
         return bool(self.step) or self.state == "trainer"
 
 

@@ -2,7 +2,7 @@
 
 A file is :data:`MAGIC` and then records, one after the other::
 
-    mark (4 bytes) | length of the body (4, little-endian) | CRC-32 of the body (4) | body
+    MARK (4 bytes) | length of the body (4, little-endian) | CRC-32 of the body (4) | body
 
 The body is one of the classes below as a MessagePack array that begins with its tag. The
 first record of every file is :class:`FileBegan`.

@@ -123,7 +123,7 @@ class PeerClient:
         self.perform(self.link.start(self._scheduler.now_ms()))
 
     def now_ms(self) -> float:
-        """Returns the scheduler's time in milliseconds."""
+        """Returns the time of this peer's clock, which is monotonic, in milliseconds."""
         return self._scheduler.now_ms()
 
     def new_id(self) -> int:

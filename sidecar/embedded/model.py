@@ -89,7 +89,7 @@ class KvCache:
         self.values[layer, first : first + count, :, :time] = value
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies a sequence into another slot, over what is there.
+        """Copies the keys and values of a sequence into another slot of the cache.
 
         Args:
             source: the sequence's slot.

@@ -218,7 +218,7 @@ class Update:
         options: the options of the update.
 
     Attributes:
-        paused: set when chunks may be announced (engines are paused or stage), or on a failure.
+        paused: set when chunks may be announced, in a pause or for staging, or on a failure.
         started: set when every engine waits for chunks, or on a failure.
         on_end: called when the update has ended, also if it failed.
         copy: a copy of the weights, to be kept at the commit; None: nothing is kept.

@@ -158,7 +158,7 @@ class CallLoad:
 
 @dataclass(frozen=True, slots=True)
 class CallRestore:
-    """Engine call: restore the old weights, after an update that has loaded nothing."""
+    """Engine call: end a started update that has not changed the served weights."""
 
     target: m.Target
 

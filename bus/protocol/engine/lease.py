@@ -176,9 +176,9 @@ class EngineLease(StateMachine[LeaseState, LeaseEvent]):
         )
 
     def missing(self) -> Iterable[tuple[int, str]]:
-        """Returns the peer ranks that have not voted clean or running.
+        """Returns the peer ranks whose votes do not allow a resume, or are missing.
 
-        Each comes with the position of its last vote; empty: it has not voted.
+        Each rank's number comes with its last vote's position (see the module); empty: no vote yet.
         """
         return [
             (rank, self._position(rank))

@@ -301,7 +301,7 @@ class EngineRegistry:
     # -- queries of one engine --------------------------------------------------------
 
     def is_quarantined(self, name: str) -> bool:
-        """Returns whether an engine may hold a part of an update."""
+        """Returns whether an engine may hold weights of two versions."""
         record = self._records.get(name)
         return record is not None and record.quarantined is not None
 

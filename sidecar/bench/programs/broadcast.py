@@ -71,7 +71,7 @@ def _synchronize(memory: torch.Tensor) -> None:
 async def broadcast(
     stack: AsyncExitStack, rank: int, count: int, port: int, device: str, size_bytes: int
 ) -> BroadcastEnd:
-    """Connects this process to the others of a broadcast, by torch's collectives alone.
+    """Joins the processes of a broadcast by torch's collectives, without wavebus.
 
     On ``cuda`` these are NCCL's, each rank on the GPU of its number; on ``cpu`` they are gloo's.
     """

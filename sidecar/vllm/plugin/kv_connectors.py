@@ -89,7 +89,7 @@ def trust(found: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
 
 
 def explain(name: str, how: str) -> str:
-    """Returns a text that says whether a connector allows updates, or what to do."""
+    """Returns a text that says whether a connector allows updates; if not, what to change."""
     if not how.startswith(REFUSED):
         return f"{name}: {how}, may be updated"
     return f"{name}: {how.removeprefix(REFUSED)}: updates are refused. {_HINTS.get(how, '')}"
