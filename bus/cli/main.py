@@ -110,10 +110,10 @@ def _all_options() -> set[str] | None:
     except ModuleNotFoundError:
         return None
     found: set[str] = set()
-    while commands:
-        command = commands.pop()
-        found.update(_options(command))
-        commands += getattr(command, "commands", {}).values()
+    trees = [_options(command) for command in commands]
+    for tree in trees:  # grows by those of subcommands
+        found |= {name for name, option in tree.items() if not isinstance(option, dict)}
+        trees += [option for option in tree.values() if isinstance(option, dict)]
     return found
 
 

@@ -228,7 +228,7 @@ def _drop_loaded(scheduler: Any, request: Any) -> None:
             scheduler.finished_recving_kv_req_ids.add(name)
 
 
-def free_failed_loads(scheduler: Any) -> None:
+def _free_failed_loads(scheduler: Any) -> None:
     """Frees the blocks of requests whose load of keys and values has failed and ended.
 
     vLLM frees a request's blocks when it is the request's turn. If they are too few for it, because
@@ -292,7 +292,7 @@ def process_input_queue(original: Callable[..., Any], core: Any) -> None:
 
     Also frees the blocks of failed loads. The core calls this at every turn of its loop.
     """
-    free_failed_loads(core.scheduler)
+    _free_failed_loads(core.scheduler)
     if core.wavebus_pauses and _is_quiet(core):
         pauses, core.wavebus_pauses = core.wavebus_pauses, ()
         for complete in reversed(pauses):
