@@ -100,9 +100,10 @@ class EngineInfo:
     Fields that are not named here are as in :class:`bus.messages.EngineFacts`.
 
     Attributes:
-        closed: whether admission was already closed on start, for example by a quarantine.
-        booted_closed: whether the engine booted with closed admission, and nobody has opened it
-            yet.
+        closed: whether the engine's admission was closed when the adapter started, for whatever
+            reason. An earlier sidecar may have closed it, for example for a quarantine.
+        booted_closed: whether it was closed because the engine booted so, and no sidecar has ever
+            opened it. Then no request has been answered by the weights that it booted with.
         ends_with_sidecar: whether closing the adapter stops the engine.
     """
 
@@ -393,10 +394,11 @@ def require_model(target: Target) -> None:
     """Rejects an update of a draft model, for engines without speculative decoding.
 
     Args:
-        target: what the update is to replace.
+        target: which model the update is to replace. (Updates of a LoRA adapter have no target.)
 
     Raises:
-        EngineError: code ``draft_missing``, for any target but the model.
+        EngineError: code ``draft_missing``: the target is the draft model, also where the update
+            would replace both.
     """
     if target != "model":
         raise EngineError("this engine has no draft model", code=NackCode.DRAFT_MISSING)

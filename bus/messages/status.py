@@ -156,8 +156,9 @@ class OutView:
 
     Attributes:
         engine: the engine's name.
-        state: ``quarantined``, ``gone``, or ``booting``: its server is still starting.
-        reason: why it does not serve; for ``booting``, the host and process.
+        state: ``quarantined``: it must not serve its weights; ``gone``: it has left or was lost;
+            ``booting``: its server is still starting.
+        reason: why it is quarantined or gone; if ``booting``, which host and process is starting.
     """
 
     engine: ShortText

@@ -56,7 +56,7 @@ class Measured:
 
     Attributes:
         rounds: by way, its rounds.
-        raw_ms: the time of one raw transfer, for each turn.
+        raw_ms: the time of one broadcast of as many bytes, without bus and engines, for each turn.
         copy_ms: the time of one copy in memory, for each turn.
         arrived: whether all engines serve equal weights in the end, and not their first ones.
     """

@@ -116,7 +116,19 @@ def window(
 def figures_of(
     rounds: Mapping[str, Sequence[UpdateRound]], raw_ms: Sequence[float], size_bytes: int
 ) -> dict[str, Any]:
-    """Computes the JSON output's figures: medians of each way, and their ratios."""
+    """Computes the figures of the JSON output.
+
+    Args:
+        rounds: the updates of each way.
+        raw_ms: how long one broadcast of the same bytes to all processes took, in each turn; with
+            a single process, one copy.
+        size_bytes: the size of the weights.
+
+    Returns:
+        For each way the medians of its updates. Then ``ratio_gap_…``: a way's longest token gap
+            divided by that of vLLM's own flow; and ``ratio_raw_…``: a way's transfer rate divided
+            by the broadcast's.
+    """
     ways = {way: _of_way(done, size_bytes) for way, done in rounds.items()}
     raw = gb_per_s(size_bytes, median(raw_ms))
     gaps_ms = {way: each["gap_ms"] for way, each in ways.items()}

@@ -194,10 +194,12 @@ class EngineCore:
     ) -> Future[None]:
         """Changes the weights between two steps, if a check allows it.
 
-        The future raises :class:`EngineError` of code ``called_off`` if nothing was changed.
+        The future raises what ``check`` or ``take`` has raised. After an error of ``check`` nothing
+        is changed; after one of ``take`` the weights may be mixed.
 
         Args:
-            check: called first; raises if the swap is not possible.
+            check: called first; raises :class:`EngineError` of code ``called_off`` if the swap is
+                not possible.
             take: called if ``check`` has returned; changes the weights.
             clear_cache: whether requests recompute their keys and values.
         """

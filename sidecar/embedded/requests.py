@@ -68,7 +68,8 @@ class GenerationRequest:
         prompt: token ids.
         params: how to choose tokens, and when to stop.
         seed: the caller's seed, or a random one if the caller gave none.
-        max_tokens: the limit of output tokens, at most what the model's length leaves.
+        max_tokens: the limit of output tokens; prompt and output together must fit the longest
+            sequence that the model can have.
         eos_token_ids: the tokens that end a sequence of this model.
         stream: True: every token is published at once; False: each choice when it has ended.
     """

@@ -126,7 +126,10 @@ class VllmAdapter(WorkerClient):
         return await self._vllm.in_flight(self._core.requests())
 
     async def request_ids(self) -> tuple[str, ...]:
-        """Returns the requests' ids as clients chose them; empty if the engine can't list them."""
+        """Returns the ids of unfinished requests, as clients chose them.
+
+        Empty also where the engine can't list them.
+        """
         return await self._vllm.request_ids()
 
     def core_view(self) -> CoreStatusView | None:

@@ -1,4 +1,4 @@
-"""Calls a server's routes for LoRA adapters, and names adapters for vLLM."""
+"""Calls a server's routes for LoRA adapters; makes the names and ids by which vLLM knows them."""
 
 from __future__ import annotations
 

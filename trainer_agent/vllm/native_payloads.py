@@ -182,13 +182,14 @@ def chunk_messages(
     """Returns the messages to engines before and after one chunk.
 
     Args:
-        info: the ``update_info`` of the trainer engine.
-        plan: the armed tensors.
+        info: the ``update_info`` that vLLM's trainer engine gives for this chunk.
+        plan: the tensors of the whole update, as engines have armed them.
         seq: the number of the chunk.
         update_id: the update.
 
     Raises:
-        UsageError: the bus can't carry the info, or it has other tensors than were armed.
+        UsageError: a field of the info has a type that the bus can't carry, or the info names other
+            tensors than the plan has in this chunk.
     """
     rest = _dict(info, "update_info")
     if seq >= plan.chunks:

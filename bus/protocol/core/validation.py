@@ -60,7 +60,10 @@ def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:
 
 
 def check_sums(manifest: Manifest, message: ChunkSent) -> None:
-    """Checks that a chunk has one checksum per tensor, or none if nothing is verified.
+    """Checks how many checksums a chunk comes with.
+
+    If the message's ``verify`` is ``sample`` or ``full``, there is one for each tensor of the
+    chunk. Otherwise there is none.
 
     Raises:
         Declined: the chunk has more checksums, or fewer.

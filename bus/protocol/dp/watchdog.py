@@ -94,7 +94,7 @@ class Watchdog:
         self._reports[rank] = _Report(name, status, now_ms)
 
     def on_rank_lost(self, rank: int, name: str, reason: str, now_ms: float) -> None:
-        """Records that a rank was lost, with its name and the reason for the diagnosis."""
+        """Records that a rank was lost; :meth:`diagnose` reports its name and the reason."""
         self._lost[rank] = (name, reason, now_ms)
 
     def whole(self) -> None:

@@ -90,7 +90,8 @@ class CallOpenTransfer:
     """Engine call: open the engine's end of a transport.
 
     Attributes:
-        update_id: the id of this opening.
+        update_id: the id that the trainer has chosen for opening the transport. No weights are
+            updated; the answers name it as they name an update.
         backend: the transport's name.
         params: data from the sender that only the backend reads.
         assignment: the ranks of the engine's workers in the transport's communicator.

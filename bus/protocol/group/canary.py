@@ -63,11 +63,11 @@ def require_probes(
 
 
 def probe_report(update: UpdateMachine, done: m.GroupAck) -> m.ProbeReport:
-    """Returns the PROBE_REPORT for the trainer, once all engines have answered.
+    """Returns the PROBE_REPORT, which tells the trainer what the engines have answered.
 
     Args:
-        update: the group's update, with the engines' results.
-        done: the broker's answer to the step, with its duration and the excluded engines.
+        update: the group's update; all engines have answered its probes.
+        done: the GROUP_ACK of this step. The report takes its duration and excluded engines.
     """
     answers = ((name, update.probed[name]) for name in sorted(update.members))
     return m.ProbeReport(

@@ -110,7 +110,10 @@ class Routing:
         return self.now
 
     def keeps(self, name: str) -> bool:
-        """Whether an engine stays in the routes, whatever it reports, until a commit is over."""
+        """Whether this engine is in the routes and a commit is running.
+
+        If so, callers leave it in the routes until the commit is over, whatever it reports.
+        """
         in_commit = self._update.state is UpdateState.COMMITTING
         return in_commit and any(route.engine == name for route in self.now.engines)
 

@@ -56,15 +56,17 @@ def run_before_any_continues(action: Callable[[], None]) -> None:
 
 
 def refuse(failure: WorkerFailure) -> None:
-    """Raises in the last worker a failure that all workers have agreed on.
+    """Raises in the worker of the last rank a failure that all workers have agreed on.
 
-    In all other workers the function returns, so that vLLM reads every worker's answer.
+    vLLM reads the workers' answers in the order of ranks, and stops at the first error; answers
+    that it has not read it would take for those of the next call. So in all other workers this
+    function returns, and its caller returns an answer that nobody uses.
 
     Args:
         failure: the failure; the same in all workers.
 
     Raises:
-        WorkerRefusal: in the last worker.
+        WorkerRefusal: in the worker of the last rank.
     """
     if is_last_worker():
         raise WorkerRefusal(failure.to_text())

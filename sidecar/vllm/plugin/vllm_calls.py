@@ -1,7 +1,8 @@
-"""The registry's entries for vLLM's front ends, and for functions that are only called.
+"""What wavebus expects of vLLM's front ends, and of vLLM functions that it calls.
 
-Front ends are API servers, and processes with an ``AsyncLLM``; some of their methods are wrapped.
-For vLLM functions that the sidecar or its plugin only calls, nothing is installed.
+Each :class:`Seam` here names parts of vLLM, what wavebus expects of them, and which of its features
+need them. Front ends are API servers, and processes with an ``AsyncLLM``; wavebus wraps some of
+their methods. It calls the other functions as they are.
 
 Importing this module imports neither vllm nor torch.
 """

@@ -133,16 +133,19 @@ def process_outputs(
 
 
 def set_admission(core: Any, *, ends: bool = False, **how: Any) -> list[dict[str, Any] | None]:
-    """Sets the named fields of a core's admission state, and reports the state.
+    """Changes a core's admission state, and reports it.
 
     Args:
         core: the engine core.
         ends: whether to end every request of the core, whichever front end it came from.
-        how: new values of fields of :class:`CoreAdmission`.
+        how: new values, by the names of fields of :class:`CoreAdmission`; the other fields keep
+            theirs.
 
     Returns:
-        A list with one dict: the fields ``admits`` and ``passes``, and with ``ends``, ``ended``:
-            how many requests were ended. The list is [None] if the core has no admission control.
+        A list of one item, because vLLM joins the lists of all cores. The item is a dict of the
+            state's ``admits`` and ``passes``, as in :class:`CoreAdmission`, and with ``ends`` also
+            ``ended``: how many requests were ended. It is None if the core has no admission
+            control.
     """
     if _has_unknown_waves(core):
         return [None]

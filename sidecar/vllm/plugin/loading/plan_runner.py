@@ -285,7 +285,16 @@ def copies(
 
 
 def pad(plan: CopyPlan, name: str, target: torch.Tensor) -> int:
-    """Writes a parameter's constants, such as padding; returns how many elements they fill."""
+    """Fills the elements of a parameter that no tensor of the update fills, such as padding.
+
+    Args:
+        plan: the copy plan. It has the regions with such elements, and their constant values.
+        name: the parameter's name.
+        target: the memory of the parameter to write.
+
+    Returns:
+        How many elements were filled.
+    """
     filled = 0
     for each in plan.fills.get(name, ()):
         filled += part(target, each.region).fill_(each.value).numel()
