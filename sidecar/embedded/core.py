@@ -194,13 +194,11 @@ class EngineCore:
     ) -> Future[None]:
         """Changes the weights between two steps, if a check allows it.
 
-        The future raises what ``check`` or ``take`` has raised. After an error of ``check`` nothing
-        is changed; after one of ``take`` the weights may be mixed.
+        The future raises what ``check`` or ``take`` has raised.
 
         Args:
-            check: called first; raises :class:`EngineError` of code ``called_off`` if the swap is
-                not possible.
-            take: called if ``check`` has returned; changes the weights.
+            check: called first; raises :class:`EngineError` ``called_off`` if it must not happen.
+            take: changes the weights, if ``check`` has returned. If it raises, they may be mixed.
             clear_cache: whether requests recompute their keys and values.
         """
 

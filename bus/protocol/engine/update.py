@@ -394,14 +394,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return [c.nack(job.reply_to, m.Step.COMMIT, failure, self.update_id)]
 
     def on_issued(self, call: object) -> None:
-        """Records what an engine call may change, just before the sidecar makes it.
-
-        Receiving weights and a sleep may leave the engine without whole weights, and ending
-        requests closes admission. Other calls change nothing here.
-
-        Args:
-            call: the call, of any class in :mod:`bus.protocol.engine.calls`.
-        """
+        """Records, before any engine call is made, if it may change weights or close admission."""
         if isinstance(call, c.CallReceive) and is_loaded_on_receipt(call.backend):
             self._lost_the_old()
         elif isinstance(call, c.CallAbortRequests):
