@@ -252,7 +252,8 @@ class ZmqClient(ZmqSocket):
 
     Args:
         address: the broker's address.
-        route: the peer's route; unique among all peers and all their lives.
+        route: the peer's route; unique among all peers and all their lives. A connection that
+            replaces one without answers gets a route of its own.
         security: the keys to connect with. None: no keys, and only loopback.
 
     Raises:
@@ -283,6 +284,8 @@ class ZmqClient(ZmqSocket):
             raise UsageError(_explain(address, error)) from error
         super().__init__(socket)
         self._address = address
+        self._route = route
+        self._connections = 1
         self._reached_s = time.monotonic()
         self._unanswered_since_s = (
             0.0  # when the first frame without an answer was sent; 0: there is none
@@ -326,7 +329,7 @@ class ZmqClient(ZmqSocket):
         self._unanswered_since_s = self._unanswered_since_s or now_s
         if now_s > self._unanswered_since_s + self._silence_limit_s:
             # A broker that did not run for a while may have accepted this connection while it still
-            # had the previous one. It then never reads from this one.
+            # had the previous one, with the same route. It then never reads from this one.
             self._silence_limit_s = min(2 * self._silence_limit_s, _MAX_SILENCE_LIMIT_S)
             self._unanswered_since_s = now_s
             self._reconnect()
@@ -344,13 +347,16 @@ class ZmqClient(ZmqSocket):
         self._reconnect()
 
     def _reconnect(self) -> None:
-        """Closes the connection; connects again after a pause, in which the broker notices."""
+        """Closes the connection; after a pause, connects again with another route."""
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self._address)
         self._loop.call_later(_RECONNECT_PAUSE_S, self._connect)
 
     def _connect(self) -> None:
         if not self._closed:
+            self._connections += 1
+            route = b"%s/%d" % (self._route, self._connections)
+            self.socket.setsockopt(zmq.ROUTING_ID, route)  # of connections from now on
             self.socket.connect(self._address)
 
 
