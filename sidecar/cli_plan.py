@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - an option's type, read by options_of
 from typing import TYPE_CHECKING, Literal
 
-import click
-
-from bus.cli.options import GroupPlan, checked, option
+from bus.cli.options import GroupPlan, NamedPath, checked, option
 from bus.errors import UsageError
 from bus.keys import API_KEY_VARIABLE
 from bus.net import check_url
@@ -64,7 +62,7 @@ class SidecarPlan(GroupPlan):
     model: Path | None = option(
         None,
         "Embedded: folder of a Qwen3 or Qwen3-MoE checkpoint (config.json, *.safetensors).",
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        type=NamedPath(exists=True, file_okay=False),
     )
     host: str = option("127.0.0.1", "Embedded: the address that serves requests.")
     port: int = option(
@@ -108,7 +106,7 @@ class SidecarPlan(GroupPlan):
     core_page: Path | None = option(
         None,
         "Embedded: keep the core's status page in this file.",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=NamedPath(dir_okay=False),
     )
     boot_timeout_s: float = option(1800.0, "vLLM: how long the server may take to come up.", min=1)
     trust_kv_connector: tuple[str, ...] = option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - an option's type, read by options_of
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +13,7 @@ import click
 import bus.log
 from bus.cli.options import (
     INSECURE_HELP,
+    NamedPath,
     checked,
     log_options,
     option,
@@ -59,7 +60,7 @@ class BrokerPlan:
         None,
         "A folder with broker.secret, and the public keys of all peers in authorized/; read anew "
         "on SIGHUP. Other peers can't connect then.  [env: WAVEBUS_CURVE_KEYS]",
-        type=click.Path(file_okay=False, path_type=Path),
+        type=NamedPath(file_okay=False),
         envvar="WAVEBUS_CURVE_KEYS",
     )
     insecure: bool = option(False, INSECURE_HELP, envvar=INSECURE_VARIABLE)
@@ -69,7 +70,7 @@ class BrokerPlan:
         "a commit is recorded before anybody serves it.  [env: WAVEBUS_JOURNAL]",
         envvar="WAVEBUS_JOURNAL",
         metavar="DIR",
-        type=click.Path(file_okay=False, path_type=Path),
+        type=NamedPath(file_okay=False),
     )
     journal_bytes: int = option(
         DEFAULT_BYTES,

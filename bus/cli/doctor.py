@@ -12,13 +12,12 @@ import platform
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import click
 
 from bus.cli import features
-from bus.cli.options import broker_option, checked, json_option, key_options
+from bus.cli.options import NamedPath, broker_option, checked, json_option, key_options
 from bus.errors import BusTimeout, UsageError, WavebusError
 from bus.net import check_url, is_loopback
 from bus.runtime.event_loop import choose_loop, run
@@ -27,6 +26,7 @@ from bus.runtime.zmq_transport import ZmqServer, library_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from bus.cli.options import BrokerAddress, Keys
     from bus.keys import Security
@@ -85,7 +85,7 @@ class Options:
     "wheels",
     metavar="PATH",
     multiple=True,
-    type=click.Path(exists=True, path_type=Path),
+    type=NamedPath(exists=True),
     help="Check what wavebus supports with the vLLM there, and nothing else: an unpacked wheel, a "
     "wheel, or a site-packages folder. Nothing of it is imported. Several make one table.",
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from bus.cli.options import NamedPath
 from bus.keys import AUTHORIZED, ROLES, Key, write_pair
 from bus.runtime.zmq_curve import new_pair
 
@@ -36,7 +37,7 @@ Files that are there are never overwritten.
 @click.option(
     "-o",
     "--output",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=NamedPath(file_okay=False),
     default=Path(),
     show_default="this folder",
     help="The folder that the files are written to.",

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import EntryPoint, entry_points, version
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from bus import settings
 from bus.cli import broker, doctor, journal, keygen, replay, routes, status, trace, why
+from bus.cli.options import NamedPath
 from bus.errors import BusTimeout, UsageError, WavebusError
 from bus.messages import NackCode
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -121,7 +124,7 @@ def _all_options() -> set[str] | None:
 @click.version_option(version("wavebus"), prog_name="wavebus")
 @click.option(
     "--config",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False),
     envvar="WAVEBUS_CONFIG",
     help="TOML file of settings.  [default: wavebus.toml, if it is there]",
 )

@@ -40,6 +40,23 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class NamedPath(click.Path):
+    """A path. An empty text is an error here; click takes it for the current folder.
+
+    Args:
+        rules: as :class:`click.Path` takes them, such as ``exists``.
+    """
+
+    def __init__(self, **rules: bool) -> None:
+        super().__init__(path_type=Path, **rules)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Returns the text as a path."""
+        if value == "":
+            self.fail("the path is empty.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def check_parent(path: Path) -> None:
     """Checks that a file can be written into its folder.
 
@@ -75,7 +92,7 @@ INSECURE_HELP: Final = (
 journal_argument = click.argument(
     "source",
     metavar="FILE_OR_DIR",
-    type=click.Path(exists=True, path_type=Path),
+    type=NamedPath(exists=True),
 )
 timeout_option = click.option(
     "--timeout-s",
@@ -172,13 +189,13 @@ class Keys:
         None,
         f"This peer's secret key (NAME.secret of `wavebus keygen`).  [env: {KEY_VARIABLE}]",
         envvar=KEY_VARIABLE,
-        type=click.Path(path_type=Path),
+        type=NamedPath(),
     )
     broker_key: Path | None = option(
         None,
         f"The broker's public key (broker.pub).  [env: {BROKER_KEY_VARIABLE}]",
         envvar=BROKER_KEY_VARIABLE,
-        type=click.Path(path_type=Path),
+        type=NamedPath(),
     )
     insecure: bool = option(False, INSECURE_HELP, envvar=INSECURE_VARIABLE)
 

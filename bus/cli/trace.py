@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from bus.cli.options import journal_argument
+from bus.cli.options import NamedPath, journal_argument
 from bus.errors import JournalError, UsageError
 from bus.journal.reader import read
 from bus.journal.spans import spans
 from bus.journal.trace import trace as traced
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @click.command()
@@ -19,7 +22,7 @@ from bus.journal.trace import trace as traced
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False),
     required=True,
     help="The file to write, such as trace.json.",
 )

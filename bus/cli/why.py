@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from bus.cli.options import broker_option, json_option, key_options, timeout_option
+from bus.cli.options import NamedPath, broker_option, json_option, key_options, timeout_option
 from bus.errors import JournalError
 from bus.journal.explain import findings
 from bus.journal.reader import read
@@ -17,6 +16,8 @@ from bus.runtime.event_loop import run
 from bus.runtime.status_client import fetch_status
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bus.cli.options import BrokerAddress, Keys
     from bus.journal.replay import Replay
     from bus.messages import Status
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @click.option(
     "--journal",
     "journal_path",
-    type=click.Path(exists=True, path_type=Path),
+    type=NamedPath(exists=True),
     help="Answer from this journal (a file or a folder): the state at its end.",
 )
 @timeout_option

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-import click
-
-from bus.cli.options import check_parent, checked, option
+from bus.cli.options import NamedPath, check_parent, checked, option
 from bus.errors import UsageError
 from bus.runtime.event_loop import LoopChoice  # noqa: TC001 - an option's type, read by options_of
 
@@ -20,7 +18,7 @@ EngineKind: TypeAlias = Literal["embedded", "vllm"]
 Model: TypeAlias = Literal["8b", "tiny", "moe", "tiny-moe"]
 
 MIXTURES: Final[tuple[Model, ...]] = ("moe", "tiny-moe")
-_FOLDER: Final = click.Path(file_okay=False, path_type=Path)
+_FOLDER: Final = NamedPath(file_okay=False)
 _SHAPES: Final = "vllm: the shape of Qwen3-8B, or 26 million parameters"
 
 
@@ -255,6 +253,6 @@ class GapPlan(EnginesPlan):
     picture: Path = option(
         Path("gap.png"),
         "Where the picture goes: tokens over the time of an update.",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=NamedPath(dir_okay=False),
         callback=checked(check_parent),
     )

@@ -45,10 +45,16 @@ class Two:
     """An engine in this process, one that is served, and who asks them."""
 
     def __init__(
-        self, llm: Any, server: SupervisedServer, checkpoint: Checkpoint, runner: asyncio.Runner
+        self,
+        llm: Any,
+        server: SupervisedServer,
+        backend: str,
+        checkpoint: Checkpoint,
+        runner: asyncio.Runner,
     ) -> None:
         self.llm = llm
         self.server = server
+        self.backend = backend
         self.weights: Mapping[str, Tensor] = checkpoint.weights
         self.oracle = Oracle(checkpoint.folder)
         self._runner = runner
@@ -72,6 +78,8 @@ class Two:
                 sidecar = Sidecar(engine, broker=broker, group="policy", name=name)
                 await stack.enter_async_context(sidecar)
                 await sidecar.joined()
+                assert sidecar.info is not None
+                assert self.backend in sidecar.info.backends
             self.broker = broker
             yield broker
 
@@ -128,22 +136,22 @@ def booted_two(folder: Path, engine: str, *variables: str, workers: int = 2) -> 
             checkpoint.folder, weight_transfer_config=transfer, tensor_parallel_size=workers
         ),
     )
-    starter = VllmAdapter(HttpConnection(server=server))
+    served = HttpConnection(server=server)  # without a sidecar's adapter, which would claim it
 
     async def boot() -> Any:
-        starting = asyncio.create_task(starter.start())
+        starting = asyncio.create_task(served.open())
         await asyncio.sleep(0)  # it boots while this process does
         llm = await booted.__aenter__()
-        assert f"vllm:{engine}" in (await starting).backends
+        await starting
         return llm
 
     with asyncio.Runner() as runner:
         try:
             llm = runner.run(boot())
-            tested = Two(llm, server, checkpoint, runner)
+            tested = Two(llm, server, f"vllm:{engine}", checkpoint, runner)
             yield tested
         finally:
-            runner.run(starter.close())
+            runner.run(served.close())
             runner.run(booted.__aexit__(None, None, None))
             # While warnings are no errors yet: vLLM leaves its sockets to the collector.
             del tested.llm, llm

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import click
-
-from bus.cli.options import check_parent, checked, option
+from bus.cli.options import NamedPath, check_parent, checked, option
 from bus.errors import UsageError
 from trainer_agent.options import How  # noqa: TC001 - an option's type, read by options_of
 
@@ -46,7 +44,7 @@ class DemoPlan:
     picture: Path = option(
         Path("demo.png"),
         "Where to draw reward over steps.",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=NamedPath(dir_okay=False),
         callback=checked(check_parent),
     )
     chaos: bool = option(
@@ -69,7 +67,7 @@ class DemoPlan:
     journal: Path = option(
         Path("demo-journal"),
         "With --chaos: where the broker leaves its journal; an older one there is deleted.",
-        type=click.Path(file_okay=False, path_type=Path),
+        type=NamedPath(file_okay=False),
     )
 
     @property

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         (["demo", "--picture", "/none/x.png"], "'--picture': /none/x.png: no such folder"),
         (["bench", "gap", "--picture", "/none/x.png"], "'--picture': /none/x.png: no such folder"),
         (["bench", "gap", "--logs", "/proc/none"], "--logs: /proc/none: No such file or directory"),
+        (["broker", "--journal", ""], "'--journal': the path is empty"),
         (["journal", "show", __file__, "--since", "nan"], "'--since': 'nan': give seconds"),
     ],
 )
