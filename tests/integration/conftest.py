@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.support.procs import Proc, wavebus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.support.checkpoints import Checkpoint
 
 
 # The broker soon misses a killed peer, but not one that gets no processor for some seconds.
@@ -59,6 +60,8 @@ class Bus:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    from tests.support.checkpoints import make_checkpoint  # noqa: PLC0415 - torch takes a second
+
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=1)
 
 
