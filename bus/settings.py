@@ -40,15 +40,16 @@ def load(
 ) -> dict[str, Any]:
     """Returns the defaults of one command from the settings file, by parameter name.
 
-    The values are text, as flags and the environment have it, so that the command checks all of
-    them alike and names the option of a wrong one.
+    The values are text, as flags and the environment have it. So the command checks all of them
+    alike, and its error names the option whose value is wrong.
 
     Args:
         path: the file; None: ``wavebus.toml``, if it exists.
         command: the name of the command and of its table.
         options: the command's options.
-        commands: the names of all commands, which tables may have.
-        all_options: returns the options of all commands, or None if not all of them are installed.
+        commands: the names of all commands: the file may have a table for each.
+        all_options: returns the options of all commands, or None if some commands are not
+            installed.
             It is called only if a top-level key is no option of this command.
 
     Raises:

@@ -18,17 +18,18 @@ class CacheRun:
         self._run = ""
 
     async def join(self, run: str, on_failure: Callable[[str, Exception], object]) -> bool:
-        """Makes the engine join a run, unless it has joined that run already.
+        """Makes the engine salt its caches with a run's id, unless it does so already.
 
         If the engine's call fails, the next call of this method tries again. Until then the engine
         salts its caches with the earlier run's id, and uses no cache entries of ``run``.
 
         Args:
-            run: the group's run; empty before the sidecar has joined a group.
+            run: the id of the group's run. Empty, as before the sidecar has joined a group: nothing
+                happens.
             on_failure: receives the name and the exception of an engine call that failed.
 
         Returns:
-            Whether the engine has joined the run in this call.
+            Whether this call has changed the run.
         """
         if run in ("", self._run):
             return False

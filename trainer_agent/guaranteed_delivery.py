@@ -45,7 +45,11 @@ class Requester(Protocol):
 
 
 class GuaranteedDelivery:
-    """Repeats the undo commands of one connection until they are answered."""
+    """Repeats ABORT, RESUME and TRAINER_STEP until the broker answers them.
+
+    Args:
+        connection: the trainer's connection to the broker.
+    """
 
     def __init__(self, connection: Requester) -> None:
         self._connection = connection

@@ -30,9 +30,9 @@ from bus.messages.types import (
 
 @dataclass(frozen=True, slots=True)
 class PlanTransfer(Message):
-    """Trainer to broker: plan the communicator of a transport that uses collectives.
+    """Trainer to broker: assign ranks for a transport that uses collectives, such as ``nccl``.
 
-    ``scope`` names the DP groups in the communicator, as in :class:`Arm`.
+    The answer is TRANSFER_PLAN. ``scope`` names the DP groups whose workers get ranks; empty: all.
     """
 
     scope: Scope = ()

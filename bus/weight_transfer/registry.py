@@ -62,7 +62,7 @@ class BackendRegistry(Generic[T]):
 
         Args:
             name: the backend's name.
-            factory: makes one end; a class will do.
+            factory: makes a sender or a receiver, as this registry has; a class will do.
 
         Raises:
             UsageError: the name is one of wavebus's own, or not a valid name.

@@ -123,13 +123,15 @@ async def send_adapter(
 ) -> UpdateReport:
     """Makes every engine load and serve an adapter, and returns the update's report.
 
-    When this returns, engines have read the folder and no longer need it. If this fails, the
-    caller must call :meth:`Update.end`, which aborts the update.
+    The adapter is written into a folder of shared memory, which engines read. When this returns,
+    the folder is gone. If this fails, the caller must call :meth:`Update.end`, which aborts the
+    update.
 
     Args:
         adapter: the adapter.
         update: the update, which has begun.
-        transport: the agent's transport, which engines close. The next update opens it again.
+        transport: the agent's transport. Engines can have only one open: they close it for the
+            adapter's, and the next update opens it again.
         steps: sends the update's messages.
         label: the trainer's own name of the adapter's version.
         verify: how much of each tensor is verified by checksum.

@@ -316,12 +316,12 @@ class EngineSession:
         return self.lease.over_ms if self.lease.state is LeaseState.HELD else self.lease.again_ms
 
     def held_for_ms(self, now_ms: float) -> float:
-        """Returns how long the engine stays paused if this sidecar dies now, in ms.
+        """Returns for how many ms the engine core waits for this sidecar before it resumes itself.
 
-        A living sidecar ends the lease itself, so its death counts only after a margin. If this
-        rank has voted "clean" and misses a peer rank's vote, there is no margin: no weights change
-        before the resume, so the engine cores may end the pause when the lease is over. A negative
-        number says for how long they may have done so.
+        That is until the lease is over, and some time more in which the sidecar would end the pause
+        itself. If this rank has voted "clean" (no update is partly loaded) and a peer rank's vote
+        is missing, the core need not wait longer than the lease. The number is negative then once
+        the lease is over: the core may have resumed since.
         """
         left_ms = self.lease.ran_out_ms - now_ms
         if self.lease.has_promised:

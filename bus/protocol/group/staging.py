@@ -14,9 +14,10 @@ A staged update takes the steps of any other (:mod:`bus.protocol.group.update`),
 differences:
 
 - Until an engine has swapped, it serves its previous weights, whatever happens to the update.
-  No engine is quarantined if the update is aborted or the engine drops out, and RESUME does not
-  wait for the update.
-- COMMIT is not sent in a pause: the ranks of a DP group swap at a step, and a pause has none.
+  So no engine is quarantined if the update is aborted or the engine drops out. If the trainer
+  pauses the group meanwhile, it may resume it before the update ends.
+- While the group is paused, COMMIT waits: the ranks of a DP group swap at a step, and a pause has
+  no steps.
 - An engine that drops out while the others commit becomes stale
   (:mod:`bus.protocol.group.catch_up`).
 """

@@ -275,9 +275,10 @@ def agreement(
 
 @_watched
 def barrier(watch: CoreStatusWriter, original: Callable[..., Any], core: Any) -> Any:
-    """Shows the rank as waiting for the others in the barrier of a resume.
+    """Runs vLLM's resume; meanwhile the core's status page says that the rank is in a barrier.
 
-    Wraps vLLM's ``DPEngineCoreProc.resume_scheduler``, which is ``original``.
+    Wraps vLLM's ``DPEngineCoreProc.resume_scheduler``, which is ``original``. It waits for the
+    other ranks of the DP group. This function returns what it returns.
     """
     watch.enter("barrier")
     try:

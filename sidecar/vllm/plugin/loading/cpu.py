@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 
 class CpuRepacking:
-    """Makes vLLM repack a model's weights for the CPU with each update.
+    """Makes vLLM put every update's weights into the layout that its CPU kernels read.
 
-    Does nothing on other devices.
+    vLLM does so by itself at the first load, but not in all layers at later ones. The caller calls
+    :meth:`before_start` and :meth:`after_finish` around each update. On other devices they do
+    nothing.
 
     Args:
         model: the serving model.

@@ -164,7 +164,8 @@ class LoraAdapters:
     def stepping(self) -> Iterator[None]:
         """Marks a block in which vLLM loads adapters because requests need them.
 
-        Outside such a block, a user has asked for the load, and the user's path counts.
+        In the block, an adapter that came over the bus is loaded from memory. Outside, a user has
+        asked vLLM to load an adapter, and it is loaded from the path that the user has named.
         """
         self._stepping = True
         try:
