@@ -299,6 +299,43 @@ def test_who_did_not_run_for_a_while_keeps_its_connection(
     asyncio.run(main())
 
 
+def test_a_new_connection_is_not_judged_by_what_the_last_one_left_unanswered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The broker was gone for longer than it may be silent; the first frame that reaches it again
+    stays on its connection, and is answered there."""
+    now_s = 1.0
+    anew: list[float] = []
+    reconnect = ZmqClient._reconnect
+    monkeypatch.setattr(zmq_transport, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(
+        ZmqClient, "_reconnect", lambda client: (anew.append(now_s), reconnect(client))
+    )
+
+    async def main() -> None:
+        nonlocal now_s
+        ends = Ends(ZmqNetwork())
+        try:
+            client, inbox = ends.client(b"e0#1")
+            await greet(ends, client, b"e0#1")
+            ends.server.close()
+            async with asyncio.timeout(LIMIT_S):
+                while client.send(b"lost"):  # noqa: ASYNC110 - ZeroMQ calls nobody
+                    await asyncio.sleep(0.01)
+            now_s += 7.0
+            assert not client.send(b"lost")
+            assert anew == [now_s]
+            ends.restart()
+            await greet(ends, client, b"e0#1", b"back")
+            assert ends.server.send([b"e0#1"], b"answer") == []
+            await inbox.until(lambda: b"answer" in inbox.bodies)
+            assert anew == [now_s]
+        finally:
+            ends.close()
+
+    asyncio.run(main())
+
+
 def test_what_was_sent_before_a_close_is_delivered(play: Play) -> None:
     """A farewell arrives."""
 

@@ -232,7 +232,7 @@ class Broker:
             return [Send(self.status(now_ms), (peer.route,), envelope.id, peer.group)]
         if isinstance(message, m.RoutesTaken):
             watched = self.groups.get(message.group)
-            return watched.routing.on_taken(peer.route, message.revision) if watched else []
+            return watched.routing.on_taken(peer.name, message.revision) if watched else []
         if isinstance(message, m.Nack):
             if peer.role == "engine" and group is not None and message.step:
                 return group.on_nack(peer.name, message, now_ms)
@@ -420,7 +420,7 @@ class Broker:
         effects: list[Effect] = [note]
         if peer.role in WATCHERS:
             for each in self.groups.values():  # no engine waits for its confirmation any more
-                effects += each.routing.remove_watchers((peer.route,))
+                effects += each.routing.remove_watchers((peer.name,))
         group = self.groups.get(peer.group)
         if group is None:
             return effects

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from bus.messages import Phase
     from bus.protocol.core.effects import Effect
+    from bus.protocol.core.membership import Peer
     from bus.protocol.group.engine_registry import EngineRegistry
     from bus.protocol.group.sleep import SleepMachine
     from bus.protocol.group.update import UpdateMachine
@@ -58,9 +59,10 @@ _OUT: Final[frozenset[Phase]] = frozenset(
 class _Held:
     """Messages to one engine that wait until ``revision`` is confirmed, or until ``until_ms``."""
 
+    engine: Peer
     revision: int
     until_ms: float
-    sends: list[Effect] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
 
 
 class Routing:
@@ -85,8 +87,8 @@ class Routing:
         self._sleep = sleep
         self._hold_ms = hold_ms
         self._seen: tuple[object, ...] = ()
-        self._confirmed: dict[bytes, int] = {}  # watchers' last revisions, by routing id
-        self._held: dict[bytes, _Held] = {}  # by the engine's routing id
+        self._confirmed: dict[str, int] = {}  # watchers' last revisions, by name
+        self._held: dict[str, _Held] = {}  # by the engine's name
 
     def changed(self, version: int, now_ms: float) -> Routes | None:
         """Returns the routes if they have changed, else None; ``version`` is the group's."""
@@ -104,9 +106,8 @@ class Routing:
         left = {route.engine for route in self.now.engines} - {each.engine for each in routable}
         self.now = Routes(version, routable, routes.revision + 1)
         for name in left & self._registry.engines.keys() if self._confirmed else ():
-            held = _Held(self.now.revision, now_ms + self._hold_ms)
-            held = self._held.setdefault(self._registry.engines[name].route, held)
-            held.revision = self.now.revision
+            held = _Held(self._registry.engines[name], 0, now_ms + self._hold_ms)
+            self._held.setdefault(name, held).revision = self.now.revision
         return self.now
 
     def keeps(self, name: str) -> bool:
@@ -131,19 +132,21 @@ class Routing:
 
     def hold(self, effects: list[Effect]) -> list[Effect]:
         """Keeps the messages to engines whose messages are held, and returns all other effects."""
+        self._follow_engines()
+        held = {each.engine.route: each for each in self._held.values()}
         passed: list[Effect] = []
         for effect in effects:
-            if not isinstance(effect, Send) or self._held.keys().isdisjoint(effect.routes):
+            if not isinstance(effect, Send) or held.keys().isdisjoint(effect.routes):
                 passed.append(effect)
                 continue
             for route in effect.routes:
-                if route in self._held:
-                    self._held[route].sends.append(replace(effect, routes=(route,)))
-            rest = tuple(route for route in effect.routes if route not in self._held)
+                if route in held:
+                    held[route].sends.append(effect)
+            rest = tuple(route for route in effect.routes if route not in held)
             passed += [replace(effect, routes=rest)] if rest else []
         return passed
 
-    def on_taken(self, watcher: bytes, revision: int) -> list[Effect]:
+    def on_taken(self, watcher: str, revision: int) -> list[Effect]:
         """Records a watcher's confirmation, and returns the messages that it releases.
 
         A revision of an earlier broker confirms nothing.
@@ -151,22 +154,33 @@ class Routing:
         self._confirmed[watcher] = revision if revision <= self.now.revision else -1
         return self._release()
 
-    def remove_watchers(self, watchers: Iterable[bytes]) -> list[Effect]:
+    def remove_watchers(self, watchers: Iterable[str]) -> list[Effect]:
         """Stops waiting for these watchers, and returns the messages that this releases."""
         for watcher in watchers:
             self._confirmed.pop(watcher, None)
         return self._release()
 
-    def expire(self, now_ms: float) -> tuple[list[bytes], list[Effect]]:
+    def expire(self, now_ms: float) -> tuple[list[str], list[Effect]]:
         """Releases messages held for too long; returns the late watchers and these messages."""
         over = [each.revision for each in self._held.values() if now_ms >= each.until_ms]
         late = [w for w, taken in self._confirmed.items() if taken < max(over, default=-1)]
         return late, self.remove_watchers(late)
 
     def _release(self) -> list[Effect]:
+        self._follow_engines()
         taken = min(self._confirmed.values(), default=self.now.revision)
-        released = [route for route, held in self._held.items() if held.revision <= taken]
-        return [each for route in released for each in self._held.pop(route).sends]
+        released = [name for name, held in self._held.items() if held.revision <= taken]
+        effects: list[Effect] = []
+        for held in map(self._held.pop, released):
+            effects += [replace(each, routes=(held.engine.route,)) for each in held.sends]
+        return effects
+
+    def _follow_engines(self) -> None:
+        """Takes over the new routes of engines that have joined again meanwhile."""
+        for name, held in self._held.items():
+            now = self._registry.engines.get(name, held.engine)
+            if now.boot == held.engine.boot:
+                held.engine = now
 
     def _routable(self, version: int) -> tuple[Route, ...]:
         registry = self._registry

@@ -116,8 +116,7 @@ def end_holds(state: GroupState, now_ms: float) -> list[Effect]:
     """Returns the messages held for late watchers of routes, once their time is over."""
     late, effects = state.routing.expire(now_ms)
     if late:
-        fields = {"watchers": [each.decode(errors="replace") for each in late]}
-        effects.append(state.note("routes_not_taken", "", "warning", fields))
+        effects.append(state.note("routes_not_taken", "", "warning", {"watchers": late}))
     return effects
 
 

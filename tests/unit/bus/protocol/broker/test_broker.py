@@ -107,6 +107,7 @@ class Bench:
         msg_id: int | None = None,
         epoch: int | None = None,
         group: str = "policy",
+        route: str = "",
     ) -> list[Effect]:
         """One frame; its number and id are new unless they are given."""
         self.seq[sender] = self.seq.get(sender, 0) + 1 if seq is None else seq
@@ -120,7 +121,8 @@ class Bench:
             epoch=self.epoch if epoch is None else epoch,
             group=group,
         )
-        return self.broker.receive(f"{sender}#{boot}".encode(), told, message, self.now_ms)
+        route = route or f"{sender}#{boot}"
+        return self.broker.receive(route.encode(), told, message, self.now_ms)
 
     def engine(
         self, name: str, *, dp_group: str = "", rank: int = 0, size: int = 1

@@ -373,7 +373,7 @@ def test_a_watcher_that_hangs_is_waited_for_once_and_no_longer_than_a_heartbeat(
     late = bench.broker.tick(bench.now_ms)
     assert sent(late) == [("HeartbeatAck", "e0")]
     [note] = [each for each in late if isinstance(each, Note)]
-    assert (note.event, note.fields["watchers"]) == ("routes_not_taken", ["w#1"])
+    assert (note.event, note.fields["watchers"]) == ("routes_not_taken", ["w"])
     assert sent(bench.say("e1", CLOSES)) == [("HeartbeatAck", "e1"), ("Routes", "w")]
     bench.say("e1", OPEN)
     assert sent(bench.confirm("w")) == []
@@ -437,6 +437,35 @@ def test_an_engine_that_leaves_twice_is_held_for_the_later_routes() -> None:
     assert sent(bench.say("e0", CLOSES)) == [("Routes", "w")]
     assert sent(bench.say("w", RoutesTaken("policy", first), group="")) == []
     assert sent(bench.broker.tick(1000.0)) == [("HeartbeatAck", "e0")] * 3
+
+
+def test_a_watcher_with_a_new_connection_confirms_for_both() -> None:
+    """Its old route will never confirm anything."""
+    bench = Watched()
+    bench.say("w", WATCHER, group="", route="w#1/2")
+    assert sent(bench.say("e0", CLOSES)) == [("Routes", "w#1/2")]
+    revision = bench.broker.groups["policy"].routing.now.revision
+    taken = RoutesTaken("policy", revision)
+    assert sent(bench.say("w", taken, group="", route="w#1/2")) == [("HeartbeatAck", "e0")]
+
+
+def test_an_engine_with_a_new_connection_is_held_there() -> None:
+    """What was kept before goes there too, and first."""
+    bench = Watched()
+    bench.say("e0", CLOSES)
+    again = engine_join(dp_group="e0")
+    assert sent(bench.say("e0", again, route="e0#1/2")) == [("Routes", "w")]
+    assert sent(bench.say("e0", CLOSES, route="e0#1/2")) == [("Routes", "w")]
+    kinds = ["HeartbeatAck", "Welcome", "HeartbeatAck"]
+    assert sent(bench.confirm("w")) == [(kind, "e0#1/2") for kind in kinds]
+
+
+def test_a_new_life_of_an_engine_gets_nothing_that_was_kept_for_the_last() -> None:
+    bench = Watched()
+    bench.say("e0", CLOSES)
+    bench.say("e0", Leave("stopped"))
+    bench.say("e0", engine_join(dp_group="e0"), boot=2)
+    assert ("HeartbeatAck", "e0#2") not in sent(bench.confirm("w"))
 
 
 def test_an_update_goes_on_while_the_one_that_fell_out_is_held() -> None:
