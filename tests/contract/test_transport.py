@@ -307,10 +307,13 @@ def test_a_new_connection_is_not_judged_by_what_the_last_one_left_unanswered(
     now_s = 1.0
     anew: list[float] = []
     reconnect = ZmqClient._reconnect
+
+    def noted(client: ZmqClient) -> None:
+        anew.append(now_s)
+        reconnect(client)
+
     monkeypatch.setattr(zmq_transport, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(
-        ZmqClient, "_reconnect", lambda client: (anew.append(now_s), reconnect(client))
-    )
+    monkeypatch.setattr(ZmqClient, "_reconnect", noted)
 
     async def main() -> None:
         nonlocal now_s
