@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 BOOT_S = 600.0
 LIMIT_S = 600.0
-IDLE_S = 2.0  # vLLM closes a connection that is idle for 5 s; one that closes is no answer
 TOKENS = 40
 CLIENTS = 5
 HITS = "vllm:external_prefix_cache_hits_total"
@@ -113,7 +112,8 @@ class Served:
     @contextlib.asynccontextmanager
     async def clients(self) -> AsyncIterator[tuple[TrainerAgent, aiohttp.ClientSession]]:
         """Who sends weights, and who asks: the engines are there, and it is known where."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+        # vLLM closes connections that are idle for 5 s, perhaps just when the next request is sent.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with (
             TrainerAgent(self.address) as agent,
             aiohttp.ClientSession(connector=connector) as http,
