@@ -63,6 +63,8 @@ class MemoryNetwork:
         self._cut: set[tuple[bytes, bytes]] = set()  # from whom to whom nothing passes
         self._partitioned: set[bytes] = set()  # peers whose frames are all dropped
         self._due: dict[tuple[bytes, bytes], float] = {}
+        self._routes: dict[bytes, bytes] = {}  # of peers that have had more than one connection
+        self._healed = 0
 
     def server(self) -> MemoryServer:
         """Returns a new broker's end, which replaces the previous one."""
@@ -86,9 +88,16 @@ class MemoryNetwork:
         self._partitioned.add(route)
 
     def heal(self, route: bytes) -> None:
-        """Carries this peer's frames again; frames dropped before stay lost."""
+        """Carries this peer's frames again; frames dropped before stay lost.
+
+        A peer that was cut off has a new connection, with another route for the broker.
+        """
         self._partitioned.discard(route)
-        self._cut -= {(route, BROKER), (BROKER, route)}
+        links = {(route, BROKER), (BROKER, route)}
+        if links & self._cut:
+            self._healed += 1
+            self._routes[route] = b"%s/%d" % (route, self._healed)
+        self._cut -= links
 
     def send_to_server(self, route: bytes, frame: bytes) -> None:
         """Carries a frame from a peer to the broker."""
@@ -96,9 +105,10 @@ class MemoryNetwork:
 
     def send_to_client(self, route: bytes, frame: bytes) -> bool:
         """Carries a frame from the broker to a peer; returns False without such a peer."""
-        if route not in self._clients:
+        client = route.partition(b"/")[0]
+        if client not in self._clients or self._routes.get(client, client) != route:
             return False
-        self._carry(BROKER, route, frame)
+        self._carry(BROKER, client, frame)
         return True
 
     def discard_client(self, route: bytes) -> None:
@@ -149,7 +159,7 @@ class MemoryNetwork:
     def _deliver(self, source: bytes, target: bytes, frame: bytes) -> None:
         if target == BROKER:
             if self._server is not None and self._server.on_frame is not None:
-                self._server.on_frame(source, frame, "")
+                self._server.on_frame(self._routes.get(source, source), frame, "")
             return
         client = self._clients.get(target)
         if client is not None and client.on_frame is not None:

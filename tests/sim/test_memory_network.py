@@ -43,17 +43,24 @@ def test_one_seed_is_one_course_of_events() -> None:
 
 
 def test_a_link_can_be_cut_in_one_direction() -> None:
-    """Until it is healed; what was on its way then is lost, too."""
+    """Until it is healed, by another connection; what was on its way then is lost, too."""
     clock = SimScheduler()
     network = MemoryNetwork(clock, faults=Faults(delay_ms=1.0))
     seen: list[bytes] = []
+    routes = [b"e0"]
     server, client = network.server(), network.client(b"e0")
-    server.listen(lambda _route, frame, _user: seen.append(frame))
+
+    def receive(route: bytes, frame: bytes, _user: str) -> None:
+        routes.append(route)
+        seen.append(frame)
+
+    server.listen(receive)
     client.listen(seen.append)
 
     def both(frame: bytes) -> None:
         client.send(b"up " + frame)
-        server.send([b"e0"], b"down " + frame)
+        clock.run_for(5.0)
+        server.send([routes[-1]], b"down " + frame)
         clock.run_for(5.0)
 
     network.cut(b"e0", down=False)
@@ -64,3 +71,5 @@ def test_a_link_can_be_cut_in_one_direction() -> None:
     network.heal(b"e0")
     both(b"3")
     assert seen == [b"down 1", b"up 2", b"up 3", b"down 3"]
+    assert routes == [b"e0", b"e0/1", b"e0/2"]
+    assert server.send([b"e0"], b"to the first connection") == [b"e0"]
