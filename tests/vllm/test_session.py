@@ -87,6 +87,9 @@ def made() -> tuple[Any, Any]:
         def _set_draft_weight_update_target(self) -> None:
             self.weight_transfer_engine.set_weight_update_target("draft", None)
 
+        def get_draft_model(self) -> None:
+            """Asked for by vLLM 0.33, which skips its work on the draft's output head then."""
+
         def reset_lora_state(self) -> None:
             pass
 
