@@ -49,8 +49,7 @@ def load(
         options: the command's options.
         commands: the names of all commands: the file may have a table for each.
         all_options: returns the options of all commands, or None if some commands are not
-            installed.
-            It is called only if a top-level key is no option of this command.
+            installed. It is called only if a top-level key is no option of this command.
 
     Raises:
         UsageError: the file can't be read, is no TOML, has a table that belongs to no command or a

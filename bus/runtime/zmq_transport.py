@@ -331,7 +331,6 @@ class ZmqClient(ZmqSocket):
             # A broker that did not run for a while may have accepted this connection while it still
             # had the previous one, with the same route. It then never reads from this one.
             self._silence_limit_s = min(2 * self._silence_limit_s, _MAX_SILENCE_LIMIT_S)
-            self._unanswered_since_s = now_s
             self._connections += 1
             route = b"%s/%d" % (self._route, self._connections)
             self.socket.setsockopt(zmq.ROUTING_ID, route)  # of connections from now on
@@ -351,13 +350,13 @@ class ZmqClient(ZmqSocket):
 
     def _reconnect(self) -> None:
         """Closes the connection; connects again after a pause, in which the broker notices."""
+        self._unanswered_since_s = 0.0  # the answers to earlier frames are lost
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disconnect(self._address)
         self._loop.call_later(_RECONNECT_PAUSE_S, self._connect)
 
     def _connect(self) -> None:
         if not self._closed:
-            self._unanswered_since_s = 0.0  # the answers to earlier frames are lost
             self.socket.connect(self._address)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
@@ -240,8 +241,7 @@ def test_a_connection_that_the_broker_does_not_take_is_made_anew(
     monkeypatch.setattr(zmq_transport, "_SILENCE_LIMIT_S", 0.5)
 
     async def main() -> None:
-        ends = Ends(ZmqNetwork())
-        try:
+        with contextlib.closing(Ends(ZmqNetwork())) as ends:
             before, _ = ends.client(b"e0#1")
             await greet(ends, before, b"e0#1", b"before")
             client, inbox = ends.client(b"e0#1")
@@ -264,8 +264,6 @@ def test_a_connection_that_the_broker_does_not_take_is_made_anew(
             assert ends.server.send([route], b"answer") == []
             await inbox.until(lambda: bool(inbox.frames))
             assert inbox.bodies == [b"answer"]
-        finally:
-            ends.close()
 
     asyncio.run(main())
 
@@ -282,8 +280,7 @@ def test_who_did_not_run_for_a_while_keeps_its_connection(
 
     async def main() -> None:
         nonlocal now_s
-        ends = Ends(ZmqNetwork())
-        try:
+        with contextlib.closing(Ends(ZmqNetwork())) as ends:
             client, _ = ends.client(b"e0#1")
             await greet(ends, client, b"e0#1")
             now_s += 100.0
@@ -293,8 +290,6 @@ def test_who_did_not_run_for_a_while_keeps_its_connection(
                 now_s += 2.0
                 assert client.send(b"again")
             assert anew == [client]
-        finally:
-            ends.close()
 
     asyncio.run(main())
 
@@ -317,8 +312,7 @@ def test_a_new_connection_is_not_judged_by_what_the_last_one_left_unanswered(
 
     async def main() -> None:
         nonlocal now_s
-        ends = Ends(ZmqNetwork())
-        try:
+        with contextlib.closing(Ends(ZmqNetwork())) as ends:
             client, inbox = ends.client(b"e0#1")
             await greet(ends, client, b"e0#1")
             ends.server.close()
@@ -333,8 +327,6 @@ def test_a_new_connection_is_not_judged_by_what_the_last_one_left_unanswered(
             assert ends.server.send([b"e0#1"], b"answer") == []
             await inbox.until(lambda: b"answer" in inbox.bodies)
             assert anew == [now_s]
-        finally:
-            ends.close()
 
     asyncio.run(main())
 
