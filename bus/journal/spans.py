@@ -131,8 +131,10 @@ class _Life:
         self.now_ms = began.now_ms + shift_ms
         self._tracks: dict[str, _Track] = {}
         self._routes: dict[str, bytes] = {}  # of the peers that have joined
-        # Requests of a trainer, by route and id; None once answered, although it may be repeated.
-        self._requests: dict[tuple[bytes, int], _Key | None] = {}
+        self._processes: dict[bytes, int] = {}  # the ``boot`` of each route's trainer
+        # Requests of a trainer's process, by id; None once answered, although it may be repeated,
+        # also over another connection.
+        self._requests: dict[tuple[str, int, int], _Key | None] = {}
 
     def on_received(self, route: bytes, decoded: DecodedFrame) -> list[TraceSpan]:
         """Handles an engine's answer or a trainer's command; returns ended spans."""
@@ -155,7 +157,8 @@ class _Life:
         step = _OF_THE_BUS.get(type(message))
         if step is not None:
             key = (step, decoded.update_id, getattr(message, "chunk", 0))
-            if self._requests.setdefault((route, envelope.id), key) is not None:
+            self._processes[route] = envelope.boot
+            if self._requests.setdefault((peer, envelope.boot, envelope.id), key) is not None:
                 self._on_asked(peer, "trainer", envelope.group, key)
         return []
 
@@ -170,10 +173,11 @@ class _Life:
             return self._end_open_span(peer)  # another life of the peer, or of its link
         if envelope.reply_to:
             (peer,), (route,) = decoded.peers, routes
-            request = self._requests.get((route, envelope.reply_to))
+            request_id = (peer, self._processes.get(route, 0), envelope.reply_to)
+            request = self._requests.get(request_id)
             if request is None:
                 return []
-            self._requests[route, envelope.reply_to] = None
+            self._requests[request_id] = None
             result = message.code.value if isinstance(message, Nack) else "done"
             return self._on_answered(peer, request, result)
         step = STEPS.get(type(message))

@@ -181,6 +181,22 @@ def test_a_trainer_that_is_started_again_under_its_name_has_all_its_steps() -> N
     assert mine == ["pause_global", "resume"] * 2
 
 
+def test_a_request_that_is_repeated_over_another_connection_counts_once() -> None:
+    """Its answer was lost with the first one."""
+    world = world_of()
+    trainer = world.trainers["trainer"]
+    world.network.cut(trainer.route, up=False)
+    trainer.run(trainer.pause(hold_ms=1.0))
+    assert world.run_until(lambda: any(span.role == "trainer" for span in the_spans(world)))
+    world.network.heal(trainer.route)
+    assert world.settle()
+    mine = [span for span in the_spans(world) if span.role == "trainer"]
+    assert [(span.name, span.result) for span in mine] == [
+        ("pause_global", "done"),
+        ("resume", "done"),
+    ]
+
+
 def test_another_one_under_a_peers_name_draws_nothing(world: SimWorld) -> None:
     """Nor ends a span of the peer's: neither its JOIN, which was refused, nor its acks."""
     entries = world.journals[0].entries()
