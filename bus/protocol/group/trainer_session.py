@@ -23,8 +23,8 @@ Invariants of followers:
 
 - Rank 0 sends a GO for tensors only after all engines are armed.
 - An END with a failure also answers followers that wait for GO.
-- If rank 0 leaves or dies, all waiting followers get an error. Its GOs and ENDs are discarded,
-  because its successor counts from 1 again.
+- If rank 0 leaves or dies, all waiting followers get an error, also when they repeat their request.
+  Its GOs and ENDs are discarded, because its successor counts from 1 again.
 """
 
 from __future__ import annotations
@@ -198,9 +198,14 @@ class Followers:
     def __init__(self) -> None:
         self._deliver: dict[tuple[int, m.TrainerPoint], m.TrainerStep] = {}
         self._waiting: dict[str, tuple[Peer, int, m.AwaitStep]] = {}  # with its request's id
+        # Requests that rank 0 left unanswered: the follower's boot, the request's id, the error.
+        self._failed: dict[str, tuple[int, int, m.Nack]] = {}
 
     def on_await_step(self, peer: Peer, msg_id: int, message: m.AwaitStep) -> list[Effect]:
         """Answers an AWAIT_STEP at once, or when rank 0 announces the step."""
+        failed = self._failed.get(peer.name)
+        if failed is not None and failed[:2] == (peer.boot, msg_id):
+            return [_fail(peer, msg_id, message, failed[2])]
         self._waiting[peer.name] = (peer, msg_id, message)
         return self._answers()
 
@@ -214,16 +219,17 @@ class Followers:
 
     def on_gone(self, peer: Peer) -> None:
         """Removes a follower that left or was lost."""
+        self._failed.pop(peer.name, None)
         waiting = self._waiting.get(peer.name)
         if waiting is not None and waiting[0] is peer:
             del self._waiting[peer.name]
 
     def on_leader_gone(self, nack: m.Nack) -> list[Effect]:
         """Answers all waiting followers with an error, because rank 0 left or was lost."""
-        effects: list[Effect] = [
-            _tell(peer, msg_id, m.TrainerStep(asked.number, asked.point, 0, nack, b""))
-            for peer, msg_id, asked in self._waiting.values()
-        ]
+        effects: list[Effect] = []
+        for name, (peer, msg_id, asked) in self._waiting.items():
+            self._failed[name] = (peer.boot, msg_id, nack)
+            effects.append(_fail(peer, msg_id, asked, nack))
         self._deliver.clear()
         self._waiting.clear()
         return effects
@@ -246,3 +252,7 @@ class Followers:
 
 def _tell(peer: Peer, msg_id: int, step: m.TrainerStep) -> Send:
     return Send(step, (peer.route,), msg_id, peer.group)
+
+
+def _fail(peer: Peer, msg_id: int, asked: m.AwaitStep, failure: m.Nack) -> Send:
+    return _tell(peer, msg_id, m.TrainerStep(asked.number, asked.point, 0, failure, b""))

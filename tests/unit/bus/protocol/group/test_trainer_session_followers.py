@@ -127,6 +127,19 @@ def test_a_rank_0_that_goes_is_told(bench: Bench) -> None:
     assert bench.say("f1", AwaitStep(1, "go")) == []
 
 
+def test_a_rank_that_asks_again_after_rank_0_went_is_told_again(bench: Bench) -> None:
+    """Its answer may have been lost, with its connection. What it asks anew is for a successor."""
+    bench.say("f1", AwaitStep(1, "go"), msg_id=1)
+    failed = told(bench.say("t", Leave("closed")))[b"f1#1", 1]
+    assert bench.say("f2", AwaitStep(1, "go"), msg_id=1) == []
+    assert told(bench.say("f1", AwaitStep(1, "go"), msg_id=1)) == {(b"f1#1", 1): failed}
+    bench.say("f1", FOLLOWER, route="f1#1/1")
+    assert told(bench.say("f1", AwaitStep(1, "go"), msg_id=1, route="f1#1/1")) == {
+        (b"f1#1/1", 1): failed
+    }
+    assert bench.say("f1", AwaitStep(1, "go"), msg_id=2, route="f1#1/1") == []
+
+
 def test_a_follower_that_goes_is_not_waited_for(bench: Bench) -> None:
     bench.say("f1", AwaitStep(1, "go"))
     bench.say("f1", Leave("closed"))
