@@ -364,7 +364,8 @@ class Engine(Protocol):
         """Makes the engine report the loaded weights as ``version`` from now on.
 
         Args:
-            version: the new version, or the one already served, which a catch-up loads again.
+            version: the new version; in a catch-up the group's, which is the one already served, or
+                an earlier one if this engine has committed alone.
         """
 
     async def swap(self, version: int, *, clear_cache: bool) -> int:

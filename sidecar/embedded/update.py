@@ -276,7 +276,6 @@ class Updater:
     def commit(self, version: int) -> None:
         """Makes the engine report the loaded weights as ``version`` from now on."""
         self.require_finished("commit")
-        self._require_next(version)
         self._core.version = version
         self._foreign = False
         self._state = UpdaterState.IDLE
@@ -291,10 +290,9 @@ class Updater:
             raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
         if self._core.memory.state is not ModelMemoryState.AWAKE:
             raise EngineError("the engine sleeps", code=NackCode.CALLED_OFF)
-        try:
-            self._require_next(version)
-        except EngineError as error:
-            raise EngineError(error.detail, code=NackCode.CALLED_OFF) from error
+        if version < self._core.version:
+            detail = f"version {version} does not follow {self._core.version}"
+            raise EngineError(detail, code=NackCode.CALLED_OFF)
 
     def swap(self, version: int) -> None:
         """Overwrites the served weights with the staged ones. No step may run on any rank."""
@@ -329,10 +327,6 @@ class Updater:
         if in_place or self._foreign:
             mixed = ", with weights that are not the version's" if self._foreign else ""
             raise _wrong_state(f"resume while an update is {self._state.value}{mixed}")
-
-    def _require_next(self, version: int) -> None:
-        if version < max(self._core.version, 1):
-            raise _wrong_state(f"version {version} does not follow {self._core.version}")
 
     def _end_staging(self) -> None:
         self._release()

@@ -167,6 +167,7 @@ async def update(
     recover: bool = False,
     backend: str = "shm",
     lent: bool = False,
+    version: int | None = None,
 ) -> None:
     """Send them to the paused engine and commit them, as the next version."""
     push = Push(
@@ -177,8 +178,9 @@ async def update(
         packed=not lent,
         workers=under_test.workers,
     )
-    await push.whole(under_test.version + 1, recover=recover)
-    under_test.version += 1
+    version = under_test.version + 1 if version is None else version
+    await push.whole(version, recover=recover)
+    under_test.version = version
     under_test.weights = weights
 
 
@@ -486,6 +488,26 @@ class EngineContract:
         assert result.tokens == under_test.reference(under_test.weights, PROMPT, 8)
 
     # Updates
+
+    @contract
+    async def test_a_catch_up_may_bring_an_earlier_version(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """Then the keys and values that are kept are those of its weights."""
+        engine, weights = under_test.engine, under_test.weights
+        await engine.pause("keep", clear_cache=True)
+        await update(under_test, weights)
+        earlier = under_test.version
+        await engine.resume()
+        await under_test.generate(LONG_PROMPT, 4)
+        for brought, version in ((under_test.other_weights(31), earlier + 1), (weights, earlier)):
+            await engine.pause("keep", clear_cache=False)
+            await update(under_test, brought, version=version)
+            await engine.resume()
+            result = await under_test.generate(LONG_PROMPT, 8)
+            assert result.tokens == under_test.reference(brought, LONG_PROMPT, 8)
+            assert result.weight_versions == [(version, 0, 8)]
+            assert await engine.version() == version
 
     @contract
     async def test_an_update_in_the_middle_of_a_request(self, under_test: EngineUnderTest) -> None:

@@ -407,7 +407,8 @@ class GroundTruth:
         if len(set(weights.values())) > 1:
             self._refuse(f"committed with mixed weights {weights}")
         again = version == self.version and set(weights.values()) == {self.committed[self._target]}
-        if version < self.version or (version == self.version and not again):
+        back = version < self.version and version == self.group_version  # it has committed alone
+        if version <= self.version and not (again or back):
             self._refuse(f"version {version} after {self.version}, of {weights}")
 
     def _break_off(self) -> None:

@@ -9,7 +9,9 @@ group catches up by an update of its own, which brings the weights that the grou
 engines                        the ranks of stale DP groups (``scope``), and no others: the
                                others are neither asked for anything nor paused
 weights                        a whole set of the model's weights; no patch, no draft, no adapter
-version                        the group's. No new one is assigned; weights of another are refused
+version                        the group's. No new one is assigned; weights of another are refused.
+                               For a rank that has committed alone, in an update that failed, it is
+                               an earlier one
 trainer                        one that says, with each heartbeat, that it has those weights. After
                                each such heartbeat it gets the stale DP groups (BEHIND), as
                                long as no pause or update is under way, so a lost message is

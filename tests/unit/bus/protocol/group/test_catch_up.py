@@ -127,6 +127,20 @@ def test_one_whose_commit_failed_takes_the_peer_that_has_committed_along() -> No
     untouched(scene.engine("e2"))
 
 
+def test_a_rank_that_has_committed_alone_goes_back_to_the_groups_version() -> None:
+    """Its peer rank's commit failed, and nobody else was left: so the update has failed."""
+    scene = keeping(2, 1)
+    scene.engine("e1").behaviour.fail_next.add(CallCommit)
+    scene.engine("e2").behaviour.fail_next.add(CallLoad)
+    scene.update(8)
+    assert scene.settled().error is not None
+    assert scene.engine("e0").truth.commits == [1, 2]
+    caught_up(scene, "e0", "e1", "e2")
+    assert scene.engine("e0").truth.commits == [1, 2, 1]
+    scene.update(9)
+    assert scene.settled().version == 3
+
+
 def test_a_dp_group_catches_up_beside_one_that_serves() -> None:
     scene = keeping(2, 1)
     scene.engine("e0").kill()
