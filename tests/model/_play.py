@@ -463,14 +463,15 @@ class Play:
             self.world.network.heal(route)
 
     def twin(self, engine: SimEngine | None, _index: int) -> None:
-        """Another process under the name of an engine tries to come in for a while."""
+        """Another process under the name of an engine tries to come in for a while. That of a rank
+        leaves if it is let in, since no peer rank's engine runs with its engine."""
         if engine is None:
             return
         twin = self.world.make_engine(
             engine.name, dp_group=engine.dp_group, dp_rank=engine.dp_rank, dp_size=engine.dp_size
         )
         twin.start()
-        self.world.run_for(1000.0)
+        self.world.run_until(lambda: twin.is_joined and twin.dp_size > 1, within_ms=1000.0)
         self.reach["twin kept out"] += not twin.is_joined
         self.world.superseded_boots.add(twin.boot)
         twin.leave()

@@ -283,6 +283,7 @@ class GroundTruth:
                 self._started, self._begun = True, target
                 self._staged_weights = dict(self.models[target]) if staged else None
                 self.loaded = []
+                self.staged.clear()
             case CallReceive() | CallLoad():
                 self.staged.clear()
             case CallProbe():

@@ -212,7 +212,6 @@ class EngineSession:
             effects = self.pause.on_strengthened(took_ms)
         elif isinstance(call, c.CallResume):
             effects = self.pause.on_resumed(job, took_ms, now_ms)
-            effects += self._update_admission()
         elif isinstance(call, c.CallSleep | c.CallWakeWeights):
             effects = self.memory.on_call_done(job, took_ms)
         elif isinstance(call, c.CallAdmit):
@@ -220,10 +219,10 @@ class EngineSession:
             effects = [*self._take_waiting_for_admission(), Send(self.beat())]
         else:
             effects = self.update.on_call_done(job, took_ms, result)
-            if isinstance(call, c.CallSwap):  # no resume follows to open admission
-                effects = self._admit_first(effects)
-            elif isinstance(call, c.CallRestore):  # the version was not served after all
-                effects += self._update_admission()
+        if isinstance(call, c.CallSwap):  # no resume follows to open admission
+            effects = self._admit_first(effects)
+        elif isinstance(call, c.CallResume | c.CallRestore) or not self.admission.unconfirmed:
+            effects += self._update_admission()  # the group's version may have risen meanwhile
         return self._with_calls(effects, now_ms)
 
     def on_call_failed(
@@ -246,7 +245,7 @@ class EngineSession:
             effects = self.update.on_call_failed(job, failure)
             if isinstance(call, c.CallProbe):
                 self.pause.on_probe_failed(now_ms)
-            elif isinstance(call, c.CallRestore):
+            elif isinstance(call, c.CallRestore) or not self.admission.unconfirmed:
                 effects += self._update_admission()
         return self._with_calls(effects, now_ms)
 

@@ -184,8 +184,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return self.give_way("the bus arms a later one") if self.staged else []
         if self.state not in (_S.NONE, _S.ARMED):
             raise wrong_state(f"update {self.update_id} is {self.state.value}")
-        # A catch-up brings the group's version, also to a rank that has committed a later one.
-        if not message.scope and message.version <= self.version:
+        if not message.scope and message.version <= self.version:  # a catch-up may go back
             raise wrong_state(
                 f"version {message.version}, the engine is at {self.version}", "version"
             )

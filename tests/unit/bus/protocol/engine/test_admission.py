@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bus.messages import Ack, Commit, Heartbeat, PauseLocal, Resume, UpdateFinish
+from bus.messages import (
+    Ack,
+    Commit,
+    Heartbeat,
+    PauseLocal,
+    Resume,
+    TransferInit,
+    UpdateFinish,
+)
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.engine.calls import CallAbortRequests, CallAdmit, CallPause, CallResume
 from tests.unit.bus._session import MANIFEST, Driver
@@ -48,6 +56,26 @@ def brought_to(driver: Driver, version: int) -> None:
     driver.returned()
     driver.command(Commit("u1", version, "", ()))
     driver.returned()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_who_hears_that_it_is_behind_during_a_call_closes_its_door_after_it(returns: bool) -> None:
+    """Whether that call fails or not; the next heartbeat's answer may be long in coming."""
+    driver = Driver()
+    driver.command(TransferInit("t1", "sim", b"", 0, 0, {}))
+    assert told(driver) == []
+    effects = driver.returned() if returns else driver.failed()
+    assert noted(effects).event == "closed_stale"
+    assert driver.running == CallAbortRequests()
+
+
+def test_a_door_that_opens_while_its_group_goes_ahead_is_closed_again() -> None:
+    driver = closed()
+    told(driver, HERS)
+    assert driver.running == CallAdmit()
+    assert told(driver) == []
+    driver.returned()
+    assert driver.running == CallAbortRequests()
 
 
 def test_who_runs_and_hears_that_it_is_behind_closes_its_door_once() -> None:
