@@ -256,8 +256,6 @@ def _staged_outcome_of(cell: Cell) -> str:
             return "N"
         case "broker" if cell.step in _BEFORE_THE_COMMIT and cell.fault != "sigstop":
             return "N"
-        case "broker" if cell.fault == "sigkill":
-            return "P"
         case "rank0" if cell.fault in {"sigkill", "deaf"}:
             return "P"
         case _:
