@@ -102,7 +102,7 @@ class CoordinatorFacts:
 
     dp_group: Name
     dp_size: Size
-    wave: Count
+    wave: Serial
     running: bool
     rank: Count | None = None
 
@@ -160,7 +160,7 @@ class Heartbeat(Message):
 
     phase: Phase
     version: Serial
-    in_flight: Count
+    in_flight: Serial
     update_id: UpdateId
     closed: bool = False
 
@@ -182,11 +182,11 @@ class CoreStatus(Message):
 
     phase: CorePhase
     since_ms: float
-    step: Count
-    wave: Count
-    requests: Count
-    waiting: Count = 0
-    untagged: Count = 0
+    step: Serial
+    wave: Serial
+    requests: Serial
+    waiting: Serial = 0
+    untagged: Serial = 0
 
 
 @dataclass(frozen=True, slots=True)

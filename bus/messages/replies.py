@@ -15,6 +15,7 @@ from bus.messages.types import (
     LongText,
     Message,
     RequestIds,
+    Serial,
     ShortText,
     TrainerPoint,
     UpdateId,
@@ -65,7 +66,7 @@ class Ack(Message, msgspec.Struct, frozen=True):
     step: Step
     update_id: UpdateId
     chunk: Count
-    in_flight: Count
+    in_flight: Serial
     duration_ms: float
     outcome: ShortText
     waited_for: RequestIds

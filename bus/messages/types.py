@@ -16,7 +16,7 @@ MAX_TENSORS: Final = 200_000
 MAX_BLOB_BYTES: Final = 4 * 1024 * 1024
 MAX_MEETING_BYTES: Final = 4096
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
-# A number that grows by one; the bound keeps it within what the wire can carry.
+# A number that the receiver adds to; the bound keeps the result within what the wire can carry.
 Serial: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 # Ranks of a DP group, workers of an engine.
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=4096)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.messages.types import Count, Message, Name, ShortText
+from bus.messages.types import Count, Message, Name, Serial, ShortText
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class FirstReq(Message):
 
     dp_group: Name
     rank: Count
-    wave: Count
+    wave: Serial
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class WaveStarted(Message):
     """
 
     dp_group: Name
-    wave: Count
+    wave: Serial
     local: bool
     rank: Count | None = None
 
@@ -72,4 +72,4 @@ class WaveComplete(Message):
     """DP coordinator to broker: every rank is idle. The next wave is ``wave + 1``."""
 
     dp_group: Name
-    wave: Count
+    wave: Serial

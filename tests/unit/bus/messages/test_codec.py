@@ -20,8 +20,10 @@ from bus.messages import (
     Ack,
     ChunkSent,
     CoordinatorFacts,
+    CoreStatus,
     EngineFacts,
     Envelope,
+    FirstReq,
     Heartbeat,
     Join,
     Message,
@@ -33,6 +35,8 @@ from bus.messages import (
     TrainerStep,
     TransferInit,
     TransferPlan,
+    WaveComplete,
+    WaveStarted,
     codec,
 )
 from bus.messages.types import MAX_MEETING_BYTES, MAX_REQUEST_IDS
@@ -378,6 +382,26 @@ def test_a_bad_field_of_a_collective_or_a_checksum_is_refused_by_name(
     """Wrong type, wrong bound, missing, unknown."""
     error = refused(frame(body_of(message, **change), kind=WIRE_NAMES[type(message)]))
     assert (error.code, error.field) == (code, field)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (WaveComplete("dp0", 1), "wave"),
+        (WaveStarted("dp0", 1, False, 0), "wave"),
+        (FirstReq("dp0", 0, 1), "wave"),
+        (Heartbeat("running", 0, 0, ""), "in_flight"),
+        (Ack(Step.COMMIT, "u1", 0, 0, 0.0, "", ()), "in_flight"),
+        *((CoreStatus("step", 0.0, 1, 1, 1), field) for field in ("step", "wave", "requests")),
+    ],
+    ids=str,
+)
+def test_what_a_receiver_adds_to_leaves_room_for_that(message: Message, field: str) -> None:
+    """Or the sum could not be sent: a group's requests, the wave after one."""
+    kind = WIRE_NAMES[type(message)]
+    most = frame(body_of(message, **{field: 2**53}), kind=kind)
+    assert getattr(codec.decode(most)[1], field) == 2**53
+    assert refused(frame(body_of(message, **{field: 2**53 + 1}), kind=kind)).field == field
 
 
 def test_a_frame_of_the_largest_size_is_read() -> None:

@@ -912,3 +912,14 @@ def test_a_rank_lost_in_a_pause_takes_its_own_dp_group_down_alone() -> None:
     assert (nack.code, nack.peer) == (NackCode.PEER_LOST, "b1")
     assert bench.states() == {"a": "idle", "b": "down"}
     assert not messages(bench.say("b0", Heartbeat("paused", 0, 0, "u1")))[1:]
+
+
+def test_a_wave_of_any_number_that_is_read_can_be_told() -> None:
+    """In a status, and to its DP coordinator."""
+    bench = Bench()
+    bench.say("gw", gateway_join("moe"))
+    bench.say("gw", WaveComplete("moe", 2**53))
+    status = bench.broker.status(0.0)
+    (seen,) = [each.wave for group in status.groups for each in group.dp_groups]
+    assert seen == 2**53 + 1
+    codec.encode_body(status)
