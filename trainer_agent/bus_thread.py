@@ -7,10 +7,11 @@ import contextlib
 import functools
 import sys
 import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
 import anyio
-from anyio.from_thread import start_blocking_portal
+from anyio.from_thread import BlockingPortal
 
 from bus.errors import BusClosed
 from trainer_agent.guaranteed_delivery import CLEANUP_S
@@ -19,13 +20,46 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
     from types import TracebackType
 
-    from anyio.from_thread import BlockingPortal
-
 T = TypeVar("T")
 _ExcInfo: TypeAlias = (
     "tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]"
 )
 Client = TypeVar("Client", bound=contextlib.AbstractAsyncContextManager[Any])
+
+
+@contextlib.contextmanager
+def event_loop_thread() -> Iterator[BlockingPortal]:
+    """Runs an event loop in a thread of its own, for the length of a block.
+
+    An interrupt (Ctrl-C) while the loop starts ends the thread, too; anyio's
+    ``start_blocking_portal`` would wait for it without an end.
+    """
+    begun: Future[BlockingPortal] = Future()
+
+    async def serve() -> None:
+        async with BlockingPortal() as portal:
+            begun.set_result(portal)
+            await portal.sleep_until_stopped()
+
+    def run() -> None:
+        try:
+            anyio.run(serve)
+        except BaseException as error:  # noqa: BLE001 - the starting thread raises it
+            if not begun.done():
+                begun.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    failed = True
+    try:
+        thread.start()
+        yield begun.result()
+        failed = False
+    finally:
+        if thread.ident is not None and begun.exception() is None:
+            portal = begun.result()
+            with contextlib.suppress(RuntimeError):  # its loop has ended
+                portal.call(portal.stop, failed)
+            thread.join()
 
 
 class BusThread(Generic[Client]):
@@ -46,7 +80,7 @@ class BusThread(Generic[Client]):
     def connect(self) -> Self:
         """Starts the thread and joins the bus; raises the errors of the client's ``connect``."""
         with contextlib.ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal("asyncio"))
+            self._portal = stack.enter_context(event_loop_thread())
             self._client = self._portal.call(self._make)
             stack.enter_context(self._portal.wrap_async_context_manager(self._client))
             self._stack = stack.pop_all()

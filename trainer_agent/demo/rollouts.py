@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import anyio
-from anyio.from_thread import start_blocking_portal
 
 from bus.errors import NoEngine, RequestPoisoned, RolloutFailed, WavebusError
+from trainer_agent.bus_thread import event_loop_thread
 from trainer_agent.demo import task
 from trainer_agent.demo.learner import GrpoConfig, Rollout
 from trainer_agent.demo.processes import GROUP
@@ -88,9 +88,11 @@ class RolloutPool:
         self._thread = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._portal = self._thread.enter_context(start_blocking_portal())
-        self._serving, _ = self._portal.start_task(self._serve)
-        self._thread.callback(self._serving.cancel)
+        with contextlib.ExitStack() as stack:
+            self._portal = stack.enter_context(event_loop_thread())
+            self._serving, _ = self._portal.start_task(self._serve)
+            stack.callback(self._serving.cancel)
+            self._thread = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import pytest
 from anyio.from_thread import BlockingPortal
 
+from tests.support.procs import ROOT
 from trainer_agent.bus_thread import BusThread
 
 if TYPE_CHECKING:
@@ -124,3 +127,44 @@ def test_a_block_hears_the_error_of_its_body() -> None:
         with thread.block(endless=False) as value:
             assert value == "value"
         assert thread.client.seen == ["enter", "body", "leave"]
+
+
+INTERRUPTED = """
+import signal, sys, threading, traceback
+import anyio
+from trainer_agent import bus_thread
+
+begins, heard, main = anyio.run, threading.Event(), threading.main_thread().ident
+
+def run(serve):
+    while not any(f.name == "result" for f in traceback.extract_stack(sys._current_frames()[main])):
+        pass  # until the main thread waits for the loop
+    signal.pthread_kill(main, signal.SIGINT)
+    heard.wait()
+    begins(serve)
+
+def interrupt(*_):
+    heard.set()
+    raise KeyboardInterrupt
+
+anyio.run = run
+signal.signal(signal.SIGINT, interrupt)
+try:
+    with bus_thread.event_loop_thread():
+        print("the block was entered")
+except KeyboardInterrupt:
+    print("interrupted", threading.active_count())
+"""
+
+
+def test_an_interrupt_while_the_loop_starts_ends_its_thread() -> None:
+    """In a process of its own, which would not end by itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1:] == ["interrupted 1"], done.stderr
