@@ -276,6 +276,8 @@ class Updater:
     def commit(self, version: int) -> None:
         """Makes the engine report the loaded weights as ``version`` from now on."""
         self.require_finished("commit")
+        if version < 1:
+            raise _wrong_state(f"version {version} does not follow {self._core.version}")
         self._core.version = version
         self._foreign = False
         self._state = UpdaterState.IDLE
@@ -290,7 +292,7 @@ class Updater:
             raise EngineError("nothing is staged, or not all", code=NackCode.CALLED_OFF)
         if self._core.memory.state is not ModelMemoryState.AWAKE:
             raise EngineError("the engine sleeps", code=NackCode.CALLED_OFF)
-        if version < self._core.version:
+        if version < max(self._core.version, 1):
             detail = f"version {version} does not follow {self._core.version}"
             raise EngineError(detail, code=NackCode.CALLED_OFF)
 

@@ -88,6 +88,7 @@ def test_steps_before_their_time_are_refused(checkpoint: Checkpoint) -> None:
             await engine.finish_update()
             await _refused(engine.finish_update(), "finish while the update is finished")
             await _refused(engine.resume(), "resume while an update is finished")
+            await _refused(engine.commit(0), "version 0 does not follow 0")
             await engine.commit(5)
             await _refused(engine.commit(6), "commit while the update is idle")
             push.close()
