@@ -56,19 +56,11 @@ async def pour(peer: BarePeer, fuzz: Fuzz, count: int) -> None:
 
 
 async def last_word(peer: BarePeer) -> None:
-    """Return when all that it has said is read; a stranger's question is answered at any time. It
-    is repeated, since a connection that got no answer for long is replaced, with what it holds."""
+    """Return when all that it has said is read; a stranger's question is answered at any time."""
     peer.name = "asks"
     question = peer.frame(StatusRequest(), seq=LAST)
-
-    async def answered() -> None:
-        await peer.until(lambda: any(envelope.reply_to == LAST for envelope, _ in peer.heard))
-
-    async with asyncio.timeout(60.0):
-        while True:
-            await peer.say(question)
-            with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(answered(), 5.0)
+    await peer.say(question)
+    await peer.until(lambda: any(envelope.reply_to == LAST for envelope, _ in peer.heard))
 
 
 class Deaf(BarePeer):
