@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
@@ -27,6 +27,8 @@ from bus.messages.types import (
     Verify,
 )
 
+FirstRanks: TypeAlias = Annotated[dict[ShortText, Count], Meta(max_length=16_384)]
+
 
 @dataclass(frozen=True, slots=True)
 class PlanTransfer(Message):
@@ -48,10 +50,12 @@ class TransferPlan(Message):
     Attributes:
         communicator: the communicator's number.
         world_size: how many ranks it has, with the sender's.
+        first_ranks: the rank of each engine's first worker.
     """
 
     communicator: Count
     world_size: Count
+    first_ranks: FirstRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class TransferInit(Message):
     params: Blob
     communicator: Count
     world_size: Count
-    first_ranks: Annotated[dict[ShortText, Count], Meta(max_length=16_384)]
+    first_ranks: FirstRanks
     scope: Scope = ()
 
 

@@ -6,14 +6,14 @@ torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import EngineError
 from bus.messages import NackCode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from bus.messages import Staging
 
@@ -27,12 +27,17 @@ class World:
         size: how many ranks there are, with the sender; 1 without collectives.
         address: this host's address on the network towards the broker.
         senders: how many ranks of the trainer take part. They are the first ranks.
+        ports: the ports of this host at which the other ends connect to this one: of torch's store,
+            and of the entry barrier; 0: any free port.
+        first_ranks: the rank of each engine's first worker.
     """
 
     number: int
     size: int
     address: str
     senders: int = 1
+    ports: tuple[int, int] = (0, 0)
+    first_ranks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

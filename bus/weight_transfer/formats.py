@@ -38,6 +38,7 @@ Offsets = Annotated[tuple[Offset, ...], Meta(max_length=MAX_TENSORS)]
 Host = Annotated[str, Meta(min_length=1, max_length=256)]
 Port = Annotated[int, Meta(gt=0, lt=65536)]
 Uuid = Annotated[str, Meta(pattern=r"^[0-9A-Za-z-]{1,64}\Z")]
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 MemoryHandle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 
 T = TypeVar("T")
@@ -48,8 +49,10 @@ class GlooInit:
     """Where the ends of a ``gloo`` communicator meet, and what it carries.
 
     Attributes:
-        host: the host of the trainer's store.
+        host: the host of the trainer's store and entry barrier.
         port: the store's port.
+        barrier_port: the entry barrier's port.
+        token: the secret that the entry barrier asks for.
         chunk_bytes: size of one buffer in bytes.
         buffers: how many buffers each end has.
         timeout_ms: how long meeting, or one chunk, may take, in ms.
@@ -57,6 +60,8 @@ class GlooInit:
 
     host: Host
     port: Port
+    barrier_port: Port
+    token: Token
     chunk_bytes: Size
     buffers: Buffers
     timeout_ms: Size

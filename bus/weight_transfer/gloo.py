@@ -1,15 +1,18 @@
 """Transfers weights over TCP with gloo, to engines on any number of hosts: both ends.
 
-Each chunk is one broadcast. The sender runs the store where all ends meet. If one end dies, the
-broadcast fails for all ends at once. If one end is only silent, the broadcast fails after a
-timeout per chunk, which is a deadline on progress and not on the update.
+Each chunk is one broadcast, which no end enters before all have announced it
+(:mod:`bus.weight_transfer.entry_barrier`). If one end dies, the broadcast fails for all ends at
+once. If one end is only silent, the broadcast fails after a timeout per chunk, which is a deadline
+on progress and not on the update.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -33,35 +36,95 @@ if TYPE_CHECKING:
 
     from bus.manifest import TensorMeta
     from bus.weight_transfer.allocation import World
+    from bus.weight_transfer.entry_barrier import EntryBarrier
+    from bus.weight_transfer.rendezvous import MeetingPoint
 
 
-def _join(init: GlooInit, place: RankAssignment) -> Any:
-    """Joins a communicator, and returns its process group when all ends are there.
+# A broadcast of gloo stops one thread and no engine, so an end may be silent for long.
+_SILENCE_S: Final = 10.0
+_LOOK_S: Final = 0.5
+
+
+class _Communicator:
+    """One connected end.
+
+    Args:
+        group: the ``ProcessGroupGloo``.
+        barrier: the agreement with the other ends.
+    """
+
+    def __init__(self, group: Any, barrier: EntryBarrier) -> None:
+        self._group = group
+        self._barrier = barrier
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+
+    def broadcast(self, memory: torch.Tensor) -> None:
+        """Broadcasts contiguous bytes from rank 0; returns when this end has done its part.
+
+        Raises:
+            RuntimeError: an end is gone or silent, or this one was closed.
+        """
+        timeout_s = rendezvous.chunk_timeout_s(memory.numel())
+        try:
+            entry = self._barrier.announce(timeout_s, timeout_s)
+            with self._barrier.entering(entry):
+                work = self._group.broadcast([memory], self._options)
+            self._wait(work)
+        except RuntimeError:
+            self._barrier.close()  # later broadcasts could not be assigned to chunks
+            raise
+        self._barrier.done(entry)
+
+    def close(self) -> None:
+        """Leaves the communicator; a broadcast of another thread ends."""
+        self._barrier.close()
+
+    def _wait(self, work: Any) -> None:
+        while True:
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            else:
+                return
+            if self._barrier.is_lost:
+                # The group's last reference would wait for the broadcast.
+                _abandon(work, self._group)
+                self._barrier.require()
+
+
+def _abandon(work: Any, group: Any) -> None:
+    """Keeps a group until its broadcast has ended, in a thread."""
+
+    def wait(_: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+
+    threading.Thread(target=wait, args=(group,), name="wavebus-gloo", daemon=True).start()
+
+
+def _join(init: GlooInit, place: RankAssignment, point: MeetingPoint | None) -> _Communicator:
+    """Joins a communicator, and returns this end when all ends are there.
 
     Raises:
-        OSError: no store listens there.
-        RuntimeError: the store went away, or an end did not come within ``init.timeout_ms``.
+        OSError: nobody listens there.
+        RuntimeError: the trainer's end went away, or an end did not come within
+            ``init.timeout_ms``.
     """
-    store = rendezvous.connect_store(
-        init.host, init.port, place.communicator, init.timeout_ms / 1000
-    )
-    # There is no other way to the device.
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
-    options._timeout = timedelta(milliseconds=init.timeout_ms)  # noqa: SLF001
-    here = rendezvous.address_towards(init.host)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]  # noqa: SLF001
-    return dist.ProcessGroupGloo(store, place.rank, place.world_size, options)
-
-
-def _broadcast(group: Any, memory: torch.Tensor) -> None:
-    """Broadcasts contiguous bytes from rank 0; returns when this end has done its part.
-
-    Raises:
-        RuntimeError: an end is gone, or was silent for longer than the group's timeout.
-    """
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([memory], options).wait()
+    barrier, store = rendezvous.meet(init, place, point, "", _SILENCE_S)
+    try:
+        # There is no other way to the device.
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+        options._timeout = timedelta(milliseconds=init.timeout_ms)  # noqa: SLF001
+        here = rendezvous.address_towards(init.host)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]  # noqa: SLF001
+        group = dist.ProcessGroupGloo(store, place.rank, place.world_size, options)
+    except BaseException:
+        barrier.close()
+        raise
+    return _Communicator(group, barrier)
 
 
 class GlooSender(Sender):
@@ -70,8 +133,8 @@ class GlooSender(Sender):
     is_collective: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._store: Any = None
-        self._group: Any = None
+        self._point: MeetingPoint | None = None
+        self._communicator: _Communicator | None = None
         self._init: GlooInit | None = None
         self._place = RankAssignment(0, 1, 0)
         self._buffers: list[torch.Tensor] = []
@@ -82,10 +145,17 @@ class GlooSender(Sender):
         self.close()
         room = max(chunk_bytes, 1)
         timeout_s = rendezvous.chunk_timeout_s(room)
-        self._store = rendezvous.open_store(world.address, timeout_s)
-        port: int = self._store.port
+        self._point = point = rendezvous.MeetingPoint.open(world, timeout_s)
         self._buffers = [torch.empty(room, dtype=torch.uint8) for _ in range(self.prefetch_depth)]
-        self._init = GlooInit(world.address, port, room, self.prefetch_depth, timeout_s * 1000)
+        self._init = GlooInit(
+            world.address,
+            point.store.port,
+            point.listener.port,
+            point.token,
+            room,
+            self.prefetch_depth,
+            timeout_s * 1000,
+        )
         self._place = RankAssignment(world.number, world.size, 0)
         return encode(self._init)
 
@@ -94,14 +164,15 @@ class GlooSender(Sender):
         init = self._init
         assert init is not None, "open comes first"
         try:
-            group = _join(init, self._place)
+            met = _join(init, self._place, self._point)
         except (RuntimeError, OSError) as error:
             raise WavebusError(
                 f"not all {self._place.world_size - 1} ends of the engines came to "
                 f"{init.host}:{init.port}: {rendezvous.reason(error)}"
             ) from error
-        if self._init is init:  # not closed meanwhile
-            self._group = group
+        self._communicator = met
+        if self._init is not init:  # closed meanwhile
+            met.close()
 
     @override
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:
@@ -115,15 +186,23 @@ class GlooSender(Sender):
         if not size_bytes:
             return
         try:
-            _broadcast(self._group, self._buffers[seq % self.prefetch_depth][:size_bytes])
+            if self._communicator is None:
+                raise RuntimeError("it is closed")
+            self._communicator.broadcast(self._buffers[seq % self.prefetch_depth][:size_bytes])
         except RuntimeError as error:
             raise WavebusError(
                 f"the broadcast of chunk {seq} broke: {rendezvous.reason(error)}"
             ) from error
 
     def close(self) -> None:
-        """Frees everything. An end that still waits in the store gets an error."""
-        self._store = self._group = self._init = None
+        """Frees everything. Ends that still wait get an error."""
+        point, self._point = self._point, None
+        communicator, self._communicator = self._communicator, None
+        self._init = None
+        if point is not None:
+            point.listener.close()
+        if communicator is not None:
+            communicator.close()
         self._buffers = []
         self._filled_bytes = {}
 
@@ -134,7 +213,7 @@ class GlooReceiver(Receiver):
     is_collective = True
 
     def __init__(self) -> None:
-        self._group: Any = None
+        self._communicator: _Communicator | None = None
         self._buffers: deque[torch.Tensor] = deque()
         self._views = ViewCache()
 
@@ -143,7 +222,7 @@ class GlooReceiver(Receiver):
         init = decode_received(params, GlooInit)
         self.close()
         try:
-            self._group = _join(init, place)
+            self._communicator = _join(init, place, None)
         except (RuntimeError, OSError) as error:
             raise transfer_failed(
                 f"rank {place.rank} of {place.world_size} can't meet the others at "
@@ -162,24 +241,26 @@ class GlooReceiver(Receiver):
         chunk = decode_received(handle, BroadcastChunk)
         offsets = packed_offsets(tensors)
         # First, so that no error later leaves the other ranks waiting for this one.
-        group = self._group
-        if group is None:
+        communicator = self._communicator
+        if communicator is None:
             raise transfer_failed("the communicator is not open")
         memory = self._buffers[0]
         check_broadcast(chunk.size_bytes, offsets[-1], memory.numel())
         if chunk.size_bytes:
             try:
-                _broadcast(group, memory[: chunk.size_bytes])
+                communicator.broadcast(memory[: chunk.size_bytes])
             except RuntimeError as error:
-                if self._group is group:
-                    self.close()  # later broadcasts in it could not be assigned to chunks
+                if self._communicator is communicator:
+                    self.close()
                 raise transfer_failed(f"the broadcast broke: {rendezvous.reason(error)}") from error
-        if self._group is group:  # the transport may have been opened again meanwhile
+        if self._communicator is communicator:  # the transport may have been opened again meanwhile
             self._buffers.rotate(-1)
         return self._views.get(memory, offsets[:-1], tensors)
 
     @override
     def close(self) -> None:
-        self._group = None
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
         self._buffers.clear()
         self._views.clear()

@@ -4,15 +4,15 @@ Each chunk is one broadcast. Packed, it goes through a buffer on the GPU. Unpack
 broadcast from where they are, in one group call; only tensors elsewhere, or not contiguous, are
 copied.
 
-The sender runs the store where all ends meet. :mod:`bus.weight_transfer.nccl_communicator` says how
-an end's wait finishes if another end dies or is silent.
+All ends meet at the sender. :mod:`bus.weight_transfer.nccl_communicator` says how an end's wait
+finishes if another end dies or is silent.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 from typing_extensions import override  # torch requires it
@@ -51,7 +51,7 @@ class NcclSender(Sender):
     can_send_unpacked: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._store: Any = None
+        self._point: rendezvous.MeetingPoint | None = None
         self._communicator: nccl_communicator.NcclCommunicator | None = None
         self._init: NcclInit | None = None
         self._place = RankAssignment(0, 1, 0)
@@ -79,10 +79,12 @@ class NcclSender(Sender):
                 f"{self._gpu} has no room for {self.prefetch_depth} chunks of {room} bytes: "
                 "lower chunk_bytes or buffers, or send with packed=False"
             ) from error
-        self._store = rendezvous.open_store(world.address, timeout_s)
+        self._point = point = rendezvous.MeetingPoint.open(world, timeout_s)
         self._init = NcclInit(
             world.address,
-            self._store.port,
+            point.store.port,
+            point.listener.port,
+            point.token,
             room,
             self.prefetch_depth,
             timeout_s * 1000,
@@ -96,7 +98,7 @@ class NcclSender(Sender):
         init = self._init
         assert init is not None, "open comes first"
         try:
-            met = nccl_communicator.meet(init, self._place, self._gpu)
+            met = nccl_communicator.meet(init, self._place, self._gpu, self._point)
         except (RuntimeError, OSError) as error:
             raise WavebusError(
                 f"not all {self._place.world_size - 1} ends of the engines came to "
@@ -131,9 +133,8 @@ class NcclSender(Sender):
         try:
             if self._communicator is None:
                 raise RuntimeError("it is closed")
-            timeout_s = rendezvous.chunk_timeout_s(sum(piece.numel() for piece in pieces))
             with torch.cuda.device(self._gpu), torch.cuda.stream(self._stream):
-                self._queued[seq] = self._communicator.launch(pieces, timeout_s)
+                self._queued[seq] = self._communicator.launch(pieces)
         except RuntimeError as error:
             raise _broadcast_failed(seq, error) from error
 
@@ -152,7 +153,10 @@ class NcclSender(Sender):
     def close(self) -> None:
         """Frees everything. An end that still waits in the store gets an error."""
         communicator, self._communicator = self._communicator, None
-        self._store = self._init = None
+        point, self._point = self._point, None
+        self._init = None
+        if point is not None:
+            point.listener.close()
         if communicator is not None:
             communicator.close()
         self._buffers = []
@@ -231,9 +235,8 @@ class NcclReceiver(Receiver):
             made, memories = self._packed(tensors, chunk, into)
         if not memories:
             return lambda: made
-        timeout_s = rendezvous.chunk_timeout_s(chunk.size_bytes)
         with self._transfer_errors(communicator):
-            under_way = communicator.launch(memories, timeout_s)
+            under_way = communicator.launch(memories)
 
         def arrived() -> Tensors:
             with self._transfer_errors(communicator):

@@ -2,26 +2,27 @@
 
 It uses torch's ``ProcessGroupNCCL``, beside any other groups of the process. torch handles failures
 by a watchdog that ends the process, or by a wait without end. Here an end waits with a deadline,
-checks that the trainer is still there, can be closed meanwhile, and raises.
-
-A wait happens in CUDA, without Python's lock, which the engine's steps need. A thread of the
-communicator checks twice a second whether the wait can still succeed. If not, the thread closes the
-communicator, which ends the wait and the kernel.
+can be closed meanwhile, and raises.
 
 NCCL does not notice a dead peer where GPUs read each other's memory (NVLink): its kernel keeps
-waiting. So the bus reports the loss of an engine. The trainer's update then fails and the trainer
-closes its end and its store. An end that finds the store gone leaves too.
+waiting, and CUDA calls of any thread may wait for the kernel. So all ends agree on each broadcast
+before they enter it, and the loss of an end ends it (:mod:`bus.weight_transfer.entry_barrier`).
+Three threads do this:
+
+- the barrier's watches the other ends, and aborts the communicator. It makes no other CUDA call;
+- one enters broadcasts, in order, when all ends have announced them;
+- one waits until each has ended, so that the barrier knows without asking the GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import time
-from collections import deque
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,12 @@ from bus.weight_transfer.cuda import device_uuid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from bus.weight_transfer.allocation import RankAssignment
+    from bus.weight_transfer.entry_barrier import Entry, EntryBarrier
     from bus.weight_transfer.formats import NcclInit
+    from bus.weight_transfer.rendezvous import MeetingPoint
 
 # torch reads this variable when a group is made. If set, the group has no watchdog thread. That
 # thread would end the process if an operation failed or took longer than the group's timeout.
@@ -42,10 +46,28 @@ _NO_WATCHDOG: Final = "TORCH_NCCL_BLOCKING_WAIT"
 _HOST: Final = "NCCL_HOSTID"
 _group_lock = threading.Lock()
 
-# How often the trainer's store and the deadline are checked.
-_WATCH_INTERVAL_S: Final = 0.5
+# How long an end that others wait for inside a broadcast may be silent. Meanwhile their engines may
+# generate no token.
+SILENCE_S: Final = 0.5
+# A broadcast that has begun may take ENTERED_S, and as long as its bytes take over a slow network.
+ENTERED_S: Final = 2.0
+_SLOW_BYTES_PER_S: Final = 100_000_000
 # Aborting takes milliseconds, but could hang.
 _ABORT_S: Final = 10.0
+# How often a broadcast that nobody waits for is looked at.
+_LOOK_S: Final = 0.02
+# How long a wait goes on after the communicator was lost, for a thread that enters a broadcast.
+_STUCK_S: Final = 1.0
+
+
+class Device(Protocol):
+    """What a communicator needs of its GPU."""
+
+    def after_queued(self) -> AbstractContextManager[None]:
+        """Returns a context that another thread enters: its work comes after what is queued now."""
+
+    def end_of(self, work: Any) -> Any:
+        """Returns an event, with ``synchronize()``, at the end of queued work."""
 
 
 class NcclCommunicator:
@@ -53,54 +75,51 @@ class NcclCommunicator:
 
     Args:
         group: the ``ProcessGroupNCCL``.
-        store: the communicator's part of the trainer's store.
-        mark: makes, for queued work, an event with ``synchronize()`` and ``query()``, like a CUDA
-            event. It is called when a thread first waits for a broadcast, or checks whether the
-            broadcast has ended.
-
-    Attributes:
-        completed: how many broadcasts have ended, as far as waits have shown.
+        barrier: the agreement with the other ends.
+        device: this end's GPU.
     """
 
-    def __init__(self, group: Any, store: Any, mark: Callable[[Any], Any]) -> None:
-        self.mark = mark
+    def __init__(self, group: Any, barrier: EntryBarrier, device: Device) -> None:
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
         self._group = group
-        self._store = store
-        self._closed = threading.Event()
-        self._closing = threading.Lock()
-        self._in_flight: deque[Broadcast] = deque()
-        self._launched = 0
-        self.completed = 0
-        self._why = "it was closed meanwhile"
-        threading.Thread(target=self._watch, name="wavebus-nccl-watch", daemon=True).start()
+        self._barrier = barrier
+        self._device = device
+        self._aborting = threading.Lock()
+        self._aborted = False
+        self._announced: queue.SimpleQueue[Broadcast | None] = queue.SimpleQueue()
+        self._entered: queue.SimpleQueue[Broadcast | None] = queue.SimpleQueue()
+        barrier.on_lost = lambda _: self._leave()
+        for run in (self._enter_all, self._end_all):
+            threading.Thread(target=run, name="wavebus-nccl", daemon=True).start()
 
-    def launch(self, memories: Sequence[Any], timeout_s: float) -> Broadcast:
-        """Queues a broadcast from rank 0 to all, behind the current stream's earlier work.
+    def launch(self, memories: Sequence[Any], timeout_s: float | None = None) -> Broadcast:
+        """Announces a broadcast from rank 0 to all; it begins when all ends have announced it.
+
+        It begins after this thread's earlier work in the current stream.
 
         Args:
             memories: contiguous uint8 tensors on this end's GPU, as many and as long as at every
                 other end. They must stay until the broadcast has ended.
-            timeout_s: how long the broadcast may take after the one before has ended, in seconds.
-                Then this end is closed, whether anybody waits or not.
+            timeout_s: how long the broadcast may take after it has begun and the one before has
+                ended, in seconds. Then this end is closed, whether anybody waits or not. None:
+                :data:`ENTERED_S`, and more for many bytes.
 
         Raises:
-            RuntimeError: this end is closed, or is closed by this failure.
+            RuntimeError: this end is closed.
         """
-        if self._closed.is_set():
-            raise RuntimeError("it is closed")
-        try:
-            work = self._broadcast(memories)
-            self._launched += 1
-            under_way = Broadcast(self, self._launched, memories, work, timeout_s)
-        except RuntimeError:
-            self.close()
-            raise
-        self._in_flight.append(under_way)
-        return under_way
+        size_bytes = sum(memory.numel() for memory in memories)
+        if timeout_s is None:
+            timeout_s = ENTERED_S + size_bytes / _SLOW_BYTES_PER_S
+        begins = self._device.after_queued()
+        entry = self._barrier.announce(timeout_s, rendezvous.chunk_timeout_s(size_bytes))
+        made = Broadcast(self._barrier, entry, memories, begins)
+        self._announced.put(made)
+        if self._barrier.is_lost:  # meanwhile; the thread that enters may have ended
+            made.is_entered.set()
+        return made
 
-    def broadcast(self, memories: Sequence[Any], timeout_s: float) -> None:
+    def broadcast(self, memories: Sequence[Any], timeout_s: float | None = None) -> None:
         """Broadcasts from rank 0 to all; returns when this end has done its part.
 
         Args:
@@ -114,22 +133,18 @@ class NcclCommunicator:
 
     def close(self) -> None:
         """Leaves the communicator at once, even inside a broadcast, and frees its GPU memory."""
-        with self._closing:
-            if self._closed.is_set():
+        self._barrier.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._aborting:
+            if self._aborted:
                 return
-            self._closed.set()
+            self._aborted = True
+            self._announced.put(None)
             # Not shutdown(): on one host it waits for the other ends' shutdown.
             with contextlib.suppress(RuntimeError, TimeoutError):
                 _call_within(_ABORT_S, self._group.abort)
-
-    def check_open(self) -> None:
-        """Raises an error if this end was closed.
-
-        Raises:
-            RuntimeError: this end was closed; the text says why.
-        """
-        if self._closed.is_set():
-            raise RuntimeError(self._why)
 
     def _broadcast(self, memories: Sequence[Any]) -> Any:
         if len(memories) == 1:
@@ -142,48 +157,61 @@ class NcclCommunicator:
             work = self._group._end_coalescing()  # noqa: SLF001 - as above
         return work
 
-    def _watch(self) -> None:
-        first_since_s = 0.0
-        while not self._closed.wait(_WATCH_INTERVAL_S):
-            while self._in_flight and self._in_flight[0].has_ended:
-                self._in_flight.popleft()
-                first_since_s = time.monotonic()
-            if not self._in_flight:
-                continue
-            why = self._in_flight[0].failure_reason(first_since_s)
-            if not (why or rendezvous.is_store_alive(self._store)):
-                why = "the trainer's end is closed or gone"
-            if why:
-                self._why = why
-                self.close()
+    def _enter_all(self) -> None:
+        """Enters each broadcast when all ends have announced it."""
+        while (coming := self._announced.get()) is not None:
+            try:
+                with self._barrier.entering(coming.entry), coming.begins:
+                    coming.work = self._broadcast(coming.memories)
+                    coming.end = self._device.end_of(coming.work)
+            except Exception as error:  # noqa: BLE001 - those who wait raise it
+                self._barrier.lose(reason(error))
+                self._leave()
+            coming.is_entered.set()
+            self._entered.put(coming)
+        self._entered.put(None)
+
+    def _end_all(self) -> None:
+        """Notices the end of each broadcast, and NCCL's errors, though nobody may wait."""
+        while (under_way := self._entered.get()) is not None:
+            while not (self._barrier.is_lost or under_way.has_ended()):
+                if why := under_way.nccl_error():
+                    self._barrier.lose(why)
+                    self._leave()
+                time.sleep(_LOOK_S)
 
 
 class Broadcast:
-    """A broadcast in flight. Broadcasts of one communicator end in their order.
+    """A broadcast of this end. Broadcasts of one communicator end in their order.
 
     Args:
-        owner: the communicator.
-        number: the broadcast's number there, from 1.
+        barrier: the agreement with the other ends.
+        entry: the broadcast's entry there.
         memories: the broadcast tensors.
-        work: torch's handle of the queued work.
-        timeout_s: how long it may take once all earlier broadcasts have ended, in seconds.
+        begins: the context in which the broadcast is queued.
+
+    Attributes:
+        entry, memories, begins: as given.
+        work: torch's handle of the queued work, once entered.
+        end: the event at its end, once entered.
+        is_entered: set when the broadcast was entered, or never will be.
     """
 
     def __init__(
         self,
-        owner: NcclCommunicator,
-        number: int,
+        barrier: EntryBarrier,
+        entry: Entry,
         memories: Sequence[Any],
-        work: Any,
-        timeout_s: float,
+        begins: AbstractContextManager[None],
     ) -> None:
-        self._owner = owner
-        self._number = number
-        self._memories = memories  # keeps them alive: NCCL has only their addresses
-        self._work = work
-        self._end: Any = None
-        self._timeout_s = timeout_s
-        self._launched_s = time.monotonic()
+        self.entry = entry
+        self.memories = memories  # keeps them alive: NCCL has only their addresses
+        self.begins = begins
+        self.work: Any = None
+        self.end: Any = None
+        self.is_entered = threading.Event()
+        self._barrier = barrier
+        self._is_over = False
 
     def wait(self) -> None:
         """Waits until this end has done its part on its GPU.
@@ -192,41 +220,65 @@ class Broadcast:
             RuntimeError: another end is gone or silent, or this one was closed. This end is closed
                 then.
         """
-        self._owner.check_open()
-        if self._number > self._owner.completed:
-            self._end_event().synchronize()
-            self._owner.completed = max(self._owner.completed, self._number)
-        self._owner.check_open()  # an aborted broadcast looks like one that has ended
+        while not self.is_entered.wait(_STUCK_S):
+            self._barrier.require()
+        if not self._is_over and self.end is not None:
+            self.end.synchronize()
+        if not self.has_ended():
+            self._barrier.require()
 
-    @property
     def has_ended(self) -> bool:
-        """Whether this end has done its part, or was aborted."""
-        return self._number <= self._owner.completed or bool(self._end_event().query())
+        """Returns whether this end has done its part; an aborted broadcast never has."""
+        if self._is_over or self.end is None:
+            return self._is_over
+        # In this order: an aborted broadcast looks like one that has ended.
+        if self.end.query() and not self._barrier.is_lost:
+            self._is_over = True
+            self._barrier.done(self.entry)
+        return self._is_over
 
-    def _end_event(self) -> Any:
-        if self._end is None:
-            self._end = self._owner.mark(self._work)
-        return self._end
-
-    def failure_reason(self, first_since_s: float) -> str:
-        """Returns why the broadcast can't end any more; empty if it still can.
-
-        Args:
-            first_since_s: when all earlier broadcasts had ended, in seconds of
-                ``time.monotonic()``.
-        """
-        since_s = max(first_since_s, self._launched_s)
-        if time.monotonic() >= since_s + self._timeout_s:
-            return f"not everybody took part within {self._timeout_s:g} s"
-        if self._work.is_completed() and not self.has_ended:
-            try:  # it has an error, though the kernel is still running
-                self._work.wait()
+    def nccl_error(self) -> str:
+        """Returns NCCL's error of an entered broadcast, whose kernel may still run; else empty."""
+        if self.work is not None and self.work.is_completed() and not self.has_ended():
+            try:
+                self.work.wait()
             except RuntimeError as error:
                 return reason(error)
         return ""
 
 
-def meet(init: NcclInit, place: RankAssignment, device: torch.device) -> NcclCommunicator:
+class _Gpu:
+    """A GPU on which broadcasts are queued; see :class:`Device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._entering, self._waiting = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+
+    def after_queued(self) -> AbstractContextManager[None]:
+        queued = torch.cuda.current_stream(self._device).record_event()
+
+        @contextlib.contextmanager
+        def begins() -> Iterator[None]:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._entering):
+                self._entering.wait_event(queued)
+                yield
+
+        return begins()
+
+    def end_of(self, work: Any) -> Any:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._waiting):
+            work.block_current_stream()  # and not this thread
+            ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            ended.record()
+        return ended
+
+
+def meet(
+    init: NcclInit, place: RankAssignment, device: torch.device, point: MeetingPoint | None = None
+) -> NcclCommunicator:
     """Connects this end when all ends are there, and returns its communicator.
 
     On return all ends have exchanged a first byte.
@@ -235,6 +287,7 @@ def meet(init: NcclInit, place: RankAssignment, device: torch.device) -> NcclCom
         init: the sender's params.
         place: this end's rank.
         device: this end's GPU. No other end of this host may be on it.
+        point: where the ends meet, in the sender.
 
     Raises:
         OSError: no store listens there.
@@ -243,23 +296,18 @@ def meet(init: NcclInit, place: RankAssignment, device: torch.device) -> NcclCom
     """
     timeout_s = init.timeout_ms / 1000
     deadline = time.monotonic() + timeout_s
-    store = rendezvous.connect_store(init.host, init.port, place.communicator, timeout_s)
     # NCCL waits without end for a missing end. So it begins when all are there.
-    seats = rendezvous.gather_messages(store, place, _gpu_identity(device_uuid(device)), timeout_s)
-    _check_distinct_gpus(seats)
-    part = dist.PrefixStore("nccl", store)  # type: ignore[attr-defined]
-    group = _new_group(part, place, timeout_s)
-
-    waiting = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def mark(work: Any) -> Any:
-        with torch.cuda.device(device), torch.cuda.stream(waiting):
-            work.block_current_stream()  # and not this thread
-            ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            ended.record()
-        return ended
-
-    made = NcclCommunicator(group, store, mark)
+    barrier, store = rendezvous.meet(
+        init, place, point, _gpu_identity(device_uuid(device)), SILENCE_S
+    )
+    try:
+        _check_distinct_gpus([each.split(" ", 1)[1] for each in barrier.greetings])
+        part = dist.PrefixStore("nccl", store)  # type: ignore[attr-defined]
+        group = _new_group(part, place, timeout_s)
+    except BaseException:
+        barrier.close()
+        raise
+    made = NcclCommunicator(group, barrier, _Gpu(device))
 
     def connect() -> None:
         with torch.cuda.device(device):

@@ -1,13 +1,16 @@
-"""Connects the ends of a communicator through a store that the trainer runs.
+"""Connects the ends of a communicator at the trainer: where they meet, and the store of torch.
 
-:mod:`bus.weight_transfer.gloo` and :mod:`bus.weight_transfer.nccl_communicator` use the store to
-make their communicators.
+First all ends meet (:mod:`bus.weight_transfer.barrier_links`), and keep an entry barrier open. Then
+:mod:`bus.weight_transfer.gloo` and :mod:`bus.weight_transfer.nccl_communicator` make their
+communicators through the store.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -15,9 +18,12 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from bus.errors import WavebusError
+from bus.weight_transfer import barrier_links
 
 if TYPE_CHECKING:
-    from bus.weight_transfer.allocation import RankAssignment
+    from bus.weight_transfer.allocation import RankAssignment, World
+    from bus.weight_transfer.entry_barrier import EntryBarrier
+    from bus.weight_transfer.formats import GlooInit
 
 # A chunk may take CHUNK_TIMEOUT_S, and as long as its bytes take over a slow network.
 CHUNK_TIMEOUT_S: Final = 30
@@ -42,32 +48,92 @@ def chunk_timeout_s(size_bytes: int) -> int:
     return CHUNK_TIMEOUT_S + size_bytes // SLOW_BYTES_PER_S
 
 
-def open_store(address: str, timeout_s: float) -> Any:
-    """Opens the trainer's store (a ``TCPStore``) on a free port of one address.
+@dataclass(frozen=True, slots=True)
+class MeetingPoint:
+    """What the trainer opens for the ends of one communicator.
 
-    A store that torch opens by itself would listen on all addresses. The store ends with the last
-    reference to it.
+    The store ends with the last reference to it.
+
+    Attributes:
+        store: torch's store, a ``TCPStore``.
+        listener: where the ends meet.
+        token: the secret that they show there.
+    """
+
+    store: Any
+    listener: barrier_links.Listener
+    token: bytes
+
+    @classmethod
+    def open(cls, world: World, timeout_s: float) -> MeetingPoint:
+        """Opens a store and a listener on one address.
+
+        A store that torch opens by itself would listen on all addresses.
+
+        Args:
+            world: the communicator: the address and ports to listen on, and its engines.
+            timeout_s: how long the store's operations may take, in seconds.
+
+        Raises:
+            WavebusError: it can't listen there.
+        """
+        token = barrier_links.new_token()
+        try:
+            listening = barrier_links.create_server(world.address, world.ports[0])
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                world.address,
+                listening.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+                master_listen_fd=listening.detach(),
+            )
+            listener = barrier_links.Listener(
+                world.address, token, world.ports[1], world.first_ranks
+            )
+        except (RuntimeError, OSError) as error:
+            raise WavebusError(f"can't listen at {world.address}: {error}") from error
+        return cls(store, listener, token)
+
+
+def meet(
+    init: GlooInit,
+    place: RankAssignment,
+    point: MeetingPoint | None,
+    greeting: str,
+    silence_s: float,
+) -> tuple[EntryBarrier, Any]:
+    """Waits until all ends of a communicator are there.
 
     Args:
-        address: the address to listen on.
-        timeout_s: how long its operations may take, in seconds.
+        init: the sender's params.
+        place: this end's rank.
+        point: where they meet, in the sender; None in a receiver.
+        greeting: what the other ends get from this one, after its host's name and its pid.
+        silence_s: as of :class:`bus.weight_transfer.entry_barrier.EntryBarrier`.
+
+    Returns:
+        The barrier, and the communicator's part of the store.
 
     Raises:
-        WavebusError: it can't listen there.
+        OSError: nobody listens there.
+        RuntimeError: the trainer's end went away, or an end did not come within
+            ``init.timeout_ms``.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        listener = socket.create_server((address, 0), family=family)
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),
+    timeout_s = init.timeout_ms / 1000
+    greeting = f"{socket.gethostname()}:{os.getpid()} {greeting}"
+    if point is None:
+        address = (init.host, init.barrier_port)
+        barrier = barrier_links.connect(
+            address, init.token, place, greeting, timeout_s=timeout_s, silence_s=silence_s
         )
-    except (RuntimeError, OSError) as error:
-        raise WavebusError(f"can't open a store at {address}: {error}") from error
+    else:
+        barrier = point.listener.meet(place, greeting, timeout_s=timeout_s, silence_s=silence_s)
+    try:
+        return barrier, connect_store(init.host, init.port, place.communicator, timeout_s)
+    except BaseException:
+        barrier.close()
+        raise
 
 
 def connect_store(host: str, port: int, communicator: int, timeout_s: float) -> Any:
@@ -92,42 +158,6 @@ def connect_store(host: str, port: int, communicator: int, timeout_s: float) -> 
     )
     store.set_timeout(timedelta(seconds=timeout_s))
     return dist.PrefixStore(f"wavebus-{communicator}", store)  # type: ignore[attr-defined]
-
-
-def gather_messages(store: Any, place: RankAssignment, message: str, timeout_s: float) -> list[str]:
-    """Waits until every end has left its message in the store.
-
-    Args:
-        store: the communicator's part of the store.
-        place: this end's rank.
-        message: this end's message.
-        timeout_s: how long to wait, in seconds.
-
-    Returns:
-        All messages, by rank.
-
-    Raises:
-        RuntimeError: the store is gone, or an end did not come in time.
-    """
-    store.set(f"here-{place.rank}", message)
-    keys = [f"here-{rank}" for rank in range(place.world_size)]
-    store.wait(keys, timedelta(seconds=timeout_s))
-    return [store.get(key).decode() for key in keys]
-
-
-def is_store_alive(store: Any) -> bool:
-    """Returns whether the trainer's store still answers.
-
-    The store answers as long as the trainer's process lives and its end is open.
-
-    Args:
-        store: the communicator's part of the store.
-    """
-    try:
-        store.check(["anything"])
-    except RuntimeError:
-        return False
-    return True
 
 
 def reason(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,7 +68,10 @@ def test_whoever_waits_for_the_others_is_freed_when_the_sender_gives_up() -> Non
     meeting.start()
     with ThreadPoolExecutor(1) as threads:
         opening = threads.submit(receiver.open, params, RankAssignment(1, 3, 1))
-        sender._store.wait(["wavebus-1/0/0", "wavebus-1/0/1"])  # both are in the store
+        point = sender._point
+        assert point is not None
+        while not point.listener.met:  # the other one is there
+            threading.Event().wait(0.01)
         sender.close()
         with pytest.raises(EngineError, match="rank 1 of 3 can't meet the others") as refused:
             opening.result()
@@ -105,6 +109,8 @@ def test_a_sender_that_is_gone_fails_the_receive_at_once() -> None:
     ("change", "told"),
     [
         ({"port": 0}, "port"),
+        ({"barrier_port": 0}, "barrier_port"),
+        ({"token": b""}, "token"),
         ({"host": ""}, "host"),
         ({"chunk_bytes": 0}, "chunk_bytes"),
         ({"buffers": 17}, "buffers"),
@@ -114,6 +120,8 @@ def test_params_out_of_bounds_are_refused_by_field(change: dict[str, object], to
     fields = {
         "host": LOCAL,
         "port": 1,
+        "barrier_port": 2,
+        "token": bytes(16),
         "chunk_bytes": 64,
         "buffers": 2,
         "timeout_ms": 1000,
@@ -128,9 +136,7 @@ def test_a_port_where_nobody_listens_is_named() -> None:
     init = decode(sender.open(64, World(1, 2, LOCAL)), GlooInit)
     sender.close()
     with pytest.raises(EngineError, match=f"{LOCAL}:{init.port}"):
-        make_receiver("gloo").open(
-            encode(GlooInit(LOCAL, init.port, 64, 2, 1000)), RankAssignment(1, 2, 1)
-        )
+        make_receiver("gloo").open(encode(replace(init, timeout_ms=1000)), RankAssignment(1, 2, 1))
 
 
 def test_a_broadcast_of_another_size_is_refused_before_it_begins() -> None:

@@ -48,6 +48,8 @@ MEMORY = IpcMemory(HANDLE, 4096)
 NCCL = {
     "host": "h",
     "port": 1,
+    "barrier_port": 2,
+    "token": bytes(16),
     "chunk_bytes": 64,
     "buffers": 2,
     "timeout_ms": 1000,
@@ -178,7 +180,7 @@ def test_nothing_is_received_before_it_is_open(receiver: Receiver) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        NcclInit("h", 1, 0, 2, 1000, "2.29.7"),
+        NcclInit("h", 1, 2, b"t" * 16, 0, 2, 1000, "2.29.7"),
         BroadcastChunk(7),
         IpcInit("gpu-1", (MEMORY, MEMORY), 4096),
         IpcChunk(1, (0, 64)),

@@ -95,7 +95,7 @@ class Launching(GlooReceiver):
         handle: bytes,
         into: ReceivedChunk | None = None,  # noqa: ARG002 - it has buffers
     ) -> Callable[[], Tensors]:
-        if self._group is None:
+        if self._communicator is None:
             raise transfer_failed("the communicator is not open")
         landing: Future[Tensors] = Future()
         self._landing.append(landing)

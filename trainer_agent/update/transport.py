@@ -35,6 +35,7 @@ class Transport:
         sender: the agent's sender.
         steps: sends the requests.
         scope: the DP groups that open the transport; empty: all.
+        ports: the ports at which engines meet the sender of a collective; 0: any free port.
 
     Attributes:
         own_backend: the agent's backend.
@@ -50,7 +51,9 @@ class Transport:
         sender: Sender,
         steps: Steps,
         scope: tuple[str, ...] = (),
+        ports: tuple[int, int] = (0, 0),
     ) -> None:
+        self._ports = ports
         self.sender = sender
         self.backend = backend
         self.communicator = 0
@@ -137,7 +140,14 @@ class Transport:
         """
         plan = await self._connection.ask(PlanTransfer(self._scope), TransferPlan)
         address = address_towards(host_of(self._connection.broker))
-        return World(plan.communicator, plan.world_size - 1 + senders, address, senders)
+        return World(
+            plan.communicator,
+            plan.world_size - 1 + senders,
+            address,
+            senders,
+            self._ports,
+            plan.first_ranks,
+        )
 
     def invalidate(self) -> None:
         """Marks the open transport as unusable, so that the next update opens it again."""

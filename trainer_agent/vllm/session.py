@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from bus.messages import GroupAck, Target
+    from bus.messages import Target
     from bus.weight_transfer.allocation import World
     from trainer_agent.connection import Connection
     from trainer_agent.options import UpdateOptions
@@ -344,24 +344,7 @@ class TrainerEngineSession:
                 answer = asyncio.ensure_future(self._steps.send_chunk(sent))
                 if meta.chunk + 1 == current.plan.chunks:
                     current.update.finish()
-                done = await answer
-            if (
-                self._native_transport is not None
-                and current.chunks_announced < current.plan.chunks
-            ):
-                self._require_everybody(done)
-
-    def _require_everybody(self, done: GroupAck) -> None:
-        """Raises if an engine dropped out, because vLLM's next collective would wait forever."""
-        if done.excluded and self._transport.communicator:
-            raise _failed(
-                NackCode.TRANSFER_FAILED,
-                f"{', '.join(done.excluded)} fell out in the middle, and the next chunk is a "
-                "collective of all",
-                step="chunk",
-                update_id=done.update_id,
-                hint="the broker's log says why; make the trainer engine anew",
-            )
+                await answer
 
     async def finish(self, label: str) -> None:
         """Commits the update, and resumes the engines."""

@@ -92,7 +92,7 @@ class Commands:
                 return [*forwarded, *self._state.session.answer_ids([msg_id], message)]
             case m.PlanTransfer():
                 made = self._communicator(self._members(message.scope))
-                plan = m.TransferPlan(made.number, made.world_size)
+                plan = m.TransferPlan(made.number, made.world_size, made.first_ranks)
                 return [*self._state.session.answer_ids([msg_id], plan)]
             case m.TransferInit():
                 return self._open(msg_id, message, now_ms)

@@ -7,8 +7,9 @@ engines' timeout does not run. Engines execute messages in their order. So the f
 announced while engines start, and UPDATE_FINISH is sent while they load the last one.
 
 In OPENING, ARMING and STARTING one engine's refusal aborts the update (or fails the opening). An
-engine that is overdue, lost or dead drops out. With a communicator the others would wait for that
-engine, so the update is aborted, and the trainer opens the transport anew.
+engine that is overdue, lost or dead drops out. With a communicator, until the last chunk is sent,
+the others would wait for that engine, so the update is aborted, and the trainer opens the transport
+anew.
 
 Invariants:
 
@@ -305,6 +306,13 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             chunk.waiting_for_trainer for chunk in self.chunks.values()
         )
 
+    @property
+    def _is_past_collectives(self) -> bool:
+        """Whether the trainer and the engines need each other in no further collective."""
+        if self.state is _S.LOADING:
+            return self.has_sent_all
+        return self.state not in _REFUSABLE
+
     def barriers(self) -> list[AckBarrier]:
         """Returns the steps that engines have yet to acknowledge."""
         return [*([self.barrier] if self.barrier else []), *self.chunks.values()]
@@ -348,9 +356,10 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
             too_few = replace(failure, code=m.NackCode.QUORUM_MISSING, detail=detail)
             return [*done, *self.abort(too_few, now_ms)]
-        if self._communicator and self.state in _REFUSABLE:
+        if self._communicator and not self._is_past_collectives:
             closed = replace(failure, code=m.NackCode.TRANSFER_CLOSED)
-            return self.abort(failure if self.state is _S.STARTING else closed, now_ms)
+            is_open = self.state in (_S.STARTING, _S.LOADING)
+            return [*done, *self.abort(failure if is_open else closed, now_ms)]
         if self.barrier is not None:
             self.barrier.remove(gone)
         return [*done, *self._check_barrier()]

@@ -332,7 +332,7 @@ def test_a_blob_over_its_bound_is_refused() -> None:
 
 
 INIT = TransferInit("t1", "gloo", b"", 5, 3, {"e0": 1, "e1": 2})
-PLAN = TransferPlan(5, 3)
+PLAN = TransferPlan(5, 3, {"e0": 1})
 MEET = TrainerStep(1, "go", 0, Nack(NackCode.TIMEOUT, "", "", 0, "", "", "", "", "", 0), b"where")
 SENT = ChunkSent("u1", 2, "sample", (7, 2**64 - 1))
 

@@ -527,7 +527,7 @@ ALL: dict[str, Message] = {
     "PAUSE_GLOBAL": PauseGlobal("u1"),
     "RESUME": Resume("u1"),
     "PLAN_TRANSFER": PlanTransfer(),
-    "TRANSFER_PLAN": TransferPlan(1, 2),
+    "TRANSFER_PLAN": TransferPlan(1, 2, {"e0": 1}),
     "TRANSFER_INIT": TransferInit("t1", "sim", b"", 0, 0, {}),
     "ARM": make_arm("u1", MANIFEST),
     "UPDATE_START": UpdateStart("u1"),

@@ -310,6 +310,28 @@ def test_nobody_enters_a_collective_without_who_is_overdue_or_lost(
     assert failed == StepFailed(Step.ABORT, replace(OVERDUE, code=code))
 
 
+@pytest.mark.parametrize("sent", range(4))
+def test_an_engine_that_is_lost_ends_an_update_whose_chunks_need_it(sent: int) -> None:
+    """Of three chunks some are sent. The rest would be collectives of all, which can't end; when
+    all have been sent, the others go on alone."""
+    update = UpdateMachine()
+    update.arm(replace(ARM, communicator=5), MEMBERS, 0.0)
+    all_ack(update, Step.ARM)
+    update.start(UpdateStart("u1"), 1.0)
+    all_ack(update, Step.START)
+    for k in range(3):
+        update.chunk(make_chunk("u1", MANIFEST, k, 1), 2.0)
+        if k < sent:
+            update.on_chunk_sent(make_sent("u1", MANIFEST, k, 1), 2.0)
+    asked = update.on_lost("e1", LOST, 9.0)
+    if sent == 3:
+        assert (update.state, set(update.members)) == (_S.LOADING, {"e0"})
+        return
+    assert update.state is _S.ABORTING
+    assert asked[-1] == Ask(Abort("u1", LOST.detail), ("e0",))
+    assert update.on_ack("e0", ack(Step.ABORT), 9.0) == [StepFailed(Step.ABORT, LOST)]
+
+
 def test_a_command_of_an_update_that_was_given_up_hears_why() -> None:
     update = machine(_S.ABORTING)
     all_ack(update, Step.ABORT)

@@ -1,0 +1,304 @@
+"""Lets all ends of a communicator agree, on the host, before any of them enters a collective.
+
+A collective ends only if every end takes part. An end on a GPU that waits for a dead one can stop
+everything else there: CUDA loads some kernels when they are first used, and such a load waits for
+the kernels that run. So no end enters before every end has announced that it will.
+
+The sender is the root. It listens, and each receiver keeps one TCP connection to it. Collectives
+are numbered from 1, and several may be announced ahead.
+
+::
+
+    end       state      event                      next      what happens
+    receiver  IDLE       announce n                 READY     READY n to the root
+    receiver  READY      GO n                       ENTERED   it enters the collective
+    root      IDLE       announce n                 READY
+    root      READY      READY n of all receivers   ENTERED   it enters, then sends GO n to all
+    any       ENTERED    done n                     IDLE
+    any       ENTERED    for over BEAT_S            ENTERED   asks the other ends whether they live
+    any       any        a connection ends; an end  LOST      closes its connections, so that all
+                         asked has not answered for           other ends are LOST too; on_lost
+                         silence_s; a collective
+                         takes longer than its
+                         time
+
+Invariants:
+
+- An end enters collective n only if all ends have announced n. The root enters first: a root that
+  stops before it has entered keeps nobody waiting inside.
+- LOST is final. Nobody enters afterwards.
+- The thread that watches the connections calls nothing that could wait for a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+# How long a collective may take before the other ends are asked, and how often they are.
+BEAT_S: Final = 0.1
+
+_FRAME: Final = struct.Struct("<cQ")
+_READY, _GO, _ASK, _ANSWER = b"R", b"G", b"?", b"!"
+CLOSED: Final = "it was closed meanwhile"
+
+
+@dataclass(slots=True)
+class Entry:
+    """One collective of an end.
+
+    Attributes:
+        number: its number, from 1.
+        patience_s: how long this end waits until all ends have announced it, in seconds.
+        timeout_s: how long it may take once this end has entered and the one before has ended.
+        entered_s: when this end entered, in seconds of ``time.monotonic()``; 0: not yet.
+    """
+
+    number: int
+    patience_s: float
+    timeout_s: float
+    entered_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class EndLink:
+    """The connection to another end.
+
+    Attributes:
+        announced: the last collective that the other end announced (of a root: released).
+        asked_s: since when the other end has not answered; 0: it has.
+    """
+
+    connection: socket.socket
+    name: str
+    announced: int = 0
+    asked_s: float = 0.0
+    received: bytearray = field(default_factory=bytearray)
+
+
+class EntryBarrier:
+    """One end's part in the agreement. Any thread may use it.
+
+    Args:
+        links: the connections by the rank of their other end: of the root to every receiver, of a
+            receiver to the root.
+        greetings: what the ends said when they met, by rank.
+        silence_s: how long an end may leave a question unanswered while others wait inside a
+            collective, in seconds.
+        on_lost: called once, with the reason, when this end is lost. It runs in the thread that
+            watches, after all connections were closed.
+
+    Attributes:
+        greetings: as given.
+    """
+
+    def __init__(
+        self,
+        links: dict[int, EndLink],
+        greetings: list[str],
+        *,
+        silence_s: float,
+        on_lost: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.greetings = greetings
+        self._links = links
+        self._is_root = 0 not in links
+        self._silence_s = silence_s
+        self.on_lost = on_lost
+        self._changed = threading.Condition()
+        self._lost = ""
+        self._announced = 0
+        self._inside: deque[Entry] = deque()
+        self._last_done_s = 0.0
+        self._wake, self._woken = socket.socketpair()
+        for each in (self._wake, self._woken, *(link.connection for link in links.values())):
+            each.setblocking(False)
+        threading.Thread(target=self._watch, name="wavebus-barrier", daemon=True).start()
+
+    def announce(self, timeout_s: float, patience_s: float) -> Entry:
+        """Announces that this end will enter the next collective.
+
+        Args:
+            timeout_s: how long the collective may take, in seconds.
+            patience_s: how long to wait for the other ends' announcements, in seconds.
+
+        Raises:
+            RuntimeError: an end is gone, or this one was closed.
+        """
+        with self._changed:
+            self.require()
+            self._announced += 1
+            entry = Entry(self._announced, patience_s, timeout_s)
+            if not self._is_root:
+                self._send(self._links[0], _READY, entry.number)
+        return entry
+
+    @contextlib.contextmanager
+    def entering(self, entry: Entry) -> Iterator[None]:
+        """Waits until all ends have announced a collective; the block must enter it.
+
+        Entries are entered in the order of their announcements, by one thread.
+
+        Args:
+            entry: the collective.
+
+        Raises:
+            RuntimeError: an end is gone or has not announced it in time, or this one was closed.
+                The block was not run.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost or not self._missing(entry), entry.patience_s)
+            self.require()
+            if missing := self._missing(entry):
+                raise RuntimeError(
+                    f"{', '.join(missing)} did not get ready within {entry.patience_s:g} s"
+                )
+            entry.entered_s = time.monotonic()
+            self._inside.append(entry)
+        yield
+        with self._changed:
+            self.require()
+            if self._is_root:
+                for link in self._links.values():
+                    self._send(link, _GO, entry.number)
+        self._wake_up()
+
+    def done(self, entry: Entry) -> None:
+        """Records that this end has done its part in a collective, and in all before it."""
+        with self._changed:
+            while self._inside and self._inside[0].number <= entry.number:
+                self._inside.popleft()
+                self._last_done_s = time.monotonic()
+
+    def require(self) -> None:
+        """Raises an error if an end is gone or this one was closed.
+
+        Raises:
+            RuntimeError: the text says why.
+        """
+        if self._lost:
+            raise RuntimeError(self._lost)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an end is gone, or this one was closed."""
+        return bool(self._lost)
+
+    def lose(self, reason: str) -> None:
+        """Ends the agreement for all ends, if it has not ended yet; does not call ``on_lost``.
+
+        Args:
+            reason: why, for later errors of this end.
+        """
+        with self._changed:
+            if self._lost:
+                return
+            self._lost = reason
+            for link in self._links.values():
+                with contextlib.suppress(OSError):
+                    link.connection.shutdown(socket.SHUT_RDWR)
+            self._changed.notify_all()
+        self._wake_up()
+
+    def close(self) -> None:
+        """Leaves the communicator; all other ends are lost then."""
+        self.lose(CLOSED)
+
+    def _missing(self, entry: Entry) -> list[str]:
+        links = self._links.values()
+        return [link.name for link in links if link.announced < entry.number]
+
+    def _send(self, link: EndLink, kind: bytes, number: int = 0) -> None:
+        with contextlib.suppress(OSError):  # the watching thread sees what is wrong
+            link.connection.send(_FRAME.pack(kind, number))
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"w")
+
+    # -- the watching thread ---------------------------------------------------------------
+
+    def _watch(self) -> None:
+        with self._wake, self._woken, selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            for link in self._links.values():
+                selector.register(link.connection, selectors.EVENT_READ, link)
+            looked_s = time.monotonic()
+            while not self._lost:
+                busy = self._inside or any(link.asked_s for link in self._links.values())
+                for key, _ in selector.select(BEAT_S if busy else None):
+                    if key.data is None:
+                        self._woken.recv(4096)
+                    elif not self._read(key.data):
+                        self._fail(f"{key.data.name} is closed or gone")
+                now = time.monotonic()
+                self._look(now, stood_still=now - looked_s > self._silence_s / 2)
+                looked_s = now
+            for link in self._links.values():
+                link.connection.close()
+
+    def _read(self, link: EndLink) -> bool:
+        """Takes what an end has sent; returns False if its connection has ended."""
+        try:
+            some = link.connection.recv(4096)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not some:
+            return False
+        link.asked_s = 0.0
+        link.received += some
+        whole = len(link.received) // _FRAME.size * _FRAME.size
+        frames = bytes(link.received[:whole])
+        del link.received[:whole]
+        for kind, number in _FRAME.iter_unpack(frames):
+            self._take(link, kind, number)
+        return True
+
+    def _take(self, link: EndLink, kind: bytes, number: int) -> None:
+        if kind == (_READY if self._is_root else _GO):
+            with self._changed:
+                link.announced = max(link.announced, number)
+                self._changed.notify_all()
+        elif kind == _ASK:
+            self._send(link, _ANSWER)
+            if self._is_root:  # whoever asks waits inside for an end that only the root can ask
+                self._ask(time.monotonic())
+
+    def _look(self, now: float, *, stood_still: bool) -> None:
+        """Asks the other ends if a collective takes long; gives up if it can't end any more."""
+        with self._changed:
+            first = self._inside[0] if self._inside else None
+            since_s = max(first.entered_s, self._last_done_s) if first else now
+        if now - since_s >= BEAT_S:
+            self._ask(now)
+        for link in self._links.values():
+            if link.asked_s and stood_still:
+                link.asked_s = now  # it was this process that stood still
+            if link.asked_s and now - link.asked_s >= self._silence_s:
+                self._fail(f"{link.name} has been silent for {self._silence_s:g} s")
+        if first and now - since_s >= first.timeout_s:
+            self._fail(f"not everybody took part within {first.timeout_s:g} s")
+
+    def _ask(self, now: float) -> None:
+        for link in self._links.values():
+            if not link.asked_s:
+                link.asked_s = now
+                self._send(link, _ASK)
+
+    def _fail(self, reason: str) -> None:
+        if not self._lost:
+            self.lose(reason)
+            self.on_lost(reason)
