@@ -14,7 +14,7 @@ are numbered from 1, and several may be announced ahead.
     receiver  READY      GO n                       ENTERED   it enters the collective
     root      IDLE       announce n                 READY
     root      READY      READY n of all receivers   ENTERED   it enters, then sends GO n to all
-    any       ENTERED    done n                     IDLE
+    any       ENTERED    finish n                   IDLE
     any       ENTERED    for over BEAT_S            ENTERED   asks the other ends whether they live
     any       any        a connection ends; an end  LOST      closes its connections, so that all
                          asked has not answered for           other ends are LOST too; on_lost
@@ -55,7 +55,7 @@ CLOSED: Final = "it was closed meanwhile"
 
 
 @dataclass(slots=True)
-class Entry:
+class CollectiveEntry:
     """One collective of an end.
 
     Attributes:
@@ -119,14 +119,14 @@ class EntryBarrier:
         self._changed = threading.Condition()
         self._lost = ""
         self._announced = 0
-        self._inside: deque[Entry] = deque()
+        self._inside: deque[CollectiveEntry] = deque()
         self._last_done_s = 0.0
         self._wake, self._woken = socket.socketpair()
         for each in (self._wake, self._woken, *(link.connection for link in links.values())):
             each.setblocking(False)
         threading.Thread(target=self._watch, name="wavebus-barrier", daemon=True).start()
 
-    def announce(self, timeout_s: float, patience_s: float) -> Entry:
+    def announce(self, timeout_s: float, patience_s: float) -> CollectiveEntry:
         """Announces that this end will enter the next collective.
 
         Args:
@@ -139,13 +139,13 @@ class EntryBarrier:
         with self._changed:
             self.require()
             self._announced += 1
-            entry = Entry(self._announced, patience_s, timeout_s)
+            entry = CollectiveEntry(self._announced, patience_s, timeout_s)
             if not self._is_root:
                 self._send(self._links[0], _READY, entry.number)
         return entry
 
     @contextlib.contextmanager
-    def entering(self, entry: Entry) -> Iterator[None]:
+    def entering(self, entry: CollectiveEntry) -> Iterator[None]:
         """Waits until all ends have announced a collective; the block must enter it.
 
         Entries are entered in the order of their announcements, by one thread.
@@ -174,7 +174,7 @@ class EntryBarrier:
                     self._send(link, _GO, entry.number)
         self._wake_up()
 
-    def done(self, entry: Entry) -> None:
+    def finish(self, entry: CollectiveEntry) -> None:
         """Records that this end has done its part in a collective, and in all before it."""
         with self._changed:
             while self._inside and self._inside[0].number <= entry.number:
@@ -215,7 +215,7 @@ class EntryBarrier:
         """Leaves the communicator; all other ends are lost then."""
         self.lose(CLOSED)
 
-    def _missing(self, entry: Entry) -> list[str]:
+    def _missing(self, entry: CollectiveEntry) -> list[str]:
         links = self._links.values()
         return [link.name for link in links if link.announced < entry.number]
 

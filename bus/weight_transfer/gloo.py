@@ -74,7 +74,7 @@ class _Communicator:
         except RuntimeError:
             self._barrier.close()  # later broadcasts could not be assigned to chunks
             raise
-        self._barrier.done(entry)
+        self._barrier.finish(entry)
 
     def close(self) -> None:
         """Leaves the communicator; a broadcast of another thread ends."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from bus.weight_transfer.allocation import RankAssignment
-    from bus.weight_transfer.entry_barrier import Entry, EntryBarrier
+    from bus.weight_transfer.entry_barrier import CollectiveEntry, EntryBarrier
     from bus.weight_transfer.formats import NcclInit
     from bus.weight_transfer.rendezvous import MeetingPoint
 
@@ -200,7 +200,7 @@ class Broadcast:
     def __init__(
         self,
         barrier: EntryBarrier,
-        entry: Entry,
+        entry: CollectiveEntry,
         memories: Sequence[Any],
         begins: AbstractContextManager[None],
     ) -> None:
@@ -234,7 +234,7 @@ class Broadcast:
         # In this order: an aborted broadcast looks like one that has ended.
         if self.end.query() and not self._barrier.is_lost:
             self._is_over = True
-            self._barrier.done(self.entry)
+            self._barrier.finish(self.entry)
         return self._is_over
 
     def nccl_error(self) -> str:

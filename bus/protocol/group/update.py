@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from bus import messages as m
 from bus.protocol.core.ack_barrier import AckBarrier
@@ -39,9 +39,6 @@ from bus.protocol.core.failures import Declined, Failure, wrong_state
 from bus.protocol.core.instructions import Ask, Instruction, StepDone, StepFailed
 from bus.protocol.core.state_table import StateMachine
 from bus.protocol.group.staging import StagingDecision
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class UpdateState(StrEnum):
@@ -306,13 +303,6 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             chunk.waiting_for_trainer for chunk in self.chunks.values()
         )
 
-    @property
-    def _is_past_collectives(self) -> bool:
-        """Whether the trainer and the engines need each other in no further collective."""
-        if self.state is _S.LOADING:
-            return self.has_sent_all
-        return self.state not in _REFUSABLE
-
     def barriers(self) -> list[AckBarrier]:
         """Returns the steps that engines have yet to acknowledge."""
         return [*([self.barrier] if self.barrier else []), *self.chunks.values()]
@@ -338,8 +328,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             self.barrier.asked_ms = now_ms  # the engines make progress
         return [StepDone(current), *self._check_barrier()]
 
-    def _exclude(self, names: Iterable[str], failure: Failure, now_ms: float) -> list[Instruction]:
-        gone = list(names)
+    def _exclude(self, gone: list[str], failure: Failure, now_ms: float) -> list[Instruction]:
         for name in gone:
             del self.members[name]
             self.excluded[name] = failure
@@ -356,10 +345,10 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
             too_few = replace(failure, code=m.NackCode.QUORUM_MISSING, detail=detail)
             return [*done, *self.abort(too_few, now_ms)]
-        if self._communicator and not self._is_past_collectives:
+        is_sending = self.state in TAKES_CHUNKS and not self.has_sent_all
+        if self._communicator and (is_sending or self.state in _REFUSABLE):
             closed = replace(failure, code=m.NackCode.TRANSFER_CLOSED)
-            is_open = self.state in (_S.STARTING, _S.LOADING)
-            return [*done, *self.abort(failure if is_open else closed, now_ms)]
+            return [*done, *self.abort(failure if is_sending else closed, now_ms)]
         if self.barrier is not None:
             self.barrier.remove(gone)
         return [*done, *self._check_barrier()]

@@ -89,8 +89,10 @@ class Meeting:
         return bare
 
     def close(self) -> None:
-        for each in (*self.ends.values(), *self.bare.values()):
-            each.close()
+        for end in self.ends.values():
+            end.close()
+        for bare in self.bare.values():
+            bare.close()
 
 
 @contextlib.contextmanager
@@ -109,7 +111,7 @@ def take_part(end: EntryBarrier, entered: list[int], *, timeout_s: float = LIMIT
     entry = end.announce(timeout_s, LIMIT_S)
     with end.entering(entry):
         entered.append(entry.number)
-    end.done(entry)
+    end.finish(entry)
 
 
 def test_every_end_gets_every_greeting() -> None:
@@ -239,8 +241,8 @@ def test_an_end_that_answers_may_be_slow() -> None:
             assert not root.is_lost
             assert not receiver.is_lost
             asked.wait(0.05)
-        root.done(entries[0])
-        receiver.done(entries[1])
+        root.finish(entries[0])
+        receiver.finish(entries[1])
         take_both(met)
 
 
@@ -270,6 +272,6 @@ def test_a_collective_has_its_time_from_when_the_one_before_has_ended() -> None:
         long_ago_s = second.entered_s - 10
         second.entered_s = long_ago_s
         assert not receiver.is_lost
-        receiver.done(first)
+        receiver.finish(first)
         assert not receiver.is_lost, "its time begins now"
         assert lost.wait() == "not everybody took part within 0.3 s"
