@@ -149,6 +149,7 @@ def _supervise(
         UsageError: all ranks are started, and an option makes sense for a single rank only.
     """
     from bus.runtime.peer import default_name  # noqa: PLC0415 - after --help
+    from bus.vllm_source import SourceTree  # noqa: PLC0415
     from sidecar.supervision import ranks  # noqa: PLC0415
 
     if plan.dp_size == 1 or plan.dp_rank is not None:
@@ -165,7 +166,7 @@ def _supervise(
             dp_group=plan.dp_group or default_name("dp"),
             size=plan.dp_size,
             options=_given(ctx, frozenset({"dp_group", "dp_size", "port", "restarts"})),
-            command=server,
+            command=ranks.with_sync_interval(server, SourceTree.installed()) if server else (),
             port=port or plan.port,
             gpus=ranks.visible_gpus() if server else (),
         )

@@ -37,8 +37,13 @@ from sidecar.supervision.launch import SUPERVISED, free_port, with_reaper
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from bus.vllm_source import SourceTree
+
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _USAGE: Final = 2
+_SYNC_INTERVAL: Final = "--dp-sync-interval"
+# vLLM's default is 16. See docs/gpu.md for what it costs.
+SYNC_STEPS: Final = 4
 # Longer than a rank's sidecar gives its server, so that the server ends with its rank.
 STOP_GRACE_S: Final = 45.0
 # If a DP group ran for this long, its earlier failures are no longer counted.
@@ -129,6 +134,23 @@ def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str
         *("--data-parallel-address", host, "--data-parallel-rpc-port", str(meeting_port)),
         "--data-parallel-external-lb",
     ]
+
+
+def with_sync_interval(command: Sequence[str], vllm: SourceTree | None) -> tuple[str, ...]:
+    """Returns a vLLM server's command with ``--dp-sync-interval``, unless it has that.
+
+    Ranks agree on pauses and swaps only at every such step, so a staged update waits for half of
+    them on average, and a pause for more. Each agreement costs a small all-reduce on the host.
+
+    Args:
+        command: the server's command.
+        vllm: the source of the server's vLLM; None: unknown. An old one lacks the option.
+    """
+    given = {argument.partition("=")[0].replace("_", "-") for argument in command}
+    known = vllm is not None and "dp_sync_interval" in vllm.text("vllm.config.parallel")
+    if _SYNC_INTERVAL in given or not known:
+        return tuple(command)
+    return (*command, _SYNC_INTERVAL, str(SYNC_STEPS))
 
 
 def parse_server_command(command: Sequence[str]) -> tuple[tuple[str, ...], int]:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.errors import EngineError, UsageError
+from bus.vllm_source import SourceTree
 from sidecar.supervision.ranks import (
+    with_sync_interval,
     RankLaunchPlan,
     RankSupervisor,
     parse_server_command,
@@ -40,6 +42,30 @@ def test_a_server_gets_vllms_own_options() -> None:
     assert after(server, "--port") == "8001"
     assert "--data-parallel-external-lb" in server
     assert "--dp-size" not in words
+
+
+class OfConfig(SourceTree):
+    """A vLLM whose parallel configuration has these fields."""
+
+    def __init__(self, fields: str) -> None:
+        super().__init__(Path("nowhere"), {"vllm/config/parallel.py": fields})
+
+
+@pytest.mark.parametrize(
+    ("command", "vllm", "added"),
+    [
+        (("python",), OfConfig("dp_sync_interval: int = 16"), ("--dp-sync-interval", "4")),
+        (("python",), OfConfig("something_else: int"), ()),
+        (("python",), None, ()),
+        (("python", "--dp-sync-interval=16"), OfConfig("dp_sync_interval"), ()),
+        (("python", "--dp_sync_interval", "2"), OfConfig("dp_sync_interval"), ()),
+    ],
+)
+def test_ranks_agree_more_often_unless_told(
+    command: tuple[str, ...], vllm: SourceTree | None, added: tuple[str, ...]
+) -> None:
+    """If this vLLM knows the option."""
+    assert with_sync_interval(command, vllm) == (*command, *added)
 
 
 def test_an_embedded_rank_gets_the_sidecars_options() -> None:
