@@ -10,6 +10,7 @@ The reaper runs the command in a new process group, and ends the group's process
   the group.
 * The reaper gets SIGTERM, SIGINT or SIGHUP: it sends the signal to the group, continues processes
   that are stopped, and sends SIGKILL after the grace period.
+* The reaper gets SIGQUIT: it sends SIGKILL to the group.
 * The command ends by itself: the reaper kills what is left of its group.
 * The reaper is killed: the kernel kills the command, not its children (PR_SET_PDEATHSIG again).
 
@@ -66,7 +67,7 @@ def main(arguments: list[str]) -> int:
         received.append(signum)
         stop.set()
 
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, note)
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
@@ -87,7 +88,7 @@ def main(arguments: list[str]) -> int:
 
     threading.Thread(target=watch, daemon=True).start()
     stop.wait()
-    if child.poll() is None:
+    if child.poll() is None and signal.SIGQUIT not in received:
         _kill_group(child.pid, received[0] if received else signal.SIGTERM)
         _kill_group(child.pid, signal.SIGCONT)  # a stopped process can't handle the signal
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -227,16 +227,21 @@ class SupervisedServer:
         return self._reason(process)
 
     def send_signal(self, signum: int) -> None:
-        """Sends SIGINT or SIGTERM to the server, which is killed after the grace period."""
+        """Sends a signal to the reaper; see :mod:`sidecar.supervision.reaper`."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signum)
 
-    async def stop(self) -> None:
-        """Ends the server and its process group: SIGTERM, then SIGKILL after the grace period."""
+    async def stop(self, *, at_once: bool = False) -> None:
+        """Ends the server and its process group: SIGTERM, then SIGKILL after the grace period.
+
+        Args:
+            at_once: whether to skip SIGTERM and the grace period. A server without its engine core
+                has no request to finish, and its workers may hang in a collective.
+        """
         process = self._process
         if process is None:
             return
-        self.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGQUIT if at_once else signal.SIGTERM)
         with anyio.move_on_after(self._grace_s + REAPER_EXTRA_S, shield=True):
             await anyio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
         if process.poll() is None:

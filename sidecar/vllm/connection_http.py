@@ -292,6 +292,7 @@ class HttpConnection(VllmHttpClient):
         self.name = f"the server at {self._url}"
         self.ends_with_sidecar = server is not None
         self.server = server
+        self._has_died = False
         self._ready_timeout_s = ready_timeout_s
         adapters = AdapterRoutes(self.status_of, self._url)
         self.open_adapter = adapters.open
@@ -317,7 +318,7 @@ class HttpConnection(VllmHttpClient):
         """Closes the sessions, and stops a supervised server."""
         await self.close_sessions()
         if self.server is not None:
-            await self.server.stop()
+            await self.server.stop(at_once=self._has_died)
 
     async def died(self, on_look: Callable[[], None]) -> str:
         """Waits until the server ends, reports a dead engine, or stops listening; returns which.
@@ -334,6 +335,7 @@ class HttpConnection(VllmHttpClient):
             tasks.start_soon(first, lambda: self._watch_health(on_look))
             if self.server is not None:
                 tasks.start_soon(first, self.server.wait_for_exit)
+        self._has_died = True
         return reasons[0]
 
     async def _watch_health(self, on_look: Callable[[], None]) -> str:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bus.messages import EngineView
-    from trainer_agent.rollouts.results import Delta
+    from trainer_agent import TokenDelta
 
 MOE: Final = "moe"
 _TOKENS: Final = 300
@@ -113,7 +113,7 @@ async def _load(broker: str, group: str, streams: int) -> dict[str, Any]:
         draw = random.Random(number)
         mine = pieces[number]
 
-        def note(delta: Delta) -> None:
+        def note(delta: TokenDelta) -> None:
             if delta.token_ids:
                 mine.append((time.monotonic(), delta.engine))
 
@@ -208,6 +208,13 @@ class Campaign(threading.Thread):
 
     def run(self) -> None:
         """Writes what went wrong to ``problem``."""
+        try:
+            self._all_there()
+            self._run()
+        except Exception as error:  # noqa: BLE001 - it is reported
+            self.problem = f"{type(error).__name__}: {error}"
+
+    def _run(self) -> None:
         out = self.folder / f"load-{self.group}.json"
         me = [sys.executable, "-m", "tests.gpu.kills"]
         streams = str(_STREAMS_PER_ENGINE * len(self.names))
@@ -226,21 +233,19 @@ class Campaign(threading.Thread):
         ):
             threading.Thread(target=self._listen, args=(trainer,), daemon=True).start()
             try:
-                self._all_there()
                 if self.group == MOE:
                     self._watch()
                 for _ in range(self.options.rounds if self.group != MOE else 0):
                     self._round(trainer.pid)
-            except Exception as error:  # noqa: BLE001 - it is reported
-                self.problem = f"{type(error).__name__}: {error}"
-            trainer.kill()
-            assert asking.stdin is not None
-            asking.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                asking.wait(_PATIENCE_S)
-            asking.kill()
-        if out.exists():
-            self.told = json.loads(out.read_text(encoding="utf-8"))
+            finally:
+                trainer.kill()
+                assert asking.stdin is not None
+                asking.stdin.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    asking.wait(_PATIENCE_S)
+                asking.kill()
+                if out.exists():
+                    self.told = json.loads(out.read_text(encoding="utf-8"))
 
     def lockstep_row(self) -> dict[str, Any]:
         """For the results of a group without faults."""
@@ -335,13 +340,16 @@ class Campaign(threading.Thread):
             until_s = time.monotonic() + _BOOT_S
             while time.monotonic() < until_s:
                 groups = {group.name: group for group in agent.status().groups}
-                engines = {e.name: e for e in groups[self.group].engines} if groups else {}
+                mine = groups.get(self.group)
+                engines = {e.name: e for e in mine.engines} if mine else {}
                 self._views = engines
                 if all(name in engines and engines[name].phase == "running" for name in self.names):
                     break
                 time.sleep(0.5)
             else:
                 raise TimeoutError(f"engines did not come back: {sorted(engines)}")
+        if not self.updates:
+            return
         count, seen = len(self.names), len(self.updates)
         self._wait(
             lambda: any(row.get("engines") == count for row in self.updates[seen:]),

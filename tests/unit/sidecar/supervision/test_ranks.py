@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bus.errors import EngineError, UsageError
 from bus.vllm_source import SourceTree
 from sidecar.supervision.ranks import (
-    with_sync_interval,
     RankLaunchPlan,
     RankSupervisor,
     parse_server_command,
     visible_gpus,
+    with_sync_interval,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OPTIONS = ("--broker", "tcp://127.0.0.1:1", "--group", "policy")
 

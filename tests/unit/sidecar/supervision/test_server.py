@@ -148,6 +148,20 @@ def test_stop_ends_the_whole_group(how: str, capfd: pytest.CaptureFixture[str]) 
     assert "vllm| " in capfd.readouterr().err
 
 
+def test_a_dead_engine_is_not_waited_for() -> None:
+    """Its core is gone: what is left of the server may hang, and has no request to finish."""
+
+    async def scenario() -> None:
+        server = SupervisedServer([*STAND_IN, "stubborn"], grace_s=600.0)
+        await server.start()
+        family = descendants(server.pid)
+        await server.stop(at_once=True)
+        assert not [pid for pid in family if runs(pid)]
+        assert "exit code 137" in await server.wait_for_exit()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("level", ["info", "debug"])
 def test_questions_for_its_health_are_shown_to_who_debugs(
     level: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
