@@ -204,6 +204,7 @@ class Campaign(threading.Thread):
         self.problem = ""
         self.told: dict[str, Any] = {"pieces": []}
         self._draw = random.Random(f"{options.seed} {group}")
+        self._last_round_s = time.monotonic() + options.limit_s
         self._views: dict[str, EngineView] = {}
 
     def run(self) -> None:
@@ -236,6 +237,8 @@ class Campaign(threading.Thread):
                 if self.group == MOE:
                     self._watch()
                 for _ in range(self.options.rounds if self.group != MOE else 0):
+                    if time.monotonic() > self._last_round_s:
+                        break
                     self._round(trainer.pid)
             finally:
                 trainer.kill()
@@ -311,19 +314,17 @@ class Campaign(threading.Thread):
         fault = Fault(
             self.group, what, victim, survivors, began_s, time.monotonic() if stop else began_s
         )
-        # A stopped engine is left out, so that the others are updated while it stands.
-        since_s = began_s if what == "stop core" else fault.ended_s
 
         def after() -> list[dict[str, Any]]:
-            return [row for row in self.updates if row["ended"] > since_s]
+            return [row for row in self.updates if row["ended"] > began_s]
 
         self._wait(
-            lambda: any("error" not in row and row["begun"] > since_s for row in after()),
+            lambda: any("error" not in row and row["ended"] > fault.ended_s for row in after()),
             f"an update after {what} of {victim}",
         )
-        fault.again = next(row for row in after() if "error" not in row and row["begun"] > since_s)
-        if what == "stop core":
-            fault.ended_s = began_s
+        fault.again = next(
+            row for row in after() if "error" not in row and row["ended"] > fault.ended_s
+        )
         fault.failed = [row["error"] for row in after() if "error" in row]
         self.faults.append(fault)
         again_s = fault.again["ended"] - fault.ended_s
@@ -401,6 +402,7 @@ def main() -> None:
     parser.add_argument("--chunk-mb", type=float, default=8.0)
     parser.add_argument("--stop-s", type=float, default=20.0)
     parser.add_argument("--no-kills", dest="kills", action="store_false")
+    parser.add_argument("--limit-s", type=float, default=3600, help="no round begins later")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--logs", type=Path, default=Path("build/kills"))
     parser.add_argument("--json-out", type=Path, required=True)
