@@ -13,7 +13,7 @@ are numbered from 1, and several may be announced ahead.
     receiver  IDLE       announce n                 READY     READY n to the root
     receiver  READY      GO n                       ENTERED   it enters the collective
     root      IDLE       announce n                 READY
-    root      READY      READY n of all receivers   ENTERED   it enters, then sends GO n to all
+    root      READY      READY n of all receivers   ENTERED   GO n to all, then it enters
     any       ENTERED    finish n                   IDLE
     any       ENTERED    for over BEAT_S            ENTERED   asks the other ends whether they live
     any       any        a connection ends; an end  LOST      closes its connections, so that all
@@ -24,8 +24,8 @@ are numbered from 1, and several may be announced ahead.
 
 Invariants:
 
-- An end enters collective n only if all ends have announced n. The root enters first: a root that
-  stops before it has entered keeps nobody waiting inside.
+- An end enters collective n only if all ends have announced n. (The root can't enter before it
+  sends GO: NCCL connects on first use, on the host, and that waits for all ends.)
 - LOST is final. Nobody enters afterwards.
 - The thread that watches the connections calls nothing that could wait for a GPU.
 """
@@ -166,13 +166,11 @@ class EntryBarrier:
                 )
             entry.entered_s = time.monotonic()
             self._inside.append(entry)
-        yield
-        with self._changed:
-            self.require()
             if self._is_root:
                 for link in self._links.values():
                     self._send(link, _GO, entry.number)
         self._wake_up()
+        yield
 
     def finish(self, entry: CollectiveEntry) -> None:
         """Records that this end has done its part in a collective, and in all before it."""

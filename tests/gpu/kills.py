@@ -337,7 +337,8 @@ class Campaign(threading.Thread):
 
     def _all_there(self) -> None:
         """Waits until all engines are back and an update has had them all."""
-        with SyncTrainerAgent(self.serving.broker, group=f"none-{self.group}") as agent:
+        nobody = f"none-{self.group}"
+        with SyncTrainerAgent(self.serving.broker, group=nobody, name=nobody) as agent:
             until_s = time.monotonic() + _BOOT_S
             while time.monotonic() < until_s:
                 groups = {group.name: group for group in agent.status().groups}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import anyio.to_thread
 
-from bus.errors import Refused
+from bus.errors import Refused, WavebusError
 from bus.messages import NackCode, PlanTransfer, TransferInit, TransferPlan
 from bus.weight_transfer.allocation import ALONE, World
 from bus.weight_transfer.rendezvous import address_towards, host_of
@@ -168,16 +168,30 @@ class Transport:
         self.sender.close()
 
     async def _meet_all(self, init: TransferInit) -> None:
-        """Makes every engine open its end; a collective sender connects to them meanwhile."""
+        """Makes every engine open its end; a collective sender connects to them meanwhile.
+
+        If the sender can't connect, this still waits for the engines, because the broker accepts no
+        other request before they have answered. They answer soon, as the sender is closed then.
+        """
+        failed: list[WavebusError] = []
         async with flat_task_group() as tasks:
             if self.sender.is_collective:
-                tasks.start_soon(self._meet)
-            await self._steps.step(init)
+                tasks.start_soon(self._meet, failed)
+            try:
+                await self._steps.step(init)
+            except WavebusError:
+                if not failed:
+                    raise
+        if failed:
+            raise failed[0]
 
-    async def _meet(self) -> None:
+    async def _meet(self, failed: list[WavebusError]) -> None:
         """Waits in a thread until all ends are connected. Closing the sender ends the wait."""
         try:
             await anyio.to_thread.run_sync(self.sender.meet, abandon_on_cancel=True)
+        except WavebusError as error:
+            failed.append(error)
+            self.sender.close()
         except BaseException:
             self.sender.close()
             raise
