@@ -58,7 +58,7 @@ _STREAMS_PER_ENGINE: Final = 4
 _BEFORE_S: Final = 3.0
 _AFTER_S: Final = 0.5
 _PATIENCE_S: Final = 60.0
-_BOOT_S: Final = 240.0
+_BOOT_S: Final = 400.0
 _MOST_GAP_MS: Final = 1000.0
 _MOST_AGAIN_S: Final = 5.0
 
