@@ -228,8 +228,8 @@ class Group(GroupState):
         """Repeats unanswered requests to engines, and ends steps that took too long."""
         effects: list[Effect] = []
         for barrier in self.barriers():
-            if timeouts.is_overdue(self, barrier, now_ms):
-                effects += self._end_overdue(barrier, now_ms)
+            if late := timeouts.late_engines(self, barrier, now_ms):
+                effects += self._end_overdue(barrier, late, now_ms)
             elif barrier.overdue(self.config.retry_ms, now_ms):
                 if barrier is self.pause.barrier:
                     effects += self.apply(self.pause.retry(), now_ms)
@@ -250,10 +250,10 @@ class Group(GroupState):
         """Returns when :meth:`tick` is due at the latest; None: never."""
         return timeouts.next_deadline_ms(self)
 
-    def _end_overdue(self, barrier: AckBarrier, now_ms: float) -> list[Effect]:
+    def _end_overdue(self, barrier: AckBarrier, late: list[str], now_ms: float) -> list[Effect]:
         """Excludes the engines that have not acknowledged a step in time."""
         effects: list[Effect] = []
-        for name, failure, notes in timeouts.overdue_engines(self, barrier, now_ms):
+        for name, failure, notes in timeouts.overdue_engines(self, barrier, late, now_ms):
             effects += notes
             if barrier.step in PAUSE_STEPS:
                 effects += self.apply(self.pause.on_lost(name, failure, now_ms), now_ms)

@@ -6,6 +6,8 @@ engines; :meth:`bus.protocol.group.group.Group.tick` acts on what they return.
 - A live engine that does not acknowledge a step for ``step_timeout_ms`` drops out and is overdue:
   until it answers, it is not routable, and takes no part in new steps. A chunk's time starts when
   the trainer has sent the chunk. If the engine's core stands still, the log event says so (wedged).
+- An engine that is to join a communicator, and has been silent for half of ``peer_timeout_ms``,
+  drops out in the same way, so that the trainer can open the transport without it.
 - If a step waits for the trainer alone, and the trainer makes no progress for twice
   ``step_timeout_ms``, the update is aborted. Each command is progress, and so is each tensor taken
   from the trainer's source, as its heartbeats report. The trainer's own ``timeout_s`` is meant to
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import NackCode, step_name
+from bus.messages import NackCode, Step, step_name
 from bus.protocol.core.failures import Failure
 from bus.protocol.dp.watchdog import describe_stall
 from bus.protocol.group.replies import WINDOW_STEPS
@@ -35,22 +37,35 @@ if TYPE_CHECKING:
 SLOW_MS: Final = 10_000.0
 
 
-def is_overdue(state: GroupState, barrier: AckBarrier, now_ms: float) -> bool:
-    """Returns whether a step has taken longer than the step timeout."""
-    overdue = now_ms - barrier.asked_ms > state.config.step_timeout_ms
-    return overdue and not barrier.waiting_for_trainer
+def late_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> list[str]:
+    """Returns the engines that have not acknowledged a step in time.
+
+    An engine that is to join a communicator has less time if it is silent: in most cases the
+    others have just lost a peer, and this is the one.
+    """
+    if barrier.waiting_for_trainer:
+        return []
+    if now_ms - barrier.asked_ms > state.config.step_timeout_ms:
+        return sorted(barrier.waiting)
+    if barrier.step is not Step.TRANSFER_INIT or not getattr(
+        barrier.messages[0], "communicator", 0
+    ):
+        return []
+    engines, since_ms = state.registry.engines, now_ms - state.config.peer_timeout_ms / 2
+    waiting = [engines[name] for name in sorted(barrier.waiting) if name in engines]
+    return [peer.name for peer in waiting if peer.last_heard_ms < since_ms]
 
 
 def overdue_engines(
-    state: GroupState, barrier: AckBarrier, now_ms: float
+    state: GroupState, barrier: AckBarrier, late: list[str], now_ms: float
 ) -> Iterator[tuple[str, Failure, list[Effect]]]:
-    """Marks, one after the other, the engines that have not acknowledged an overdue step.
+    """Marks, one after the other, engines that have not acknowledged a step in time.
 
     Yields:
         The engine's name; the failure with the step and the waiting time; and the log event, with
             the RESTART of an engine whose core hangs.
     """
-    for name in sorted(barrier.waiting):
+    for name in late:
         peer = state.registry.engines.get(name)
         wedged, restart = _check_wedged(state, peer, now_ms)
         state.registry.on_overdue(name, barrier.step)

@@ -160,6 +160,30 @@ def test_a_plan_is_what_the_engines_would_be_told() -> None:
     assert told == expected_init
 
 
+@pytest.mark.parametrize("communicates", [True, False])
+def test_an_engine_that_is_silent_holds_up_no_new_communicator(*, communicates: bool) -> None:
+    """It has half of the time after which a peer is lost, and the trainer hears that it needs
+    another communicator. Without collectives the others wait for nobody, and it has all of it."""
+    bench = Bench()
+    number = bench.plan().communicator if communicates else 0
+    bench.ask(TransferInit("t1", "gloo", b"p", number, 0, {}))
+    half_ms = bench.broker.config.peer_timeout_ms / 2
+    for name, *_, boot in FOUR[:-1]:
+        bench.say(name, boot, ack(Step.TRANSFER_INIT, "t1"))
+    for name in bench.broker.peers.by_name.values():
+        name.last_heard_ms = half_ms
+    silent = FOUR[-1][0]
+    bench.broker.groups["policy"].registry.engines[silent].last_heard_ms = 0.0
+    engine = bench.broker.groups["policy"].registry.engines[silent]
+    bench.broker.tick(half_ms)
+    assert not engine.overdue
+    effects = bench.broker.tick(half_ms + 1)
+    assert engine.overdue == (Step.TRANSFER_INIT.value if communicates else "")
+    if communicates:
+        assert nack_in(effects).code is NackCode.TRANSFER_CLOSED
+        assert bench.plan().communicator != number
+
+
 def test_a_backend_without_collectives_needs_no_plan() -> None:
     told = only(Bench().ask(TransferInit("t1", "shm", b"p", 0, 0, {})), TransferInit)
     assert told == TransferInit("t1", "shm", b"p", 0, 0, {})
