@@ -200,7 +200,7 @@ class GlooSender(Sender):
         communicator, self._communicator = self._communicator, None
         self._init = None
         if point is not None:
-            point.listener.close()
+            point.close()
         if communicator is not None:
             communicator.close()
         self._buffers = []

@@ -48,14 +48,12 @@ def chunk_timeout_s(size_bytes: int) -> int:
     return CHUNK_TIMEOUT_S + size_bytes // SLOW_BYTES_PER_S
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MeetingPoint:
     """What the trainer opens for the ends of one communicator.
 
-    The store ends with the last reference to it.
-
     Attributes:
-        store: torch's store, a ``TCPStore``.
+        store: torch's store, a ``TCPStore``, which ends with the last reference to it.
         listener: where the ends meet.
         token: the secret that they show there.
     """
@@ -94,6 +92,11 @@ class MeetingPoint:
         except (RuntimeError, OSError) as error:
             raise WavebusError(f"can't listen at {world.address}: {error}") from error
         return cls(store, listener, token)
+
+    def close(self) -> None:
+        """Stops listening at both ports; a meeting in another thread raises."""
+        self.listener.close()
+        self.store = None
 
 
 def meet(

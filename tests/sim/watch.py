@@ -307,7 +307,7 @@ class Watch:
     def _check_collective(self, group: Group) -> None:
         """While chunks of a communicator are to be sent, nobody of it is missing."""
         update = group.update
-        sends = update.state in TAKES_CHUNKS and not update.has_sent_all
+        sends = update.state in (UpdateState.ARMED, *TAKES_CHUNKS) and not update.has_sent_all
         if sends and update._communicator and update.excluded:
             raise InvariantViolation(f"the next chunk needs {sorted(update.excluded)}")
 
