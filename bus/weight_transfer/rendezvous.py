@@ -78,17 +78,18 @@ class MeetingPoint:
         token = barrier_links.new_token()
         try:
             listening = barrier_links.create_server(world.address, world.ports[0])
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                world.address,
-                listening.getsockname()[1],
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-                master_listen_fd=listening.detach(),
-            )
-            listener = barrier_links.Listener(
-                world.address, token, world.ports[1], world.first_ranks
-            )
+            with listening:  # if the next one fails
+                listener = barrier_links.Listener(
+                    world.address, token, world.ports[1], world.first_ranks
+                )
+                store = dist.TCPStore(  # type: ignore[attr-defined]
+                    world.address,
+                    listening.getsockname()[1],
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=timeout_s),
+                    master_listen_fd=listening.detach(),
+                )
         except (RuntimeError, OSError) as error:
             raise WavebusError(f"can't listen at {world.address}: {error}") from error
         return cls(store, listener, token)
