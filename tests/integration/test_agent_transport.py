@@ -72,8 +72,7 @@ def test_engines_meet_the_sender_at_the_ports_that_the_trainer_chose(tmp_path: P
             with pytest.raises(ManifestRefused):
                 await agent.update_weights({**second, "unknown.weight": torch.ones(2)})
             async with an_engine(checkpoint, broker, "e1") as late:
-                while await late.version() != old or not await is_running(agent, "e1"):
-                    await asyncio.sleep(0.05)
+                await caught_up(agent, "e1", old)
                 await assert_serve(checkpoint, first, old, late)
                 new = await agent.update_weights(second)
                 assert met_at() == ports
@@ -82,9 +81,13 @@ def test_engines_meet_the_sender_at_the_ports_that_the_trainer_chose(tmp_path: P
     asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
-async def is_running(agent: TrainerAgent, name: str) -> bool:
-    (group,) = (await agent.status()).groups
-    return any(each.name == name and each.phase == "running" for each in group.engines)
+async def caught_up(agent: TrainerAgent, name: str, version: int) -> None:
+    while True:
+        (group,) = (await agent.status()).groups
+        engines = {each.name: (each.version, each.phase) for each in group.engines}
+        if engines.get(name) == (version, "running"):
+            return
+        await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("ports", [(7, 7), (0, 65_536), (-1, 0), (1, 2, 3), (1,)])
