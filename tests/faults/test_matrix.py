@@ -36,7 +36,7 @@ def test_every_combination_is_a_cell() -> None:
 
 
 def test_ends_of_communicators_fail_at_each_chunk() -> None:
-    """Processes die and stop, of engines and of the trainer; links to the broker are an engine's."""
+    """Processes die and stop, of engines and of the trainer. Of links, those of engines fail."""
     assert {(cell.actor, cell.step) for cell in COLLECTIVE_CELLS} == {
         (actor, step) for actor in ("sidecar", "engine", "rank0") for step in COLLECTIVE_STEPS
     }

@@ -129,9 +129,7 @@ class ChunkStream:
             try:
                 await self._transfer(seq)
             except WavebusError as error:
-                where = {"step": str(Step.CHUNK), "chunk": seq, "update_id": update.id}
-                failed = own_nack(NackCode.TRANSFER_FAILED, str(error), **where)
-                raise UpdateFailed(failed) from error
+                raise _failed_transfer(error, update.id, seq) from error
             self._note(window.on_left, seq)
             # The previous chunk's thread may return later than this one's.
             await self._wait_until(window.is_next_sent, seq)
@@ -227,6 +225,11 @@ class ChunkStream:
             self.copy.copy_from(self.plan.manifest.part(seq).start, chunk)
         handle = self._sender.put(seq, chunk)
         return _FilledChunk(seq, handle, self.plan.sums(seq, chunk, self.verify))
+
+
+def _failed_transfer(error: WavebusError, update_id: str, seq: int) -> UpdateFailed:
+    code, step = NackCode.TRANSFER_FAILED, str(Step.CHUNK)
+    return UpdateFailed(own_nack(code, str(error), step=step, update_id=update_id, chunk=seq))
 
 
 async def _in_thread(call: Callable[[int], None], seq: int) -> None:

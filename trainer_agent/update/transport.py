@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainer_agent.update.update import Update
 
 _OPENINGS: Final = 3
+_PORTS: Final = 2
 _MAX_PORT: Final = 65_535
 
 
@@ -59,7 +60,7 @@ class Transport:
         scope: tuple[str, ...] = (),
         ports: tuple[int, int] = (0, 0),
     ) -> None:
-        if len(ports) != 2 or any(not 0 <= port <= _MAX_PORT for port in ports):
+        if len(ports) != _PORTS or any(not 0 <= port <= _MAX_PORT for port in ports):
             raise UsageError(f"ports={ports}: two ports, each 0 to {_MAX_PORT}")
         if ports[0] and ports[0] == ports[1]:
             raise UsageError(f"ports={ports}: must differ")
