@@ -165,7 +165,8 @@ class NcclCommunicator:
             try:
                 with self._barrier.entering(coming.entry), coming.begins:
                     coming.work = self._broadcast(coming.memories)
-                    coming.end = self._device.end_of(coming.work)
+                # This call may wait for the kernel, so the others must be free to enter by now.
+                coming.end = self._device.end_of(coming.work)
             except Exception as error:  # noqa: BLE001 - those who wait raise it
                 self._barrier.lose(reason(error))
                 self._leave()

@@ -1,0 +1,104 @@
+"""An end of a communicator that dies, or stops, freezes no GPU of the others: they go on stepping.
+
+Three processes, as a trainer and two engines, on GPUs that are made up
+(:mod:`tests.support.frozen_gpu`). A broadcast may take an hour here, so a GPU that froze stays so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.frozen_gpu import LIMIT_S, End
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+SIZE = 3
+STEPS = 50
+
+
+@contextlib.asynccontextmanager
+async def ends(folder: Path) -> AsyncIterator[list[End]]:
+    """The trainer's, and two of engines."""
+    made = [End(folder, rank, SIZE) for rank in range(SIZE)]
+    try:
+        port = made[0].answer()
+        for end in made[1:]:
+            end.send(port)
+        for end in made:
+            end.answer()
+        yield made
+    finally:
+        for end in made:
+            await end.close()
+
+
+async def go_on(those: list[End]) -> None:
+    """They make some more steps."""
+    for end in those:
+        before = end.ask("steps")
+        while end.ask("steps") < before + STEPS:
+            await asyncio.sleep(0.01)
+
+
+def play(scenario: object) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 2 * LIMIT_S))  # type: ignore[arg-type]
+
+
+def test_a_broadcast_of_all_ends_for_all(tmp_path: Path) -> None:
+    """Though each end's engine is in a step that waits for it."""
+
+    async def scenario() -> None:
+        async with ends(tmp_path) as all_ends:
+            for end in (*all_ends, *all_ends):
+                end.ask("launch")
+            assert [end.ask("wait") for end in all_ends] == [""] * SIZE
+            await go_on(all_ends)
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_ends_that_wait_for_another_go_on_when_it_dies(tmp_path: Path, victim: int) -> None:
+    """It has announced nothing, so nobody has entered."""
+
+    async def scenario() -> None:
+        async with ends(tmp_path) as all_ends:
+            others = [end for end in all_ends if end is not all_ends[victim]]
+            for end in others:
+                end.ask("launch")
+            await go_on(others)
+            await all_ends[victim].kill()
+            assert all("closed or gone" in end.ask("wait") for end in others)
+            await go_on(others)
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_ends_inside_a_broadcast_go_on_when_another_dies_or_stops(
+    tmp_path: Path, fault: signal.Signals
+) -> None:
+    """It has announced the broadcast, and does not enter. The others are inside: their GPUs freeze
+    until the broadcast is aborted."""
+
+    async def scenario() -> None:
+        async with ends(tmp_path) as all_ends:
+            *others, victim = all_ends
+            victim.ask("hang")
+            for end in all_ends:
+                end.ask("launch")
+            while len(list(tmp_path.iterdir())) < len(others):
+                await asyncio.sleep(0.01)
+            victim.signal(fault)
+            await go_on(others)
+            for end in others:
+                assert "gone" in (why := end.ask("wait")) or "silent" in why
+
+    play(scenario())
