@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.contract.bus_suite import until
 from tests.support.frozen_gpu import LIMIT_S, End
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Coroutine
     from pathlib import Path
 
 SIZE = 3
@@ -42,13 +44,20 @@ async def ends(folder: Path) -> AsyncIterator[list[End]]:
 async def go_on(those: list[End]) -> None:
     """They make some more steps."""
     for end in those:
-        before = end.ask("steps")
-        while end.ask("steps") < before + STEPS:
-            await asyncio.sleep(0.01)
+        await until(partial(has_made, end, end.ask("steps") + STEPS))
 
 
-def play(scenario: object) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 2 * LIMIT_S))  # type: ignore[arg-type]
+def has_made(end: End, steps: int) -> bool:
+    return bool(end.ask("steps") >= steps)
+
+
+def entered(folder: Path) -> int:
+    """How many ends have entered the first broadcast."""
+    return len(list(folder.iterdir()))
+
+
+def play(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 2 * LIMIT_S))
 
 
 def test_a_broadcast_of_all_ends_for_all(tmp_path: Path) -> None:
@@ -94,8 +103,7 @@ def test_ends_inside_a_broadcast_go_on_when_another_dies_or_stops(
             victim.ask("hang")
             for end in all_ends:
                 end.ask("launch")
-            while len(list(tmp_path.iterdir())) < len(others):
-                await asyncio.sleep(0.01)
+            await until(lambda: entered(tmp_path) == len(others))
             victim.signal(fault)
             await go_on(others)
             for end in others:

@@ -1,8 +1,8 @@
 """A process with one end of a communicator, on a GPU that freezes as real ones do.
 
-While a broadcast's kernel runs, an engine's step may need a kernel that CUDA has not loaded yet. The
-load waits for the kernel that runs, and all other calls of CUDA wait for the load. Here every step
-loads one. A kernel runs from when its end enters until all ends have entered, or until it is
+While a broadcast's kernel runs, an engine's step may need a kernel that CUDA has not loaded yet.
+The load waits for the kernel that runs, and all other calls of CUDA wait for the load. Here every
+step loads one. A kernel runs from when its end enters until all ends have entered, or until it is
 aborted.
 """
 
