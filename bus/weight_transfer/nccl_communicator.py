@@ -165,8 +165,7 @@ class NcclCommunicator:
             try:
                 with self._barrier.entering(coming.entry), coming.begins:
                     coming.work = self._broadcast(coming.memories)
-                # This call may wait for the kernel, so the others must be free to enter by now.
-                coming.end = self._device.end_of(coming.work)
+                    coming.end = self._device.end_of(coming.work)
             except Exception as error:  # noqa: BLE001 - those who wait raise it
                 self._barrier.lose(reason(error))
                 self._leave()

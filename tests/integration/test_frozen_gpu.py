@@ -90,21 +90,22 @@ def test_ends_that_wait_for_another_go_on_when_it_dies(tmp_path: Path, victim: i
     play(scenario())
 
 
+@pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_ends_inside_a_broadcast_go_on_when_another_dies_or_stops(
-    tmp_path: Path, fault: signal.Signals
+    tmp_path: Path, fault: signal.Signals, victim: int
 ) -> None:
     """It has announced the broadcast, and does not enter. The others are inside: their GPUs freeze
     until the broadcast is aborted."""
 
     async def scenario() -> None:
         async with ends(tmp_path) as all_ends:
-            *others, victim = all_ends
-            victim.ask("hang")
+            others = [end for end in all_ends if end is not all_ends[victim]]
+            all_ends[victim].ask("hang")
             for end in all_ends:
                 end.ask("launch")
             await until(lambda: entered(tmp_path) == len(others))
-            victim.signal(fault)
+            all_ends[victim].signal(fault)
             await go_on(others)
             for end in others:
                 assert "gone" in (why := end.ask("wait")) or "silent" in why
