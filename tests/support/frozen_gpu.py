@@ -1,9 +1,9 @@
 """A process with one end of a communicator, on a GPU that freezes as real ones do.
 
 While a broadcast's kernel runs, an engine's step may need a kernel that CUDA has not loaded yet.
-The load waits for the kernel that runs, and all other calls of CUDA wait for the load. Here every
-step loads one. A kernel runs from when its end enters until all ends have entered, or until it is
-aborted.
+The load waits for the kernel that runs, and all other calls of CUDA wait for the load. Here a load
+is always under way, so every call waits, but the abort. A kernel runs from when its end enters
+until all ends have entered, or until it is aborted.
 """
 
 from __future__ import annotations
@@ -83,28 +83,29 @@ class Group:
 
 
 class Gpu:
-    """Makes the calls of one GPU, one at a time."""
+    """Makes the calls of one GPU."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._calls = threading.Lock()
         self.steps = 0
 
     def run_engine(self) -> None:
         while True:
-            with self._calls:  # a kernel is loaded, when no other runs any more
-                while not all(kernel.is_completed() for kernel in self._group.kernels):
-                    _wait()
+            self._call()
             self.steps += 1
             _wait()
 
     def after_queued(self) -> AbstractContextManager[None]:
-        with self._calls:
-            return contextlib.nullcontext()
+        self._call()
+        return contextlib.nullcontext()
 
     def end_of(self, work: Kernel) -> Kernel:
-        with self._calls:
-            return work
+        self._call()
+        return work
+
+    def _call(self) -> None:
+        while not all(kernel.is_completed() for kernel in self._group.kernels):
+            _wait()
 
 
 def run_end(orders: Connection, folder: Path, rank: int, size: int) -> None:
