@@ -256,6 +256,8 @@ _BEFORE_THE_COMMIT: Final = _BEFORE_ALL_IS_SENT | {"last_chunk", "finish", "cana
 
 def outcome_of(cell: Cell) -> str:
     """The letter of what must come of the update. (At a join, it is begun after the fault.)"""
+    if cell.collective and cell.fault == "mute":
+        return "W"  # it takes part in each broadcast, and all are made before it is missed
     if cell.collective:
         return "N" if cell.staged else "E"
     if cell.staged:

@@ -43,9 +43,6 @@ _OF_ONE_VERSION: Final = 2
 ENGINES: Final = ("e0", *LOCKSTEP)
 RANKS: Final = ("trainer-0", "trainer-1")
 CHUNK_BYTES: Final = 120_000
-# So many chunks that some are still to be sent when an engine that is mute since the middle one is
-# missed.
-GLOO_CHUNK_BYTES: Final = 40_000
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,7 @@ class World:
                 "rank": number,
                 "ranks": len(RANKS),
                 "backend": self.backend,
-                "chunk_bytes": GLOO_CHUNK_BYTES if self.backend == "gloo" else CHUNK_BYTES,
+                "chunk_bytes": CHUNK_BYTES,
                 "lease_ms": self.pace.lease_ms,
                 "timeout_s": self.pace.trainer_timeout_s,
             }
