@@ -85,17 +85,17 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             they must then not change until the update ends.
         device: the GPU that ``nccl`` and ``ipc`` send from. Default: the current GPU of the thread
             that makes the agent if that thread already uses one, else the first.
-        keep_last: whether to keep the weights of the last committed update of the model in CPU
+        ports: the two TCP ports of this host at which engines meet a ``gloo`` or ``nccl`` sender of
+            this agent, such as a firewall lets through; 0: any free port.
+        keep_last: whether rank 0 keeps the weights of the last committed update of the model in CPU
             memory. Engines that join late, restart, or were quarantined then load these weights
-            in the background, while the others serve. Takes the size of the weights twice, from the
-            second update on. If the trainer has several ranks, only rank 0 keeps weights.
+            in the background. Takes the size of the weights twice, from the second update on.
         verify: how many words of each tensor are verified by checksum before engines load it:
             ``sample`` 4,096, ``full`` all (about one second per 2 GB and core), ``off`` none.
         lease_ms: how long engines stay paused if trainer and broker are both gone.
-        timeout_s: the longest time, in seconds, from one step to the next (a pause, an answer of
-            all engines), for one tensor of the source, and without a frame from the broker. Choose
-            more than the broker's ``--step-timeout-ms`` (300 s), after which the broker excludes
-            engines that have not answered, and the others continue.
+        timeout_s: the longest time, in seconds, for one step of all engines, for one tensor of the
+            source, and without a frame from the broker. Choose more than the broker's
+            ``--step-timeout-ms`` (300 s), after which it excludes engines that have not answered.
         key: file with this trainer's secret key (`wavebus keygen`). Default: $WAVEBUS_KEY, or none.
         broker_key: file with the broker's public key. Default: $WAVEBUS_BROKER_KEY, or none.
         insecure: whether to connect beyond loopback without keys. Default: $WAVEBUS_INSECURE.
@@ -119,6 +119,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         buffers: int | None = None,
         packed: bool = True,
         device: str = "",
+        ports: tuple[int, int] = (0, 0),
         keep_last: bool = False,
         verify: Verify = "sample",
         lease_ms: int = 30_000,
@@ -163,7 +164,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         )
         self._steps = Steps(self._connection, lease_ms=lease_ms, timeout_s=timeout_s)
         make = functools.partial(make_sender, backend, buffers=buffers, device=self.device)
-        self._transport = Transport(backend, make(packed=packed), self._steps)
+        self._transport = Transport(backend, make(packed=packed), self._steps, ports=ports)
         self._updates = Updates(self._steps, alone=ranks == 1, snapshot=self._snapshot)
         self._sending: asyncio.Task[int] | None = None
         self._catch_up: CatchUp | None = None
@@ -190,8 +191,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         )
 
     def _is_idle(self) -> bool:
-        transport = self._transport
-        return not (self._updates.is_busy or self._steps.holds_pause or transport.is_foreign)
+        return not (self._updates.is_busy or self._steps.holds_pause or self._transport.is_foreign)
 
     # -- connection -------------------------------------------------------------
 

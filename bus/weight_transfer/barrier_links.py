@@ -129,7 +129,7 @@ class Listener:
                             key.data.connection.close()
                             continue
                         rank, greetings[rank] = who
-                        key.data.name = f"{self._name_of(rank)} ({greetings[rank]})"
+                        key.data.name = f"{self._name_of(rank)} ({greetings[rank].rstrip()})"
                         links[rank] = key.data
                     if self._closed:
                         raise RuntimeError(CLOSED)

@@ -193,6 +193,15 @@ class EntryBarrier:
         """Whether an end is gone, or this one was closed."""
         return bool(self._lost)
 
+    def wait_lost(self, timeout_s: float) -> bool:
+        """Waits until an end is gone or this one was closed, and returns whether one was.
+
+        Args:
+            timeout_s: how long to wait, in seconds.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._lost), timeout_s)
+
     def lose(self, reason: str) -> None:
         """Ends the agreement for all ends, if it has not ended yet; does not call ``on_lost``.
 

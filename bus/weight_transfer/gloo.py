@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 # A broadcast of gloo stops one thread and no engine, so an end may be silent for long.
 _SILENCE_S: Final = 10.0
 _LOOK_S: Final = 0.5
+# A broadcast that broke is known sooner than the loss that broke it, by far less than this.
+_LOSS_S: Final = 1.0
 
 
 class _Communicator:
@@ -72,6 +74,9 @@ class _Communicator:
                 work = self._group.broadcast([memory], self._options)
             self._wait(work)
         except RuntimeError:
+            # The loss of an end breaks the broadcast for all, and the barrier knows whose it was.
+            if self._barrier.wait_lost(_LOSS_S):
+                self._barrier.require()
             self._barrier.close()  # later broadcasts could not be assigned to chunks
             raise
         self._barrier.finish(entry)
@@ -200,7 +205,7 @@ class GlooSender(Sender):
         communicator, self._communicator = self._communicator, None
         self._init = None
         if point is not None:
-            point.listener.close()
+            point.close()
         if communicator is not None:
             communicator.close()
         self._buffers = []

@@ -156,7 +156,7 @@ class NcclSender(Sender):
         point, self._point = self._point, None
         self._init = None
         if point is not None:
-            point.listener.close()
+            point.close()
         if communicator is not None:
             communicator.close()
         self._buffers = []

@@ -56,6 +56,8 @@ _SLOW_BYTES_PER_S: Final = 100_000_000
 _ABORT_S: Final = 10.0
 # How often a broadcast that nobody waits for is looked at.
 _LOOK_S: Final = 0.02
+# An error of NCCL is known sooner than the loss of the end that caused it, by far less than this.
+_LOSS_S: Final = 0.1
 # How long a wait goes on after the communicator was lost, for a thread that enters a broadcast.
 _STUCK_S: Final = 1.0
 
@@ -176,6 +178,8 @@ class NcclCommunicator:
         while (under_way := self._entered.get()) is not None:
             while not (self._barrier.is_lost or under_way.has_ended()):
                 if why := under_way.nccl_error():
+                    # The barrier may learn who is lost, and why, a moment later.
+                    self._barrier.wait_lost(_LOSS_S)
                     self._barrier.lose(why)
                     self._leave()
                 time.sleep(_LOOK_S)

@@ -48,14 +48,12 @@ def chunk_timeout_s(size_bytes: int) -> int:
     return CHUNK_TIMEOUT_S + size_bytes // SLOW_BYTES_PER_S
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MeetingPoint:
     """What the trainer opens for the ends of one communicator.
 
-    The store ends with the last reference to it.
-
     Attributes:
-        store: torch's store, a ``TCPStore``.
+        store: torch's store, a ``TCPStore``, which ends with the last reference to it.
         listener: where the ends meet.
         token: the secret that they show there.
     """
@@ -80,20 +78,26 @@ class MeetingPoint:
         token = barrier_links.new_token()
         try:
             listening = barrier_links.create_server(world.address, world.ports[0])
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                world.address,
-                listening.getsockname()[1],
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-                master_listen_fd=listening.detach(),
-            )
-            listener = barrier_links.Listener(
-                world.address, token, world.ports[1], world.first_ranks
-            )
+            with listening:  # if the next one fails
+                listener = barrier_links.Listener(
+                    world.address, token, world.ports[1], world.first_ranks
+                )
+                store = dist.TCPStore(  # type: ignore[attr-defined]
+                    world.address,
+                    listening.getsockname()[1],
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=timeout_s),
+                    master_listen_fd=listening.detach(),
+                )
         except (RuntimeError, OSError) as error:
             raise WavebusError(f"can't listen at {world.address}: {error}") from error
         return cls(store, listener, token)
+
+    def close(self) -> None:
+        """Stops listening at both ports; a meeting in another thread raises."""
+        self.listener.close()
+        self.store = None
 
 
 def meet(

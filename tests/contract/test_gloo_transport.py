@@ -11,9 +11,10 @@ import torch
 
 from bus.errors import EngineError, WavebusError
 from bus.messages import NackCode
+from bus.weight_transfer import gloo
 from bus.weight_transfer.allocation import RankAssignment, World
 from bus.weight_transfer.formats import GlooInit, decode, encode
-from bus.weight_transfer.gloo import GlooSender
+from bus.weight_transfer.gloo import GlooReceiver, GlooSender
 from bus.weight_transfer.registry import make_receiver
 from tests.contract.transfer_suite import METAS, TENSORS, Ends, TransferContract
 from trainer_agent.weights.source import meta_of
@@ -86,6 +87,31 @@ def test_a_receiver_that_is_gone_breaks_the_broadcast_at_once() -> None:
     ends.receiver.close()
     ends.sender.put(0, [torch.ones(4)])
     with pytest.raises(WavebusError, match="the broadcast of chunk 0 broke"):
+        ends.sender.transfer(0)
+    ends.close()
+
+
+def test_an_end_whose_broadcast_breaks_says_who_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo tells of a connection that was reset before the barrier tells of the death."""
+    monkeypatch.setattr(gloo, "_LOSS_S", 60.0)
+    ends = Ends("gloo")
+    ends.open(64)
+    assert isinstance(ends.sender, GlooSender)
+    assert isinstance(ends.receiver, GlooReceiver)
+    communicator, dying = ends.sender._communicator, ends.receiver._communicator
+    assert communicator is not None
+    assert dying is not None
+    gone = dying.close
+
+    class Reset:
+        def broadcast(self, *_: object) -> None:
+            gone()
+            raise RuntimeError("Read error [127.0.0.1]:1: Connection reset by peer")
+
+    communicator._group = Reset()
+    dying._barrier.announce(60, 60)
+    ends.sender.put(0, [torch.ones(4)])
+    with pytest.raises(WavebusError, match=r"chunk 0 broke: rank 1 \(.*\) is closed or gone"):
         ends.sender.transfer(0)
     ends.close()
 

@@ -17,7 +17,7 @@ from tests.faults.matrix import (
     must_fall_out,
     outcome_of,
 )
-from tests.faults.steps import STAGED_STEPS, STEPS
+from tests.faults.steps import COLLECTIVE_STEPS, STAGED_STEPS, STEPS
 from tests.faults.world import ENGINES, LOCKSTEP, RANKS, Violation, World
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # After the fault has ended, so many updates may fail, each by a named error, before one is
 # committed everywhere.
 _ATTEMPTS: Final = 4
+# Of an error: what a sender says whose patience has ended (bus/weight_transfer/entry_barrier.py).
+_WAITED_OUT: Final = ("did not get ready within", "not everybody took part within")
 _NAMED: Final = frozenset(
     {"Refused", "ManifestRefused", "PauseFailed", "UpdateFailed", "BusTimeout"}
 )
@@ -58,6 +60,7 @@ class Play:
         world.clear_cache = clears_cache(self.cell)
         world.canary = self.cell.step == "canary"
         world.how = self.cell.how
+        await world.send_over(self.cell.backend)
         for client in world.clients.values():
             client.work()
         let_go = await self._reach()
@@ -82,7 +85,8 @@ class Play:
     async def _reach(self) -> Callable[[], None]:
         """The step's message is held; what lets it go."""
         world, cell = self.world, self.cell
-        moment = (STAGED_STEPS if cell.staged else STEPS)[cell.step]
+        steps = STAGED_STEPS if cell.staged else STEPS
+        moment = (COLLECTIVE_STEPS if cell.collective else steps)[cell.step]
         assert moment is not None, "a step without a message"
         peer = self._whose_message()
         trap = world.links.trap(lambda passing: moment(passing, peer, world.chunks))
@@ -193,6 +197,8 @@ class Play:
         told = answers["trainer-0"]
         self.outcome = "gone" if "gone" in told else "failed" if "error" in told else "committed"
         self._right_ones(told)
+        if text := next(filter(told.get("text", "").count, _WAITED_OUT), ""):
+            raise Violation(f"the trainer waited for ends that could not come: {text}")
         if self.cell.fault == "sigkill":
             answers.pop(self.who, None)
         self._named(answers)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tests.faults.steps import STAGED_STEPS, STEPS
+from tests.faults.steps import COLLECTIVE_STEPS, STAGED_STEPS, STEPS
 
 if TYPE_CHECKING:
     from trainer_agent.options import How
@@ -38,21 +38,29 @@ PAGE: Final = Path(__file__).resolve().parents[2] / "docs/faults.md"
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One of the matrix, in which all engines are embedded; or, with a ``scene``, of those on real
-    vLLM."""
+    vLLM. Chunks go over ``backend``."""
 
     actor: str
     fault: str
     step: str
     scene: str = ""
     how: How = "paused"
+    backend: str = "shm"
 
     def __str__(self) -> str:
         how = self.how if self.staged else ""
-        return "-".join(filter(None, (how, self.scene, self.actor, self.fault, self.step)))
+        backend = self.backend if self.collective else ""
+        names = (how, backend, self.scene, self.actor, self.fault, self.step)
+        return "-".join(filter(None, names))
 
     @property
     def staged(self) -> bool:
         return self.how == "staged"
+
+    @property
+    def collective(self) -> bool:
+        """Whether all ends take part in the transfer of a chunk, so that each needs the others."""
+        return self.backend == "gloo"
 
     @property
     def takes_along(self) -> bool:
@@ -77,6 +85,28 @@ STAGED_CELLS: Final = tuple(
     for fault in FAULTS
     for step in STAGED_STEPS
     if step not in OF_MATES or actor == "engine"
+)
+
+# Over a communicator: the chunk at which somebody fails is announced to all but one engine, and all
+# others wait for that one. Faults of links are of engines alone: ends meet at the trainer.
+_OF_ENDS: Final = {
+    "sidecar": ("sigkill", "sigstop", "cut", "mute"),
+    "engine": ("sigkill", "sigstop", "cut", "mute"),
+    "rank0": ("sigkill", "sigstop"),
+}
+COLLECTIVE_CELLS: Final = tuple(
+    Cell(actor, fault, step, how="staged", backend="gloo")
+    for actor, faults in _OF_ENDS.items()
+    for fault in faults
+    for step in COLLECTIVE_STEPS
+)
+PAUSED_COLLECTIVE_CELLS: Final = (
+    Cell("engine", "sigkill", "middle_chunk", backend="gloo"),
+    Cell("sidecar", "sigstop", "first_chunk", backend="gloo"),
+)
+COLLECTIVE_SHARE: Final = (
+    Cell("sidecar", "sigkill", "middle_chunk", how="staged", backend="gloo"),
+    Cell("engine", "sigstop", "first_chunk", how="staged", backend="gloo"),
 )
 
 # With every actor and every fault among them, also without those of `make slow` alone.
@@ -163,7 +193,8 @@ def clears_cache(cell: Cell) -> bool:
     if cell in STAGED_CELLS:  # some of each actor's, each fault's and each step's
         names = ((ACTORS, cell.actor), (FAULTS, cell.fault), (STAGED_STEPS, cell.step))
         return sum([*known].index(name) for known, name in names) % 2 == 0
-    return (*CELLS, *VLLM_CELLS, *STAGED_VLLM_CELLS).index(cell) % 2 == 0
+    others = (*COLLECTIVE_CELLS, *PAUSED_COLLECTIVE_CELLS)
+    return (*CELLS, *VLLM_CELLS, *STAGED_VLLM_CELLS, *others).index(cell) % 2 == 0
 
 
 # What comes of the update that a fault meets: a letter, what it means, and how the update may end
@@ -225,6 +256,10 @@ _BEFORE_THE_COMMIT: Final = _BEFORE_ALL_IS_SENT | {"last_chunk", "finish", "cana
 
 def outcome_of(cell: Cell) -> str:
     """The letter of what must come of the update. (At a join, it is begun after the fault.)"""
+    if cell.collective and cell.fault == "mute":
+        return "W"  # it takes part in each broadcast, and all are made before it is missed
+    if cell.collective:
+        return "N" if cell.staged else "E"
     if cell.staged:
         return _staged_outcome_of(cell)
     match cell.actor:
@@ -303,6 +338,8 @@ def _matrix(cells: tuple[Cell, ...]) -> str:
         rows: dict[str, list[str]] = {}
         for fault in FAULTS:
             mine = {cell.step: cell for cell in cells if (cell.actor, cell.fault) == (actor, fault)}
+            if not mine:
+                continue
             row = [outcome_of(mine[step]) if step in mine else "" for step in steps]
             rows.setdefault(" | ".join(row), []).append(fault)
         for letters, faults in rows.items():
@@ -318,6 +355,7 @@ def filled(page: str) -> str:
         "outcomes": "\n".join(f"- **{letter}**: {text}" for letter, (text, _) in OUTCOMES.items()),
         "matrix": _matrix(CELLS),
         "staged": _matrix(STAGED_CELLS),
+        "collective": _matrix(COLLECTIVE_CELLS),
     }
     for name, text in parts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"

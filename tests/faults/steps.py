@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from bus.messages import Ack, Commit, GroupAck, Join, PauseGlobal, Probed, Step
+from bus.messages import Ack, Commit, GroupAck, Join, PauseGlobal, Probed, Step, WeightChunkMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +58,15 @@ def _asked_to_commit(passing: Passing, engine: str, _chunks: int) -> bool:
     return isinstance(passing.message, Commit) and passing.way == "from" and passing.peer == engine
 
 
+def _chunk_announced(which: Callable[[int], int]) -> Moment:
+    def moment(passing: Passing, engine: str, chunks: int) -> bool:
+        said = passing.message
+        of_it = isinstance(said, WeightChunkMeta) and said.chunk == which(chunks)
+        return of_it and passing.way == "from" and passing.peer == engine
+
+    return moment
+
+
 # Each step, and the message that is caught: the ack of the engine that fails, or, if none does, of
 # the first one. (For the step "join" the broker is restarted, and its peers join again.)
 STEPS: Final[dict[str, Moment]] = {
@@ -88,4 +97,10 @@ STAGED_STEPS: Final[dict[str, Moment | None]] = {
     "ready": _asked_to_commit,
     "agreed": None,
     "committed": _ack(Step.COMMIT),
+}
+
+# Of an update over a communicator.
+COLLECTIVE_STEPS: Final[dict[str, Moment]] = {
+    "first_chunk": _chunk_announced(lambda _: 0),
+    "middle_chunk": _chunk_announced(lambda chunks: chunks // 2),
 }

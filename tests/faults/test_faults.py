@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from tests.faults.matrix import CELLS, SHARE, SLOW_SHARE, STAGED_CELLS, STAGED_SHARE, Cell
+from tests.faults.matrix import (
+    CELLS,
+    COLLECTIVE_CELLS,
+    COLLECTIVE_SHARE,
+    PAUSED_COLLECTIVE_CELLS,
+    SHARE,
+    SLOW_SHARE,
+    STAGED_CELLS,
+    STAGED_SHARE,
+    Cell,
+)
 from tests.faults.stage import Stage
 from tests.faults.world import World
 from tests.support.checkpoints import Checkpoint, certain_experts
@@ -16,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ALL: Final = os.environ.get("WAVEBUS_CHAOS_FAULTS") == "all"
-THESE: Final = (*CELLS, *STAGED_CELLS) if ALL else (*SHARE, *STAGED_SHARE)
+EACH: Final = (*CELLS, *STAGED_CELLS, *COLLECTIVE_CELLS, *PAUSED_COLLECTIVE_CELLS)
+THESE: Final = EACH if ALL else (*SHARE, *STAGED_SHARE, *COLLECTIVE_SHARE)
 
 
 @pytest.fixture(scope="module")

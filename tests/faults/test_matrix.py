@@ -5,10 +5,13 @@ from __future__ import annotations
 from tests.faults.matrix import (
     ACTORS,
     CELLS,
+    COLLECTIVE_CELLS,
+    COLLECTIVE_SHARE,
     FAULTS,
     OF_MATES,
     OF_VLLM,
     PAGE,
+    PAUSED_COLLECTIVE_CELLS,
     SHARE,
     SLOW_SHARE,
     STAGED_CELLS,
@@ -21,7 +24,7 @@ from tests.faults.matrix import (
     clears_cache,
     filled,
 )
-from tests.faults.steps import STAGED_STEPS, STEPS
+from tests.faults.steps import COLLECTIVE_STEPS, STAGED_STEPS, STEPS
 
 
 def test_every_combination_is_a_cell() -> None:
@@ -30,6 +33,20 @@ def test_every_combination_is_a_cell() -> None:
     of_two_ranks = (len(ACTORS) - 1) * len(FAULTS) * len(OF_MATES)
     staged = len(ACTORS) * len(FAULTS) * len(STAGED_STEPS) - of_two_ranks
     assert len({*CELLS, *STAGED_CELLS}) == len(CELLS) + staged
+
+
+def test_ends_of_communicators_fail_at_each_chunk() -> None:
+    """Processes die and stop, of engines and of the trainer. Of links, those of engines fail."""
+    assert {(cell.actor, cell.step) for cell in COLLECTIVE_CELLS} == {
+        (actor, step) for actor in ("sidecar", "engine", "rank0") for step in COLLECTIVE_STEPS
+    }
+    both = {*COLLECTIVE_CELLS, *PAUSED_COLLECTIVE_CELLS}
+    assert {cell.how for cell in both} == {"staged", "paused"}
+    assert {clears_cache(cell) for cell in both} == {False, True}
+    assert set(COLLECTIVE_SHARE) < set(COLLECTIVE_CELLS)
+    assert len({str(cell) for cell in (*CELLS, *STAGED_CELLS, *both)}) == len(
+        {*CELLS, *STAGED_CELLS, *both}
+    )
 
 
 def test_each_step_has_both_kinds_of_cache() -> None:

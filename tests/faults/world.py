@@ -154,6 +154,7 @@ class World:
         self.clear_cache = True
         self.canary = False
         self.how: How = "paused"
+        self.backend = "shm"
         self.greatest = 0  # version that the broker has had served
         self.chunks = 0  # of an update
         self._seed = count(1)
@@ -228,6 +229,12 @@ class World:
         await self.processes[name].close()
         self.start(name)
 
+    async def send_over(self, backend: str) -> None:
+        """Have the trainer use this backend from now on."""
+        if backend != self.backend:
+            self.backend = backend
+            await self.start_trainer()
+
     async def start_trainer(self) -> None:
         """All its ranks, anew."""
         for rank in self.ranks.values():
@@ -237,6 +244,7 @@ class World:
                 "name": name,
                 "rank": number,
                 "ranks": len(RANKS),
+                "backend": self.backend,
                 "chunk_bytes": CHUNK_BYTES,
                 "lease_ms": self.pace.lease_ms,
                 "timeout_s": self.pace.trainer_timeout_s,

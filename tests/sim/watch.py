@@ -25,7 +25,7 @@ from bus.protocol.engine.lease import LEASE_RETRY_MS, LeaseState
 from bus.protocol.engine.pause import EnginePauseState
 from bus.protocol.engine.update_states import EngineUpdateState
 from bus.protocol.group.pause import PauseState
-from bus.protocol.group.update import UpdateState
+from bus.protocol.group.update import TAKES_CHUNKS, UpdateState
 from tests.sim.ground_truth import GARBLED, InvariantViolation
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class Watch:
         self._check_pause(group)
         self._check_window(group)
         self._check_update(group)
+        self._check_collective(group)
         self._check_routes(group)
         self._count(group)
 
@@ -302,6 +303,13 @@ class Watch:
         if update.state in (UpdateState.ARMED, UpdateState.STARTING):
             for name in update.members:
                 self._require_armed(group, name)
+
+    def _check_collective(self, group: Group) -> None:
+        """While chunks of a communicator are to be sent, nobody of it is missing."""
+        update = group.update
+        sends = update.state in (UpdateState.ARMED, *TAKES_CHUNKS) and not update.has_sent_all
+        if sends and update._communicator and update.excluded:
+            raise InvariantViolation(f"the next chunk needs {sorted(update.excluded)}")
 
     def _check_routes(self, group: Group) -> None:
         """Who becomes routable takes requests."""

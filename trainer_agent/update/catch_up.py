@@ -159,9 +159,10 @@ class CatchUp:
         assert kept is not None
         sender = self._make_sender()
         backend = self._transport.own_backend
-        transport = Transport(backend, sender, self._steps, stale.dp_groups)
+        ports = self._transport.ports
+        transport = Transport(backend, sender, self._steps, stale.dp_groups, ports)
         stream = ChunkStream(kept, sender, chunk_bytes=self._chunk_bytes, verify=self._verify)
-        self._transport.invalidate()
+        await self._transport.discard()  # also its ports
         try:
             async with self._updates.begin(_OPTIONS, catch_up=stale) as update:
                 report = await send_stream(update, stream, transport, self._steps, "")

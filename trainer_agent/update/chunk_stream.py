@@ -20,9 +20,10 @@ import anyio
 import anyio.lowlevel
 import torch
 
-from bus.errors import BusTimeout, WavebusError, refusal
-from bus.messages import ChunkSent, Step
+from bus.errors import BusTimeout, UpdateFailed, WavebusError, refusal
+from bus.messages import ChunkSent, NackCode, Step
 from bus.protocol.trainer.chunk_window import ChunkWindow
+from trainer_agent.failures import own_nack
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import flat_task_group, run_to_end
 from trainer_agent.weights.any_source import as_source
@@ -125,15 +126,10 @@ class ChunkStream:
         window.on_announced(seq)
         async with steps.announce_chunk(self.plan.chunk_meta(update.id, seq, chunk.handle)):
             await update.started.wait()
-            async with self._send_lock:
-                if self._sender.can_queue:
-                    await _in_thread(self._sender.queue, seq)
-                elif self._sender.is_collective:
-                    await _in_thread(self._sender.transfer, seq)
-                else:
-                    self._sender.transfer(seq)
-            if self._sender.can_queue:
-                await _in_thread(self._sender.transfer, seq)
+            try:
+                await self._transfer(seq)
+            except WavebusError as error:
+                raise _failed_transfer(error, update.id, seq) from error
             self._note(window.on_left, seq)
             # The previous chunk's thread may return later than this one's.
             await self._wait_until(window.is_next_sent, seq)
@@ -146,6 +142,17 @@ class ChunkStream:
                     self.all_sent.set()
         self._sender.on_taken(seq)
         self._note(window.on_applied, seq)
+
+    async def _transfer(self, seq: int) -> None:
+        async with self._send_lock:
+            if self._sender.can_queue:
+                await _in_thread(self._sender.queue, seq)
+            elif self._sender.is_collective:
+                await _in_thread(self._sender.transfer, seq)
+            else:
+                self._sender.transfer(seq)
+        if self._sender.can_queue:
+            await _in_thread(self._sender.transfer, seq)
 
     async def _wait_until(self, holds: Callable[[int], bool], seq: int) -> None:
         while not holds(seq):
@@ -218,6 +225,11 @@ class ChunkStream:
             self.copy.copy_from(self.plan.manifest.part(seq).start, chunk)
         handle = self._sender.put(seq, chunk)
         return _FilledChunk(seq, handle, self.plan.sums(seq, chunk, self.verify))
+
+
+def _failed_transfer(error: WavebusError, update_id: str, seq: int) -> UpdateFailed:
+    code, step = NackCode.TRANSFER_FAILED, str(Step.CHUNK)
+    return UpdateFailed(own_nack(code, str(error), step=step, update_id=update_id, chunk=seq))
 
 
 async def _in_thread(call: Callable[[int], None], seq: int) -> None:

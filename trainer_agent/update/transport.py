@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.to_thread
 
-from bus.errors import Refused, WavebusError
+from bus.errors import Refused, UsageError, WavebusError
 from bus.messages import NackCode, PlanTransfer, TransferInit, TransferPlan
 from bus.weight_transfer.allocation import ALONE, World
 from bus.weight_transfer.rendezvous import address_towards, host_of
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from trainer_agent.update.update import Update
 
 _OPENINGS: Final = 3
+_PORTS: Final = 2
+_MAX_PORT: Final = 65_535
 
 
 class Transport:
@@ -35,10 +38,14 @@ class Transport:
         sender: the agent's sender.
         steps: sends the requests.
         scope: the DP groups that open the transport; empty: all.
-        ports: the ports at which engines meet the sender of a collective; 0: any free port.
+        ports: the ports at which engines meet the agent's sender of collectives; 0: any free port.
+
+    Raises:
+        UsageError: the ports are none, or equal.
 
     Attributes:
         own_backend: the agent's backend.
+        ports: as given.
         backend: the backend of the open transport.
         communicator: the number of the open transport's communicator.
         is_foreign: whether the open transport is not the agent's own, but that of a vLLM trainer
@@ -53,7 +60,11 @@ class Transport:
         scope: tuple[str, ...] = (),
         ports: tuple[int, int] = (0, 0),
     ) -> None:
-        self._ports = ports
+        if len(ports) != _PORTS or any(not 0 <= port <= _MAX_PORT for port in ports):
+            raise UsageError(f"ports={ports}: two ports, each 0 to {_MAX_PORT}")
+        if ports[0] and ports[0] == ports[1]:
+            raise UsageError(f"ports={ports}: must differ")
+        self.ports = ports
         self.sender = sender
         self.backend = backend
         self.communicator = 0
@@ -77,7 +88,9 @@ class Transport:
         """
         self.invalidate()
         for left in reversed(range(_OPENINGS)):
-            world = await self.plan() if self.sender.is_collective else ALONE
+            world = ALONE
+            if self.sender.is_collective:
+                world = replace(await self.plan(), ports=self.ports)
             params = await run_to_end(self.sender.open, buffer_bytes, world)
             try:
                 update_id = self._steps.new_id()
@@ -145,8 +158,7 @@ class Transport:
             plan.world_size - 1 + senders,
             address,
             senders,
-            self._ports,
-            plan.first_ranks,
+            first_ranks=plan.first_ranks,
         )
 
     def invalidate(self) -> None:
@@ -155,10 +167,7 @@ class Transport:
         self.is_foreign = False
 
     async def discard(self) -> None:
-        """Invalidates the transport and closes the sender.
-
-        With NCCL, closing the sender aborts a broadcast under way. With gloo it does not.
-        """
+        """Invalidates the transport and closes the sender, which ends a broadcast under way."""
         self.invalidate()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.sender.close)

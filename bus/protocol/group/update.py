@@ -345,7 +345,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
             too_few = replace(failure, code=m.NackCode.QUORUM_MISSING, detail=detail)
             return [*done, *self.abort(too_few, now_ms)]
-        is_sending = self.state in TAKES_CHUNKS and not self.has_sent_all
+        is_sending = self.state in (_S.ARMED, *TAKES_CHUNKS) and not self.has_sent_all
         if self._communicator and (is_sending or self.state in _REFUSABLE):
             closed = replace(failure, code=m.NackCode.TRANSFER_CLOSED)
             return [*done, *self.abort(failure if is_sending else closed, now_ms)]

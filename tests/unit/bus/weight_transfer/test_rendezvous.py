@@ -8,7 +8,8 @@ import pytest
 
 from bus.errors import WavebusError
 from bus.weight_transfer import rendezvous
-from bus.weight_transfer.allocation import World
+from bus.weight_transfer.allocation import RankAssignment, World
+from bus.weight_transfer.formats import GlooInit
 
 LOCAL = "127.0.0.1"
 
@@ -28,7 +29,7 @@ def test_it_listens_on_its_address_alone(port: str) -> None:
         pass
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", number))
-    point.listener.close()
+    point.close()
 
 
 def test_ports_can_be_chosen() -> None:
@@ -39,7 +40,21 @@ def test_ports_can_be_chosen() -> None:
     assert (point.store.port, point.listener.port) == ports
     with pytest.raises(WavebusError, match=f"can't listen at {LOCAL}: .*in use"):
         rendezvous.MeetingPoint.open(World(1, 2, LOCAL, ports=(0, ports[1])), 30)
-    point.listener.close()
+    point.close()
+
+
+def test_chosen_ports_are_free_again_at_once() -> None:
+    """Though the error of a meeting that failed may still hold the point."""
+    point = rendezvous.MeetingPoint.open(World(1, 2, LOCAL), 30)
+    ports = point.store.port, point.listener.port
+    init = GlooInit(LOCAL, *ports, point.token, 1, 1, 100)
+    with pytest.raises(RuntimeError, match="rank 1 did not come within") as failed:
+        rendezvous.meet(init, RankAssignment(1, 2, 0), point, "", 1)
+    point.close()
+    again = rendezvous.MeetingPoint.open(World(1, 2, LOCAL, ports=ports), 30)
+    assert (again.store.port, again.listener.port) == ports
+    again.close()
+    assert failed.value
 
 
 def test_an_address_of_another_host_is_no_place_to_meet() -> None:

@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 
-from bus.errors import WavebusError
+from bus.errors import UpdateFailed, WavebusError
 from bus.messages import GroupAck, NackCode, Step
 from bus.weight_transfer.base import Sender
 from trainer_agent.connection import Connection
@@ -95,6 +95,33 @@ def test_engines_hear_in_order_what_was_sent() -> None:
 
     asyncio.run(scenario())
     assert [seq for name, seq in told if name == "ChunkSent"] == list(range(CHUNKS))
+
+
+@pytest.mark.parametrize("which", ["queue", "transfer"])
+def test_a_chunk_that_can_not_be_sent_fails_the_update(which: str) -> None:
+    """As an engine's refusal does, with the chunk and the update."""
+
+    def broken(_: int) -> None:
+        raise WavebusError("the broadcast broke: e1 is gone")
+
+    class Answered(Steps):
+        async def send_chunk(self, message: WeightChunkMeta | ChunkSent) -> GroupAck:  # noqa: ARG002
+            return GroupAck(Step.CHUNK, "u1", 0, 1, (), 0, "", 0.0, 0.0, 0.0, (), ())
+
+    async def scenario() -> None:
+        sender = Queueing()
+        setattr(sender, which, broken)
+        stream = ChunkStream(
+            as_source({"w": torch.zeros(16)}), sender, chunk_bytes=64, verify="off"
+        )
+        stream.connection = Connection("", role="trainer", name="t", group="g", timeout_s=LIMIT_S)
+        update: Any = Running()
+        with pytest.raises(UpdateFailed, match=r"transfer_failed: .*e1 is gone") as failed:
+            await stream.send(update, Answered(stream.connection, lease_ms=1, timeout_s=LIMIT_S))
+        nack = failed.value.nack
+        assert (nack.update_id, nack.step, nack.chunk) == ("u1", "chunk", 0)
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
 
 
 class Busy(Sender):

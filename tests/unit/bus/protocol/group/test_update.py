@@ -289,7 +289,7 @@ def test_who_is_overdue_or_dead_falls_out_before_the_first_chunk_too(
 
 
 @pytest.mark.parametrize("lost", [False, True])
-@pytest.mark.parametrize("state", [_S.ARMING, _S.STARTING])
+@pytest.mark.parametrize("state", [_S.ARMING, _S.ARMED, _S.STARTING])
 def test_nobody_enters_a_collective_without_who_is_overdue_or_lost(
     state: UpdateState, *, lost: bool
 ) -> None:
@@ -297,8 +297,9 @@ def test_nobody_enters_a_collective_without_who_is_overdue_or_lost(
     trainer hears that it needs another communicator."""
     update = UpdateMachine()
     update.arm(replace(ARM, communicator=5), MEMBERS, 0.0)
-    if state is _S.STARTING:
+    if state is not _S.ARMING:
         all_ack(update, Step.ARM)
+    if state is _S.STARTING:
         update.start(UpdateStart("u1"), 1.0)
     if lost:
         asked = update.on_lost("e1", OVERDUE, 9.0)
@@ -306,7 +307,7 @@ def test_nobody_enters_a_collective_without_who_is_overdue_or_lost(
         asked = update.on_refused("e1", OVERDUE, 9.0, overdue=True)
     assert asked[-1] == Ask(Abort("u1", OVERDUE.detail), ("e0",))
     (failed,) = update.on_ack("e0", ack(Step.ABORT), 9.0)
-    code = NackCode.TIMEOUT if state is _S.STARTING else NackCode.TRANSFER_CLOSED
+    code = NackCode.TRANSFER_CLOSED if state is _S.ARMING else NackCode.TIMEOUT
     assert failed == StepFailed(Step.ABORT, replace(OVERDUE, code=code))
 
 
