@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.sampling import ROOT, Touch, changed_files, is_sampled, mirrors
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NAMES = [f"tests/test_{number}.py::test[{number}]" for number in range(3000)]
 COMMITS = [f"{number:040x}" for number in range(40)]
