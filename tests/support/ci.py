@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from tests.support.sampling import Touch, changed_files, is_sampled
+from tests.support.sampling import ROOT, Touch, changed_files, is_sampled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -61,10 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
 class Sample:
     """Leaves out what is not sampled."""
 
-    def __init__(self, commit: str) -> None:
+    def __init__(self, commit: str, root: Path = ROOT) -> None:
         self._commit = commit
-        self._changed = changed_files(commit)
-        self._touch = Touch(self._changed)
+        self._changed = changed_files(commit, root)
+        self._touch = Touch(self._changed, root)
         self._all = os.environ.get("WAVEBUS_SAMPLE_ALL") == "1"
 
     @pytest.hookimpl(trylast=True)  # after -m and -k

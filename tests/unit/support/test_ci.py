@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.ci import FOLDER, MOST_AGAIN, without_ci
+from tests.support.sampling import is_sampled
+from tests.unit.support._repository import Repository
 
 ROOT = Path(__file__).resolve().parents[3]
 # A test that fails the first time only leaves a file.
@@ -47,6 +49,32 @@ def test_broken():
 @pytest.mark.parametrize("number", range(100))
 def test_many(number):
     once(f"many{number}")
+"""
+
+SAMPLED = """
+import pytest
+
+@pytest.mark.ci
+@pytest.mark.parametrize("number", range(30))
+def test_ci(number):
+    pass
+
+def test_other():
+    pass
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.one_in(10, {f"{n}.patch"})) for n in range(30)]
+)
+def test_mutant(number):
+    pass
+"""
+CONFTEST = """
+from pathlib import Path
+from tests.support.ci import Sample
+
+def pytest_configure(config):
+    here = Path(__file__).parent
+    config.pluginmanager.register(Sample((here / "commit").read_text(), here))
 """
 
 
@@ -111,3 +139,37 @@ def test_where_many_fail_none_is_flaky(project: Path) -> None:
     assert code == 1, output
     assert MOST_AGAIN < 100
     assert files["flaky"] == []
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")])
+@pytest.mark.parametrize("changed", ["README.md", "tests/test_it.py", "3.patch"])
+def test_a_sample_is_run_and_counted(
+    tmp_path: Path, options: tuple[str, ...], changed: str
+) -> None:
+    (tmp_path / "ci").mkdir()
+    repository = Repository(tmp_path)
+    markers = "[pytest]\nmarkers =\n    ci\n    one_in\n"
+    repository.commit({"tests/test_it.py": SAMPLED, "conftest.py": CONFTEST, "pytest.ini": markers})
+    text = f"{SAMPLED}\n" if changed.endswith(".py") else "x"
+    commit = repository.commit({changed: text}, hours=13)
+    (tmp_path / "commit").write_text(commit)
+    code, output, files = run(tmp_path, "test", *options, "-rA")
+    assert code == 0, output
+    ran = set(re.findall(r"^PASSED (\S+)", output, re.MULTILINE))
+
+    def sample(name: str, parts: int) -> set[str]:
+        names = [f"tests/test_it.py::{name}[{number}]" for number in range(30)]
+        return {each for each in names if is_sampled(each, commit, parts)}
+
+    ci, mutants = sample("test_ci", 3), sample("test_mutant", 10)
+    by_hash = [len(ci), len(mutants)]
+    if changed == "3.patch":
+        mutants.add("tests/test_it.py::test_mutant[3]")
+    if changed.endswith(".py"):
+        ci = {f"tests/test_it.py::test_ci[{number}]" for number in range(30)}
+    assert ran == {*ci, *mutants, "tests/test_it.py::test_other"}
+    assert files["sampled"] == [
+        f"{kind}: {len(names)} of 30 run: {hashed} by the commit's hash, "
+        f"{len(names) - hashed} for what 1 files touch"
+        for kind, names, hashed in zip(("marked ci", "tests"), (ci, mutants), by_hash, strict=True)
+    ]

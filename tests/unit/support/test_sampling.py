@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.sampling import ROOT, Touch, changed_files, is_sampled, mirrors
+from tests.unit.support._repository import Repository
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,37 +32,6 @@ def test_each_test_is_of_one_part_and_commits_choose_among_these(parts: int) -> 
 def test_a_commit_has_the_same_sample_everywhere() -> None:
     chosen = [number for number in range(12) if is_sampled(NAMES[number], COMMITS[0], 3)]
     assert chosen == [1, 3, 4, 8, 9]
-
-
-class Repository:
-    """A project under git, whose commits are made at chosen times."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.now = datetime(2026, 1, 1, tzinfo=UTC)
-        self._git("init", "-q")
-
-    def commit(self, files: dict[str, str], *, hours: float = 0) -> str:
-        """Write files, commit so many hours after the commit before, and return its hash."""
-        self.now += timedelta(hours=hours)
-        for name, text in files.items():
-            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.root / name).write_text(text)
-        self._git("add", ".")
-        self._git("commit", "-q", "-m", "x")
-        return self._git("rev-parse", "HEAD").strip()
-
-    def _git(self, *arguments: str) -> str:
-        when = self.now.isoformat()
-        who = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
-        return subprocess.run(
-            ["git", *who, *arguments],
-            cwd=self.root,
-            env={"PATH": "/usr/bin:/bin", "GIT_COMMITTER_DATE": when, "HOME": str(self.root)},
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
 
 
 PROJECT = {
