@@ -150,6 +150,7 @@ def copy_packages(folder: Path) -> None:
 
 
 def run_suite(
+    whole: Path,
     folder: Path,
     suite: tuple[str, ...],
     patch: Path | None = None,
@@ -157,8 +158,9 @@ def run_suite(
     chosen: str = "",
     limit_s: float = LIMIT_S,
 ) -> Run:
-    """Copy the packages, break them, and run the suite there, or what is ``chosen`` of it."""
-    copy_packages(folder)
+    """Break a copy of the packages, and run the suite there, or what is ``chosen`` of it."""
+    # Links are enough: a patched file is a new one, and nothing else is written.
+    shutil.copytree(whole, folder, copy_function=os.link, dirs_exist_ok=True)
     if patch is not None:
         applied = subprocess.run(
             ["git", "apply", "--whitespace=nowarn", str(patch)],
@@ -197,6 +199,8 @@ def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Run]]]:
     """What was chosen, begun some at a time; each test waits for its own."""
+    whole = tmp_path_factory.mktemp("whole")
+    copy_packages(whole)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         begun: dict[str, Future[Run]] = {}
         items = [each for each in request.session.items if isinstance(each, pytest.Function)]
@@ -211,11 +215,13 @@ def runs(
             files, chosen = all_suites(patches or PATCHES)
             suite = ("-n", "2", "--dist", "worksteal", *files)
             folder = tmp_path_factory.mktemp("copy")
-            begun[""] = pool.submit(run_suite, folder, suite, chosen=chosen, limit_s=WHOLE_LIMIT_S)
+            begun[""] = pool.submit(
+                run_suite, whole, folder, suite, chosen=chosen, limit_s=WHOLE_LIMIT_S
+            )
         for patch in patches:
             suite = header_of(patch).suite
             folder = tmp_path_factory.mktemp("copy")
-            begun[patch.stem] = pool.submit(run_suite, folder, suite, patch)
+            begun[patch.stem] = pool.submit(run_suite, whole, folder, suite, patch)
         yield begun
         for future in begun.values():
             future.cancel()

@@ -141,18 +141,35 @@ def test_where_many_fail_none_is_flaky(project: Path) -> None:
     assert files["flaky"] == []
 
 
+def a_project(folder: Path, changed: str) -> str:
+    """Its last commit, 13 hours after the first, changes one file; return that commit's hash."""
+    (folder / "ci").mkdir()
+    repository = Repository(folder)
+    markers = "[pytest]\nmarkers =\n    ci\n    one_in\n"
+    repository.commit({"tests/test_it.py": SAMPLED, "conftest.py": CONFTEST, "pytest.ini": markers})
+    text = f"{SAMPLED}\n" if changed.endswith(".py") else "x"
+    commit = repository.commit({changed: text}, hours=13)
+    (folder / "commit").write_text(commit)
+    return commit
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")])
+def test_a_sample_may_be_empty(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """As it is of a file of few tests."""
+    commit = a_project(tmp_path, "README.md")
+    names = (f"tests/test_it.py::test_mutant[{number}]" for number in range(10, 30))
+    left = next(name for name in names if not is_sampled(name, commit, 10))
+    code, output, files = run(tmp_path, f"test_mutant and {left[-3:-1]}", *options)
+    assert code == 0, output
+    assert files["sampled"][0].startswith("tests: 0 of 1 run")
+
+
 @pytest.mark.parametrize("options", [(), ("-n", "2")])
 @pytest.mark.parametrize("changed", ["README.md", "tests/test_it.py", "3.patch"])
 def test_a_sample_is_run_and_counted(
     tmp_path: Path, options: tuple[str, ...], changed: str
 ) -> None:
-    (tmp_path / "ci").mkdir()
-    repository = Repository(tmp_path)
-    markers = "[pytest]\nmarkers =\n    ci\n    one_in\n"
-    repository.commit({"tests/test_it.py": SAMPLED, "conftest.py": CONFTEST, "pytest.ini": markers})
-    text = f"{SAMPLED}\n" if changed.endswith(".py") else "x"
-    commit = repository.commit({changed: text}, hours=13)
-    (tmp_path / "commit").write_text(commit)
+    commit = a_project(tmp_path, changed)
     code, output, files = run(tmp_path, "test", *options, "-rA")
     assert code == 0, output
     ran = set(re.findall(r"^PASSED (\S+)", output, re.MULTILINE))
