@@ -154,7 +154,8 @@ class SecondRuns:
                         del reporter.stats[kind]
                     reporter.stats.setdefault("flaky", []).append(report)
         record("flaky", self._flaky)
-        record("passed", sorted(self._passed - self._failed.keys()))
+        if os.environ.get("WAVEBUS_SAMPLE_ALL") != "1":  # mutants run on the older vLLM
+            record("passed", sorted(self._passed - self._failed.keys()))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for test in self._flaky:
