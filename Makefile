@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 NEXT := .venv-next
 DOCS := .venv-docs
 SOURCES := bus sidecar trainer_agent tests examples
-# What `make test` and `make test-fast` run. CI runs more: make test TESTS='not slow'
+# What `make test` and `make test-fast` run. CI runs a third of those marked ci beside them:
+# WAVEBUS_SAMPLE=COMMIT make test TESTS='not slow'
 TESTS := not slow and not ci
 TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
@@ -34,8 +35,9 @@ test-next: $(NEXT)/.vllm-next
 	$(NEXT)/bin/python -m pytest -q -m 'not slow' $(TWO_FILES) --ignore-glob='*/test_dp_*' tests/vllm
 	$(NEXT)/bin/python -m pytest -q -m 'not slow or own_coordinator' tests/vllm/test_dp_*.py
 
-# What CI has time for of that: staged, also in lockstep, in process, and vLLM's trainer engines. The
+# What CI runs a part of; all of it if an adapter to vLLM has changed: staged, also in lockstep, in process, and vLLM's trainer engines. The
 # rest is in `make slow`.
+ci-next: export WAVEBUS_SAMPLE_ALL := 1
 ci-next: $(NEXT)/.vllm-next
 	$(NEXT)/bin/python -m pytest -q -m 'not slow' $(TWO_FILES) tests/vllm/test_engine_inprocess.py \
 		tests/vllm/test_vllm_sources.py tests/vllm/test_trainer_engine.py \
@@ -47,7 +49,7 @@ ci-next: $(NEXT)/.vllm-next
 # `make slow` all.
 test-fast: $(VENV)/.test lint layers
 	$(BIN)/mypy & types=$$!; \
-	WAVEBUS_MODEL_SHARE=0.2 $(BIN)/python -m pytest -q -m '$(TESTS)' -n 3 --dist worksteal \
+	WAVEBUS_MODEL_SHARE=$${WAVEBUS_MODEL_SHARE:-0.2} $(BIN)/python -m pytest -q -m '$(TESTS)' -n 3 --dist worksteal \
 		--ignore=tests/vllm --ignore=tests/mutants --ignore=tests/slow; tests=$$?; \
 	wait $$types && exit $$tests
 

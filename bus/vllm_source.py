@@ -61,6 +61,7 @@ class SourceTree:
         self._changed = dict(changed or {})
         self._modules: dict[str, ast.Module | None] = {}
         self._printed: dict[Node, str] = {}
+        self._named: dict[Node, dict[str, list[ast.stmt]]] = {}
         self._unreadable: set[str] = set()
 
     @classmethod
@@ -96,6 +97,7 @@ class SourceTree:
             if self.module_path(name) not in texts:
                 other._modules[name] = node
         other._printed = self._printed
+        other._named = self._named
         return other
 
     def source(self, target: str) -> str | None:
@@ -171,15 +173,22 @@ class SourceTree:
 
     def _top_level(self, module: str, name: str, imports: int) -> tuple[str, Node | None]:
         tree = self._module(module)
-        for node in _statements(tree.body if tree is not None else ()):
-            if _defines(node, name):
+        for node in self._statements_of(tree, name) if tree is not None else ():
+            if not isinstance(node, ast.ImportFrom):
                 return module, node
-            if isinstance(node, ast.ImportFrom) and imports:
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        origin = self._origin(module, node)
-                        return self._top_level(origin, alias.name, imports - 1)
+            if imports:
+                named = {alias.asname or alias.name: alias.name for alias in node.names}
+                return self._top_level(self._origin(module, node), named[name], imports - 1)
         return module, None
+
+    def _statements_of(self, owner: ast.Module | ast.ClassDef, name: str) -> list[ast.stmt]:
+        """Returns the statements of a module or class that define or import a name, in order."""
+        if owner not in self._named:
+            found = self._named[owner] = {}
+            for node in _statements(owner.body):
+                for each in _names(node):
+                    found.setdefault(each, []).append(node)
+        return self._named[owner].get(name, [])
 
     def _origin(self, module: str, node: ast.ImportFrom) -> str:
         """Returns the module that a ``from ... import`` in ``module`` names."""
@@ -193,8 +202,8 @@ class SourceTree:
     def _attribute(self, module: str, owner: Node, name: str) -> tuple[str, Node | None]:
         if not isinstance(owner, ast.ClassDef):
             return module, None
-        for node in _statements(owner.body):
-            if _defines(node, name):
+        for node in self._statements_of(owner, name):
+            if not isinstance(node, ast.ImportFrom):
                 return module, node
         for base in owner.bases:
             if isinstance(base, ast.Subscript):
@@ -218,16 +227,18 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _statements(node.body)
 
 
-def _defines(node: Node, name: str) -> bool:
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return node.name == name
-    if isinstance(node, ast.Assign):
-        return any(isinstance(each, ast.Name) and each.id == name for each in node.targets)
-    return (
-        isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and node.target.id == name
-    )
+def _names(node: ast.stmt) -> list[str]:
+    """Returns the names that a statement defines or imports from another module."""
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return [name]
+        case ast.Assign(targets=targets):
+            return [each.id for each in targets if isinstance(each, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+        case ast.ImportFrom(names=aliases):
+            return [alias.asname or alias.name for alias in aliases]
+    return []
 
 
 def short_name(target: str) -> str:

@@ -24,6 +24,12 @@ settings.register_profile(
 settings.load_profile("patient")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """CI runs a part of some tests, and runs again what fails."""
+    if os.environ.get("WAVEBUS_SAMPLE") or os.environ.get("WAVEBUS_CI"):
+        config.pluginmanager.import_plugin("tests.support.ci")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Add to a failed test's report what the processes have logged that it may have used."""

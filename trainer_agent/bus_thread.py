@@ -7,8 +7,8 @@ import contextlib
 import functools
 import sys
 import threading
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeAlias, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
@@ -25,6 +25,8 @@ _ExcInfo: TypeAlias = (
     "tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]"
 )
 Client = TypeVar("Client", bound=contextlib.AbstractAsyncContextManager[Any])
+
+_SIGNALS_S: Final = 0.5
 
 
 @contextlib.contextmanager
@@ -60,6 +62,18 @@ def event_loop_thread() -> Iterator[BlockingPortal]:
             with contextlib.suppress(RuntimeError):  # its loop has ended
                 portal.call(portal.stop, failed)
             thread.join()
+
+
+def wait_for(future: Future[T]) -> T:
+    """Waits for a future's result, and handles signals meanwhile.
+
+    Python runs signal handlers in the main thread, between two steps of its code. If another thread
+    receives the signal, or the main thread receives it just before it starts to wait, nothing ends
+    the wait. So the wait is interrupted regularly.
+    """
+    while not future.done():
+        wait([future], timeout=_SIGNALS_S)
+    return future.result()
 
 
 class BusThread(Generic[Client]):
@@ -127,7 +141,7 @@ class BusThread(Generic[Client]):
                 future = portal.start_task_soon(run)
             except RuntimeError as error:  # closed meanwhile
                 raise BusClosed(str(error)) from None
-            return future.result()
+            return wait_for(future)
         except KeyboardInterrupt:  # perhaps before the future exists, while the task runs
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 if portal.call(cancel):

@@ -64,6 +64,13 @@ async def a_trainer(engine: Held, what: str) -> AsyncIterator[tuple[Proc, Proc]]
                 yield trainer, broker
 
 
+def go_on(trainer: Proc) -> None:
+    """Let it take its next step, which would change the calls before they are looked at."""
+    assert trainer.process.stdin is not None
+    trainer.process.stdin.write("\n")
+    trainer.process.stdin.flush()
+
+
 @pytest.mark.parametrize("what", ["paused", "update"])
 def test_an_interrupt_undoes_what_was_begun(what: str) -> None:
     """The pause that was under way is completed and resumed; and the trainer goes on."""
@@ -77,6 +84,7 @@ def test_an_interrupt_undoes_what_was_begun(what: str) -> None:
             engine.let_go.set()
             assert await asyncio.to_thread(trainer.first_line) == "KeyboardInterrupt"
             assert engine.calls == ["pause", "resume"]
+            go_on(trainer)
             assert int(await asyncio.to_thread(trainer.first_line)) >= 1
             assert engine.calls == ["pause", "resume"] * 2
             assert await asyncio.to_thread(trainer.wait) == 0
@@ -98,9 +106,8 @@ def test_a_trainer_that_was_missed_in_its_sleep_updates_again() -> None:
             await asyncio.to_thread(broker.wait_event, "peer_lost", peer="trainer")
             await asyncio.to_thread(broker.wait_event, "resumed")
             trainer.signal(SIGCONT)
-            assert trainer.process.stdin is not None
-            trainer.process.stdin.write("\n")
-            trainer.process.stdin.flush()
+            go_on(trainer)  # in its sleep
+            go_on(trainer)  # after it
             told = [await asyncio.to_thread(trainer.first_line) for _ in range(4)]
             assert {told[0], told[2]} <= {"UpdateFailed", "Refused"}
             assert 1 <= int(told[1]) < int(told[3])

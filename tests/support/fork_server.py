@@ -24,6 +24,8 @@ import struct
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -46,6 +48,25 @@ IMPORTED: Final = (
     *("bus.runtime.broker_server", "sidecar.embedded.parallel.core", "sidecar.sidecar"),
     "trainer_agent",
 )
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Template:
+    """What a server has imported, which those that it forks share.
+
+    Attributes:
+        imported: modules.
+        path: where they lie, if not among the installed ones.
+    """
+
+    imported: tuple[str, ...]
+    path: tuple[str, ...] = ()
+
+
+WAVEBUS: Final = Template(
+    IMPORTED, (str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+)
 _MOST_BYTES: Final = 1 << 20
 _NUMBER: Final = struct.Struct("=i")
 
@@ -63,10 +84,17 @@ class ForkedProcess:
         argv: the interpreter, then ``-m`` and a module or the path of a script, then arguments.
         env: the whole environment.
         stdin: ``subprocess.PIPE``, or None for that of this process.
+        template: what it finds imported.
     """
 
     def __init__(
-        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdin: int | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        stdin: int | None = None,
+        template: Template = WAVEBUS,
     ) -> None:
         self.args = argv
         self.returncode: int | None = None
@@ -81,7 +109,9 @@ class ForkedProcess:
         order: dict[str, Any] = {"argv": argv[1:], "env": dict(env), "cwd": str(cwd)}
         order["hang_up"] = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         ends = [its_in, its_out, its_err, its_status]
-        socket.send_fds(_server(os.getpid()), [json.dumps(order).encode()], ends)
+        with _STARTING:
+            server = _server(os.getpid(), template)
+        socket.send_fds(server, [json.dumps(order).encode()], ends)
         for end in filter(None, ends):
             os.close(end)
         self._lock = threading.Lock()
@@ -126,18 +156,45 @@ class ForkedProcess:
         return number
 
 
+def run_forked(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    timeout_s: float,
+    template: Template = WAVEBUS,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, as :func:`subprocess.run` does.
+
+    Raises:
+        subprocess.TimeoutExpired: it ran so long that it was killed.
+    """
+    process = ForkedProcess(argv, env=env, cwd=cwd, template=template)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr, ThreadPoolExecutor(2) as readers:
+        said = [readers.submit(stream.read) for stream in (process.stdout, process.stderr)]
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(argv, code, *(each.result() for each in said))
+
+
+_STARTING: Final = threading.Lock()
+
+
 @cache
-def _server(_pid: int) -> socket.socket:
+def _server(_pid: int, template: Template) -> socket.socket:
     """The server of this process, which ends with it; not that of the process that forked this."""
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(template.path)
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.fork_server", str(its.fileno())],
+        [sys.executable, __file__, str(its.fileno()), *template.imported],
         pass_fds=[its.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # neither a terminal, as those of its children are not
-        cwd=root,
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
     its.close()
@@ -146,9 +203,10 @@ def _server(_pid: int) -> socket.socket:
     return mine
 
 
-def _main(control: socket.socket) -> None:
+def _main(control: socket.socket, imported: Sequence[str]) -> None:
     """The server; and, once it has returned from :func:`_serve`, each of its children."""
-    for name in IMPORTED:
+    sys.path.pop(0)  # of this script
+    for name in imported:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"  # noqa: PTH208
     gc.collect()
@@ -162,10 +220,12 @@ def _main(control: socket.socket) -> None:
     os.environ.update(order["env"])
     program, *arguments = order["argv"]
     if program == "-m":
-        sys.argv, sys.path[0] = arguments, order["cwd"]
+        sys.argv = arguments
+        sys.path.insert(0, order["cwd"])
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv, sys.path[0] = [program, *arguments], str(Path(program).parent)
+        sys.argv = [program, *arguments]
+        sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
 
 
@@ -207,4 +267,4 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    _main(socket.socket(fileno=int(sys.argv[1])))
+    _main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -1,8 +1,8 @@
 """A trainer without an event loop that loses what it began, and begins again.
 
 Run as a script: ``goes_on.py BROKER WHAT``. WHAT is what it begins: ``paused``, ``update`` or
-``asleep``. It tells of an interrupt when it gets it, how what it began ended, then the version
-of its next update.
+``asleep``. It tells of an interrupt when it gets it, how what it began ended, and, after a line on
+its stdin, the version of its next update.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def main(address: str, what: str) -> None:
             ways[what]()
         except (KeyboardInterrupt, WavebusError) as error:
             tell(type(error).__name__)
+            sys.stdin.readline()
         tell(agent.update_weights(weights))
 
 

@@ -13,13 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
-from tests.support.fork_server import ForkedProcess, can_fork
+from tests.support.fork_server import ForkedProcess, can_fork, run_forked
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -185,13 +184,4 @@ def run_wavebus(
         return subprocess.run(
             argv, capture_output=True, text=True, cwd=cwd, timeout=timeout_s, check=False, env=whole
         )
-    process = ForkedProcess(argv, env=whole, cwd=cwd)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with process.stdout, process.stderr, ThreadPoolExecutor(2) as readers:
-        said = [readers.submit(stream.read) for stream in (process.stdout, process.stderr)]
-        try:
-            code = process.wait(timeout_s)
-        finally:
-            process.kill()
-        return subprocess.CompletedProcess(argv, code, *(each.result() for each in said))
+    return run_forked(argv, env=whole, cwd=cwd, timeout_s=timeout_s)

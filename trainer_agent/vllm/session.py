@@ -40,6 +40,7 @@ from bus import vllm_payloads
 from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusError
 from bus.messages import NackCode
 from bus.weight_transfer.allocation import ALONE
+from trainer_agent.bus_thread import wait_for
 from trainer_agent.failures import own_nack
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.rank_sync import wait_for_rank_zero
@@ -134,7 +135,7 @@ class TrainerEngineSession:
             coroutine.close()
             raise BusClosed("the agent was closed") from None
         try:
-            return future.result()
+            return wait_for(future)
         except CancelledError:
             raise BusClosed("the agent was closed") from None
         except BaseException:

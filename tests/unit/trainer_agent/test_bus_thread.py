@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
@@ -95,6 +97,28 @@ def test_a_call_that_is_interrupted_while_it_is_started_has_ended(
         with pytest.raises(KeyboardInterrupt):
             thread.work()
         assert thread.client.seen == ([] if before else ["work", "CancelledError"])
+
+
+def test_a_signal_that_another_thread_receives_interrupts_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It wakes nobody who waits for a lock. A stopped process that goes on, and a signal that comes
+    just before the wait, do the same."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Thread(Client()) as thread:
+            work = thread.client.work
+
+            async def interrupting() -> None:
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+                await work()
+
+            monkeypatch.setattr(thread.client, "work", interrupting)
+            with pytest.raises(KeyboardInterrupt):
+                thread.work()
+            assert thread.client.seen == ["work", "CancelledError"]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("before", [False, True])
