@@ -173,6 +173,10 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return []  # TRANSFER_INIT is repeated
         return self._transfer.open(msg_id, message)
 
+    def on_new_owner(self) -> None:
+        """Records that another trainer owns the group by now."""
+        self._transfer.on_new_owner()
+
     def arm(self, msg_id: int, message: m.Arm) -> list[c.SessionEffect]:
         """Executes an ARM, whose message id is ``msg_id``."""
         known = message.update_id == self.update_id
@@ -192,7 +196,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         order.require_target(draft=self._draft)
         manifest = manifest_of(message)
         order.require_base(self.version, self.partial)
-        self._transfer.require(message)
+        self._transfer.require(order)
         call = c.CallArm(manifest, order.target, message.staging)
         effects = self._begin(_E.ARM_ASKED, call, msg_id)
         self._order = order
@@ -220,6 +224,8 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         elif not paused:
             raise wrong_state("the engine runs; an update starts in a pause, or is staged")
         self._order.require_base(self.version, self.partial)
+        self._require_kept()
+        self._transfer.require(self._order)
         call = c.CallStart(bool(self.partial), self.target, message.staged)
         effects = self._begin(_E.START_ASKED, call, msg_id)
         self.staged = message.staged
