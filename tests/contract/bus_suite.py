@@ -138,22 +138,24 @@ async def out_of_reach(
     under_test: EngineUnderTest, **options: Any
 ) -> AsyncIterator[tuple[Links, Callable[[], AbstractAsyncContextManager[TrainerAgent]]]]:
     """A trainer has updated the engine and another one, and is gone; so is the engine, until its
-    links heal, with the transport that it has open. What makes the next trainer is given. The
-    engine's sidecar knows no other broker, so that nothing has to be waited for: the broker is
-    another one by now."""
+    links heal, with the transport that it has open. There is another broker by now, so that nobody
+    waits until one misses the engine. What makes the next trainer is given."""
     engine = cast("Engine", Borrowed(under_test))
     options = {"lease_ms": LEASE_MS, "verify": "off", **options}
-    async with contextlib.AsyncExitStack() as stack:
-        enter = stack.enter_async_context
+    async with contextlib.AsyncExitStack() as later, contextlib.AsyncExitStack() as peers:
         async with a_broker() as (_, address):
-            links = await enter(Links(int(address.rpartition(":")[2]), lambda _: None))
-            await enter(Sidecar(engine, broker=links.address, name="engine"))
-            await enter(Sidecar(Taker(), broker=address, name="other"))
+            port = int(address.rpartition(":")[2])
+            links = await peers.enter_async_context(Links(port, lambda _: None))
+            for name, each, broker in (
+                ("engine", engine, links.address),
+                ("other", Taker(), address),
+            ):
+                await peers.enter_async_context(Sidecar(each, broker=broker, name=name))
             async with TrainerAgent(address, name="first", **options) as first:
                 await first.wait_for_engines(2)
                 await first.update_weights(under_test.other_weights(61))
             links.cut("engine")
-        await enter(a_broker(address))
+        await later.enter_async_context(a_broker(address))
         yield links, lambda: TrainerAgent(address, name="second", **options)
 
 

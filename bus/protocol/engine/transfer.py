@@ -90,7 +90,7 @@ class EngineTransfer:
         self._open = None
 
     def require(self, update: UpdateSpec) -> None:
-        """Checks that the transport of an update is open.
+        """Checks that the transport of an update is open, and binds the update to it.
 
         Raises:
             Declined: code ``transfer_closed``: none is open, or another one.
@@ -105,6 +105,7 @@ class EngineTransfer:
         elif not update.transfer and opened != self._asked:  # of a peer that is a version older
             field, found = "transfer", "the transport of an earlier trainer is open here"
         else:
+            update.transfer = opened.update_id
             return
         hint = "send TRANSFER_INIT first"
         raise decline(NackCode.TRANSFER_CLOSED, found, field=field, hint=hint)

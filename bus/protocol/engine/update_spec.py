@@ -40,7 +40,8 @@ class UpdateSpec:
         backend: the transport that brings it.
         base: the version that a patch is a difference from; 0: no patch.
         communicator: the number of the transport's communicator; 0: no collectives.
-        transfer: the id of the TRANSFER_INIT that opened the transport.
+        transfer: the id of the TRANSFER_INIT that opened the transport; empty until the transport
+            is found open, if ARM does not name it.
         staging: how the update may be staged; None: it may not.
         armed: the engine's answer to an ARM with ``staging``.
     """
