@@ -3,7 +3,6 @@ commits what another sender has left in its memory."""
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,8 @@ from bus.protocol.engine.calls import CallOpenTransfer
 from tests.model._play import Play, Schedule, play_all, reached, schedules
 
 if TYPE_CHECKING:
+    import random
+
     from tests.sim.engine import SimEngine
     from tests.sim.trainer import SimTrainer
 
@@ -113,9 +114,7 @@ class TransferPlay(Play):
         trainer = super()._add_trainer(name)
         trainer.keep_last = self.schedule.seed // 64 % 4 == 0
         if self.schedule.seed // 128 % 2:
-            trainer.staging = Staging(
-                required=False, budget_bytes=0, keep=False, clear_cache=True
-            )
+            trainer.staging = Staging(required=False, budget_bytes=0, keep=False, clear_cache=True)
         return trainer
 
 
