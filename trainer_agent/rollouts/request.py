@@ -36,8 +36,8 @@ _OUTPUT_ALONE: Final = (
     "repetition_detection",
     "extra_args",
 )
-# Odd, so that each count of tokens gives another seed also where only its low 32 bits are used, as by
-# torch's generator on CPUs.
+# Odd, so that each count of tokens gives another seed also where only the low 32 bits are used, as
+# by torch's generator on CPUs.
 _SEED_STEP: Final = 0x9E37_79B9_7F4A_7C15
 
 _Token = Annotated[int, Meta(ge=0)]
