@@ -122,10 +122,7 @@ class Updater:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._expected = core.model.expected
-        frequencies = rotary_frequencies(core.model.config)
-        self._unloaded = UnloadedTensors(
-            next(iter(self._expected.optional), ""), lambda _name: frequencies
-        )
+        self._unloaded = _unloaded_tensors(core.model)
         self._state = UpdaterState.IDLE
         self._armed: Manifest | None = None
         self._manifest: Manifest | None = None
@@ -362,6 +359,11 @@ class Updater:
         if self._received_seq is not None and self._receiver is not None:
             self._receiver.release()
         self._received_seq = None
+
+
+def _unloaded_tensors(model: ModelRunner) -> UnloadedTensors:
+    frequencies = rotary_frequencies(model.config)
+    return UnloadedTensors(next(iter(model.expected.optional), ""), lambda _name: frequencies)
 
 
 def _wrong_state(detail: str) -> EngineError:

@@ -48,8 +48,15 @@ if TYPE_CHECKING:
     from trainer_agent.options import UpdateOptions
     from trainer_agent.update.plan import UpdatePlan
     from trainer_agent.update.steps import Steps
-    from trainer_agent.update.transport import Transport
     from trainer_agent.weights.snapshot import Snapshot, WeightsCopy
+
+
+class OpenTransport(Protocol):
+    """The transport that brings an update's weights: :class:`trainer_agent.update.transport`."""
+
+    backend: str
+    communicator: int
+    opening: str
 
 
 class Updates:
@@ -257,7 +264,7 @@ class Update:
     ) -> None:
         await self.end(exc)
 
-    async def arm(self, plan: UpdatePlan, transport: Transport, label: str) -> None:
+    async def arm(self, plan: UpdatePlan, transport: OpenTransport, label: str) -> None:
         """Makes every engine check the manifest, and wake sleeping weights.
 
         Args:

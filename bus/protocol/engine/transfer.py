@@ -31,13 +31,18 @@ if TYPE_CHECKING:
 
 
 class EngineTransfer:
-    """Opens the transport of the engine ``name``; adds the engine calls to ``queue``."""
+    """Opens the transport of the engine ``name``; adds the engine calls to ``queue``.
+
+    Attributes:
+        epoch: the fencing epoch of the command that is executed.
+    """
 
     def __init__(self, queue: CallQueue, name: str) -> None:
         self._queue = queue
         self._name = name
         self._open: CallOpenTransfer | None = None
-        self._asked: CallOpenTransfer | None = None  # the last one, by the present owner
+        self._asked: tuple[CallOpenTransfer, int] | None = None  # the last one, and its epoch
+        self.epoch = 0
 
     def open(self, msg_id: int, message: TransferInit) -> list[SessionEffect]:
         """Opens the transport of a TRANSFER_INIT, whose message id is ``msg_id``.
@@ -50,14 +55,10 @@ class EngineTransfer:
         opening = self._opening(message)
         if self._open == opening:
             return [ack(msg_id, Step.TRANSFER_INIT, opening.update_id)]
-        self._open, self._asked = None, opening
+        self._open, self._asked = None, (opening, self.epoch)
         if opening not in self._queue:
             self._queue.add(opening, msg_id)
         return []
-
-    def on_new_owner(self) -> None:
-        """Records that another trainer owns the group by now."""
-        self._asked = None
 
     def is_open(self, message: TransferInit) -> bool:
         """Whether the open transport is the one of this TRANSFER_INIT.
@@ -102,7 +103,7 @@ class EngineTransfer:
             field, found = "communicator", "the transport was made for another communicator"
         elif update.transfer and update.transfer != opened.update_id:
             field, found = "transfer", f"an earlier transport, {opened.update_id}, is open here"
-        elif not update.transfer and opened != self._asked:  # of a peer that is a version older
+        elif not update.transfer and self._asked != (opened, self.epoch):  # of a peer that is a version older
             field, found = "transfer", "the transport of an earlier trainer is open here"
         else:
             update.transfer = opened.update_id
