@@ -130,6 +130,9 @@ class Arm(Message):
         staging: how the update may be staged; None: it is loaded in a pause.
         default_quorum: True: the user has not chosen ``quorum``, so the broker raises it to all DP
             groups if some engines prefill for others.
+        transfer: the id of the TRANSFER_INIT that opened the transport. An engine that has any
+            other transport open refuses with ``transfer_closed``. Empty: from a peer that is one
+            wire version older.
     """
 
     update_id: UpdateId
@@ -150,6 +153,7 @@ class Arm(Message):
     scope: Scope = ()
     staging: Staging | None = None
     default_quorum: bool = False
+    transfer: UpdateId = ""
 
     def without_tensors(self) -> Arm:
         """Returns the same ARM with the digest in place of the tensors."""

@@ -357,6 +357,11 @@ class Qwen3(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
 
+def rotary_frequencies(config: Qwen3Config) -> Tensor:
+    """Returns the angle per position of each pair of a head's elements, [head_dim / 2]."""
+    return config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+
+
 def rope_of(places: Tensor, config: Qwen3Config) -> Rope:
     """Returns rotary cosines and sines, both of shape [..., 1, head_dim], in float32.
 
@@ -366,8 +371,7 @@ def rope_of(places: Tensor, config: Qwen3Config) -> Rope:
         places: positions in tokens, [...].
         config: the network's sizes.
     """
-    speed = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-    angle = places[..., None, None].float() * speed
+    angle = places[..., None, None].float() * rotary_frequencies(config)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 

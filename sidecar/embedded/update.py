@@ -39,8 +39,10 @@ from bus.messages import NackCode
 from bus.weight_transfer.allocation import StagingCapacity, require_capacity
 from bus.weight_transfer.registry import make_receiver
 from sidecar.embedded.memory import ModelMemoryState
+from sidecar.embedded.qwen3 import rotary_frequencies
 from sidecar.embedded.weights import load_tensors
 from sidecar.transfer import check_delivered, check_room, check_sums, staging_capacity
+from sidecar.transfer.unloaded import UnloadedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -120,6 +122,7 @@ class Updater:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._expected = core.model.expected
+        self._unloaded = _unloaded_tensors(core.model)
         self._state = UpdaterState.IDLE
         self._armed: Manifest | None = None
         self._manifest: Manifest | None = None
@@ -187,6 +190,7 @@ class Updater:
         self._release()
         self._manifest, self._armed = self._armed, None
         self._loaded.clear()
+        self._unloaded.begin(self._manifest.names)
         self.staged = staged
         if staged:
             self._memory.allocate()
@@ -231,6 +235,7 @@ class Updater:
         """Copies the received chunk into the served parameters, in a pause."""
         self._require_received("load", seq)
         self._core.require_paused("load")
+        self._unloaded.check(self._received)
         self._foreign = True
         load_tensors(self._core.model.parameters, self._received)
         self._loaded.add(seq)
@@ -239,6 +244,7 @@ class Updater:
     def stage(self, seq: int) -> None:
         """Copies the received chunk into the second copy of the parameters."""
         self._require_received("load", seq)
+        self._unloaded.check(self._received)
         self._memory.load(self._received)
         self._loaded.add(seq)
         self._release()
@@ -353,6 +359,11 @@ class Updater:
         if self._received_seq is not None and self._receiver is not None:
             self._receiver.release()
         self._received_seq = None
+
+
+def _unloaded_tensors(model: ModelRunner) -> UnloadedTensors:
+    frequencies = rotary_frequencies(model.config)
+    return UnloadedTensors(next(iter(model.expected.optional), ""), lambda _name: frequencies)
 
 
 def _wrong_state(detail: str) -> EngineError:

@@ -15,21 +15,30 @@ import pytest
 
 from bus.errors import ManifestRefused, Refused, UsageError
 from bus.messages import NackCode, Resume
-from bus.weight_transfer.registry import receiver_backends
+from bus.weight_transfer.allocation import StagingCapacity
+from bus.weight_transfer.registry import make_receiver, receiver_backends
+from examples.own_backend import register as register_own_backend
 from sidecar import Sidecar
+from sidecar.bench.programs.stub_engines import StubEngine
 from sidecar.engine import Engine, EngineInfo
 from tests.contract.engine_suite import PROMPT, EngineUnderTest, Watch, contract
 from tests.support.broker import a_broker
+from tests.support.links import Links
 from trainer_agent import TrainerAgent
 from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
 
     from torch import Tensor
 
     from bus.messages import Escalation, SleepLevel
     from bus.runtime.broker_server import BrokerServer
+    from bus.weight_transfer.allocation import RankAssignment
+    from bus.weight_transfer.base import Receiver
+    from sidecar.engine import Chunk
+    from trainer_agent.options import How
 
 LEASE_MS = 20_000
 LOOK_S = 0.01
@@ -101,8 +110,101 @@ def falsified(weights: dict[str, Tensor], fault: str) -> tuple[dict[str, Tensor]
     return broken, "proj"
 
 
+class Taker(StubEngine):
+    """Takes every chunk from its transport, as an engine does, and has no weights."""
+
+    def __init__(self) -> None:
+        self._receiver: Receiver | None = None
+
+    async def start(self) -> EngineInfo:
+        return EngineInfo("stub", "test", "none", 0, 1, 1, receiver_backends(), "")
+
+    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
+        self._receiver = receiver = make_receiver(backend)
+        await asyncio.to_thread(receiver.open, params, place)
+        return 1
+
+    async def arm(self, *_: Any, **__: Any) -> StagingCapacity:
+        return StagingCapacity()
+
+    async def receive(self, chunk: Chunk) -> None:
+        assert self._receiver is not None
+        await asyncio.to_thread(self._receiver.receive, chunk.tensors, chunk.handle)
+        self._receiver.release()
+
+
+@contextlib.asynccontextmanager
+async def out_of_reach(
+    under_test: EngineUnderTest, **options: Any
+) -> AsyncIterator[tuple[Links, Callable[[], AbstractAsyncContextManager[TrainerAgent]]]]:
+    """A trainer has updated the engine and another one, and is gone; so is the engine, until its
+    links heal, with the transport that it has open. There is another broker by now, so that nobody
+    waits until one misses the engine. What makes the next trainer is given."""
+    engine = cast("Engine", Borrowed(under_test))
+    options = {"lease_ms": LEASE_MS, "verify": "off", **options}
+    async with contextlib.AsyncExitStack() as later, contextlib.AsyncExitStack() as peers:
+        async with a_broker() as (_, address):
+            port = int(address.rpartition(":")[2])
+            links = await peers.enter_async_context(Links(port, lambda _: None))
+            for name, each, broker in (
+                ("engine", engine, links.address),
+                ("other", Taker(), address),
+            ):
+                await peers.enter_async_context(Sidecar(each, broker=broker, name=name))
+            async with TrainerAgent(address, name="first", **options) as first:
+                await first.wait_for_engines(2)
+                await first.update_weights(under_test.other_weights(61))
+            links.cut("engine")
+        await later.enter_async_context(a_broker(address))
+        yield links, lambda: TrainerAgent(address, name="second", **options)
+
+
 class BusContract:
     """The suite. A subclass, or its module, has a fixture ``under_test``."""
+
+    @pytest.mark.parametrize("how", ["staged", "paused"])
+    @pytest.mark.parametrize("backend", ["shm", "gloo", "files"])
+    @contract
+    async def test_a_transport_of_a_trainer_that_is_gone_is_opened_anew(
+        self, under_test: EngineUnderTest, backend: str, how: How
+    ) -> None:
+        """Also if nothing is verified, and the sizes are the same."""
+        register_own_backend()
+        async with (
+            out_of_reach(under_test, backend=backend) as (links, another),
+            another() as agent,
+        ):
+            await agent.wait_for_engines(1)
+            await agent.update_weights(under_test.other_weights(62), how="paused")
+            links.heal()
+            await agent.wait_for_engines(2)
+            new = under_test.other_weights(63)
+            version = await agent.update_weights(new, how=how)
+            under_test.version, under_test.weights = version, new
+            report = agent.last_update
+            assert report is not None
+            assert (report.engines, report.excluded, report.how) == (2, (), how)
+            fresh = await under_test.generate(PROMPT, 16)
+            assert fresh.tokens == under_test.reference(new, PROMPT, 16)
+            assert fresh.weight_versions == [(version, 0, 16)]
+
+    @contract
+    async def test_a_first_chunk_that_is_larger_than_that_of_a_trainer_that_is_gone(
+        self, under_test: EngineUnderTest
+    ) -> None:
+        """It fits the transport that is opened anew."""
+        async with out_of_reach(under_test, chunk_bytes=20_000) as (links, another):
+            async with another() as agent:
+                await agent.wait_for_engines(1)
+                agent.chunk_bytes = 1 << 26
+                await agent.update_weights(under_test.other_weights(64), how="paused")
+                links.heal()
+                await agent.wait_for_engines(2)
+                new = under_test.other_weights(65)
+                under_test.version = await agent.update_weights(new)
+                under_test.weights = new
+            fresh = await under_test.generate(PROMPT, 16)
+            assert fresh.tokens == under_test.reference(new, PROMPT, 16)
 
     @contract
     async def test_update_weights_in_the_middle_of_a_request(

@@ -6,7 +6,8 @@ what must never be done: resumed without a completed pause, loaded while it gene
 a chunk loaded twice, unsent or unverified, committed half-loaded, generating with mixed
 weights, put to sleep while it generates, armed or loaded while its weights sleep, probed before
 it has finished, committed although its probes differ, resumed behind a closed admission, staged
-beside weights that are not whole, swapped before all is staged.
+beside weights that are not whole, swapped before all is staged, given a chunk while the memory
+of another sender than the chunk's is open to it.
 """
 
 from __future__ import annotations
@@ -356,6 +357,9 @@ class GroundTruth:
             self._refuse(f"chunk {call.seq} is received ahead of {sorted(self.staged)}")
         elif call.tensors != self.manifest.chunk(call.seq):
             self._refuse(f"chunk {call.seq} is not the one of the manifest")
+        sender, opened = call.handle.partition(b" ")[2], self.transfer
+        if sender and (opened is None or opened.params != sender):
+            self._refuse(f"chunk {call.seq} of sender {sender!r} is read over {opened}")
 
     def _mismatched(self, call: CallLoad) -> list[str]:
         """The tensors of what is staged that are not what was sent, as far as its sums say."""
@@ -384,7 +388,7 @@ class GroundTruth:
     def _end_chunk(self, call: CallReceive | CallLoad) -> None:
         assert self.manifest is not None
         if isinstance(call, CallReceive):
-            self.staged[call.seq] = int(call.handle)
+            self.staged[call.seq] = int(call.handle.partition(b" ")[0])
             return
         payload = self.staged.pop(call.seq)
         weights = (

@@ -42,6 +42,7 @@ def make_arm(
     canary: CanaryMode = "",
     scope: tuple[str, ...] = (),
     staging: Staging | None = None,
+    transfer: str = "",
 ) -> Arm:
     """ARM with this manifest; ``base`` is a patch's, ``scope`` a catch-up's."""
     return Arm(
@@ -63,11 +64,15 @@ def make_arm(
         scope,
         staging,
         default_quorum,
+        transfer,
     )
 
 
-def make_chunk(update_id: str, manifest: Manifest, seq: int, payload: int) -> WeightChunkMeta:
-    """One chunk; its handle says which weights it carries."""
+def make_chunk(
+    update_id: str, manifest: Manifest, seq: int, payload: int, sender: str = ""
+) -> WeightChunkMeta:
+    """One chunk; its handle says which weights it carries, and in which sender's memory they are;
+    empty: in that of whoever opened the transport."""
     metas = manifest.chunk(seq)
     return WeightChunkMeta(
         update_id,
@@ -76,7 +81,7 @@ def make_chunk(update_id: str, manifest: Manifest, seq: int, payload: int) -> We
         tuple(m.dtype for m in metas),
         tuple(m.shape for m in metas),
         tuple(m.size_bytes for m in metas),
-        str(payload).encode(),
+        f"{payload} {sender}".encode(),
     )
 
 

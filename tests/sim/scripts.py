@@ -246,6 +246,7 @@ class TrainerScripts(ABC):
         self._transfers = itertools.count(1)
         self._open = False
         self._communicator = 0
+        self._sender = self._opening = ""  # the params of the open transport, and its id
         self._stale: StaleEngines | None = None  # who catches up by what is under way
 
     @abstractmethod
@@ -370,7 +371,9 @@ class TrainerScripts(ABC):
             if not self._open:
                 yield from self._reopen()
             yield from self._step(self._pause_message(update_id, "keep"))
-            arm = make_arm(update_id, manifest, communicator=self._communicator)
+            arm = make_arm(
+                update_id, manifest, communicator=self._communicator, transfer=self._opening
+            )
             answers = yield (arm, UpdateStart(update_id))
             failed: WavebusError | None = None
             try:
@@ -394,6 +397,10 @@ class TrainerScripts(ABC):
             if isinstance(answer, Nack):
                 return Outcome("ask", "", error=refusal(answer))
         return Outcome("ask", "")
+
+    def close_transport(self) -> None:
+        """The next update opens its transport anew, as for larger chunks."""
+        self._open = False
 
     def new_update_id(self) -> str:
         return f"u{next(self._count)}-{self.boot:x}"
@@ -428,6 +435,7 @@ class TrainerScripts(ABC):
                 label=f"p{payload}",
                 backend="sim",
                 communicator=self._communicator,
+                transfer=self._opening,
             )
             try:
                 yield from self._ask_for(update, ask)
@@ -451,11 +459,11 @@ class TrainerScripts(ABC):
                 raise refusal(plan)
             assert isinstance(plan, TransferPlan)
             self._communicator = plan.communicator
-        params = f"{self.boot:x}-{next(self._transfers)}".encode()
+        self._sender = f"{self.boot:x}-{next(self._transfers)}"
+        self._opening = self.new_update_id()
+        params, scope = self._sender.encode(), self._scope
         yield from self._step(
-            TransferInit(
-                self.new_update_id(), "sim", params, self._communicator, 0, {}, self._scope
-            )
+            TransferInit(self._opening, "sim", params, self._communicator, 0, {}, scope)
         )
         self._open = True
 
@@ -473,7 +481,7 @@ class TrainerScripts(ABC):
             update,
             [
                 (
-                    make_chunk(update.id, manifest, number, payload),
+                    make_chunk(update.id, manifest, number, payload, self._sender),
                     make_sent(update.id, manifest, number, payload, verify=verify),
                 )
                 for number in range(manifest.chunks)
@@ -497,7 +505,7 @@ class TrainerScripts(ABC):
             for place, number in enumerate(
                 range(first, min(first + self.prefetch_depth, manifest.chunks))
             ):
-                batch.append(make_chunk(update_id, manifest, number, payload))
+                batch.append(make_chunk(update_id, manifest, number, payload, self._sender))
                 sent = make_sent(update_id, manifest, number, payload, verify=verify)
                 batch.append(Later(sent, (place + 1) * self.send_ms))
             yield from self._ask_together(batch, Acks())

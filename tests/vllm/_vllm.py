@@ -78,6 +78,8 @@ def boot_environment(folder: Path, *, rest_ms: float = 0) -> dict[str, str]:
         "wavebus_reader = _reader:register\n"
         "wavebus_piped = _piped:register\n"
         "wavebus_swap_hold = tests.support.swap_hold:hold_vllm\n"
+        "[wavebus.receivers]\n"
+        "files = examples.own_backend:FileReceiver\n"
     )
     path = [str(folder), str(root), str(Path(__file__).parent)]
     return {

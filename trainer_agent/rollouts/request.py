@@ -36,6 +36,9 @@ _OUTPUT_ALONE: Final = (
     "repetition_detection",
     "extra_args",
 )
+# Odd, so that each count of tokens gives another seed also where only the low 32 bits are used, as
+# by torch's generator on CPUs.
+_SEED_STEP: Final = 0x9E37_79B9_7F4A_7C15
 
 _Token = Annotated[int, Meta(ge=0)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -134,7 +137,7 @@ class RolloutRequest:
             # As engines do it: choice i of a request draws as a request of seed + i would.
             seed = params.seed + index
             if so_far and not limits.exact_seeds:
-                seed += len(so_far) << 32  # no draw is used twice
+                seed += len(so_far) * _SEED_STEP  # no draw is used twice
             sampling["seed"] = (seed + 2**63) % 2**64 - 2**63
         return {
             "request_id": f"{self.id}-{attempt}",

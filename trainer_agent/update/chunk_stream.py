@@ -28,6 +28,7 @@ from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import flat_task_group, run_to_end
 from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.source import Devices, as_described, tensor_metas
+from trainer_agent.weights.wrappers import require_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +72,9 @@ class ChunkStream:
     def __init__(
         self, source: WeightSource, sender: Sender, *, chunk_bytes: int, verify: Verify
     ) -> None:
-        self.plan = UpdatePlan.of_source(tensor_metas(source.metadata()), chunk_bytes=chunk_bytes)
+        metas = tensor_metas(source.metadata())
+        require_whole(metas)
+        self.plan = UpdatePlan.of_source(metas, chunk_bytes=chunk_bytes)
         self.buffer_bytes = self.plan.buffer_bytes(sender)
         self._remaining = iter(source)
         self._tensors = as_described(self.plan.metas, self._remaining)

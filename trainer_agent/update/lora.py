@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from trainer_agent.weights.source import Weights
 
 REQUIRED_KEYS: Final = ("r", "lora_alpha", "target_modules")
+# Trained beside lora_A and lora_B: whole modules, DoRA's magnitudes, embeddings, biases.
+_LOST: Final = re.compile(r"\.(?:modules_to_save|lora_(?:magnitude_vector|embedding_[AB]|bias))\.")
 # A module has every tensor under the name of PEFT's own adapter; a checkpoint leaves that out.
 _OF_MODULE: Final = re.compile(r"(\.lora_[AB])\.[^.]+\.weight\Z")
 
@@ -166,6 +168,12 @@ def adapter_tensors(source: Weights) -> dict[str, torch.Tensor]:
     """
     pairs: Any = as_source(source)
     if isinstance(source, torch.nn.Module):
+        lost = next((name for name, _ in source.named_parameters() if _LOST.search(name)), "")
+        if lost:
+            raise UsageError(
+                f"source: {lost} is a part of the adapter that engines can't take, and would be "
+                "lost: merge the adapter and send the model with update_weights()"
+            )
         pairs = [(name, tensor) for name, tensor in pairs if _OF_MODULE.search(name)]
     found: dict[str, torch.Tensor] = {}
     for name, tensor in pairs:

@@ -48,6 +48,7 @@ class Transport:
         ports: as given.
         backend: the backend of the open transport.
         communicator: the number of the open transport's communicator.
+        opening: the id of the TRANSFER_INIT that opened it, which tells it from any other one.
         is_foreign: whether the open transport is not the agent's own, but that of a vLLM trainer
             engine or of an adapter.
     """
@@ -68,6 +69,7 @@ class Transport:
         self.sender = sender
         self.backend = backend
         self.communicator = 0
+        self.opening = ""
         self.is_foreign = False
         self.own_backend = backend
         self._connection = steps.connection
@@ -107,6 +109,7 @@ class Transport:
         self._buffer_bytes = buffer_bytes
         self.backend = self.own_backend
         self.communicator = world.number
+        self.opening = update_id
 
     async def open_foreign(self, init: TransferInit) -> None:
         """Makes engines open their ends of a transport that this agent's sender does not serve.
@@ -122,6 +125,7 @@ class Transport:
         await self._steps.step(init)
         self.backend = init.backend
         self.communicator = init.communicator
+        self.opening = init.update_id
         self.is_foreign = True
 
     async def arm(
@@ -129,7 +133,8 @@ class Transport:
     ) -> None:
         """Arms an update over the open transport.
 
-        If an engine has joined since the transport was opened, opens the transport again, once.
+        If an engine has no transport open, or an earlier one, opens the transport again, once. That
+        engine has joined since, or was out of reach when the transport was opened.
 
         Args:
             update: the update.
@@ -138,12 +143,12 @@ class Transport:
             reopen: opens the transport again.
         """
         try:
-            await update.arm(plan, self.backend, self.communicator, label)
+            await update.arm(plan, self, label)
         except Refused as refused:
             if refused.code is not NackCode.TRANSFER_CLOSED:
                 raise
             await reopen()
-            await update.arm(plan, self.backend, self.communicator, label)
+            await update.arm(plan, self, label)
 
     async def plan(self, senders: int = 1) -> World:
         """Asks the broker for a communicator, and returns its members.

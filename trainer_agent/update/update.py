@@ -3,7 +3,7 @@
 Every update ends in a commit or is undone, and the trainer's other ranks are informed::
 
     async with updates.begin(options) as update:
-        await update.arm(plan, backend, communicator, label)
+        await update.arm(plan, transport, label)
         await update.release_ranks(drain)
         await update.start()            # chunks are sent during and after it
         await update.commit(label, verified)
@@ -49,6 +49,14 @@ if TYPE_CHECKING:
     from trainer_agent.update.plan import UpdatePlan
     from trainer_agent.update.steps import Steps
     from trainer_agent.weights.snapshot import Snapshot, WeightsCopy
+
+
+class OpenTransport(Protocol):
+    """The transport that brings an update's weights: :class:`trainer_agent.update.transport`."""
+
+    backend: str
+    communicator: int
+    opening: str
 
 
 class Updates:
@@ -256,19 +264,18 @@ class Update:
     ) -> None:
         await self.end(exc)
 
-    async def arm(self, plan: UpdatePlan, backend: str, communicator: int, label: str) -> None:
+    async def arm(self, plan: UpdatePlan, transport: OpenTransport, label: str) -> None:
         """Makes every engine check the manifest, and wake sleeping weights.
 
         Args:
             plan: the tensors that the update sends.
-            backend: the open transport.
-            communicator: the number of the transport's communicator; 0: it has none.
+            transport: the open transport.
             label: the trainer's own name of the weights.
 
         Raises:
             ManifestRefused: an engine's model doesn't take these tensors.
-            Refused: code ``transfer_closed`` if an engine has not opened the transport; the update
-                may then be armed again.
+            Refused: code ``transfer_closed`` if an engine has no transport open, or another one;
+                the update may then be armed again.
         """
         self._plan = plan
         machine = self._machine
@@ -277,9 +284,10 @@ class Update:
                 plan.manifest,
                 version=self._steps.version,
                 label=label,
-                backend=backend,
-                communicator=communicator,
+                backend=transport.backend,
+                communicator=transport.communicator,
                 base=plan.base,
+                transfer=transport.opening,
             )
         )
         assert machine.armed is not None

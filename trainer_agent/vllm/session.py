@@ -308,7 +308,7 @@ class TrainerEngineSession:
                         update_id=current.update.id,
                         hint="make the trainer engine anew",
                     )
-                await current.update.arm(plan, transport.backend, transport.communicator, "")
+                await current.update.arm(plan, transport, "")
                 if not self._is_sharding:
                     await current.update.release_ranks(current.drain)
             current.starting = asyncio.ensure_future(self._start_engines(current))

@@ -11,6 +11,7 @@ from bus.errors import UsageError
 from trainer_agent.weights.saved_form import saved_form
 from trainer_agent.weights.source import PairSource, WeightSource
 from trainer_agent.weights.source_forms import FullTensors, has_property_form
+from trainer_agent.weights.wrappers import plain_names, unwrapped
 
 if TYPE_CHECKING:
     from trainer_agent.weights.source import Weights
@@ -28,6 +29,7 @@ def as_source(weights: Weights, config: Any = None) -> WeightSource:
         UsageError: ``weights`` has another form; or transformers can't translate the model's names
             back to those of its checkpoint.
     """
+    weights = unwrapped(weights)
     if isinstance(weights, torch.nn.Module | Mapping):
         saved = saved_form(weights, config)
         if saved is not None:
@@ -35,7 +37,7 @@ def as_source(weights: Weights, config: Any = None) -> WeightSource:
     elif config is not None:
         raise UsageError("config: goes with a state dict, whose names it explains")
     if isinstance(weights, torch.nn.Module):
-        return PairSource(dict(weights.named_parameters()))
+        return PairSource(plain_names(dict(weights.named_parameters())))
     if isinstance(weights, Mapping):
         return PairSource(weights)
     if has_property_form(weights):  # first: the other check reads a property's metadata

@@ -19,7 +19,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bus.errors import UsageError
-from trainer_agent.weights.source import PairSource, meta_of
+from trainer_agent.weights.source import PairSource, meta_of, require_sendable
+from trainer_agent.weights.wrappers import plain_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,8 @@ class SavedForm:
     """
 
     def __init__(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            require_sendable(name, tensor)
         self._model = model
         self._tensors = tensors
         metas = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
@@ -95,7 +98,7 @@ def saved_form(
         return None  # before transformers 5, both forms are the same
     kept = weights.state_dict().keys()
     buffers = {name: each for name, each in weights.named_buffers() if name in kept}
-    return SavedForm(weights, {**dict(weights.named_parameters()), **buffers})
+    return SavedForm(weights, plain_names({**dict(weights.named_parameters()), **buffers}))
 
 
 @functools.lru_cache(maxsize=1)

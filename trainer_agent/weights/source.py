@@ -71,11 +71,15 @@ class PairSource:
 
     def metadata(self) -> list[TensorMeta]:
         """Returns names, dtypes and full shapes."""
+        for name, tensor in self._pairs.items():
+            require_sendable(name, tensor)
         return [meta_of(name, tensor) for name, tensor in self._pairs.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         devices = Devices()
         for name, tensor in self._pairs.items():
+            if not hasattr(tensor, "is_cuda"):
+                require_sendable(name, tensor)
             devices.before_read(tensor)  # also before its parts are gathered
             yield name, full_tensor(tensor)
 
@@ -108,6 +112,7 @@ def copy_source(source: WeightSource) -> PairSource:
     copies: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, tensor in source:
+            require_sendable(name, tensor)
             devices.before_read(tensor)
             copies[name] = tensor.detach().clone()
     devices.after_reads()
@@ -138,14 +143,34 @@ def as_described(
     """
     for meta in metas:
         name, tensor = next(tensors, ("", None))
-        if tensor is None:
+        if not name and tensor is None:
             raise UsageError(f"source: ended before {meta.name}, which its metadata has")
+        require_sendable(name, tensor)
+        assert tensor is not None
         # Compare by field: making a TensorMeta takes longer than copying a small tensor.
         same = tensor.shape == meta.shape and dtype_name(tensor.dtype) == meta.dtype
         if name != meta.name or not same:
             found = meta_of(name, tensor)
             raise UsageError(f"source: yielded {found}, its metadata says {meta}")
         yield name, tensor
+
+
+def require_sendable(name: str, tensor: object) -> None:
+    """Checks that a source's value is a dense tensor with values.
+
+    Raises:
+        UsageError: it is not; the text names the tensor and says what to do.
+    """
+    kind = type(tensor)
+    if kind.__module__ == "numpy" or not hasattr(tensor, "dtype"):
+        hint = ": torch.from_numpy makes one" if kind.__module__ == "numpy" else ""
+        raise UsageError(f"source: {name} is a {kind.__name__}, not a torch.Tensor{hint}")
+    if getattr(tensor, "is_meta", False):
+        raise UsageError(
+            f"source: {name} is on the meta device and has no values: load or initialise it first"
+        )
+    if (layout := getattr(tensor, "layout", torch.strided)) is not torch.strided:
+        raise UsageError(f"source: {name} is sparse ({layout}): send its to_dense()")
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

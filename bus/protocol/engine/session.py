@@ -120,7 +120,7 @@ class EngineSession:
                     f"epoch {epoch}, this engine has seen {self.epoch}",
                     field="epoch",
                 )
-            self.epoch = epoch
+            self.epoch = self.update.transfer.epoch = epoch
             return self._with_calls(self._command(msg_id, message, now_ms), now_ms)
         except Declined as declined:
             step = m.STEPS.get(type(message), "")

@@ -3,34 +3,46 @@
 ::
 
     state    event                          next     engine call, ack
-    any      TRANSFER_INIT of another       (same)   open_transfer(backend, params, place)
+    any      TRANSFER_INIT of another       CLOSED   open_transfer(backend, params, place)
              transport
     any      opened                         OPEN     ack transfer_init
     any      opening failed                 CLOSED   nack transfer_init
     OPEN     TRANSFER_INIT of the same      OPEN     ack transfer_init, again
              transport
+
+A transport belongs to one sender. An engine that was out of reach may still have the transport of
+a trainer that is gone, or an earlier one of the same trainer, and would read what that sender has
+left in its memory. So each ARM names the TRANSFER_INIT that opened its sender's transport, and an
+engine that has any other transport open refuses. The trainer then opens its transport anew.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.messages import Arm, NackCode, Step, TransferInit
+from bus.messages import NackCode, Step, TransferInit
 from bus.protocol.core.failures import decline
 from bus.protocol.engine.calls import CallOpenTransfer, CallQueue, SessionEffect, ack
 from bus.weight_transfer.allocation import NO_RANK, RankAssignment
 
 if TYPE_CHECKING:
     from bus.protocol.core.effects import Send
+    from bus.protocol.engine.update_spec import UpdateSpec
 
 
 class EngineTransfer:
-    """Opens the transport of the engine ``name``; adds the engine calls to ``queue``."""
+    """Opens the transport of the engine ``name``; adds the engine calls to ``queue``.
+
+    Attributes:
+        epoch: the fencing epoch of the command that is executed.
+    """
 
     def __init__(self, queue: CallQueue, name: str) -> None:
         self._queue = queue
         self._name = name
         self._open: CallOpenTransfer | None = None
+        self._asked: tuple[CallOpenTransfer, int] | None = None  # the last one, and its epoch
+        self.epoch = 0
 
     def open(self, msg_id: int, message: TransferInit) -> list[SessionEffect]:
         """Opens the transport of a TRANSFER_INIT, whose message id is ``msg_id``.
@@ -43,6 +55,7 @@ class EngineTransfer:
         opening = self._opening(message)
         if self._open == opening:
             return [ack(msg_id, Step.TRANSFER_INIT, opening.update_id)]
+        self._open, self._asked = None, (opening, self.epoch)
         if opening not in self._queue:
             self._queue.add(opening, msg_id)
         return []
@@ -77,17 +90,23 @@ class EngineTransfer:
         """Records that the opening failed: no transport is open."""
         self._open = None
 
-    def require(self, message: Arm) -> None:
-        """Checks that the transport of an ARM is open.
+    def require(self, update: UpdateSpec) -> None:
+        """Checks that the transport of an update is open, and binds the update to it.
 
         Raises:
-            Declined: it is not open.
+            Declined: code ``transfer_closed``: none is open, or another one.
         """
-        if self._open is None or self._open.backend != message.backend:
-            field, found = "backend", f"no {message.backend} transport is open here"
-        elif self._open.assignment.communicator != message.communicator:
+        opened = self._open
+        if opened is None or opened.backend != update.backend:
+            field, found = "backend", f"no {update.backend} transport is open here"
+        elif opened.assignment.communicator != update.communicator:
             field, found = "communicator", "the transport was made for another communicator"
+        elif update.transfer and update.transfer != opened.update_id:
+            field, found = "transfer", f"an earlier transport, {opened.update_id}, is open here"
+        elif not update.transfer and self._asked != (opened, self.epoch):  # of a peer that is a version older
+            field, found = "transfer", "the transport of an earlier trainer is open here"
         else:
+            update.transfer = opened.update_id
             return
         hint = "send TRANSFER_INIT first"
         raise decline(NackCode.TRANSFER_CLOSED, found, field=field, hint=hint)

@@ -100,7 +100,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         self._queue = queue
         self._chunks = EngineChunks(queue)
         self._loaded = False  # weights may have been loaded since the start
-        self._transfer = EngineTransfer(queue, name)
+        self.transfer = EngineTransfer(queue, name)
         self._last_commit = ""
         self.staged = False  # the present or last update is staged
         self._probed: tuple[c.CallProbe, m.Probed] | None = None  # the last probes of this update
@@ -167,11 +167,11 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     def open(self, msg_id: int, message: m.TransferInit) -> list[c.SessionEffect]:
         """Executes a TRANSFER_INIT, whose message id is ``msg_id``."""
-        if self.staged and self.state in MIXED and not self._transfer.is_open(message):
+        if self.staged and self.state in MIXED and not self.transfer.is_open(message):
             return self.give_way("the bus opens another transport")
         if self.state in MIXED:  # the broker has ended that update, and is about to abort it here
             return []  # TRANSFER_INIT is repeated
-        return self._transfer.open(msg_id, message)
+        return self.transfer.open(msg_id, message)
 
     def arm(self, msg_id: int, message: m.Arm) -> list[c.SessionEffect]:
         """Executes an ARM, whose message id is ``msg_id``."""
@@ -192,7 +192,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         order.require_target(draft=self._draft)
         manifest = manifest_of(message)
         order.require_base(self.version, self.partial)
-        self._transfer.require(message)
+        self.transfer.require(order)
         call = c.CallArm(manifest, order.target, message.staging)
         effects = self._begin(_E.ARM_ASKED, call, msg_id)
         self._order = order
@@ -220,6 +220,8 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         elif not paused:
             raise wrong_state("the engine runs; an update starts in a pause, or is staged")
         self._order.require_base(self.version, self.partial)
+        self._require_kept()
+        self.transfer.require(self._order)
         call = c.CallStart(bool(self.partial), self.target, message.staged)
         effects = self._begin(_E.START_ASKED, call, msg_id)
         self.staged = message.staged
@@ -309,7 +311,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return self._run_waiting_abort(self._chunks.on_received())
         if isinstance(call, c.CallOpenTransfer):
             self._chunks.prefetch_depth = result if isinstance(result, int) and result else 1
-            return self._run_waiting_abort([self._transfer.on_opened(job.reply_to, call, took_ms)])
+            return self._run_waiting_abort([self.transfer.on_opened(job.reply_to, call, took_ms)])
         if self._is_for_peer(job):
             return self._run_waiting_abort([])
         if isinstance(call, (c.CallRestore, c.CallAbortRequests)):
@@ -353,7 +355,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         call = job.call
         step = c.CALL_STEPS[type(call)]
         if isinstance(call, c.CallOpenTransfer):  # later calls belong to another opening
-            self._transfer.on_open_failed()
+            self.transfer.on_open_failed()
             return self._run_waiting_abort([c.nack(job.reply_to, step, failure, call.update_id)])
         if self._is_for_peer(job):
             self._admission.unconfirmed = True
@@ -466,10 +468,8 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     def _require(self, update_id: str) -> None:
         if self.state is _S.NONE or update_id != self.update_id:
-            raise wrong_state(
-                f"no such update here (at {self.update_id or 'none'}, {self.state.value})",
-                "update_id",
-            )
+            at = f"at {self.update_id or 'none'}, {self.state.value}"
+            raise wrong_state(f"no such update here ({at})", "update_id")
 
 
 _UPDATE_CALLS: Final = (

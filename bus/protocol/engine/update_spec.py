@@ -39,6 +39,9 @@ class UpdateSpec:
         target: the model that the update is for.
         backend: the transport that brings it.
         base: the version that a patch is a difference from; 0: no patch.
+        communicator: the number of the transport's communicator; 0: no collectives.
+        transfer: the id of the TRANSFER_INIT that opened the transport; empty until the transport
+            is found open, if ARM does not name it.
         staging: how the update may be staged; None: it may not.
         armed: the engine's answer to an ARM with ``staging``.
     """
@@ -48,6 +51,8 @@ class UpdateSpec:
     target: Target = "model"
     backend: str = ""
     base: int = 0
+    communicator: int = 0
+    transfer: str = ""
     staging: Staging | None = None
     armed: Armed | None = None
 
@@ -60,6 +65,8 @@ class UpdateSpec:
             message.target,
             message.backend,
             message.base,
+            message.communicator,
+            message.transfer,
             message.staging,
         )
 

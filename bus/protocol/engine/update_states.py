@@ -86,4 +86,6 @@ MIXED: Final = frozenset(_S) - {_S.NONE, _S.ARMING, _S.ARMED}
 
 # With these codes a load has failed before anything of the chunk was loaded: the chunk was not
 # received, or differs from what was sent.
-NOTHING_LOADED: Final = frozenset({NackCode.TRANSFER_FAILED, NackCode.CHECKSUM_MISMATCH})
+NOTHING_LOADED: Final = frozenset(
+    {NackCode.TRANSFER_FAILED, NackCode.CHECKSUM_MISMATCH, NackCode.MANIFEST_REFUSED}
+)

@@ -191,6 +191,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         backend: str,
         communicator: int,
         base: int = 0,
+        transfer: str = "",
     ) -> list[m.Message]:
         """Returns the ARM, with which engines check the manifest; sleeping weights are woken first.
 
@@ -201,6 +202,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
             backend: the transport that is open.
             communicator: the number of the transport's communicator; 0: it has none.
             base: the version that a patch is a difference from; 0: it is no patch.
+            transfer: the id of the TRANSFER_INIT that opened the transport.
         """
         request, catch_up = self.request, self.request.catch_up
         self._arm = m.Arm(
@@ -222,6 +224,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
             catch_up.dp_groups if catch_up else (),
             self.staging,
             request.default_quorum,
+            transfer,
         )
         return self._wake() if self._window.state is PauseWindowState.ASLEEP else self._ask_arm()
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("vllm.wavebus")
 _SALT: Final = "wavebus:"
+_UNTAGGED: Final = "wavebus-untagged:"
 # The key in vLLM's ``kv_transfer_params`` for the prefill engine's salt.
 TAG: Final = "wavebus_salt"
 
@@ -127,14 +128,19 @@ def note_untagged(core: Any, params: Any) -> None:
             )
 
 
-def _salt_of(core: Any, served: str, params: Any) -> tuple[str, bool]:
-    """Returns a new request's salt, and whether it may fetch the offered keys and values."""
+def _salt_of(core: Any, request: Any) -> tuple[str, bool]:
+    """Returns a new request's salt, and whether it may fetch the offered keys and values.
+
+    Those that name no version count as of another version, which no other request's are of.
+    """
+    served, params = core.wavebus_salt, request.kv_transfer_params
     if not (params and params.get("do_remote_prefill")):
         return served, True
     tag = str(params.get(TAG, ""))
     if tag == served:
         return served, True
-    return (f"{tag}{served}", True) if core.wavebus_adopts else (served, False)
+    origin = tag or f"{_UNTAGGED}{request.request_id}:"
+    return (f"{origin}{served}", True) if core.wavebus_adopts else (served, False)
 
 
 def _resalt(core: Any, *, begun: bool) -> None:
@@ -157,7 +163,7 @@ def _salt(core: Any, request: Any) -> bool:
     before = getattr(request, "wavebus_salt", None)
     if before is None or request.is_finished():
         return False
-    salt, request.wavebus_fetches = _salt_of(core, core.wavebus_salt, request.kv_transfer_params)
+    salt, request.wavebus_fetches = _salt_of(core, request)
     if salt == before:
         return False
     request.wavebus_salt = salt

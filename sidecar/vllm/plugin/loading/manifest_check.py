@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections import Counter
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,7 +43,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bus.errors import EngineError
 from sidecar.engine import FUSED_HINT
+from sidecar.transfer.unloaded import EMBEDDINGS, FREQUENCIES
 from sidecar.vllm.plugin import agreement
+from sidecar.vllm.plugin.loading.left_out import left_out_refusal
 from sidecar.vllm.plugin.loading.loader_trace import (
     LoaderTrace,
     TargetNames,
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("vllm.wavebus")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def quiet_loading() -> AbstractContextManager[None]:
@@ -175,7 +179,7 @@ class ManifestChecker:
         merged = agreement.any_rank(used)
         if problem is not None:
             raise problem
-        self._check_unused(manifest, merged)
+        self._check_unused(manifest, trace, merged)
         return trace
 
     def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], TargetNames]:
@@ -275,12 +279,15 @@ class ManifestChecker:
                     f"misshapen: the last shard ends before the end of shape {list(meta.shape)}",
                 )
 
-    def _check_unused(self, manifest: Manifest, used: torch.Tensor) -> None:
+    def _check_unused(self, manifest: Manifest, trace: LoaderTrace, used: torch.Tensor) -> None:
         if used.all():
             return
+        elsewhere = self._experts_elsewhere(trace)
         for index, meta in enumerate(manifest.tensors()):
-            if not used[index] and not self._may_ignore(meta, manifest):
-                raise _unknown(meta, "the model has no place for it and would drop it silently")
+            if used[index] or self._may_ignore(meta, manifest) or elsewhere(meta):
+                continue
+            dropped = _unknown(meta, "the model has no place for it and would drop it silently")
+            raise left_out_refusal(self._meta_model(), meta.name, manifest.names) or dropped
 
     def _may_lack(self, parameter: str, written: int) -> bool:
         """Returns whether a parameter may stay unfilled.
@@ -297,11 +304,26 @@ class ManifestChecker:
     def _may_ignore(self, meta: TensorMeta, manifest: Manifest) -> bool:
         """Returns whether the model may ignore a tensor that the trainer sends."""
         if meta.name == self._tied_head:
-            embeddings = [m for m in manifest.tensors() if m.name.endswith("embed_tokens.weight")]
+            embeddings = [m for m in manifest.tensors() if m.name.endswith(EMBEDDINGS)]
             return any((m.shape, m.dtype) == (meta.shape, meta.dtype) for m in embeddings)
+        return meta.name.endswith(FREQUENCIES)
+
+    def _experts_elsewhere(self, trace: LoaderTrace) -> Callable[[TensorMeta], bool]:
+        """Returns a function: whether a tensor is loaded by another engine of the DP group.
+
+        That engine has experts of the same kind as those that this worker loads.
+        """
         parallel = self._built.vllm_config.parallel_config
-        elsewhere = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
-        return "rotary_emb.inv_freq" in meta.name or (elsewhere and ".experts." in meta.name)
+        if not (parallel.enable_expert_parallel and parallel.data_parallel_size > 1):
+            return lambda _: False
+        count = self._built.model_config.get_num_experts()
+        kinds = {_kind(trace.metas[index]) for index in trace.used}
+
+        def is_elsewhere(meta: TensorMeta) -> bool:
+            expert = _EXPERT.search(meta.name)
+            return expert is not None and int(expert[1]) < count and _kind(meta) in kinds
+
+        return is_elsewhere
 
     def _missing_name(self, parameter: str, given: set[str]) -> str:
         """Returns the trainer's name of a missing parameter, or of a fused one's missing part."""
@@ -428,6 +450,11 @@ def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:
 def _unknown(meta: TensorMeta, why: str) -> EngineError:
     hint = f"; {FUSED_HINT}" if ".experts." in meta.name else ""
     return refused(meta.name, f"unknown: {why}{hint}")
+
+
+def _kind(meta: TensorMeta) -> tuple[str, tuple[int, ...], str]:
+    """Returns what an expert's tensor has in common with those of the layer's other experts."""
+    return _EXPERT.sub(".experts.*.", meta.name), meta.shape, meta.dtype
 
 
 def meta_numel(meta: TensorMeta) -> int:

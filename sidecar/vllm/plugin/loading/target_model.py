@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from bus.errors import EngineError
 from bus.messages import NackCode
 from sidecar.transfer import check_room
+from sidecar.transfer.unloaded import UnloadedTensors
 from sidecar.vllm.plugin.compat import deferred_layers, reloading_layers
 from sidecar.vllm.plugin.loading.cpu import CpuRepacking
 from sidecar.vllm.plugin.loading.manifest_check import ManifestChecker, tied_head
@@ -15,8 +18,6 @@ from sidecar.vllm.plugin.loading.plan_cache import PlanCache
 from sidecar.vllm.plugin.loading.staged_weights import StagedWeights
 
 if TYPE_CHECKING:
-    import torch
-
     from bus.manifest import Manifest
     from bus.messages import Staging, Target
     from bus.weight_transfer.base import Receiver
@@ -40,11 +41,32 @@ class TargetModel:
         self.plans = PlanCache(built.vllm_config, model, device, self.tied_head)
         self.staged = StagedWeights(model, device)
         self.repacking = CpuRepacking(model, device)
+        self.unloaded = UnloadedTensors(self.tied_head, self._rotary_frequencies)
+
+    def _rotary_frequencies(self, name: str) -> torch.Tensor | None:
+        """Returns the frequencies of a rotary embedding, in the precision of its cache.
+
+        Row 1 of the cache has the cosines, then the sines, of the angles of one position.
+        """
+        found = {
+            path: module
+            for path, module in self.model.named_modules(remove_duplicate=False)
+            if path.endswith("rotary_emb")
+        }
+        module = found.get(name.removesuffix(".inv_freq"))
+        if module is None and len({id(each) for each in found.values()}) == 1:
+            module = next(iter(found.values()))
+        cache = getattr(module, "cos_sin_cache", None)
+        if not isinstance(cache, torch.Tensor) or len(cache) <= 1:
+            return None
+        cosines, sines = cache[1].float().chunk(2)
+        return torch.atan2(sines, cosines).to(cache.dtype)
 
     def without_tied_head(self, received: Tensors) -> Tensors:
         """Returns received tensors without that of a tied output head.
 
-        The head shares the embeddings' memory, so it is loaded with them.
+        The head shares the embeddings' memory, so it is loaded with them. :attr:`unloaded` has
+        found both equal.
         """
         if not self.tied_head or all(name != self.tied_head for name, _ in received):
             return received

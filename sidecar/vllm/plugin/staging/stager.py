@@ -270,6 +270,7 @@ class Stager:
                 self._last_refusal = known.plan.size_bytes, free_memory(self._device)
             raise
         synchronize(self._device)  # earlier work of this stream may still use the memory
+        self._target.unloaded.begin(armed.manifest.names)
         self._armed = armed
         launches = receiver is not None and receiver.can_launch
         return launches and known.proven and staged.buffer_for(0) is not None
@@ -300,6 +301,7 @@ class Stager:
             self._sums.record(seq, received, sent.verify, sent.sums, stays=stays)
         if seq + 1 == require_armed(self._armed).manifest.chunks:
             self._sums.check()
+        loadable.unloaded.check(received)
         tensors = loadable.without_tied_head(received)
         if loadable.staged.stage(seq, tensors):
             synchronize(self._device)  # the sender may reuse the source from here on

@@ -172,6 +172,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         loadable = self._loadable[self._target]
         run = loadable.plans.start(reloading=loadable.is_reloading)
         self._receiver.clear()
+        loadable.unloaded.begin(self.armed.manifest.names if self.armed else ())
         loadable.repacking.before_start()
         if not run:
             initialize_layerwise_reload(self.model)
@@ -417,6 +418,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         received = self._receiver.take(operation.seq)
         if operation.sums:
             check_sums(operation.seq, received, operation.verify, operation.sums)
+        self._loadable[self._target].unloaded.check(received)
         return received if self._loads_in_place() else self._receiver.take_own(operation.seq)
 
     def _take(self, operation: operations.SentChunk, check: Callable[[], None]) -> Tensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from bus.errors import UsageError
 from bus.messages import RequestLimits
@@ -82,6 +83,18 @@ def test_a_seed_goes_on_where_draws_go_by_position_and_is_never_used_twice_elsew
     assert others[0] == 7
     assert len(set(others)) == 3
     assert made.inexact(OTHER_SEEDS) == ("seed",)
+
+
+def test_a_continued_request_draws_other_numbers_from_every_generator() -> None:
+    """torch's generator on CPUs takes the low 32 bits of a seed, as vLLM's V1 model runner seeds
+    it; others take all. A negative seed is no exception."""
+    for seed in (7, -3, 2**63 - 1):
+        made = request(seed=seed)
+        seeds = [sampling(made, so_far, OTHER_SEEDS)["seed"] for so_far in range(40)]
+        drawn = {torch.rand((), generator=torch.Generator().manual_seed(s)).item() for s in seeds}
+        assert len(drawn) == 40
+        assert len({each % 2**32 for each in seeds}) == 40
+        assert all(-(2**63) <= each < 2**63 for each in seeds)
 
 
 def test_a_choice_that_goes_on_alone_draws_as_it_did() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from bus.errors import UsageError
 from bus.manifest import Manifest, TensorMeta
 from trainer_agent.weights.any_source import as_source
-from trainer_agent.weights.source import PairSource, meta_of
+from trainer_agent.weights.source import PairSource, as_described, copy_source, meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,3 +133,26 @@ def test_a_gpu_is_waited_for_before_anything_is_read_there(
     pairs: Any = {"a": OnGpu(told), "b": OnGpu(told)}
     assert [name for name, _ in as_source(pairs)] == ["a", "b"]
     assert told == ["waited cuda:0", "gathered", "gathered"]
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (torch.empty(2, 2, device="meta"), "is on the meta device and has no values"),
+        (None, "is a NoneType, not a torch.Tensor"),
+        (torch.ones(2, 2).numpy(), r"is a ndarray, not a torch.Tensor: torch.from_numpy"),
+        (torch.ones(2, 2).to_sparse(), r"is sparse .*: send its to_dense\(\)"),
+    ],
+)
+def test_what_is_no_tensor_with_values_is_named(odd: Any, said: str) -> None:
+    """Whether it is described, copied, or comes from a source of the user's own."""
+    pairs = {"a.weight": torch.ones(2), "b.weight": odd}
+    source = PairSource(pairs)
+    metas = [TensorMeta("a.weight", "float32", (2,)), TensorMeta("b.weight", "float32", (2, 2))]
+    for read in (
+        source.metadata,
+        lambda: copy_source(source),
+        lambda: list(as_described(metas, iter(pairs.items()))),
+    ):
+        with pytest.raises(UsageError, match=rf"^source: b\.weight {said}"):
+            read()

@@ -35,11 +35,11 @@ def handed_over(salt: str) -> dict[str, Any]:
     return dict(kv_versions.connector_finished(lambda *_: (True, offer), None, request)[1])
 
 
-def decoding(params: dict[str, Any], *, adopts: bool = False) -> Any:
+def decoding(params: dict[str, Any], *, adopts: bool = False, name: str = "a") -> Any:
     """A request that has just come to an engine of the version 2."""
     core = SimpleNamespace(wavebus_salt=NEW, wavebus_adopts=adopts, wavebus_untagged=0)
     request = SimpleNamespace(
-        request_id="a",
+        request_id=name,
         kv_transfer_params=params,
         wavebus_salt=NEW,
         wavebus_own_salt=None,
@@ -70,12 +70,27 @@ def test_those_of_another_version_are_not(params: dict[str, Any]) -> None:
     assert (fetched(request, nixl), nixl.asked, request.cache_salt) == (0, [], NEW)
 
 
-@pytest.mark.parametrize("params", [handed_over(OLD), handed_over("")], ids=["older", "untagged"])
-def test_who_keeps_old_ones_adopts_them_where_nobody_finds_them(params: dict[str, Any]) -> None:
-    request = decoding(params, adopts=True)
+def test_who_keeps_old_ones_adopts_them_where_only_those_of_that_version_find_them() -> None:
+    request = decoding(handed_over(OLD), adopts=True)
     assert fetched(request, Nixl()) == 64
-    assert request.cache_salt == params.get(TAG, "") + NEW
-    assert not params.get(TAG) or request.block_hashes == []  # they are hashed anew
+    assert request.cache_salt == OLD + NEW
+    assert request.block_hashes == []  # they are hashed anew
+
+
+@pytest.mark.parametrize("lost", [{TAG: ""}, {}])
+def test_those_that_name_no_version_are_adopted_where_nobody_finds_them(
+    lost: dict[str, str],
+) -> None:
+    """Nobody knows of which weights they are: no request of the served version may find them, nor
+    another one whose keys and values name none."""
+    salts = set()
+    for name in ("a", "b"):
+        offered = {k: v for k, v in handed_over(OLD).items() if k != TAG} | lost
+        request = decoding(offered, adopts=True, name=name)
+        assert fetched(request, Nixl()) == 64
+        assert request.block_hashes == []
+        salts.add(request.cache_salt)
+    assert len(salts - {NEW, OLD + NEW}) == 2
 
 
 def test_requests_whose_keys_and_values_name_no_version_are_counted(

@@ -1,0 +1,92 @@
+"""Compares tensors that an update brings and no engine loads with what the engine has instead.
+
+Some tensors of a checkpoint have no parameter of their own:
+
+- An output head that is tied to the embeddings shares their memory, so it is loaded with them. A
+  trainer may have taken the two apart, for example by PEFT's ``modules_to_save`` or ``to_empty``.
+- Rotary frequencies are computed from the model's configuration.
+
+If such a tensor has another content, the engine would serve another model than was trained. So the
+update is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from bus.errors import EngineError
+from bus.messages import NackCode
+from bus.weight_transfer.checksum import checksums
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from bus.weight_transfer.packing import Tensors
+
+FREQUENCIES: Final = ".rotary_emb.inv_freq"
+EMBEDDINGS: Final = "embed_tokens.weight"
+_ROUNDINGS: Final = 8  # how far two ways to compute a frequency may differ
+
+
+class UnloadedTensors:
+    """Checks the tensors of one model's updates that have no parameter of their own.
+
+    Args:
+        head: the name of the output head that is tied to the embeddings; empty: none is.
+        frequencies: returns the frequencies that the model uses in place of the named tensor, or
+            None if they are unknown.
+    """
+
+    def __init__(self, head: str, frequencies: Callable[[str], torch.Tensor | None]) -> None:
+        self.head = head
+        self._frequencies = frequencies
+        self._compares_head = False
+        self._sums: dict[str, int] = {}  # of the head and the embeddings that have come
+
+    def begin(self, names: Collection[str]) -> None:
+        """Begins an update that brings the tensors of these names."""
+        self._sums.clear()
+        self._compares_head = self.head in names
+
+    def check(self, received: Tensors) -> None:
+        """Checks the tensors of one chunk, before any of them is loaded.
+
+        The head is compared as soon as both it and the embeddings have come.
+
+        Raises:
+            EngineError: code ``manifest_refused``, with the tensor that would be lost.
+        """
+        for name, tensor in received:
+            if name.endswith(FREQUENCIES):
+                self._check_frequencies(name, tensor)
+            elif self._compares_head and (name == self.head or name.endswith(EMBEDDINGS)):
+                self._sums[name] = checksums([tensor], "full")[0]
+        head = self._sums.get(self.head)
+        other = next((n for n, found in self._sums.items() if found != head), "")
+        if head is not None and other:
+            raise _refused(
+                self.head,
+                f"is not equal to {other}, and this engine's head is tied to the embeddings, so it "
+                "would be lost: start engines from a checkpoint that has this head, with "
+                "tie_word_embeddings=false in its config.json; or tie the trainer's head again",
+            )
+
+    def _check_frequencies(self, name: str, sent: torch.Tensor) -> None:
+        own = self._frequencies(name)
+        if own is None:
+            raise _refused(name, "can't be compared with what this engine computes: leave it out")
+        least = max(torch.finfo(each.dtype).eps for each in (own, sent))
+        found, own = sent.float().flatten().cpu(), own.float().flatten().cpu()
+        same = found.shape == own.shape
+        if not same or not torch.allclose(found, own, rtol=_ROUNDINGS * least, atol=0.0):
+            raise _refused(
+                name,
+                "is not what this engine computes from its configuration, and would be lost: give "
+                "engines the trainer's configuration, or leave it out",
+            )
+
+
+def _refused(tensor: str, why: str) -> EngineError:
+    return EngineError(f"{tensor}: {why}", code=NackCode.MANIFEST_REFUSED, tensor=tensor)
