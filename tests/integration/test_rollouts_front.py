@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import io
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
+from bus.messages import RequestLimits
 from bus.runtime.status_client import fetch_status
 from tests.integration.test_rollouts import clients_of, event, honest, then
+from tests.support.generating import generating
 from trainer_agent import RolloutClient
 from trainer_agent.rollouts.front import serve
 
@@ -30,6 +34,7 @@ STEP_MS = ("--step-ms", "15")
 
 async def post(url: str, body: Any, **headers: str) -> tuple[int, Any]:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **headers}
     async with (
         aiohttp.ClientSession() as http,
         http.post(url, data=io.BytesIO(raw), headers=headers) as response,
@@ -144,9 +149,17 @@ BAD = [
     ("/v1/completions", {"prompt": [1], "stream": "yes"}, "stream"),
     ("/v1/completions", {"prompt": [1], "stream_options": {"usage": True}}, "stream_options.usage"),
     ("/v1/completions", {"prompt": [1], "user": MEGABYTE}, "user"),
+    ("/v1/completions", {"prompt": [1], "session_id": MEGABYTE}, "session_id"),
     ("/v1/completions", {"prompt": [1], "user": 5}, "user"),
-    ("/v1/completions", {"prompt": [1], "model": "other"}, "model"),
+    ("/v1/completions", {"prompt": [1], "stop": ["x"] * 65}, "stop"),
+    ("/v1/completions", {"prompt": [1], "logit_bias": {"\u00b2": 1}}, "logit_bias"),
+    ("/v1/completions", {"prompt": [1], "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ("/v1/completions", {"prompt": [[1]] * 1025}, "prompt"),
     ("/v1/completions", b'{"prompt": [1', None),
+    ("/v1/completions", b'{"prompt": ' + b"[" * 200_000, None),
+    ("/v1/completions", b'{"prompt": [1], "metadata": ' + b'{"a":' * 200_000, None),
+    ("/v1/chat/completions", b'{"messages": ' + b"[" * 200_000, None),
+    ("/inference/v1/generate", b'{"sampling_params": {"extra_args": ' + b'{"a":' * 200_000, None),
     ("/v1/completions", b"[1]", None),
     ("/v1/completions", b"\xff", None),
     ("/v1/chat/completions", {"messages": []}, "messages"),
@@ -185,6 +198,11 @@ def test_bad_input_is_refused_by_the_fields_name(bus: Bus) -> None:
         header = {"X-Session-ID": "s" * 300}
         status, answer = await post(f"{url}/v1/completions", {"prompt": [1], "user": "u"}, **header)
         assert (status, answer["error"]["param"]) == (400, "X-Session-ID")
+        body = {"prompt": [1], "max_tokens": 2, "model": "other"}
+        for stream in (False, True):
+            status, answer = await post(f"{url}/v1/completions", body | {"stream": stream})
+            error = answer["error"]
+            assert (status, error["param"], error["type"]) == (404, "model", "NotFoundError")
 
     run(main())
 
@@ -271,11 +289,8 @@ def test_chat_is_rendered_by_the_tokenizer_where_engines_do_not() -> None:
             assert status == 200, answer
             (choice,) = answer["choices"]
             assert choice["message"] == {"role": "assistant", "content": "CDE"}
-            assert [each["token"] for each in choice["logprobs"]["content"]] == [
-                "token_id:67",
-                "token_id:68",
-                "token_id:69",
-            ]
+            named = [(each["token"], each["bytes"]) for each in choice["logprobs"]["content"]]
+            assert named == [("C", [67]), ("D", [68]), ("E", [69])]
             usage = {"stream_options": {"include_usage": True}}
             *streamed, last = await events(f"{url}/v1/chat/completions", body | usage)
             deltas = [each["choices"][0]["delta"] for each in streamed]
@@ -317,7 +332,6 @@ def test_a_session_is_kept_on_its_engine() -> None:
     async def main() -> None:
         async with fronts_of(names("e0"), names("e1")) as url:
             for fields, headers in (
-                ({"user": "u1"}, {}),
                 ({"session_id": "u1", "user": "other"}, {}),
                 ({"session_id": "other"}, {"X-Session-ID": "u1"}),
             ):
@@ -384,5 +398,138 @@ def test_chat_goes_on_elsewhere_when_an_engine_dies_in_any_of_its_steps() -> Non
                 assert choice["finish_reason"] == "length"
                 assert choice["inexact"] == ["structured_outputs"] * stream
         assert asked == ["e0 render", "e0 generate", "e1 derender"] * 2
+
+    run(main())
+
+
+class Slow(Letters):
+    """A tokenizer that takes its time, until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.longest = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.longest = max(self.longest, len(text))
+        self.begun.set()
+        assert self.go_on.wait(TIMEOUT_S)
+        return super().encode(text)
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
+        return self.encode("".join(each["content"] for each in messages))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_text_that_is_being_tokenized_keeps_nobody_waiting(path: str) -> None:
+    """Nor is it tokenized to its end if it has more tokens than the model takes."""
+    tokenizer = Slow()
+
+    def asking(text: str) -> dict[str, Any]:
+        if "chat" in path:
+            return {"max_tokens": 2, "messages": [{"role": "user", "content": text}]}
+        return {"max_tokens": 2, "prompt": text}
+
+    async def main() -> None:
+        async with fronts_of(honest, tokenizer=tokenizer) as url, aiohttp.ClientSession() as http:
+            asks = asyncio.create_task(post(url + path, asking("AB")))
+            await asyncio.to_thread(tokenizer.begun.wait, TIMEOUT_S)
+            async with http.get(f"{url}/health") as response:
+                assert response.status == 200
+            tokenizer.go_on.set()
+            status, answer = await asks
+            assert (status, answer["usage"]["prompt_tokens"]) == (200, 2)
+            status, answer = await post(url + path, asking("A" * (1 << 19)))
+            field = "messages" if "chat" in path else "prompt"
+            assert (status, answer["error"]["param"]) == (400, field)
+            assert tokenizer.longest <= 1 << 16
+
+    run(main())
+
+
+class Bytes(Letters):
+    """A tokenizer of bytes, which counts the tokens that it decodes."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, token_ids: Any) -> str:
+        self.decoded += len(token_ids)
+        return bytes(token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_answer_of_invalid_bytes_costs_no_more_than_another(at_once: bool) -> None:
+    """Its text ends in a replacement character after each token."""
+    count = 5_000
+    tokens = [0xFF] * count
+    pieces = [{"index": 0, "token_ids": [token]} for token in tokens]
+    if at_once:
+        pieces = [{"index": 0, "token_ids": tokens}]
+    pieces[-1]["finish_reason"] = "length"
+    answer = then(*({"choices": [each]} for each in pieces))
+    tokenizer = Bytes()
+    limits = RequestLimits(vocab_size=256, max_model_len=2 * count, slots=8)
+
+    async def main() -> None:
+        async with fronts_of(answer, limits=limits, tokenizer=tokenizer) as url:
+            body = {"prompt": PROMPT, "max_tokens": count, "stop": ["never"]}
+            streamed = joined(await events(f"{url}/v1/completions", body))
+            assert streamed["token_ids"] == tokens
+            assert streamed["text"] == "\N{REPLACEMENT CHARACTER}" * count
+            assert tokenizer.decoded < 200 * count
+
+    run(main())
+
+
+def test_an_engine_can_not_send_a_prompt_elsewhere() -> None:
+    """Redirects are not followed; the request goes to an engine that answers it."""
+    got: list[str] = []
+
+    async def other(request: web.Request) -> web.StreamResponse:
+        got.append(await request.text())
+        return await honest(request)
+
+    async def main() -> None:
+        routes = ("/inference/v1/generate", "/v1/chat/completions/render")
+        async with generating(dict.fromkeys(routes, other)) as elsewhere:
+
+            async def redirect(request: web.Request) -> web.StreamResponse:
+                return web.Response(status=307, headers={"Location": elsewhere + request.path})
+
+            e0 = dict.fromkeys(routes, redirect)
+            async with fronts_of(e0, honest, tokenizer=Letters()) as url:
+                asked: dict[str, Any] = {"max_tokens": 2}
+                for _ in range(2):
+                    done = await post(f"{url}/v1/completions", {"prompt": PROMPT, **asked})
+                    assert done[0] == 200
+                asked["messages"] = [{"role": "user", "content": "AB"}]
+                assert (await post(f"{url}/v1/chat/completions", asked))[0] == 200
+        assert not got
+
+    run(main())
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_an_engine_s_error_may_have_no_end(status: int) -> None:
+    """A part of it is read; if the request is not to blame, another engine is asked."""
+    ended = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"x" * 65536)
+        finally:
+            ended.set()
+
+    async def main() -> None:
+        async with fronts_of(endless, honest) as url:
+            body = {"prompt": PROMPT, "max_tokens": 2}
+            done = await post(f"{url}/v1/completions", body)
+            assert done[0] == (400 if status == 400 else 200)
+            assert len(str(done[1])) < 1 << 17
+            await ended.wait()
 
     run(main())
