@@ -250,7 +250,14 @@ class HttpServer:
             self._log()
 
     def _log(self) -> None:
-        bus.log.logger().warning("http_connections_dropped", **self.load)
+        bus.log.logger().warning(
+            "http_connections_dropped",
+            connections=len(self._connections),
+            limit=self.limit,
+            refused=self._dropped["refused"],
+            evicted=self._dropped["evicted"],
+            slow=self._dropped["slow"],
+        )
         before = sum(self._dropped.values())
 
         def again() -> None:

@@ -90,15 +90,15 @@ class _Front:
                 return web.json_response(each)
         raise UnknownModel(f"model: {name!r:.200} does not exist")
 
-    async def _asked(self, http: web.Request) -> FrontRequest:
+    async def _parse(self, http: web.Request) -> FrontRequest:
         return FrontRequest(http.path, http.headers.get(SESSION_HEADER), await http.read())
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._asked(http)
+        asked = await self._parse(http)
         return await self._answer(http, asked, asked.prompts())
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._asked(http)
+        asked = await self._parse(http)
         prompts = [await self._tokens(each) for each in asked.prompts()]
         return await self._answer(http, asked, prompts)
 
@@ -110,7 +110,7 @@ class _Front:
         return await encode(self._tokenizer, prompt, "prompt", await self._client.most_tokens())
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
-        asked = await self._asked(http)
+        asked = await self._parse(http)
         chat = self._client.make_chat(asked.prompt, **asked.chat_fields, **asked.extra)
         prompt, asked.params, asked.extra = await chat.render(asked.params)
         return await self._answer(http, asked, [prompt], chat)
