@@ -115,7 +115,7 @@ def test_half_sent_requests_do_not_shut_it(bus: Bus) -> None:
         for _, writer in halves:
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-")
         await asyncio.to_thread(process.wait_event, "http_connections_dropped")
-        asked = []
+        asked: list[object] = []
         while len(asked) < 4:
             with contextlib.suppress(aiohttp.ClientError):
                 status, answer = await post(f"{url}/v1/completions", {"prompt": PROMPT})

@@ -112,9 +112,9 @@ def test_texts_of_peers_do_not_command_the_terminal(
 ) -> None:
     """Nor do they make lines of their own; JSON stays JSON."""
     said = "\x1b]0;title\x07\x9b2J\u202e\ngroup other: version 9"
-    out = (OutView("e7", "lost", said),)
+    out = (OutView("e7", "gone", said),)
     text = shown(dataclasses.replace(group, out=out))
-    assert "  e7 is lost: \\u001b]0;title\\u0007\\u009b2J\\u202e\\ngroup other: version 9\n" in text
+    assert "  e7 is gone: \\u001b]0;title\\u0007\\u009b2J\\u202e\\ngroup other: version 9\n" in text
     assert run(["status", "--json"]) == 0
     found = capsys.readouterr().out
     assert found.rstrip("\n").isprintable()
