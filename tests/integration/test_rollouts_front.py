@@ -447,6 +447,9 @@ def test_a_text_that_is_being_tokenized_keeps_nobody_waiting(path: str) -> None:
     run(main())
 
 
+BYTES = RequestLimits(vocab_size=256, max_model_len=10_000, slots=8, exact_seeds=True)
+
+
 class Bytes(Letters):
     """A tokenizer of bytes, which counts the tokens that it decodes."""
 
@@ -469,10 +472,9 @@ def test_an_answer_of_invalid_bytes_costs_no_more_than_another(at_once: bool) ->
     pieces[-1]["finish_reason"] = "length"
     answer = then(*({"choices": [each]} for each in pieces))
     tokenizer = Bytes()
-    limits = RequestLimits(vocab_size=256, max_model_len=2 * count, slots=8)
 
     async def main() -> None:
-        async with fronts_of(answer, limits=limits, tokenizer=tokenizer) as url:
+        async with fronts_of(answer, limits=BYTES, tokenizer=tokenizer) as url:
             body = {"prompt": PROMPT, "max_tokens": count, "stop": ["never"]}
             streamed = joined(await events(f"{url}/v1/completions", body))
             assert streamed["token_ids"] == tokens
@@ -531,5 +533,158 @@ def test_an_engine_s_error_may_have_no_end(status: int) -> None:
             assert done[0] == (400 if status == 400 else 200)
             assert len(str(done[1])) < 1 << 17
             await ended.wait()
+
+    run(main())
+
+
+CHAT = "/v1/chat/completions"
+EOS = 2
+
+
+def renders(reasons: bool = False, parts: bool = True) -> dict[str, Any]:
+    """An engine that renders and decodes messages as vLLM does, before its chat: a letter for each
+    token. What comes before ``|`` is reasoning if it ``reasons``; it may know no ``parts``."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    async def render(request: web.Request) -> web.StreamResponse:
+        asked.append(("render", await request.json()))
+        sampling = {"max_tokens": 5, "skip_special_tokens": True}
+        if asked[-1][1].get("response_format"):
+            sampling["structured_outputs"] = {"json_object": True, "_backend": None}
+        kwargs = {"chat_template_kwargs": {}} if reasons else None
+        rendered = {"token_ids": PROMPT, "sampling_params": sampling}
+        return web.json_response({**rendered, "reasoning_parser_kwargs": kwargs})
+
+    def split(text: str) -> dict[str, str]:
+        thought, _, content = text.partition("|")
+        return {"reasoning": thought, "content": content} if reasons else {"content": text}
+
+    def message(text: str, before: str = "") -> dict[str, Any]:
+        old, new = split(before), split(before + text)
+        return {"role": "assistant", **{n: new[n][len(old[n]) :] or None for n in new}}
+
+    def text_of(choice: dict[str, Any]) -> str:
+        assert EOS not in choice["token_ids"], "the token that ended the answer"
+        return "".join(map(chr, choice["token_ids"]))
+
+    def names(choice: dict[str, Any]) -> Any:
+        given = choice.get("logprobs")
+        if given is None:
+            return None
+        tokens = [f"<{each['token_id']}>" for each in given["content"]]
+        values = [each["logprob"] for each in given["content"]]
+        if not reasons:
+            return {
+                "tokens": tokens,
+                "token_logprobs": values,
+                "top_logprobs": [None] * len(tokens),
+            }
+        pairs = zip(tokens, values, strict=True)
+        return {"content": [{"token": t, "logprob": v, "bytes": [1]} for t, v in pairs]}
+
+    async def derender(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        asked.append(("derender", body))
+        assert ("chat_request" in body) == reasons
+        if body.get("stream"):
+            if not parts:
+                return web.json_response({"error": {"message": "no"}}, status=400)
+            (choice,) = body["generate_chunk"]["choices"]
+            before, text = body["stream_state"] or "", text_of(choice)
+            made = {"delta": message(text, before)} if reasons else {"text": text}
+            chunk = {"choices": [{**made, "logprobs": names(choice)}]}
+            return web.json_response({"chunk": chunk, "stream_state": before + text})
+        given = body["generate_response"] if reasons else body["generate_responses"][0]
+        made = [
+            {
+                "index": at,
+                **({"message": message(text_of(c))} if reasons else {"text": text_of(c)}),
+                "logprobs": names(c),
+            }
+            for at, c in enumerate(given["choices"])
+        ]
+        return web.json_response({"choices": made})
+
+    routes = {f"{CHAT}/render": render, "asked": asked}
+    return routes | {f"{CHAT if reasons else '/v1/completions'}/derender": derender}
+
+
+def saying(text: str, finish: str = "stop") -> Any:
+    """An answer of these letters, and of the end of the sequence."""
+    tokens = [*map(ord, text), *([EOS] if finish == "stop" else [])]
+    content = [{"token_id": t, "logprob": -1.0, "top_logprobs": []} for t in tokens]
+    pieces = [
+        {"index": 0, "token_ids": [t], "logprobs": {"content": [c]}}
+        for t, c in zip(tokens, content, strict=True)
+    ]
+    pieces[-1]["finish_reason"] = finish
+    return then(*({"choices": [each]} for each in pieces))
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+@pytest.mark.parametrize("parts", [True, False])
+def test_chat_comes_in_parts_and_ends_before_its_last_token(reasons: bool, parts: bool) -> None:
+    """If an engine knows no parts, what is left of the message comes at the end."""
+    text = "because|it is so" if reasons else "it is so"
+    engine = renders(reasons, parts)
+    engine["/inference/v1/generate"] = saying(text)
+    asked = engine.pop("asked")
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "logprobs": True}
+
+    async def main() -> None:
+        async with fronts_of(engine, limits=BYTES) as url:
+            status, answer = await post(url + CHAT, body)
+            assert status == 200, answer
+            (choice,) = answer["choices"]
+            assert choice["message"]["content"] == "it is so"
+            assert choice["message"].get("reasoning") == ("because" if reasons else None)
+            assert choice["token_ids"] == [*map(ord, text), EOS]
+            named = [each["token"] for each in choice["logprobs"]["content"]]
+            assert named == [f"<{token}>" for token in choice["token_ids"]]
+            asked.clear()
+            streamed = await events(url + CHAT, body)
+            deltas = [c["delta"] for event in streamed for c in event["choices"]]
+            said = {
+                name: "".join(each.get(name) or "" for each in deltas)
+                for name in ("content", "reasoning")
+            }
+            assert said == {"content": "it is so", "reasoning": "because" * reasons}
+            assert joined(streamed)["token_ids"] == choice["token_ids"]
+            whole = [kind for kind, body in asked if kind == "derender" and "stream" not in body]
+            assert len(whole) == (not parts), "a message that came in parts is made again"
+
+    run(main())
+
+
+def test_a_stream_of_chat_waits_for_no_end() -> None:
+    """Its first words come while the answer goes on."""
+    go_on = asyncio.Event()
+
+    async def halting(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for token, finish in ((65, None), (66, "length")):
+            piece = {"index": 0, "token_ids": [token], "finish_reason": finish}
+            await response.write(f"data: {json.dumps({'choices': [piece]})}\n\n".encode())
+            await go_on.wait()
+        return response
+
+    async def main() -> None:
+        for reasons in (False, True):
+            go_on.clear()
+            engine = renders(reasons)
+            engine["/inference/v1/generate"] = halting
+            del engine["asked"]
+            body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+            async with (
+                fronts_of(engine) as url,
+                aiohttp.ClientSession() as http,
+                http.post(url + CHAT, json=body) as response,
+            ):
+                first = json.loads((await response.content.readline())[6:])
+                (choice,) = first["choices"]
+                assert "A" in (choice["delta"].get("content"), choice["delta"].get("reasoning"))
+                go_on.set()
+                assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
 
     run(main())
