@@ -548,10 +548,10 @@ def renders(reasons: bool = False, parts: bool = True) -> dict[str, Any]:
 
     async def render(request: web.Request) -> web.StreamResponse:
         asked.append(("render", await request.json()))
-        sampling = {"max_tokens": 5, "skip_special_tokens": True}
+        sampling: dict[str, Any] = {"max_tokens": 5, "skip_special_tokens": True}
         if asked[-1][1].get("response_format"):
             sampling["structured_outputs"] = {"json_object": True, "_backend": None}
-        kwargs = {"chat_template_kwargs": {}} if reasons else None
+        kwargs: Any = {"chat_template_kwargs": {}} if reasons else None
         rendered = {"token_ids": PROMPT, "sampling_params": sampling}
         return web.json_response({**rendered, "reasoning_parser_kwargs": kwargs})
 
@@ -595,7 +595,7 @@ def renders(reasons: bool = False, parts: bool = True) -> dict[str, Any]:
             chunk = {"choices": [{**made, "logprobs": names(choice)}]}
             return web.json_response({"chunk": chunk, "stream_state": before + text})
         given = body["generate_response"] if reasons else body["generate_responses"][0]
-        made = [
+        whole = [
             {
                 "index": at,
                 **({"message": message(text_of(c))} if reasons else {"text": text_of(c)}),
@@ -603,9 +603,9 @@ def renders(reasons: bool = False, parts: bool = True) -> dict[str, Any]:
             }
             for at, c in enumerate(given["choices"])
         ]
-        return web.json_response({"choices": made})
+        return web.json_response({"choices": whole})
 
-    routes = {f"{CHAT}/render": render, "asked": asked}
+    routes: dict[str, Any] = {f"{CHAT}/render": render, "asked": asked}
     return routes | {f"{CHAT if reasons else '/v1/completions'}/derender": derender}
 
 
@@ -686,5 +686,29 @@ def test_a_stream_of_chat_waits_for_no_end() -> None:
                 assert "A" in (choice["delta"].get("content"), choice["delta"].get("reasoning"))
                 go_on.set()
                 assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
+
+    run(main())
+
+
+def test_content_parts_reach_a_template_as_text() -> None:
+    """What is no text, and what would choose another template, is refused."""
+
+    async def main() -> None:
+        async with fronts_of(honest, tokenizer=Letters()) as url:
+            texts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+            image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+            body = {"max_tokens": 2, "messages": [{"role": "user", "content": texts}]}
+            status, answer = await post(url + CHAT, body | {"return_token_ids": True})
+            assert (status, answer["prompt_token_ids"]) == (200, [65, 10, 66])
+            body["messages"] = [{"role": "user", "content": [*texts, image]}]
+            status, answer = await post(url + CHAT, body)
+            assert (status, answer["error"]["param"]) == (400, "messages")
+            assert "image_url" in answer["error"]["message"]
+            body["messages"] = [{"role": "user", "content": "A"}]
+            for options in ({"chat_template": "{{ 1 }}"}, {"tokenize": False}):
+                fields = {"chat_template_kwargs": options}
+                status, answer = await post(url + CHAT, body | fields)
+                name = f"chat_template_kwargs.{min(options)}"
+                assert (status, answer["error"]["param"]) == (400, name)
 
     run(main())

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from trainer_agent.rollouts.front_request import FrontRequest
     from trainer_agent.rollouts.results import Choice
 
-_FIELD: Final = re.compile(r"(?:the engine refuses the request: )?([A-Za-z_][\w.-]*)(\[\d+\])*: ")
+_FIELD: Final = re.compile(
+    r"(?:the engine refuses the request: )?([A-Za-z_][\w.-]*)(\[\d+\][\w.\[\]]*)?: "
+)
 _TEXTS: Final = ("reasoning", "content")
 _GROWTH: Final = 16
 _KINDS: Final = {

@@ -96,7 +96,8 @@ def _text(part: Any, field: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(_TEXT_PARTS[kind]) if kind in _TEXT_PARTS else None
+    name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    text = part.get(name) if name is not None else None
     if not isinstance(text, str):
         raise UsageError(
             f"{field}: a part of type {kind!r:.50} needs engines that render messages; here, parts "

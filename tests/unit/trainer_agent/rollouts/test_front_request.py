@@ -98,7 +98,7 @@ def test_chat_s_log_probabilities(fields: dict[str, Any], logprobs: int | None) 
 
 @pytest.mark.parametrize("top", [{"top_logprobs": 3}, {"top_logprobs": 21, "logprobs": True}])
 def test_wrong_numbers_of_top_logprobs_are_refused(top: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="^top_logprobs: "):
+    with pytest.raises(UsageError, match=r"^top_logprobs: "):
         parsed(CHAT, **top)
 
 

@@ -43,7 +43,7 @@ def test_without_a_tokenizer_a_token_is_its_number() -> None:
 
 def test_parts_that_are_texts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "c"}]
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]},
         {"role": "user", "content": "d"},
@@ -89,6 +89,6 @@ def test_a_long_text_is_tokenized_up_to_the_model_s_length() -> None:
     check_length(tokenizer, "x" * 10**6, "prompt", 0)
     check_length(tokenizer, "x" * 10**3, "prompt", 1000)
     assert tokenizer.read == 0
-    with pytest.raises(UsageError, match="^prompt: more than the 100000 tokens"):
+    with pytest.raises(UsageError, match=r"^prompt: more than the 100000 tokens"):
         check_length(tokenizer, "x" * 10**6, "prompt", 100_000)
     assert tokenizer.read < 2 * 10**5
