@@ -256,7 +256,8 @@ class Chat:
         if grammar := added.get("structured_outputs"):  # of a tool that must be called, say
             given = {n: v for n, v in grammar.items() if v is not None and n[0] != "_"}
             params.setdefault("structured_outputs", given)
-        has_tools = self._request.get("tools") and self._request.get("tool_choice") != "none"
+        choice = self._request.get("tool_choice")
+        has_tools = choice != "none" and (choice or self._request.get("tools"))
         skips = added.get("skip_special_tokens", True)
         reasons = rendered.get("reasoning_parser_kwargs", "unknown, before vLLM 0.32") is not None
         self.is_parsed = bool(has_tools or reasons or not skips)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence  # noqa: TC003 - a protocol's method has it
+from typing import Any
 
 import pytest
 
-from trainer_agent.rollouts.choice import GrowingText, _StopSearch
+from bus.messages import RequestLimits
+from trainer_agent.rollouts.attempt import Piece
+from trainer_agent.rollouts.choice import ChoiceState, GrowingText, _StopSearch
+from trainer_agent.rollouts.request import make_request
 
 TEXTS = [
     "plain",
@@ -87,3 +91,24 @@ def test_a_stop_string_is_found_however_tokens_come(seed: int) -> None:
         parts = (tokens[at : at + size] for at in range(0, len(raw), size))
         found.add(next(filter(None, (search.search(each, ["STOP", "PST"])[0] for each in parts))))
     assert found == {"STOP"}
+
+
+@pytest.mark.parametrize(
+    ("ending", "params", "text"),
+    [
+        ({"finish_reason": "stop"}, {}, "ab"),
+        ({"finish_reason": "stop", "stop_reason": 99}, {"stop_token_ids": [99]}, "ab"),
+        ({"finish_reason": "stop"}, {"include_stop_str_in_output": True}, "abc"),
+        ({"finish_reason": "length"}, {}, "abc"),
+        ({}, {"stop": "b"}, "a"),
+    ],
+)
+def test_a_text_lacks_what_ended_it(
+    ending: dict[str, Any], params: dict[str, Any], text: str
+) -> None:
+    """As vLLM's own texts do."""
+    request = make_request([1], params, session_id=None, on_inexact="raise", decodes=True, extra={})
+    state = ChoiceState(request, 0, Bytes(), RequestLimits())
+    state.take(Piece(0, list(b"abc"), **ending), "e0")
+    state.end_attempt("e0")
+    assert state.result().text == text
