@@ -292,7 +292,7 @@ def error_answer(request: web.Request, status: int, text: str) -> web.Response:
     field, kind = ROUTES.get(request.path, ("", ""))
     if text.startswith("prompt_token_ids"):
         text = field + text.removeprefix("prompt_token_ids")
-    text = text.removeprefix("sampling_params.") if kind else text
+    text = text.replace("sampling_params.", "", 1) if kind else text
     found = _FIELD.match(text) if status < 500 else None  # noqa: PLR2004 - HTTP's
     error = {"message": text, "type": _KINDS.get(status, "BadRequestError"), "code": status}
     # OpenAI's client would send again what two engines have died of.
