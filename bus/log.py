@@ -6,6 +6,7 @@ docs/operations.md lists the events.
 
 from __future__ import annotations
 
+import json as jsonlib
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -50,6 +51,17 @@ def is_debug() -> bool:
     return _settings.level == "debug"
 
 
+def printable(line: str) -> str:
+    """Returns a line in which nothing commands a terminal, such as texts that peers have sent.
+
+    Control characters, line feeds, and characters that are invisible or change the direction of the
+    text are shown as JSON escapes.
+    """
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else jsonlib.dumps(c)[1:-1] for c in line)
+
+
 def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
     """Returns a logger that adds ``fields`` to every line."""
     import structlog  # noqa: PLC0415 - it takes long, and a help text logs nothing
@@ -69,6 +81,7 @@ def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _order_fields,
             structlog.processors.format_exc_info,
+            *(() if as_json else (_escape_fields,)),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_settings.level),
@@ -81,6 +94,16 @@ def write(log: structlog.typing.FilteringBoundLogger, note: Note) -> None:
     """Logs a state machine's note without its empty fields."""
     fields = {key: value for key, value in note.fields.items() if value not in ("", None)}
     getattr(log, note.level)(note.event, **fields)
+
+
+def _escape_fields(_log: object, _method: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    for key, value in event.items():
+        if key == "exception":  # has several lines
+            shown[key] = "\n".join(map(printable, str(value).split("\n")))
+        else:
+            shown[key] = printable(value) if isinstance(value, str) else value
+    return shown
 
 
 def _order_fields(_log: object, _method: str, event: Mapping[str, Any]) -> dict[str, Any]:

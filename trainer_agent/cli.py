@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import signal
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -126,8 +127,8 @@ def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
     A request survives updates, pauses and dead engines: it continues on another engine with the
     tokens that it has. Routes: /inference/v1/generate as vLLM has it, /v1/completions,
     /v1/chat/completions, /v1/models and /health. Requests of one session (header X-Session-ID, or
-    field session_id or user) go to one engine. Prints its URL once it listens. Beyond loopback it
-    needs --api-key, or --insecure.
+    field session_id) go to one engine. Prints its URL once it listens. Beyond loopback it needs
+    --api-key, or --insecure.
     """
     listen = plan.listen
     try:
@@ -143,6 +144,7 @@ def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
         )
     from trainer_agent.rollouts import client, front  # noqa: PLC0415 - after --help
 
+    _raise_file_limit()
     loaded = _load_tokenizer(plan.tokenizer) if plan.tokenizer is not None else None
 
     async def main(stop: asyncio.Event) -> None:
@@ -164,8 +166,17 @@ def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
     run_until_stopped(main)
 
 
+def _raise_file_limit() -> None:
+    """Raises the limit of open files to what the system allows: each connection needs one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # the old one must do
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _load_tokenizer(folder: str) -> Any:
-    """Loads a transformers tokenizer that skips special tokens when it decodes, as vLLM does."""
+    """Loads a tokenizer of transformers."""
+    from trainer_agent.rollouts import text  # noqa: PLC0415 - after --help
+
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415 - optional
 
@@ -174,8 +185,4 @@ def _load_tokenizer(folder: str) -> Any:
         raise UsageError(f"--tokenizer: install {error.name}") from error
     except (OSError, ValueError) as error:
         raise UsageError(f"--tokenizer {folder}: {error}") from error
-    return SimpleNamespace(
-        decode=partial(loaded.decode, skip_special_tokens=True),
-        encode=loaded.encode,
-        apply_chat_template=loaded.apply_chat_template,
-    )
+    return text.HfTokenizer(loaded)

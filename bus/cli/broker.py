@@ -15,6 +15,7 @@ from bus.cli.options import (
     INSECURE_HELP,
     NamedPath,
     checked,
+    echo,
     log_options,
     option,
     options_of,
@@ -133,7 +134,7 @@ def broker(plan: BrokerPlan) -> None:
             )
         keys = len(roles) if roles is not None else None
         log.info("broker_listening", address=transport.address, keys=keys)
-        click.echo(transport.address)
+        echo(transport.address)
         await stop.wait()
         server.close()
         log.info("broker_stopped")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import click
 
 from bus.cli import features
-from bus.cli.options import NamedPath, broker_option, checked, json_option, key_options
+from bus.cli.options import NamedPath, broker_option, checked, echo, json_option, key_options
 from bus.errors import BusTimeout, UsageError, WavebusError
 from bus.net import check_url, is_loopback
 from bus.runtime.event_loop import choose_loop, run
@@ -114,13 +114,13 @@ def doctor(
         checks.append(check)
         if as_json:
             continue
-        mark = click.style(_MARKS[check.state], fg=_COLOURS[check.state], bold=True)
-        click.echo(f"{mark} {check.name:<22} {check.detail}")
+        click.secho(_MARKS[check.state], fg=_COLOURS[check.state], bold=True, nl=False)
+        echo(f" {check.name:<22} {check.detail}")
         if check.hint and check.state != "ok":
-            click.echo(f"  {'':<22} → {check.hint}")
+            echo(f"  {'':<22} → {check.hint}")
     failed = any(check.state == "fail" for check in checks)
     if as_json:
-        click.echo(json.dumps({"ok": not failed, "checks": [asdict(c) for c in checks]}))
+        echo(json.dumps({"ok": not failed, "checks": [asdict(c) for c in checks]}))
     raise click.exceptions.Exit(1 if failed else 0)
 
 
@@ -146,9 +146,9 @@ def _all_checks(options: Options) -> Iterator[Check]:
 def _show_features(wheels: tuple[Path, ...], *, markdown: bool, as_json: bool) -> None:
     found = features.reports(wheels)
     if as_json:
-        click.echo(json.dumps(features.as_json(wheels, found)))
+        echo(json.dumps(features.as_json(wheels, found)))
     else:
-        click.echo(features.markdown(found) if markdown else features.table(found))
+        echo(*(features.markdown(found) if markdown else features.table(found)).split("\n"))
     raise click.exceptions.Exit(0 if all(map(features.has_all_features, found)) else 1)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bus.cli.options import journal_argument, option, options_of
+from bus.cli.options import echo, journal_argument, option, options_of
 from bus.errors import UsageError
 from bus.journal.reader import Gap, read
 from bus.journal.records import FrameReceived, FrameRefused, FrameSent, TimerFired
@@ -145,7 +145,7 @@ def show(source: Path, filters: Filters) -> None:
     Times are seconds since the broker began (12.5), or UTC (2026-03-01T12:00:00).
     """
     if not _print(source, filters, None):
-        click.echo(f"{source}: no record passes the filters", err=True)
+        echo(f"{source}: no record passes the filters", err=True)
 
 
 @journal.command()
@@ -170,7 +170,7 @@ def _print(source: Path, filters: Filters, pattern: re.Pattern[str] | None) -> i
     printed = 0
     for item in read(source):
         if isinstance(item, Gap):
-            click.echo(str(item), err=True)
+            echo(str(item), err=True)
             continue
         if not filters.pass_(item):
             continue
@@ -178,5 +178,5 @@ def _print(source: Path, filters: Filters, pattern: re.Pattern[str] | None) -> i
         if pattern is not None and not pattern.search(text):
             continue
         printed += 1
-        click.echo(json.dumps(as_json(item, full=filters.full)) if filters.as_lines else text)
+        echo(json.dumps(as_json(item, full=filters.full)) if filters.as_lines else text)
     return printed

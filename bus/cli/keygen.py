@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from bus.cli.options import NamedPath
+from bus.cli.options import NamedPath, echo
 from bus.keys import AUTHORIZED, ROLES, Key, write_pair
 from bus.runtime.zmq_curve import new_pair
 
@@ -46,8 +46,8 @@ def keygen(name: str, role: FileRole, output: Path) -> None:
     """Makes a key pair, and prints where to copy its files."""
     public, secret = new_pair()
     secret_path, public_path = write_pair(output, Key(name, role, public, secret))
-    click.echo(f"{secret_path}: keep it secret")
+    echo(f"{secret_path}: keep it secret")
     if role == "broker":
-        click.echo(f"{public_path}: for every peer (--broker-key)")
+        echo(f"{public_path}: for every peer (--broker-key)")
     else:
-        click.echo(f"{public_path}: copy it to the {AUTHORIZED} folder of the broker's keys")
+        echo(f"{public_path}: copy it to the {AUTHORIZED} folder of the broker's keys")

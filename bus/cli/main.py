@@ -14,7 +14,7 @@ import click
 
 from bus import settings
 from bus.cli import broker, doctor, journal, keygen, replay, routes, status, trace, why
-from bus.cli.options import NamedPath
+from bus.cli.options import NamedPath, echo
 from bus.errors import BusTimeout, UsageError, WavebusError
 from bus.messages import NackCode
 
@@ -164,7 +164,7 @@ def run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         code = 130
     except WavebusError as error:
-        click.echo(f"wavebus: {error}", err=True)
+        echo(*f"wavebus: {error}".split("\n"), err=True)
         code = _exit_code(error)
     except BrokenPipeError:  # the reader of stdout is gone
         sys.stderr.close()

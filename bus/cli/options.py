@@ -27,6 +27,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
 
+def echo(*lines: str, err: bool = False) -> None:
+    """Prints lines; characters that could command the terminal are escaped.
+
+    Args:
+        lines: the lines. Peers may have chosen parts of them.
+        err: whether they go to stderr.
+    """
+    for line in lines:
+        click.echo(bus.log.printable(line), err=err)
+
+
 class FiniteRange(click.FloatRange):
     """A finite number between bounds; click's own range may accept NaN and infinity."""
 

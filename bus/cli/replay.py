@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bus.cli.options import journal_argument, json_option
+from bus.cli.options import echo, journal_argument, json_option
 from bus.errors import JournalError
 from bus.journal.reader import Gap, read
 from bus.journal.render import line
@@ -59,14 +59,14 @@ def replay(source: Path, upto: int | None, verbose: bool, as_json: bool) -> None
     if not lives:
         raise JournalError("\n".join(left) or f"{source}: nothing is recorded in it")
     if as_json:
-        click.echo(json.dumps(_report(lives.values(), left, difference)))
+        echo(json.dumps(_report(lives.values(), left, difference)))
     else:
         for life in lives.values():
-            click.echo(_summary(life, differs=difference is not None and life.boot == [*lives][-1]))
+            echo(_summary(life, differs=difference is not None and life.boot == [*lives][-1]))
         for text in left:
-            click.echo(text)
+            echo(text)
         if difference is not None:
-            click.echo(str(difference))
+            echo(*str(difference).split("\n"))
     raise click.exceptions.Exit(1 if difference is not None or damaged else 0)
 
 
@@ -78,10 +78,10 @@ def _collect_torn(items: Iterator[Item], torn: list[str]) -> Iterator[Item]:
 
 
 def _say(step: ReplayStep) -> None:
-    click.echo(line(step.entry))
+    echo(line(step.entry))
     for note in step.notes:
         fields = " ".join(f"{key}={value}" for key, value in note.fields.items())
-        click.echo(f"{'':>9}{note.event}  {fields}")
+        echo(f"{'':>9}{note.event}  {fields}")
 
 
 def _summary(life: Replay, *, differs: bool) -> str:

@@ -19,6 +19,7 @@ from bus.cli.options import (
     Keys,
     checked,
     configure_log,
+    echo,
     json_option,
     key_options,
     option,
@@ -80,7 +81,7 @@ def routes(plan: RoutesPlan, timeout_s: float, keys: Keys, as_json: bool) -> Non
     if not (plan.follow or plan.router):
         answer = run(fetch_status(plan.broker, timeout_s=timeout_s, security=security))
         if not answer.groups:
-            click.echo(NO_GROUP, err=True)
+            echo(NO_GROUP, err=True)
         for each in groups_of(answer, plan.group):
             _print(each.name, each.routes, as_json=as_json)
         return
@@ -174,8 +175,8 @@ def _watch_output(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None
 def _print(group: str, routes: Routes, *, as_json: bool) -> None:
     if as_json:
         shown = {"group": group, "version": routes.version, "engines": routes.engines}
-        click.echo(msgspec.json.encode(shown).decode())
+        echo(msgspec.json.encode(shown).decode())
         return
     parts = [(e.engine, e.endpoint, f"({e.pd_role})" * bool(e.pd_role)) for e in routes.engines]
     names = ", ".join(" ".join(filter(None, each)) for each in parts) or "nobody"
-    click.echo(f"{group} version {routes.version}: {names}")
+    echo(f"{group} version {routes.version}: {names}")

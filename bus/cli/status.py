@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import click
 import msgspec
 
-from bus.cli.options import broker_option, json_option, key_options, timeout_option
+from bus.cli.options import broker_option, echo, json_option, key_options, timeout_option
 from bus.errors import UsageError
 from bus.runtime.event_loop import run
 from bus.runtime.status_client import fetch_status
@@ -37,9 +37,9 @@ def status(
     answer = run(fetch_status(address.broker, timeout_s=timeout_s, security=keys.security()))
     answer = dataclasses.replace(answer, groups=groups_of(answer, group))
     if as_json:
-        click.echo(msgspec.json.encode(answer).decode())
+        echo(msgspec.json.encode(answer).decode())
     else:
-        click.echo(_table(address.broker, answer))
+        echo(*_table(address.broker, answer))
 
 
 def groups_of(answer: Status, group: str | None) -> tuple[GroupStatus, ...]:
@@ -55,7 +55,7 @@ def groups_of(answer: Status, group: str | None) -> tuple[GroupStatus, ...]:
     return chosen
 
 
-def _table(address: str, answer: Status) -> str:
+def _table(address: str, answer: Status) -> list[str]:
     used = f"{answer.cpu_s:.1f} s of CPU, {answer.rss_bytes / 1e6:.0f} MB"
     lines = [f"broker {address}: up {answer.uptime_s:.0f} s, {answer.peers} peers, {used}"]
     if not answer.groups:
@@ -92,7 +92,7 @@ def _table(address: str, answer: Status) -> str:
         lines += [f"  {out.engine} is {out.state}: {out.reason}" for out in absent]
         lines += _missing_features(group)
         lines += _dp_groups(group)
-    return "\n".join(line.rstrip() for line in lines)
+    return [line.rstrip() for line in lines]
 
 
 def _serves(group: GroupStatus, engine: EngineView) -> str:

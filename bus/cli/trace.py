@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bus.cli.options import NamedPath, journal_argument
+from bus.cli.options import NamedPath, echo, journal_argument
 from bus.errors import JournalError, UsageError
 from bus.journal.reader import read
 from bus.journal.spans import spans
@@ -43,4 +43,4 @@ def trace(source: Path, output: Path, group: str | None) -> None:
     except OSError as error:
         raise UsageError(f"--output {output}: {error.strerror}") from error
     peers = len({(span.life, span.group, span.peer) for span in found})
-    click.echo(f"{output}: {len(found)} steps of {peers} peers")
+    echo(f"{output}: {len(found)} steps of {peers} peers")

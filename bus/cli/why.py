@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bus.cli.options import NamedPath, broker_option, json_option, key_options, timeout_option
+from bus.cli.options import NamedPath, broker_option, echo, json_option, key_options, timeout_option
 from bus.errors import JournalError
 from bus.journal.explain import findings
 from bus.journal.reader import read
@@ -59,12 +59,12 @@ def why(
     found = findings(status, about)
     waiting = any(each.waiting for each in found)
     if as_json:
-        click.echo(json.dumps({"waiting": waiting, "findings": [asdict(each) for each in found]}))
+        echo(json.dumps({"waiting": waiting, "findings": [asdict(each) for each in found]}))
         return
     if not waiting:
-        click.echo(_nothing(status, about))
+        echo(_nothing(status, about))
     for each in found:
-        click.echo(f"{each.group}: {each.text}")
+        echo(f"{each.group}: {each.text}")
 
 
 def _nothing(status: Status, about: str) -> str:

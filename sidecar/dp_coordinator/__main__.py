@@ -113,7 +113,7 @@ def main() -> int:
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
     except WavebusError as error:
-        click.echo(f"DP coordinator: {error}", err=True)
+        click.echo(f"DP coordinator: {bus.log.printable(str(error))}", err=True)
         return EXIT_USAGE
     return 0
 

@@ -2,7 +2,7 @@
 
 ==================================  ==========================================
 ``POST /inference/v1/generate``     tokens in, tokens out; see ``http_messages.py``
-``GET /health``                     200 while the engine lives, else 503
+``GET /health``                     200 while the engine lives, else 503; connections
 ``GET /v1/models``                  the served model
 ``GET /load``                       number of requests, as ``server_load``
 ==================================  ==========================================
@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import hmac
 import secrets
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -18,8 +17,8 @@ import msgspec
 from aiohttp import web
 
 from bus.errors import EngineError
-from bus.net import http_url
 from bus.rejection import is_closed_message
+from bus.runtime.http_server import HttpServer
 from sidecar.embedded.http_messages import (
     BadRequest,
     check_request,
@@ -31,15 +30,11 @@ from sidecar.embedded.http_messages import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiohttp.typedefs import Handler
-
     from sidecar.embedded.requests import Delta, Generation
     from sidecar.embedded.sampling import SamplingParams
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 _GUARDED: Final = ("/v1", "/inference")  # as vLLM's API key does
-# How long responses that are under way may take to leave when the server closes.
-SHUTDOWN_S: Final = 1.0
 
 
 class ServedEngine(Protocol):
@@ -84,40 +79,28 @@ class DataPlane:
         self._engine = engine
         self._host = host
         self._port = port
-        self._bearer = f"Bearer {api_key}".encode() if api_key else b""
-        self._runner: web.AppRunner | None = None
+        routes = [
+            web.post("/inference/v1/generate", self._generate),
+            web.get("/health", self._health),
+            web.get("/v1/models", self._models),
+            web.get("/load", self._load),
+        ]
+        self._server = HttpServer(
+            routes,
+            lambda _, status, text: _error(status, text),
+            _answer_exception,
+            max_body_bytes=MAX_BODY_BYTES,
+            api_key=api_key,
+            is_open=lambda path: not path.startswith(_GUARDED),
+        )
 
     async def start(self) -> str:
         """Begins to listen, and returns the base URL."""
-        app = web.Application(
-            client_max_size=MAX_BODY_BYTES, middlewares=[self._check_key, _errors_as_json]
-        )
-        app.router.add_post("/inference/v1/generate", self._generate)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/load", self._load)
-        # A handler is cancelled when its client goes away, and aborts its request.
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
-        )
-        await self._runner.setup()
-        # Many clients may connect at once, as with vLLM's server.
-        await web.TCPSite(self._runner, self._host, self._port, backlog=2048).start()
-        host, port = self._runner.addresses[0][:2]
-        return http_url(host, port)
+        return await self._server.start(self._host, self._port)
 
     async def close(self) -> None:
         """Stops listening; running answers have 1 s to end."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    @web.middleware
-    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._bearer and request.path.startswith(_GUARDED):
-            given = request.headers.get("Authorization", "").encode()
-            if not hmac.compare_digest(given, self._bearer):
-                return _error(401, "Unauthorized")
-        return await handler(request)
+        await self._server.close()
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = decode_request(await http.read())
@@ -146,7 +129,7 @@ class DataPlane:
         return web.Response(body=answer, content_type="application/json")
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self._engine.is_alive else 503)
+        return web.json_response(self._server.load, status=200 if self._engine.is_alive else 503)
 
     async def _models(self, _: web.Request) -> web.Response:
         card = {
@@ -193,16 +176,10 @@ def _admitted(deltas: list[Delta]) -> list[Delta]:
     return deltas
 
 
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except BadRequest as error:
+def _answer_exception(_: web.Request, error: Exception) -> web.Response | None:
+    if isinstance(error, BadRequest):
         return _error(400, str(error), error.field)
-    except EngineError as error:
-        return _error(503, str(error))
-    except web.HTTPException as error:
-        return _error(error.status, error.text or error.reason)
+    return _error(503, str(error)) if isinstance(error, EngineError) else None
 
 
 def _error(status: int, message: str, param: str = "") -> web.Response:

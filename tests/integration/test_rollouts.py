@@ -43,15 +43,20 @@ STEP_MS = ("--step-ms", "15")
 LONG_STEP_MS = ("--step-ms", "100")
 
 
+LIMITS = RequestLimits(vocab_size=100, max_model_len=64, slots=8, exact_seeds=True)
+
+
 class Serving(StubEngine):
     """Its requests go to a URL of the test's."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, limits: RequestLimits) -> None:
         self._endpoint = endpoint
+        self._limits = limits
 
     async def start(self) -> EngineInfo:
-        limits = RequestLimits(vocab_size=100, max_model_len=64, slots=8, exact_seeds=True)
-        return EngineInfo("stub", "test", "none", 0, 1, 1, ("shm",), self._endpoint, limits=limits)
+        return EngineInfo(
+            *("stub", "test", "none", 0, 1, 1, ("shm",), self._endpoint), limits=self._limits
+        )
 
 
 def assert_whole(choice: Choice, tokens: int = TOKENS) -> None:
@@ -312,13 +317,17 @@ def event(*tokens: int, finish: str | None = None, index: int = 0) -> dict[str, 
 
 
 @contextlib.asynccontextmanager
-async def clients_of(*answers: Any, **options: Any) -> AsyncIterator[RolloutClient]:
+async def clients_of(
+    *answers: Any, limits: RequestLimits = LIMITS, **options: Any
+) -> AsyncIterator[RolloutClient]:
     """A client, and an engine of each answer: ``e0``, ``e1``, …"""
     async with contextlib.AsyncExitStack() as stack:
         _, address = await stack.enter_async_context(a_broker())
         for index, answer in enumerate(answers):
             url = await stack.enter_async_context(generating(answer))
-            sidecar = Sidecar(Serving(url), broker=address, group="policy", name=f"e{index}")
+            sidecar = Sidecar(
+                Serving(url, limits), broker=address, group="policy", name=f"e{index}"
+            )
             await stack.enter_async_context(sidecar)
             await sidecar.joined()
         yield await stack.enter_async_context(RolloutClient(address, **options))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shlex
+import sys
 from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 from safetensors.torch import load_file
 
@@ -18,20 +22,24 @@ from tests.integration.test_rollouts_front import (
     post,
     run,
 )
-from tests.support.procs import run_wavebus, wavebus
+from tests.support.procs import Proc, run_wavebus
 from trainer_agent import RolloutClient, TrainerAgent
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Bus
-    from tests.support.procs import Proc
 
 
-def front(bus: Bus, *extra: str) -> str:
+FILES = 128
+
+
+def front_command(bus: Bus) -> list[str]:
+    command = [sys.executable, "-m", "bus.cli.main", "rollouts"]
+    return [*command, "--broker", bus.address, "--listen", "127.0.0.1:0"]
+
+
+def front(bus: Bus) -> str:
     """Its URL."""
-    process = bus.add(
-        wavebus("rollouts", "--broker", bus.address, "--listen", "127.0.0.1:0", *extra)
-    )
-    return process.first_line()
+    return bus.add(Proc(*front_command(bus))).first_line()
 
 
 @pytest.mark.ci
@@ -92,3 +100,31 @@ def test_beyond_loopback_it_needs_a_key_or_an_insecure_will() -> None:
     assert (shown.returncode, "--api-key" in shown.stderr) == (2, True)
     for address in ("8000", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):
         assert run_wavebus("rollouts", "--listen", address).returncode == 2
+
+
+def test_half_sent_requests_do_not_shut_it(bus: Bus) -> None:
+    """They are more than it may have files. It says so, and keeps files for engines."""
+    bus.sidecar("e0")
+    limited = f"ulimit -n {FILES}; exec {shlex.join(front_command(bus))}"
+    process = bus.add(Proc("/bin/sh", "-c", limited))
+    url = process.first_line()
+    host, port = url.removeprefix("http://").split(":")
+
+    async def main() -> None:
+        halves = [await asyncio.open_connection(host, int(port)) for _ in range(2 * FILES)]
+        for _, writer in halves:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-")
+        await asyncio.to_thread(process.wait_event, "http_connections_dropped")
+        asked: list[object] = []
+        while len(asked) < 4:
+            with contextlib.suppress(aiohttp.ClientError):
+                status, answer = await post(f"{url}/v1/completions", {"prompt": PROMPT})
+                asked += [answer] * (status == 200)
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/health") as response:
+            told = await response.json()
+        assert 0 < told["connections"] <= told["limit"] <= FILES // 2
+        assert told["evicted"] + told["refused"] > FILES
+        for _, writer in halves:
+            writer.close()
+
+    run(main())

@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import io
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
+from bus.messages import RequestLimits
 from bus.runtime.status_client import fetch_status
 from tests.integration.test_rollouts import clients_of, event, honest, then
+from tests.support.generating import generating
 from trainer_agent import RolloutClient
 from trainer_agent.rollouts.front import serve
 
@@ -30,6 +34,7 @@ STEP_MS = ("--step-ms", "15")
 
 async def post(url: str, body: Any, **headers: str) -> tuple[int, Any]:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **headers}
     async with (
         aiohttp.ClientSession() as http,
         http.post(url, data=io.BytesIO(raw), headers=headers) as response,
@@ -144,9 +149,17 @@ BAD = [
     ("/v1/completions", {"prompt": [1], "stream": "yes"}, "stream"),
     ("/v1/completions", {"prompt": [1], "stream_options": {"usage": True}}, "stream_options.usage"),
     ("/v1/completions", {"prompt": [1], "user": MEGABYTE}, "user"),
+    ("/v1/completions", {"prompt": [1], "session_id": MEGABYTE}, "session_id"),
     ("/v1/completions", {"prompt": [1], "user": 5}, "user"),
-    ("/v1/completions", {"prompt": [1], "model": "other"}, "model"),
+    ("/v1/completions", {"prompt": [1], "stop": ["x"] * 65}, "stop"),
+    ("/v1/completions", {"prompt": [1], "logit_bias": {"\u00b2": 1}}, "logit_bias"),
+    ("/v1/completions", {"prompt": [1], "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ("/v1/completions", {"prompt": [[1]] * 1025}, "prompt"),
     ("/v1/completions", b'{"prompt": [1', None),
+    ("/v1/completions", b'{"prompt": ' + b"[" * 200_000, None),
+    ("/v1/completions", b'{"prompt": [1], "metadata": ' + b'{"a":' * 200_000, None),
+    ("/v1/chat/completions", b'{"messages": ' + b"[" * 200_000, None),
+    ("/inference/v1/generate", b'{"sampling_params": {"extra_args": ' + b'{"a":' * 200_000, None),
     ("/v1/completions", b"[1]", None),
     ("/v1/completions", b"\xff", None),
     ("/v1/chat/completions", {"messages": []}, "messages"),
@@ -185,6 +198,11 @@ def test_bad_input_is_refused_by_the_fields_name(bus: Bus) -> None:
         header = {"X-Session-ID": "s" * 300}
         status, answer = await post(f"{url}/v1/completions", {"prompt": [1], "user": "u"}, **header)
         assert (status, answer["error"]["param"]) == (400, "X-Session-ID")
+        body = {"prompt": [1], "max_tokens": 2, "model": "other"}
+        for stream in (False, True):
+            status, answer = await post(f"{url}/v1/completions", body | {"stream": stream})
+            error = answer["error"]
+            assert (status, error["param"], error["type"]) == (404, "model", "NotFoundError")
 
     run(main())
 
@@ -271,11 +289,8 @@ def test_chat_is_rendered_by_the_tokenizer_where_engines_do_not() -> None:
             assert status == 200, answer
             (choice,) = answer["choices"]
             assert choice["message"] == {"role": "assistant", "content": "CDE"}
-            assert [each["token"] for each in choice["logprobs"]["content"]] == [
-                "token_id:67",
-                "token_id:68",
-                "token_id:69",
-            ]
+            named = [(each["token"], each["bytes"]) for each in choice["logprobs"]["content"]]
+            assert named == [("C", [67]), ("D", [68]), ("E", [69])]
             usage = {"stream_options": {"include_usage": True}}
             *streamed, last = await events(f"{url}/v1/chat/completions", body | usage)
             deltas = [each["choices"][0]["delta"] for each in streamed]
@@ -317,7 +332,6 @@ def test_a_session_is_kept_on_its_engine() -> None:
     async def main() -> None:
         async with fronts_of(names("e0"), names("e1")) as url:
             for fields, headers in (
-                ({"user": "u1"}, {}),
                 ({"session_id": "u1", "user": "other"}, {}),
                 ({"session_id": "other"}, {"X-Session-ID": "u1"}),
             ):
@@ -384,5 +398,317 @@ def test_chat_goes_on_elsewhere_when_an_engine_dies_in_any_of_its_steps() -> Non
                 assert choice["finish_reason"] == "length"
                 assert choice["inexact"] == ["structured_outputs"] * stream
         assert asked == ["e0 render", "e0 generate", "e1 derender"] * 2
+
+    run(main())
+
+
+class Slow(Letters):
+    """A tokenizer that takes its time, until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.longest = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.longest = max(self.longest, len(text))
+        self.begun.set()
+        assert self.go_on.wait(TIMEOUT_S)
+        return super().encode(text)
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
+        return self.encode("".join(each["content"] for each in messages))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_text_that_is_being_tokenized_keeps_nobody_waiting(path: str) -> None:
+    """Nor is it tokenized to its end if it has more tokens than the model takes."""
+    tokenizer = Slow()
+
+    def asking(text: str) -> dict[str, Any]:
+        if "chat" in path:
+            return {"max_tokens": 2, "messages": [{"role": "user", "content": text}]}
+        return {"max_tokens": 2, "prompt": text}
+
+    async def main() -> None:
+        async with fronts_of(honest, tokenizer=tokenizer) as url, aiohttp.ClientSession() as http:
+            asks = asyncio.create_task(post(url + path, asking("AB")))
+            await asyncio.to_thread(tokenizer.begun.wait, TIMEOUT_S)
+            async with http.get(f"{url}/health") as response:
+                assert response.status == 200
+            tokenizer.go_on.set()
+            status, answer = await asks
+            assert (status, answer["usage"]["prompt_tokens"]) == (200, 2)
+            status, answer = await post(url + path, asking("A" * (1 << 19)))
+            field = "messages" if "chat" in path else "prompt"
+            assert (status, answer["error"]["param"]) == (400, field)
+            assert tokenizer.longest <= 1 << 16
+
+    run(main())
+
+
+BYTES = RequestLimits(vocab_size=256, max_model_len=10_000, slots=8, exact_seeds=True)
+
+
+class Bytes(Letters):
+    """A tokenizer of bytes, which counts the tokens that it decodes."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, token_ids: Any) -> str:
+        self.decoded += len(token_ids)
+        return bytes(token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_answer_of_invalid_bytes_costs_no_more_than_another(at_once: bool) -> None:
+    """Its text ends in a replacement character after each token."""
+    count = 5_000
+    tokens = [0xFF] * count
+    pieces = [{"index": 0, "token_ids": [token]} for token in tokens]
+    if at_once:
+        pieces = [{"index": 0, "token_ids": tokens}]
+    pieces[-1]["finish_reason"] = "length"
+    answer = then(*({"choices": [each]} for each in pieces))
+    tokenizer = Bytes()
+
+    async def main() -> None:
+        async with fronts_of(answer, limits=BYTES, tokenizer=tokenizer) as url:
+            body = {"prompt": PROMPT, "max_tokens": count, "stop": ["never"]}
+            streamed = joined(await events(f"{url}/v1/completions", body))
+            assert streamed["token_ids"] == tokens
+            assert streamed["text"] == "\N{REPLACEMENT CHARACTER}" * count
+            assert tokenizer.decoded < 200 * count
+
+    run(main())
+
+
+def test_an_engine_can_not_send_a_prompt_elsewhere() -> None:
+    """Redirects are not followed; the request goes to an engine that answers it."""
+    got: list[str] = []
+
+    async def other(request: web.Request) -> web.StreamResponse:
+        got.append(await request.text())
+        return await honest(request)
+
+    async def main() -> None:
+        routes = ("/inference/v1/generate", "/v1/chat/completions/render")
+        async with generating(dict.fromkeys(routes, other)) as elsewhere:
+
+            async def redirect(request: web.Request) -> web.StreamResponse:
+                return web.Response(status=307, headers={"Location": elsewhere + request.path})
+
+            e0 = dict.fromkeys(routes, redirect)
+            async with fronts_of(e0, honest, tokenizer=Letters()) as url:
+                asked: dict[str, Any] = {"max_tokens": 2}
+                for _ in range(2):
+                    done = await post(f"{url}/v1/completions", {"prompt": PROMPT, **asked})
+                    assert done[0] == 200
+                asked["messages"] = [{"role": "user", "content": "AB"}]
+                assert (await post(f"{url}/v1/chat/completions", asked))[0] == 200
+        assert not got
+
+    run(main())
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_an_engine_s_error_may_have_no_end(status: int) -> None:
+    """A part of it is read; if the request is not to blame, another engine is asked."""
+    ended = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"x" * 65536)
+        finally:
+            ended.set()
+
+    async def main() -> None:
+        async with fronts_of(endless, honest) as url:
+            body = {"prompt": PROMPT, "max_tokens": 2}
+            done = await post(f"{url}/v1/completions", body)
+            assert done[0] == (400 if status == 400 else 200)
+            assert len(str(done[1])) < 1 << 17
+            await ended.wait()
+
+    run(main())
+
+
+CHAT = "/v1/chat/completions"
+EOS = 2
+
+
+def renders(reasons: bool = False, parts: bool = True) -> dict[str, Any]:
+    """An engine that renders and decodes messages as vLLM does, before its chat: a letter for each
+    token. What comes before ``|`` is reasoning if it ``reasons``; it may know no ``parts``."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    async def render(request: web.Request) -> web.StreamResponse:
+        asked.append(("render", await request.json()))
+        sampling: dict[str, Any] = {"max_tokens": 5, "skip_special_tokens": True}
+        if asked[-1][1].get("response_format"):
+            sampling["structured_outputs"] = {"json_object": True, "_backend": None}
+        kwargs: Any = {"chat_template_kwargs": {}} if reasons else None
+        rendered = {"token_ids": PROMPT, "sampling_params": sampling}
+        return web.json_response({**rendered, "reasoning_parser_kwargs": kwargs})
+
+    def split(text: str) -> dict[str, str]:
+        thought, _, content = text.partition("|")
+        return {"reasoning": thought, "content": content} if reasons else {"content": text}
+
+    def message(text: str, before: str = "") -> dict[str, Any]:
+        old, new = split(before), split(before + text)
+        return {"role": "assistant", **{n: new[n][len(old[n]) :] or None for n in new}}
+
+    def text_of(choice: dict[str, Any]) -> str:
+        assert EOS not in choice["token_ids"], "the token that ended the answer"
+        return "".join(map(chr, choice["token_ids"]))
+
+    def names(choice: dict[str, Any]) -> Any:
+        given = choice.get("logprobs")
+        if given is None:
+            return None
+        tokens = [f"<{each['token_id']}>" for each in given["content"]]
+        values = [each["logprob"] for each in given["content"]]
+        if not reasons:
+            return {
+                "tokens": tokens,
+                "token_logprobs": values,
+                "top_logprobs": [None] * len(tokens),
+            }
+        pairs = zip(tokens, values, strict=True)
+        return {"content": [{"token": t, "logprob": v, "bytes": [1]} for t, v in pairs]}
+
+    async def derender(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        asked.append(("derender", body))
+        assert ("chat_request" in body) == reasons
+        if body.get("stream"):
+            if not parts:
+                return web.json_response({"error": {"message": "no"}}, status=400)
+            (choice,) = body["generate_chunk"]["choices"]
+            before, text = body["stream_state"] or "", text_of(choice)
+            made = {"delta": message(text, before)} if reasons else {"text": text}
+            chunk = {"choices": [{**made, "logprobs": names(choice)}]}
+            return web.json_response({"chunk": chunk, "stream_state": before + text})
+        given = body["generate_response"] if reasons else body["generate_responses"][0]
+        whole = [
+            {
+                "index": at,
+                **({"message": message(text_of(c))} if reasons else {"text": text_of(c)}),
+                "logprobs": names(c),
+            }
+            for at, c in enumerate(given["choices"])
+        ]
+        return web.json_response({"choices": whole})
+
+    routes: dict[str, Any] = {f"{CHAT}/render": render, "asked": asked}
+    return routes | {f"{CHAT if reasons else '/v1/completions'}/derender": derender}
+
+
+def saying(text: str, finish: str = "stop") -> Any:
+    """An answer of these letters, and of the end of the sequence."""
+    tokens = [*map(ord, text), *([EOS] if finish == "stop" else [])]
+    content = [{"token_id": t, "logprob": -1.0, "top_logprobs": []} for t in tokens]
+    pieces = [
+        {"index": 0, "token_ids": [t], "logprobs": {"content": [c]}}
+        for t, c in zip(tokens, content, strict=True)
+    ]
+    pieces[-1]["finish_reason"] = finish
+    return then(*({"choices": [each]} for each in pieces))
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+@pytest.mark.parametrize("parts", [True, False])
+def test_chat_comes_in_parts_and_ends_before_its_last_token(reasons: bool, parts: bool) -> None:
+    """If an engine knows no parts, what is left of the message comes at the end."""
+    text = "because|it is so" if reasons else "it is so"
+    engine = renders(reasons, parts)
+    engine["/inference/v1/generate"] = saying(text)
+    asked = engine.pop("asked")
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "logprobs": True}
+
+    async def main() -> None:
+        async with fronts_of(engine, limits=BYTES) as url:
+            status, answer = await post(url + CHAT, body)
+            assert status == 200, answer
+            (choice,) = answer["choices"]
+            assert choice["message"]["content"] == "it is so"
+            assert choice["message"].get("reasoning") == ("because" if reasons else None)
+            assert choice["token_ids"] == [*map(ord, text), EOS]
+            named = [each["token"] for each in choice["logprobs"]["content"]]
+            assert named == [f"<{token}>" for token in choice["token_ids"]]
+            asked.clear()
+            streamed = await events(url + CHAT, body)
+            deltas = [c["delta"] for event in streamed for c in event["choices"]]
+            said = {
+                name: "".join(each.get(name) or "" for each in deltas)
+                for name in ("content", "reasoning")
+            }
+            assert said == {"content": "it is so", "reasoning": "because" * reasons}
+            assert joined(streamed)["token_ids"] == choice["token_ids"]
+            whole = [kind for kind, body in asked if kind == "derender" and "stream" not in body]
+            assert len(whole) == (not parts), "a message that came in parts is made again"
+
+    run(main())
+
+
+def test_a_stream_of_chat_waits_for_no_end() -> None:
+    """Its first words come while the answer goes on."""
+    go_on = asyncio.Event()
+
+    async def halting(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for token, finish in ((65, None), (66, "length")):
+            piece = {"index": 0, "token_ids": [token], "finish_reason": finish}
+            await response.write(f"data: {json.dumps({'choices': [piece]})}\n\n".encode())
+            await go_on.wait()
+        return response
+
+    async def main() -> None:
+        for reasons in (False, True):
+            go_on.clear()
+            engine = renders(reasons)
+            engine["/inference/v1/generate"] = halting
+            del engine["asked"]
+            body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+            async with (
+                fronts_of(engine) as url,
+                aiohttp.ClientSession() as http,
+                http.post(url + CHAT, json=body) as response,
+            ):
+                first = json.loads((await response.content.readline())[6:])
+                (choice,) = first["choices"]
+                assert "A" in (choice["delta"].get("content"), choice["delta"].get("reasoning"))
+                go_on.set()
+                assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
+
+    run(main())
+
+
+def test_content_parts_reach_a_template_as_text() -> None:
+    """What is no text, and what would choose another template, is refused."""
+
+    async def main() -> None:
+        async with fronts_of(honest, tokenizer=Letters()) as url:
+            texts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+            image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+            body = {"max_tokens": 2, "messages": [{"role": "user", "content": texts}]}
+            status, answer = await post(url + CHAT, body | {"return_token_ids": True})
+            assert (status, answer["prompt_token_ids"]) == (200, [65, 10, 66])
+            body["messages"] = [{"role": "user", "content": [*texts, image]}]
+            status, answer = await post(url + CHAT, body)
+            assert (status, answer["error"]["param"]) == (400, "messages")
+            assert "image_url" in answer["error"]["message"]
+            body["messages"] = [{"role": "user", "content": "A"}]
+            for options in ({"chat_template": "{{ 1 }}"}, {"tokenize": False}):
+                fields = {"chat_template_kwargs": options}
+                status, answer = await post(url + CHAT, body | fields)
+                name = f"chat_template_kwargs.{min(options)}"
+                assert (status, answer["error"]["param"]) == (400, name)
 
     run(main())

@@ -38,9 +38,34 @@ TOOL = {
 }
 THINK_END = chr(4)  # the parser takes what comes before it as reasoning, or all without it
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+# Of vLLM's own chat, the front's messages are the same; those that end do so by the token 2.
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": True, "top_logprobs": 2},
+    {"temperature": 0.0, "tools": [TOOL]},
+    {"temperature": 0.0, "response_format": {"type": "json_object"}},
+    {
+        "temperature": 0.0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    },
+    {
+        "temperature": 0.0,
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "user": "u",
+    },
+    {"extra_body": {"allowed_token_ids": [2]}},
+    {"extra_body": {"allowed_token_ids": [2]}, "tools": [TOOL]},
+    {"extra_body": {"allowed_token_ids": [65], "stop_token_ids": [65]}},
+    *({"seed": seed, "logit_bias": {"65": 50, "66": 50, "4": 49, "2": 49}} for seed in range(4)),
+]
 
 
-def test_chat_by_the_routes_of_a_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reasons", [True, False])
+def test_chat_by_the_routes_of_a_server(reasons: bool, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", seed=1)
     write_letters(checkpoint.folder)
     environment = os.environ | boot_environment(tmp_path / "boot")
@@ -48,7 +73,8 @@ def test_chat_by_the_routes_of_a_server(tmp_path: Path) -> None:
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(checkpoint.folder), "--served-model-name", "tiny"),
         *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"),
-        *("--max-model-len", str(MAX_POSITIONS), "--reasoning-parser", "deepseek_r1"),
+        *("--max-model-len", str(MAX_POSITIONS)),
+        *(("--reasoning-parser", "deepseek_r1") if reasons else ()),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     ]
 
@@ -64,9 +90,16 @@ def test_chat_by_the_routes_of_a_server(tmp_path: Path) -> None:
             async with sidecar:
                 await sidecar.joined()
                 async with RolloutClient(address) as client:
-                    await of_the_client(client)
-                    async with serve(client, "127.0.0.1", 0) as url:
-                        await of_openai(openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-"))
+                    if reasons:
+                        await of_the_client(client)
+                    async with (
+                        serve(client, "127.0.0.1", 0) as url,
+                        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-") as ask,
+                        openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="-") as direct,
+                    ):
+                        await of_openai(ask, reasons)
+                        for fields in ASKED:
+                            await as_vllm(ask, direct, fields)
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
@@ -90,34 +123,76 @@ async def of_the_client(client: RolloutClient) -> None:
         await client.chat(MESSAGES, model="other")
 
 
-async def of_openai(ask: Any) -> None:
-    async with ask:
-        assert [each.id async for each in ask.models.list()] == ["tiny"]
-        plain = {"model": "tiny", "temperature": 0.0, "max_tokens": 8}
-        done = await ask.chat.completions.create(messages=MESSAGES, logprobs=True, **plain)
-        (choice,) = done.choices
-        assert choice.message.role == "assistant"
-        assert len(choice.message.reasoning) == 8
-        assert len(choice.logprobs.content) == 8
-        assert choice.weight_versions[-1]["end"] == 8
-        assert (choice.finish_reason, done.usage.total_tokens) == ("length", len(PROMPT) + 8)
-        pieces = [
-            each
-            async for each in await ask.chat.completions.create(
-                messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **plain
-            )
-        ]
-        assert [t for p in pieces for c in p.choices for t in c.token_ids] == choice.token_ids
-        assert pieces[-2].choices[0].delta.reasoning == choice.message.reasoning
-        assert pieces[-1].usage == done.usage
-        text = await ask.completions.create(prompt=PROMPT, logprobs=0, **plain)
-        assert text.choices[0].token_ids == choice.token_ids
-        assert len(text.choices[0].logprobs.token_logprobs) == 8
-        streamed = await ask.completions.create(prompt=PROMPT, stream=True, **plain)
-        assert [t async for p in streamed for t in p.choices[0].token_ids] == choice.token_ids
-        with pytest.raises(openai.BadRequestError) as refused:
-            await ask.chat.completions.create(messages=MESSAGES, top_logprobs=3, **plain)
-        assert refused.value.param == "top_logprobs"
-        with pytest.raises(openai.BadRequestError) as refused:
-            await ask.completions.create(prompt=PROMPT, **plain | {"model": "other"})
+async def as_vllm(ask: Any, direct: Any, fields: dict[str, Any]) -> None:
+    """The front's message, whole or in parts, is that of vLLM's own chat."""
+    fields = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, **fields}
+    (own,) = (await direct.chat.completions.create(**fields)).choices
+    (got,) = (await ask.chat.completions.create(**fields)).choices
+    assert got.message == own.message, fields
+    assert got.finish_reason == own.finish_reason
+    if own.logprobs is not None:
+        for mine, theirs in zip(got.logprobs.content, own.logprobs.content, strict=True):
+            assert (mine.token, mine.bytes) == (theirs.token, theirs.bytes)
+            assert mine.top_logprobs == theirs.top_logprobs
+    parts = [
+        choice.delta
+        async for piece in await ask.chat.completions.create(stream=True, **fields)
+        for choice in piece.choices
+    ]
+    for name in ("content", "reasoning"):
+        streamed = [text for part in parts if (text := getattr(part, name, None))]
+        whole = getattr(own.message, name, None) or ""
+        assert "".join(streamed) == whole, fields
+        assert len(streamed) > 1 or len(whole) < 4 or "tools" in fields, "it came at once"
+
+
+async def of_openai(ask: Any, reasons: bool) -> None:
+    assert [each.id async for each in ask.models.list()] == ["tiny"]
+    assert (await ask.models.retrieve("tiny")).max_model_len == MAX_POSITIONS
+    plain = {"model": "tiny", "temperature": 0.0, "max_tokens": 8}
+    ids = {"return_token_ids": True}
+    done = await ask.chat.completions.create(
+        messages=MESSAGES, logprobs=True, extra_body=ids, **plain
+    )
+    (choice,) = done.choices
+    assert choice.message.role == "assistant"
+    assert len(choice.message.reasoning if reasons else choice.message.content) == 8
+    assert [each.bytes for each in choice.logprobs.content] == [[t] for t in choice.token_ids]
+    assert choice.weight_versions[-1]["end"] == 8
+    assert (choice.finish_reason, done.usage.total_tokens) == ("length", len(PROMPT) + 8)
+    assert done.prompt_token_ids == PROMPT
+    pieces = [
+        each
+        async for each in await ask.chat.completions.create(
+            messages=MESSAGES,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=ids,
+            **plain,
+        )
+    ]
+    assert [t for p in pieces for c in p.choices for t in c.token_ids] == choice.token_ids
+    assert pieces[0].prompt_token_ids == PROMPT
+    assert pieces[-1].usage == done.usage
+    text = await ask.completions.create(prompt=PROMPT, logprobs=0, extra_body=ids, **plain)
+    assert text.choices[0].token_ids == choice.token_ids
+    assert text.choices[0].prompt_token_ids == PROMPT
+    assert len(text.choices[0].logprobs.token_logprobs) == 8
+    streamed = await ask.completions.create(prompt=PROMPT, stream=True, **plain)
+    assert [t async for p in streamed for t in p.choices[0].token_ids] == choice.token_ids
+    shape = {"response_format": {"type": "json_object"}}
+    written = await ask.completions.create(prompt=PROMPT, extra_body=shape, **plain)
+    assert written.choices[0].token_ids[0] in letters("{ \t\n")
+    for unknown in (
+        ask.completions.create(prompt=PROMPT, **plain | {"model": "other"}),
+        ask.chat.completions.create(messages=MESSAGES, **plain | {"model": "other"}),
+        ask.models.retrieve("some/other"),
+    ):
+        with pytest.raises(openai.NotFoundError) as refused:
+            await unknown
         assert "does not exist" in refused.value.message
+    with pytest.raises(openai.BadRequestError) as wrong:
+        await ask.chat.completions.create(
+            messages=MESSAGES, top_logprobs=21, logprobs=True, **plain
+        )
+    assert wrong.value.param == "top_logprobs"

@@ -23,7 +23,11 @@ GENERATE: Final = "/inference/v1/generate"
 UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 FAILURES: Final = 5  # in a row, and a request is given up
 _SHOWN: Final = 300
+_MAX_ERROR_BYTES: Final = 1 << 16
+_MAX_ANSWER_BYTES: Final = 1 << 26  # of a prompt with images, for example
+_REDIRECT: Final = range(300, 400)
 _BAD_REQUEST: Final = range(400, 500)
+_NOT_FOUND: Final = 404
 _LATER: Final = (408, 429, 503)
 
 How: TypeAlias = Literal["rejected", "unreachable", "died", "broken", "stalled", "unfetched"]
@@ -50,6 +54,10 @@ class Cut(Exception):
         self.how = how
 
 
+class UnknownModel(UsageError):
+    """Raised when no engine serves the model that a request names."""
+
+
 class PieceSpan(msgspec.Struct, frozen=True):
     """The version of the weights that sampled some tokens of a choice.
 
@@ -64,12 +72,36 @@ class PieceSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-class _LogProb(msgspec.Struct, frozen=True):
+class _TopLogProb(msgspec.Struct, frozen=True):
+    token_id: int
     logprob: float
 
 
+class LogProb(msgspec.Struct, frozen=True):
+    """The log-probability of a token.
+
+    Attributes:
+        logprob: the log-probability.
+        top_logprobs: the JSON of the likeliest tokens in its place.
+    """
+
+    logprob: float
+    top_logprobs: msgspec.Raw = msgspec.Raw(b"[]")
+
+    def likeliest(self) -> dict[int, float]:
+        """Returns the log-probabilities of the likeliest tokens in its place.
+
+        Raises:
+            Cut: they are malformed.
+        """
+        try:
+            return {each.token_id: each.logprob for each in _TOP.decode(self.top_logprobs)}
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise Cut("broken", str(error)[:_SHOWN]) from None
+
+
 class _LogProbs(msgspec.Struct, frozen=True):
-    content: list[_LogProb]
+    content: list[LogProb]
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -104,6 +136,7 @@ class _HandedOver(msgspec.Struct, frozen=True):
 
 
 DECODER: Final = msgspec.json.Decoder(Event)
+_TOP: Final = msgspec.json.Decoder(list[_TopLogProb])
 _HANDED_OVER: Final = msgspec.json.Decoder(_HandedOver)
 _ENCODER: Final = msgspec.json.Encoder()
 
@@ -159,10 +192,10 @@ async def prefill(
     sampling = {"max_tokens": 1, "temperature": 0.0}  # of a token that is not used
     asked = {"sampling_params": sampling, "stream": False, "kv_transfer_params": _HAND_OVER}
     async with _posted(session, endpoint, {**body, **asked}) as response:
-        raw = await response.read()
+        raw = await read_bounded(response)
     try:
         params = _HANDED_OVER.decode(raw).kv_transfer_params
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Cut("broken", str(error)[:_SHOWN]) from None
     if not params:  # a pause ended the request, or the engine has no connector
         raise Cut("rejected", "the answer hands nothing over")
@@ -180,10 +213,11 @@ async def _posted(
             endpoint + GENERATE,
             data=_ENCODER.encode(body),
             headers={"Content-Type": "application/json"},
+            allow_redirects=False,
         ) as response:
             sent = True
             if response.status != 200:  # noqa: PLR2004 - HTTP's OK
-                raise refused(response.status, await response.read())
+                raise refused(response.status, await read_bounded(response))
             yield response
     except UNREACHABLE as error:
         raise Cut("unreachable", str(error)) from None
@@ -204,9 +238,27 @@ def _decode(events: EventStream, chunk: bytes) -> tuple[list[Piece], bool | Exce
             if event.choices is None:
                 return batch, _failed(event.error)
             batch += event.choices
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         return batch, Cut("broken", str(error)[:_SHOWN])
     return batch, False
+
+
+async def read_bounded(response: aiohttp.ClientResponse) -> bytes:
+    """Returns the body of an engine's answer; that of an error up to 64 KiB.
+
+    Raises:
+        Cut: the body is longer than 64 MiB.
+    """
+    raw = bytearray()
+    is_error = response.status != 200  # noqa: PLR2004 - HTTP's OK
+    async for chunk in response.content.iter_any():
+        raw += chunk
+        if is_error and len(raw) > _MAX_ERROR_BYTES:
+            response.close()
+            return bytes(raw[:_MAX_ERROR_BYTES])
+        if len(raw) > _MAX_ANSWER_BYTES:
+            raise Cut("broken", f"an answer of more than {_MAX_ANSWER_BYTES >> 20} MiB")
+    return bytes(raw)
 
 
 def refused(status: int, raw: bytes) -> UsageError | Cut:
@@ -220,9 +272,14 @@ def refused(status: int, raw: bytes) -> UsageError | Cut:
     if status in _LATER:
         return Cut("rejected", f"{status}: {text}")
     if status in _BAD_REQUEST:
-        with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
-            text = msgspec.json.decode(raw)["error"]["message"]
-        return UsageError(f"the engine refuses the request: {text}")
+        field = None
+        with contextlib.suppress(msgspec.DecodeError, RecursionError, KeyError, TypeError):
+            error = msgspec.json.decode(raw)["error"]
+            text, field = error["message"], error.get("param")
+        kind = UnknownModel if status == _NOT_FOUND or field == "model" else UsageError
+        return kind(f"the engine refuses the request: {text}")
+    if status in _REDIRECT:
+        return Cut("broken", f"{status}: redirects are not followed")
     return Cut("died", f"{status}: {text}")
 
 

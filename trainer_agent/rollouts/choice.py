@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import copy
+from typing import TYPE_CHECKING, Final, Protocol
 
 from trainer_agent.rollouts.attempt import Cut
 from trainer_agent.rollouts.results import Attempt, Choice, Span, TokenDelta
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from bus.messages import RequestLimits
     from trainer_agent.rollouts.attempt import Piece, PieceSpan
     from trainer_agent.rollouts.request import RolloutRequest
+
+
+_CHARACTER: Final = 4  # tokens that one character may have: bytes of UTF-8
+_PENDING: Final = 3 * _CHARACTER
+_INVALID: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
@@ -53,6 +59,7 @@ class ChoiceState:
         self._vocab_size = limits.vocab_size
         self._budget = request.budget(limits)
         self._logprobs: list[float] = []
+        self._tops: list[dict[int, float]] | None = [] if request.params.logprobs else None
         self._spans: list[Span] = []
         self._attempts: list[Attempt] = []
         self._inexact: list[str] = []
@@ -100,11 +107,15 @@ class ChoiceState:
             raise Cut("broken", f"tokens {fresh[:8]} of a vocabulary of {self._vocab_size}")
         if self._budget is not None and len(self.token_ids) + len(fresh) > self._budget:
             raise Cut("broken", f"more than {self._budget} tokens")
-        logprobs = None
+        logprobs = tops = None
         if self._request.params.logprobs is not None:
-            logprobs = [each.logprob for each in piece.logprobs.content] if piece.logprobs else []
+            content = piece.logprobs.content if piece.logprobs else []
+            logprobs = [each.logprob for each in content]
             if len(logprobs) != len(fresh):
                 raise Cut("broken", f"{len(logprobs)} log-probabilities of {len(fresh)} tokens")
+            if self._tops is not None:
+                tops = [each.likeliest() for each in content]
+                self._tops += tops
         if piece.weight_versions:
             _check_spans(piece.weight_versions, len(self.token_ids) + len(fresh) - self._begun)
             self._wire_spans = piece.weight_versions
@@ -126,6 +137,7 @@ class ChoiceState:
             _number(self._wire_spans[-1].version) if self._wire_spans else None,
             engine,
             ended,
+            tuple(tops[: len(fresh)]) if tops is not None else None,
         )
 
     def end_attempt(self, engine: str, cut: str = "") -> None:
@@ -172,6 +184,8 @@ class ChoiceState:
         """Drops all tokens, so that the next attempt starts from the prompt."""
         self.token_ids.clear()
         self._logprobs.clear()
+        if self._tops is not None:
+            self._tops.clear()
         self._spans.clear()
         self._begun = 0
         if self._tokenizer is not None and self._stop_search is not None:
@@ -181,7 +195,7 @@ class ChoiceState:
         """Returns the finished choice."""
         text = None
         if self._tokenizer is not None:
-            text = self._tokenizer.decode(self.token_ids)
+            text = self._tokenizer.decode(self.token_ids[: self._end_of_text()])
             if isinstance(self._stop, str) and self._request.stops:
                 at = text.find(self._stop, max(0, len(text) - self._stop_chars))
                 kept = len(self._stop) if self._request.params.include_stop_str_in_output else 0
@@ -196,59 +210,109 @@ class ChoiceState:
             tuple(self._spans),
             tuple(self._attempts),
             tuple(self._inexact),
+            tuple(self._tops) if self._tops is not None else None,
         )
+
+    def _end_of_text(self) -> int | None:
+        """Returns where the tokens of the text end: before the token that stopped the answer."""
+        kept = isinstance(self._stop, str) or self._request.params.include_stop_str_in_output
+        return -1 if self._finish == "stop" and not kept else None
 
     def _search_stop(self, fresh: list[int]) -> list[int]:
         """Returns the new tokens up to the end of a stop string; drops later ones."""
-        assert self._stop_search is not None
         first = len(self.token_ids) - len(fresh)
-        for place, token in enumerate(fresh):
-            found, chars = self._stop_search.add(token, self._request.stops)
-            if found and first + place + 1 > self._request.params.min_tokens:
-                del self.token_ids[first + place + 1 :]
-                del self._logprobs[first + place + 1 :]
-                self._finish, self._stop, self._stop_chars = "stop", found, chars
-                return fresh[: place + 1]
+        kept = self._add_to_search(fresh, first)
+        if kept:
+            del self.token_ids[kept:]
+            del self._logprobs[kept:]
+            if self._tops is not None:
+                del self._tops[kept:]
+            return fresh[: kept - first]
         return fresh
+
+    def _add_to_search(self, tokens: list[int], first: int) -> int:
+        """Adds tokens, of which the answer has ``first`` before them, to the search.
+
+        Returns:
+            How many tokens the answer has up to the end of a stop string; 0 if there is none.
+        """
+        assert self._stop_search is not None
+        search = copy.copy(self._stop_search)
+        found, chars = search.search(tokens, self._request.stops)
+        if first + len(tokens) <= self._request.params.min_tokens:
+            found = ""
+        if found and len(tokens) > 1:
+            half = len(tokens) // 2
+            kept = self._add_to_search(tokens[:half], first)
+            return kept or self._add_to_search(tokens[half:], first + half)
+        self._stop_search = search
+        if not found:
+            return 0
+        self._finish, self._stop, self._stop_chars = "stop", found, chars
+        return first + 1
 
 
 class GrowingText:
     """Decodes tokens to text as they arrive.
 
     A token may be part of a character, and its text may depend on the tokens before it. So a window
-    of recent tokens is decoded with and without the new one; the difference is its text.
+    of recent tokens is decoded with and without the new ones; the difference is their text. The
+    window stays short: a character has at most four bytes, and each token has at least one.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []
+        self._window: tuple[int, ...] = ()
         self._read = 0  # tokens of the window whose text was returned
 
-    def add(self, token: int) -> str:
-        """Returns the text that a token adds; empty in the middle of a character."""
-        self._window.append(token)
-        text = self._tokenizer.decode(self._window)
-        if text.endswith("�"):
-            return ""
+    def add(self, tokens: Sequence[int]) -> str:
+        """Returns the text that tokens add, except for an incomplete character at their end."""
+        self._window += tuple(tokens)
+        text, end = self._tokenizer.decode(self._window), len(self._window)
+        if text.endswith(_INVALID):
+            text, end = self._complete(text)
+            if end == self._read:
+                return ""
         before = self._tokenizer.decode(self._window[: self._read])
         self._window = self._window[self._read :]
-        self._read = len(self._window)
+        self._read = end - self._read
         return text[len(before) :]
 
+    def _complete(self, text: str) -> tuple[str, int]:
+        """Returns the text up to a token that ends a character, and the number of tokens.
 
-class _StopSearch:
-    """Finds stop strings in growing text, even if attempts split them."""
+        Args:
+            text: the text of the window. The character at its end may be incomplete.
+        """
+        size = len(self._window)
+        for end in range(size - 1, max(self._read, size - _CHARACTER), -1):
+            head = self._tokenizer.decode(self._window[:end])
+            if not head.endswith(_INVALID):
+                return head, end
+        if size - self._read < _PENDING:
+            return "", self._read
+        # These bytes are no characters. What comes later can't change the text of those before the
+        # last four.
+        for end in range(size - _CHARACTER, size - 2 * _CHARACTER, -1):
+            head = self._tokenizer.decode(self._window[:end])
+            if text.startswith(head):
+                break
+        return head, end
+
+
+class _StopSearch(GrowingText):
+    """Finds stop strings in growing text, even if attempts split them; a copy grows alone."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._text = GrowingText(tokenizer)
+        super().__init__(tokenizer)
         self._tail = ""
 
-    def add(self, token: int, stops: Sequence[str]) -> tuple[str, int]:
-        """Adds a token to the text; returns the stop string that it completes, or "".
+    def search(self, tokens: Sequence[int], stops: Sequence[str]) -> tuple[str, int]:
+        """Adds tokens to the text; returns the first stop string that they complete, or "".
 
         Also returns how many characters the text has from the start of that stop string on.
         """
-        seen, before = self._tail + self._text.add(token), len(self._tail)
+        seen, before = self._tail + self.add(tokens), len(self._tail)
         longest = max(map(len, stops))
         self._tail = seen[-(longest - 1) :] if longest > 1 else ""
         starts = ((seen.find(stop, max(0, before - len(stop) + 1)), stop) for stop in stops)

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 OnInexact: TypeAlias = Literal["restart", "continue", "raise"]
 
 MAX_SESSION_CHARS: Final = 256
+# Each token is compared with all stop strings.
+_MAX_STOPS: Final = 64
+_MAX_STOP_CHARS: Final = 1024
+_MAX_DIGITS: Final = 18
 # Below this temperature vLLM and the embedded engine take the likeliest token.
 _GREEDY_BELOW: Final = 1e-5
 # They count output tokens only, or keep a state that an engine can't hand over.
@@ -63,7 +67,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     include_stop_str_in_output: bool = False
     stop_token_ids: list[_Token] | None = None
     ignore_eos: bool = False
-    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
@@ -241,6 +245,29 @@ def make_request(
     )
 
 
+def structured_outputs(response_format: Any) -> dict[str, Any] | None:
+    """Returns the parameter ``structured_outputs`` for OpenAI's ``response_format``; None: text.
+
+    Raises:
+        UsageError: the format is malformed or unknown.
+    """
+    if not isinstance(response_format, dict):
+        raise UsageError("response_format: must be an object")
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "structural_tag":
+        return {"structural_tag": msgspec.json.encode(response_format).decode()}
+    if kind != "json_schema":
+        raise UsageError("response_format.type: text, json_object, json_schema or structural_tag")
+    given = response_format.get("json_schema")
+    if not isinstance(given, dict) or not isinstance(given.get("schema"), dict):
+        raise UsageError("response_format.json_schema.schema: must be a JSON schema")
+    return {"json": given["schema"]}
+
+
 def named(field: str, error: Exception) -> str:
     """Returns the text of a msgspec error, after the wrong field's full name.
 
@@ -259,10 +286,13 @@ def _check_numbers(params: SamplingParameters) -> None:
         raise UsageError(
             f"sampling_params.min_tokens: {params.min_tokens} is more than {params.max_tokens=}"
         )
-    if params.stop is not None and not all(
-        [params.stop] if isinstance(params.stop, str) else params.stop
-    ):
+    stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    if not all(stops):
         raise UsageError("sampling_params.stop: an empty string")
+    if len(stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP_CHARS for stop in stops):
+        raise UsageError(
+            f"sampling_params.stop: more than {_MAX_STOPS} strings, or {_MAX_STOP_CHARS} characters"
+        )
     for token in params.logit_bias or ():
-        if not token.isdigit():
+        if not token.isdecimal() or len(token) > _MAX_DIGITS:
             raise UsageError(f"sampling_params.logit_bias: {token!r} is no token id")

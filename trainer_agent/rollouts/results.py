@@ -52,7 +52,8 @@ class Choice:
         token_ids: the output tokens, without the prompt.
         logprobs: the log-probability of each token, as its engine reported it when it was sampled;
             None if the sampling parameters request none.
-        text: the text of all tokens, up to the stop string; None without a tokenizer.
+        text: the text of all tokens, up to the stop string, or to the token that ended the choice;
+            None without a tokenizer.
         finish_reason: ``stop`` or ``length``.
         stop_reason: the token of ``stop_token_ids``, or the string of ``stop``, that ended it; None
             for the model's own end of sequence, and for ``length``.
@@ -60,6 +61,8 @@ class Choice:
         attempts: the attempts in order; several if the request was interrupted.
         inexact: why the tokens may differ from those of an uninterrupted request; empty if they
             can't.
+        top_logprobs: for each token the log-probabilities of the likeliest ones in its place, by
+            token; None if the parameter ``logprobs`` is None or 0.
     """
 
     index: int
@@ -71,6 +74,7 @@ class Choice:
     spans: tuple[Span, ...]
     attempts: tuple[Attempt, ...]
     inexact: tuple[str, ...]
+    top_logprobs: tuple[Mapping[int, float], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,7 @@ class TokenDelta:
             reports versions only at the end. The :class:`Completion` then has the versions.
         engine: the engine's name.
         finish_reason: ``stop`` or ``length`` if the choice has ended; else None.
+        top_logprobs: as in :class:`Choice`, of these tokens.
     """
 
     index: int
@@ -120,3 +125,4 @@ class TokenDelta:
     version: int | None
     engine: str
     finish_reason: str | None
+    top_logprobs: tuple[Mapping[int, float], ...] | None = None

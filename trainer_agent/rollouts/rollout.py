@@ -11,6 +11,7 @@ from trainer_agent.rollouts.attempt import FAILURES, Cut, pieces, prefill
 from trainer_agent.rollouts.choice import ChoiceState
 from trainer_agent.rollouts.engine_pool import AttemptWatch
 from trainer_agent.rollouts.results import Completion
+from trainer_agent.rollouts.text import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from trainer_agent.rollouts.router import EngineLoad
 
 _POISONED: Final = 2
+_DECODED_AT_ONCE: Final = 8192  # tokens, in the event loop: some 10 ms
 
 
 class RolloutRun:
@@ -98,7 +100,11 @@ class RolloutRun:
                         tasks.create_task(self._finish(choice))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
-        return Completion(request.id, request.prompt, tuple(choice.result() for choice in choices))
+        if sum(len(choice.token_ids) for choice in choices) > _DECODED_AT_ONCE:
+            results = await in_thread(lambda: [choice.result() for choice in choices])
+        else:
+            results = [choice.result() for choice in choices]
+        return Completion(request.id, request.prompt, tuple(results))
 
     async def _finish(self, choice: ChoiceState) -> None:
         while not choice.done:

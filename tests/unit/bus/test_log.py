@@ -102,3 +102,12 @@ def test_for_people_it_is_readable(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = capsys.readouterr().err.splitlines()
     assert "paused" in line
     assert line.index("paused") < line.index("peer=") < line.index("engines=")
+
+
+def test_a_line_on_a_terminal_has_no_escapes_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    bus.log.configure(level="info", json=False)
+    bus.log.logger(peer="e\x1b[2J").warning("engine_lost", reason="a\nb\u202e", count=3)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "\\u001b[2J" in line
+    assert "a\\nb\\u202e" in line
+    assert line.isprintable()

@@ -262,3 +262,15 @@ def test_a_recorded_hang_is_told(sh: Shell) -> None:
     (finding,) = json.loads(sh.out)["findings"]
     assert (finding["peer"], finding["step"], finding["state"]) == ("e1", "pause_global", "blocked")
     assert finding["waited_ms"] > 7000
+
+
+def test_texts_of_peers_do_not_command_the_terminal(sh: Shell, tmp_path: Path) -> None:
+    """Of a stranger that has no name a peer may have, say."""
+    world = world_of()
+    evil = "o\x1b[2J\x9b\u202e\nnext"
+    ask_status(world, f"{evil}#1".encode())
+    (tmp_path / "00000001.journal").write_bytes(world.journals[0].data())
+    for command in (("journal", "show"), ("journal", "grep", "."), ("replay", "--verbose")):
+        sh(*command, tmp_path)
+        assert "u001b[2J" in sh.out, command
+        assert all(line.isprintable() for line in sh.out.splitlines())

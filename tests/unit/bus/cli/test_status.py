@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -104,3 +105,17 @@ def test_it_says_who_is_gone_or_boots(
     found = findings(Status("broker", 1.0, 0.0, 0, 1000, 5000, 2, (changed,)), "e2")
     assert [each.text for each in found] == ["e2 is booting: on h, pid 7", "e2 is gone: it left"]
     assert [each.waiting for each in found] == [False, False]
+
+
+def test_texts_of_peers_do_not_command_the_terminal(
+    group: GroupStatus, shown: Callable[[GroupStatus], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor do they make lines of their own; JSON stays JSON."""
+    said = "\x1b]0;title\x07\x9b2J\u202e\ngroup other: version 9"
+    out = (OutView("e7", "gone", said),)
+    text = shown(dataclasses.replace(group, out=out))
+    assert "  e7 is gone: \\u001b]0;title\\u0007\\u009b2J\\u202e\\ngroup other: version 9\n" in text
+    assert run(["status", "--json"]) == 0
+    found = capsys.readouterr().out
+    assert found.rstrip("\n").isprintable()
+    assert json.loads(found)["groups"][0]["out"][0]["reason"] == said

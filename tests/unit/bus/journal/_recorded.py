@@ -39,11 +39,11 @@ def updated(world: SimWorld) -> None:
     world.run_for(30_000.0)
 
 
-def ask_status(world: SimWorld) -> None:
+def ask_status(world: SimWorld, route: bytes = b"o#1") -> None:
     """A stranger asks the broker for its view, and is answered."""
     body = encode_body(StatusRequest())
     envelope = Envelope(WIRE_MAJOR, WIRE_MINOR, "STATUS_REQUEST", 1, 0, "o", 1, "", 0, 1, body)
-    client = world.network.client(b"o#1")
+    client = world.network.client(route)
     client.listen(lambda _frame: None)
     client.send(encode(envelope))
     world.run_for(10.0)

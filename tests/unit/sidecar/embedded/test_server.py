@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 GENERATE = "/inference/v1/generate"
+JSON = {"Content-Type": "application/json"}
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8}
 
 
@@ -271,8 +272,11 @@ def test_missing_fields_and_no_json_are_refused(checkpoint: Checkpoint) -> None:
                 (b"tokens please", None, "not JSON"),
                 (b"\xff\xfe", None, "not JSON"),
                 (b"[1]", None, "Expected `object`, got `array`"),
+                (b'{"token_ids": ' + b"[" * 200_000, "token_ids[0]", "Expected `int`"),
+                (b"[" * 200_000, None, "Expected `object`"),
+                (b'{"model": ' + b"[" * 200_000, "model", "Expected"),
             ):
-                async with served.http.post(GENERATE, data=raw) as response:
+                async with served.http.post(GENERATE, data=raw, headers=JSON) as response:
                     assert response.status == 400
                     error = (await response.json())["error"]
                 assert error["param"] == field
@@ -287,7 +291,7 @@ def test_a_body_of_any_size_is_not_read(checkpoint: Checkpoint) -> None:
     async def scenario() -> None:
         async with _served(checkpoint) as served:
             raw = io.BytesIO(b" " * (MAX_BODY_BYTES + 1))
-            async with served.http.post(GENERATE, data=raw) as response:
+            async with served.http.post(GENERATE, data=raw, headers=JSON) as response:
                 assert response.status == 413
                 assert (await response.json())["error"]["code"] == 413
 

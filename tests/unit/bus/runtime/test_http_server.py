@@ -1,0 +1,244 @@
+"""An HTTP server before clients that send half a request, too many, or read nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from bus.runtime import http_server
+from bus.runtime.http_server import HttpServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+TIMEOUT_S = 60.0
+HALF = b"POST /double HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-"
+JSON = b"Content-Type: application/json\r\nHost: 127.0.0.1\r\n"
+
+
+def run(main: Any) -> None:
+    asyncio.run(asyncio.wait_for(main, TIMEOUT_S))
+
+
+class Doubling:
+    """A server that doubles a number."""
+
+    def __init__(self, api_key: str = "") -> None:
+        self.asked = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.server = HttpServer(
+            [
+                web.post("/double", self._double),
+                web.post("/wait", self._wait),
+                web.post("/flood", self._flood),
+                web.post("/bug", self._bug),
+                web.get("/health", self._health),
+            ],
+            lambda _, status, text: web.json_response({"error": text}, status=status),
+            lambda *_: None,
+            max_body_bytes=1 << 24,
+            api_key=api_key,
+            is_open="/health".__eq__,
+            is_strict=True,
+        )
+
+    async def _double(self, http: web.Request) -> web.Response:
+        return web.json_response(2 * (await http.json()))
+
+    async def _wait(self, _: web.Request) -> web.Response:
+        self.asked.set()
+        await self.go_on.wait()
+        return web.json_response(1)
+
+    async def _flood(self, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        try:
+            await response.prepare(http)
+            while True:
+                await response.write(b"x" * 65536)
+        except (asyncio.CancelledError, ConnectionError):
+            self.cancelled.set()
+            raise
+
+    async def _bug(self, _: web.Request) -> web.Response:
+        raise KeyError("bug")
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response(self.server.load)
+
+
+@contextlib.asynccontextmanager
+async def doubling(
+    api_key: str = "", limit: int | None = None
+) -> AsyncIterator[tuple[Doubling, int]]:
+    """A server and its port."""
+    served = Doubling(api_key)
+    url = await served.server.start("127.0.0.1", 0)
+    if limit is not None:
+        served.server.limit = limit
+    try:
+        yield served, int(url.rpartition(":")[2])
+    finally:
+        served.go_on.set()
+        await served.server.close()
+
+
+async def sent(port: int, raw: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(raw)
+    await writer.drain()
+    return reader, writer
+
+
+async def answer(port: int, raw: bytes) -> tuple[int, Any]:
+    """The status and the JSON, on a connection that is closed afterwards."""
+    reader, writer = await sent(port, raw)
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length:")[2].split()[0])
+        return int(head.split()[1]), json.loads(await reader.readexactly(length))
+    finally:
+        await close(writer)
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+def post(path: str, body: bytes, head: bytes = JSON) -> bytes:
+    return b"POST %b HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n%b" % (
+        path.encode(),
+        head,
+        len(body),
+        body,
+    )
+
+
+def test_half_sent_requests_make_room_for_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers or bodies, the oldest first; a request that is answered keeps its connection."""
+    monkeypatch.setattr(http_server, "_SPARED_S", 0.0)
+
+    async def main() -> None:
+        async with doubling(limit=3) as (served, port):
+            working = asyncio.create_task(answer(port, post("/wait", b"1")))
+            await served.asked.wait()
+            halves = [await sent(port, each) for each in (HALF, post("/double", b"2")[:-1])]
+            assert await answer(port, post("/double", b"21")) == (200, 42)
+            assert await halves[0][0].read() == b""
+            assert await answer(port, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") == (
+                200,
+                served.server.load,
+            )
+            halves += [await sent(port, HALF) for _ in range(8)]
+            assert await answer(port, post("/double", b"4")) == (200, 8)
+            served.go_on.set()
+            assert await working == (200, 1)
+            assert served.server.load["evicted"] >= 8
+            for _, writer in halves:
+                await close(writer)
+
+    run(main())
+
+
+def test_clients_too_many_are_told_so() -> None:
+    """While all others are at work, or young."""
+
+    async def main() -> None:
+        async with doubling(limit=1) as (served, port):
+            working = asyncio.create_task(answer(port, post("/wait", b"1")))
+            await served.asked.wait()
+            status, told = await answer(port, post("/double", b"1"))
+            assert (status, told["error"]["type"]) == (503, "ServiceUnavailableError")
+            assert served.server.load["refused"] == 1
+            served.go_on.set()
+            assert await working == (200, 1)
+            while (done := await answer(port, post("/double", b"1")))[0] == 503:
+                pass  # the connection before is not closed yet
+            assert done == (200, 2)
+
+    run(main())
+
+
+def test_what_does_not_come_in_time_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEADERS_S", "BODY_S", "IDLE_S", "UNREAD_S"):
+        monkeypatch.setattr(http_server, name, 0.1)
+
+    async def main() -> None:
+        async with doubling() as (served, port):
+            for raw in (b"", HALF):
+                reader, writer = await sent(port, raw)
+                assert await reader.read() == b""
+                await close(writer)
+            assert (await answer(port, post("/double", b"11")[:-1]))[0] == 408
+            reader, writer = await sent(port, post("/double", b"1"))
+            assert (await reader.read()).endswith(b"2")  # idle afterwards
+            await close(writer)
+            _, writer = await sent(port, post("/flood", b"1"))  # is never read
+            await served.cancelled.wait()
+            await close(writer)
+            assert served.server.load["slow"] == 5
+
+    run(main())
+
+
+def test_a_body_is_bounded_before_it_is_read_as_json() -> None:
+    async def main() -> None:
+        async with doubling() as (_, port):
+            for body in (b"[" + b"[]," * 10**6 + b"1]", b"[" + b"1," * (4 * 10**6) + b"1]"):
+                assert (await answer(port, post("/double", body)))[0] == 413
+            assert (await answer(port, post("/double", b"[" * 10**5)))[0] == 400
+            assert (await answer(port, post("/double", b" " * (17 << 20))))[0] == 413
+            assert (await answer(port, post("/bug", b"1"))) == (500, {"error": "KeyError: 'bug'"})
+            assert await answer(port, post("/double", b"1")) == (200, 2)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"Content-Type: application/json\r\nHost: 127.0.0.1:80\r\n", 200),
+        (b"Content-Type: application/json; charset=utf-8\r\nHost: localhost\r\n", 200),
+        (b"Content-Type: application/json\r\nHost: [::1]:80\r\n", 200),
+        (b"Host: 127.0.0.1\r\n", 415),
+        (b"Content-Type: text/plain\r\nHost: 127.0.0.1\r\n", 415),
+        (b"Content-Type: application/x-www-form-urlencoded\r\nHost: 127.0.0.1\r\n", 415),
+        (JSON + b"Origin: https://example.com\r\n", 403),
+        (JSON + b"Origin: null\r\n", 403),
+        (b"Content-Type: application/json\r\nHost: rebound.example.com\r\n", 403),
+        (b"Content-Type: application/json\r\nHost: 127.0.0.1.example.com\r\n", 403),
+    ],
+)
+def test_a_web_page_can_not_use_a_server_without_a_key(head: bytes, status: int) -> None:
+    async def main() -> None:
+        async with doubling() as (_, port):
+            assert (await answer(port, post("/double", b"1", head)))[0] == status
+        async with doubling("key") as (_, port):  # which no page knows
+            assert (await answer(port, post("/double", b"1", head)))[0] == 401
+            with_key = head + b"Authorization: Bearer key\r\n"
+            assert (await answer(port, post("/double", b"1", with_key)))[0] == 200
+            bad = head + b"Authorization: Bearer \xff\r\n"
+            assert (await answer(port, post("/double", b"1", bad)))[0] == 401
+
+    run(main())
+
+
+def test_a_connection_serves_several_requests() -> None:
+    async def main() -> None:
+        async with doubling() as (served, port), aiohttp.ClientSession() as http:
+            for number in range(3):
+                url = f"http://127.0.0.1:{port}/double"
+                async with http.post(url, json=number) as response:
+                    assert await response.json() == 2 * number
+            assert served.server.load["connections"] == 1
+
+    run(main())

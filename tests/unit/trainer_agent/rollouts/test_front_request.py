@@ -1,0 +1,114 @@
+"""What the fields of a request to the front mean, and that the docs list them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.errors import UsageError
+from trainer_agent.rollouts import front_request
+from trainer_agent.rollouts.front_request import FrontRequest
+from trainer_agent.rollouts.request import SamplingParameters, make_request
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DOCS = Path(__file__).parents[4] / "docs/rollouts.md"
+SCHEMA = {"type": "object"}
+
+
+def parsed(path: str = COMPLETIONS, **fields: Any) -> FrontRequest:
+    return FrontRequest(path, None, json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_fields_that_change_nothing_pass(path: str) -> None:
+    """What is left is asked of engines."""
+    fields: dict[str, Any] = dict.fromkeys(front_request._WITHOUT_EFFECT, "x")
+    fields |= {name: values[0] for name, values in front_request._IDLE.items()}
+    fields |= {"user": "u", "stream_options": {"include_obfuscation": False}, "best_of": 1}
+    asked = parsed(path, **fields, temperature=0.5, n=None, max_tokens=3)
+    assert asked.params == {"temperature": 0.5, "max_tokens": 3}
+    assert not asked.chat_fields
+    assert asked.session_id is None
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *({"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"modalities": ["audio"]}),
+        *({"audio": {}}, {"functions": [{}]}, {"prompt_logprobs": 1}, {"use_beam_search": True}),
+        *({"web_search_options": {}}, {"verbosity": "low"}, {"nonsense": 0}),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_can_not_be_done_is_refused_by_name(path: str, field: dict[str, Any]) -> None:
+    asked = parsed(path, **field)
+    with pytest.raises(UsageError, match=rf"^sampling_params\.{min(field)}: no such field"):
+        make_request([1], asked.params, session_id=None, on_inexact="raise", decodes=True, extra={})
+
+
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"json_object": True}),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, {"json": SCHEMA}),
+        (
+            {"type": "structural_tag", "format": 1},
+            {"structural_tag": '{"type":"structural_tag","format":1}'},
+        ),
+    ],
+)
+def test_a_response_format_is_a_grammar(given: dict[str, Any], grammar: Any) -> None:
+    """Of a completion at once; of chat, engines that render are asked for it."""
+    assert parsed(response_format=given).params.get("structured_outputs") == grammar
+    assert parsed(CHAT, response_format=given).chat_fields == {"response_format": given}
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ("json", "response_format"),
+        ({}, "response_format.type"),
+        ({"type": "xml"}, "response_format.type"),
+        ({"type": "json_schema"}, "response_format.json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema"),
+    ],
+)
+def test_a_malformed_response_format_is_refused(given: Any, field: str) -> None:
+    with pytest.raises(UsageError, match=f"^{field}"):
+        parsed(response_format=given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_chat_s_log_probabilities(fields: dict[str, Any], logprobs: int | None) -> None:
+    assert parsed(CHAT, **fields).params.get("logprobs") == logprobs
+
+
+@pytest.mark.parametrize("top", [{"top_logprobs": 3}, {"top_logprobs": 21, "logprobs": True}])
+def test_wrong_numbers_of_top_logprobs_are_refused(top: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"^top_logprobs: "):
+        parsed(CHAT, **top)
+
+
+def test_the_docs_list_each_field() -> None:
+    shown = DOCS.read_text(encoding="utf-8")
+    names = [
+        *front_request._WITHOUT_EFFECT,
+        *front_request._CHAT_FIELDS,
+        *front_request._Common.__struct_fields__,
+        *SamplingParameters.__struct_fields__,
+    ]
+    renamed = {"extra_args"}  # vllm_xargs here
+    assert not [name for name in names if f"`{name}`" not in shown and name not in renamed]

@@ -1,0 +1,212 @@
+"""Reads the body of a request to the front: what each field means here.
+
+A field that changes nothing here passes; one that would be ignored is refused, with its name
+(docs/rollouts.md lists them).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from bus.errors import UsageError
+from trainer_agent.rollouts.request import MAX_SESSION_CHARS, named, structured_outputs
+
+SESSION_HEADER: Final = "X-Session-ID"  # of vLLM, and of vllm-router
+# The field of the prompt, and the ``object`` of the answer.
+ROUTES: Final = {
+    "/inference/v1/generate": ("token_ids", ""),
+    "/v1/completions": ("prompt", "text_completion"),
+    "/v1/chat/completions": ("messages", "chat.completion"),
+}
+# Fields that only concern how engines render messages, and make messages of tokens.
+_CHAT_FIELDS: Final = (
+    *("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning"),
+    *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("add_special_tokens", "documents", "response_format", "truncate_prompt_tokens"),
+    *("truncation_side", "media_io_kwargs", "mm_processor_kwargs"),
+)
+# They name a request, or say how OpenAI should store, price or cache it.
+_WITHOUT_EFFECT: Final = (
+    *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "prediction", "request_id"),
+)
+# Values that clients send although they change nothing.
+_IDLE: Final[dict[str, tuple[Any, ...]]] = {
+    "echo": (False,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "verbosity": ("medium",),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "watermarking": (False,),
+    "stream_interval": (1,),
+    "output_mode": ("tokens",),
+    "top_logprobs": (0,),
+    "logprob_token_ids": ([],),
+    "routed_experts_prompt_start": (0,),
+    "mm_payload": ("tensors",),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "include_reasoning": (True,),
+    "parallel_tool_calls": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+_MOST_PROMPTS: Final = 1024  # as vLLM
+_MOST_LOGPROBS: Final = 20  # as OpenAI
+
+
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = False  # never needed
+
+
+class _Common(msgspec.Struct):
+    """The fields that a body may have on every route, besides prompt and sampling parameters."""
+
+    model: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    stream: bool | None = False
+    stream_options: _StreamOptions | None = None
+    session_id: str | None = None
+    user: str | None = None  # has no effect: one user may be all the requests
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+
+
+class FrontRequest:
+    """A parsed request.
+
+    Args:
+        path: the route.
+        header: the value of the session's header, if there is one.
+        raw: the body.
+
+    Raises:
+        UsageError: the text names the field at fault.
+
+    Attributes:
+        path: the route.
+        kind: the ``object`` of the answer; empty: vLLM's own route, not one of OpenAI's API.
+        is_chat: whether the prompt is messages.
+        prompt: the prompt.
+        params: the sampling parameters.
+        chat_fields: other fields of a chat request.
+        extra: other fields for engines.
+        session_id: the session, or None.
+        is_stream: whether the answer is streamed.
+        with_usage: whether a stream ends with the usage.
+        with_ids: whether the answer shows the token ids of the prompt.
+        with_names: whether the answer names tokens by their text.
+    """
+
+    def __init__(self, path: str, header: str | None, raw: bytes) -> None:
+        self.path = path
+        field, self.kind = ROUTES[path]
+        self.is_chat = field == "messages"
+        body, common = _decode(raw)
+        if self.kind:  # an API in which null is the default
+            body = {n: v for n, v in body.items() if v is not None}
+        self.prompt = body.pop(field, ())
+        for name in _WITHOUT_EFFECT:
+            body.pop(name, None)
+        for name, values in {**_IDLE, "add_special_tokens": (not self.is_chat,)}.items():
+            if name in body and body[name] in values:
+                del body[name]
+        self.session_id = _session(header, common)
+        self.extra: dict[str, Any] = {
+            name: value
+            for name in ("model", "cache_salt", "priority")
+            if (value := getattr(common, name)) is not None
+        }
+        self.is_stream = bool(common.stream)
+        self.with_usage = bool(common.stream_options and common.stream_options.include_usage)
+        self.with_ids = bool(common.return_token_ids)
+        self.with_names = not common.return_tokens_as_token_ids
+        self.chat_fields: dict[str, Any] = {}
+        if self.is_chat:
+            self.chat_fields = {n: body.pop(n) for n in _CHAT_FIELDS if n in body}
+        self.params: dict[str, Any] = self._openai(body) if self.kind else _own(body)
+
+    def _openai(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the sampling parameters of a request of OpenAI's API."""
+        if "best_of" in body and body["best_of"] in (1, body.get("n", 1)):
+            del body["best_of"]
+        if "vllm_xargs" in body:
+            body["extra_args"] = body.pop("vllm_xargs")
+        if "response_format" in body:
+            grammar = structured_outputs(body.pop("response_format"))
+            if grammar is not None:
+                body.setdefault("structured_outputs", grammar)
+        if not self.is_chat:
+            return {"max_tokens": 16, **body}  # OpenAI's default
+        if "max_completion_tokens" in body:
+            body["max_tokens"] = body.pop("max_completion_tokens")
+        if isinstance(body.get("logprobs"), bool):  # a number says how many others are wanted
+            body["logprobs"] = 0 if body["logprobs"] else None
+        if "top_logprobs" in body:
+            top = body.pop("top_logprobs")
+            if not isinstance(top, int) or not 0 < top <= _MOST_LOGPROBS:
+                raise UsageError(f"top_logprobs: a number from 0 to {_MOST_LOGPROBS}")
+            if body.get("logprobs") is None:
+                raise UsageError("top_logprobs: needs logprobs")
+            body["logprobs"] = top
+        return body
+
+    def prompts(self) -> list[Any]:
+        """Returns the prompts: texts, or lists of tokens.
+
+        Raises:
+            UsageError: there are too many.
+        """
+        if self.kind != "text_completion" or not isinstance(self.prompt, list):
+            return [self.prompt]
+        if not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        if len(self.prompt) > _MOST_PROMPTS:
+            raise UsageError(f"prompt: {len(self.prompt)} prompts; at most {_MOST_PROMPTS}")
+        return self.prompt
+
+
+def _decode(raw: bytes) -> tuple[dict[str, Any], _Common]:
+    try:
+        body = msgspec.json.decode(raw, type=dict[str, Any])
+        own = {each: body.pop(each) for each in _Common.__struct_fields__ if each in body}
+        return body, msgspec.convert(own, _Common)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(named("", error).lstrip(".: ")) from None
+
+
+def _own(body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sampling parameters of a request of vLLM's own route."""
+    params = body.pop("sampling_params", {})
+    if body or not isinstance(params, dict):
+        raise UsageError(f"{min(body, default='sampling_params')}: no such field")
+    return params
+
+
+def _session(header: str | None, common: _Common) -> str | None:
+    source, session = (
+        (SESSION_HEADER, header) if header is not None else ("session_id", common.session_id)
+    )
+    for name, value in ((source, session), ("user", common.user)):
+        if len(value or "") > MAX_SESSION_CHARS:
+            raise UsageError(f"{name}: more than {MAX_SESSION_CHARS} characters")
+    if session is not None and not _is_text(session):
+        raise UsageError(f"{source}: is no UTF-8")
+    return session
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
