@@ -59,6 +59,7 @@ _BEFORE_S: Final = 3.0
 _AFTER_S: Final = 0.5
 _PATIENCE_S: Final = 60.0
 _BOOT_S: Final = 400.0
+_LONG_GAP_S: Final = 0.2
 _MOST_GAP_MS: Final = 1000.0
 _MOST_AGAIN_S: Final = 5.0
 
@@ -259,12 +260,24 @@ class Campaign(threading.Thread):
             for row in done
         ]
         commits = [round(row["commit_ms"], 1) for row in done]
+        first_s = self.updates[0]["begun"] if self.updates else 0.0
+        pairs = itertools.chain.from_iterable(map(itertools.pairwise, self.told["pieces"]))
+        long = {
+            (engine, round(begin - first_s, 2), round(end - first_s, 2))
+            for (begin, engine), (end, same) in pairs
+            if engine and engine == same and end - begin > _LONG_GAP_S
+        }
         return {
             "group": self.group,
             "what": "update",
             "commit_ms": commits,
             "update_ms": [round((row["ended"] - row["begun"]) * 1000, 1) for row in done],
             "gaps_ms": gaps,
+            # By engine, from and to, in seconds since the first update began; also between updates.
+            "long_gaps_s": sorted(long, key=lambda each: each[1]),
+            "updates_s": [
+                (round(row["begun"] - first_s, 2), round(row["ended"] - first_s, 2)) for row in done
+            ],
             "gap_ms": max(gaps, default=0.0),
             "before_ms": statistics.median(gaps) if gaps else 0.0,
             "again_s": statistics.median(commits) / 1000 if commits else None,

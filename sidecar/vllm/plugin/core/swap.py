@@ -37,9 +37,10 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.messages import NackCode
@@ -81,12 +82,14 @@ class ReadySwap:
         operation: the encoded operation by which workers swap.
         clear_cache: whether requests drop their keys and values.
         made: gets the swap's result, or why it was called off.
+        asked_s: when the swap was asked for, in seconds of ``time.monotonic()``.
     """
 
     version: int
     operation: str
     clear_cache: bool
     made: Future[list[bool]]
+    asked_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -163,7 +166,7 @@ def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
     The workers were checked before. If the swap fails now, some workers or other ranks may have
     swapped.
     """
-    before = core.get_weight_version()
+    begun_s, before = time.monotonic(), core.get_weight_version()
     on_their_way = len(core.batch_queue or ())
     with _exit_on_failure():
         core.collective_rpc(PERFORM, None, (), {"operation": swap.operation})
@@ -174,6 +177,12 @@ def _swap_now(core: Any, swap: ReadySwap) -> list[bool]:
             labels.append([since_the_last, before])
     core.wavebus_keeps_kv = not swap.clear_cache
     core.set_weight_version(str(swap.version))
+    _log.debug(
+        "wavebus: swapped to version %s in %.1f ms, %.1f ms after it was asked for",
+        swap.version,
+        (time.monotonic() - begun_s) * 1000,
+        (begun_s - swap.asked_s) * 1000,
+    )
     return [False]
 
 
