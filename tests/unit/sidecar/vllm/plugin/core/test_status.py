@@ -149,3 +149,20 @@ def test_a_page_that_cannot_be_made_stops_nothing(
         core._process_input_queue()
     assert core.seen == ["input", "input"]
     assert caplog.text.count("no status page") == 1
+
+
+def test_a_folder_that_another_user_has_taken_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody can make one with the name of this user's, or a link to one of this user's."""
+    monkeypatch.delenv(environment.CORE_PAGES, raising=False)
+    monkeypatch.setattr(environment, "memory_folder", lambda: tmp_path)
+    own = status.pages_folder()
+    assert own == tmp_path / f"wavebus-cores-{os.getuid()}"
+    home = tmp_path / "home"
+    home.mkdir()
+    own.symlink_to(home)
+    second = status.pages_folder()
+    assert second == own.with_name(f"{own.name}-1")
+    status.make_folder(second)
+    assert status.pages_folder() == second
