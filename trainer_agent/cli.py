@@ -15,6 +15,7 @@ import click
 from bus.cli.options import (
     GroupPlan,
     Keys,
+    announce,
     configure_log,
     json_option,
     key_options,
@@ -158,7 +159,7 @@ def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
             ) as rollouts,
             front.serve(rollouts, host, port, tokenizer=loaded, api_key=plan.api_key) as url,
         ):
-            click.echo(url)
+            announce(url)
             await stop.wait()
 
     run_until_stopped(main)

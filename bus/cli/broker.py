@@ -14,6 +14,7 @@ import bus.log
 from bus.cli.options import (
     INSECURE_HELP,
     NamedPath,
+    announce,
     checked,
     log_options,
     option,
@@ -133,7 +134,7 @@ def broker(plan: BrokerPlan) -> None:
             )
         keys = len(roles) if roles is not None else None
         log.info("broker_listening", address=transport.address, keys=keys)
-        click.echo(transport.address)
+        announce(transport.address)
         await stop.wait()
         server.close()
         log.info("broker_stopped")
