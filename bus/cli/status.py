@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 NO_GROUP: Final = "no group yet: no sidecar and no trainer has joined"
 _NAMED: Final = 4  # engine names in one line
+_LONG_MS: Final = 10_000.0  # after this an engine core's step is shown as long
 
 
 @click.command()
@@ -108,6 +109,8 @@ def _serves(group: GroupStatus, engine: EngineView) -> str:
         waits_for = f"{dp_group.size - dp_group.ranks} ranks of its DP group"
     elif engine.version != group.version:
         waits_for = f"an update to version {group.version}"
+    elif engine.core_phase == "step" and engine.core_since_ms > _LONG_MS:
+        waits_for = f"its core, in one step for {engine.core_since_ms / 1000:.0f} s"
     else:
         waits_for = "a resume, which opens admission"
     return f"no, waits for {waits_for}"

@@ -208,11 +208,13 @@ def client_request(
     request_type: Any,
     request: Any,
 ) -> None:
-    """Shows the core as working while it handles a request or a worker call.
+    """Shows the core as working while it handles a request or a worker call; notes long prompts.
 
     Wraps vLLM's ``EngineCoreProc._handle_client_request``, which is ``original``.
     """
     watch.enter("work")
+    if request and getattr(request_type, "name", "") == "ADD":
+        watch.page.limit.on_prompt(getattr(request[0], "num_prompt_tokens", 0))
     original(core, request_type, request)
     watch.count(core)
     watch.enter("work" if core.has_work() else "idle")

@@ -82,6 +82,16 @@ def test_it_says_what_an_engine_waits_for(
         assert f" no, waits for {waits_for}" in shown(changed)
 
 
+def test_it_says_that_a_core_is_in_a_step_for_long(
+    group: GroupStatus, shown: Callable[[GroupStatus], str]
+) -> None:
+    engine = dataclasses.replace(
+        group.engines[1], phase="running", version=1, core_phase="step", core_since_ms=12_345.6
+    )
+    changed = dataclasses.replace(group, engines=(engine,))
+    assert " no, waits for its core, in one step for 12 s " in shown(changed)
+
+
 def test_it_says_that_a_group_has_no_engine(
     group: GroupStatus, shown: Callable[[GroupStatus], str]
 ) -> None:

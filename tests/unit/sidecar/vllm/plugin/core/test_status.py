@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import subprocess
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -105,6 +106,22 @@ def test_an_engine_that_steps_alone_counts_its_steps(core_module: Any, folder: P
         core._process_engine_step()
     core._process_input_queue()
     assert (view().step, view().wave) == (3, 0)
+
+
+def test_a_step_may_take_long_for_a_prompt_that_is_longer_than_any_before(
+    core_module: Any, folder: Path
+) -> None:
+    steps = seen_in(core_module.EngineCoreProc, "_process_engine_step")
+    install(core_module, "core status", "lockstep core status")
+    core = core_module.EngineCoreProc()
+    for tokens in (*[0] * 10, 50, 0, 50, 200):
+        if tokens:
+            request = SimpleNamespace(request_id="r", num_prompt_tokens=tokens)
+            core._handle_client_request(core_module.EngineCoreRequestType.ADD, (request, 0))
+        core.scheduler.running = 1
+        core._process_input_queue()
+        core._process_engine_step()
+    assert [each.limit_ms for each in steps[9:]] == [60_000, 60_000, 10_000, 10_000, 60_000]
 
 
 def test_a_request_counts_no_more_before_its_last_output_leaves(
