@@ -484,13 +484,10 @@ class Sidecar:
         """Reports the core's status page to the broker, also while the core does not respond."""
         while True:
             view = self.engine.core_view()
-            is_joined = self._client.link.state is LinkState.JOINED
             if view is not None and view.is_frozen is not self._is_frozen:
                 self._is_frozen = not self._is_frozen
                 event = "core_frozen" if self._is_frozen else "core_runs"
                 self._client.note(Note(event, "warning", {"pid": view.pid, "phase": view.phase}))
-                if is_joined:
-                    self._client.send(self._beat())  # so that the routes change now
-            if view is not None and is_joined:
+            if view is not None and self._client.link.state is LinkState.JOINED:
                 self._client.send(view.message())
             await anyio.sleep(self._client.link.heartbeat_ms / 1000)

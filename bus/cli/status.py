@@ -78,7 +78,7 @@ def _table(address: str, answer: Status) -> str:
             [
                 (
                     engine.name,
-                    f"{engine.dp_group}/{engine.dp_rank} {engine.pd_role}".rstrip(),
+                    f"{_rank(group, engine)} {engine.pd_role}".rstrip(),
                     str(engine.version),
                     engine.phase,
                     _serves(group, engine),
@@ -94,6 +94,12 @@ def _table(address: str, answer: Status) -> str:
         lines += _missing_features(group)
         lines += _dp_groups(group)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _rank(group: GroupStatus, engine: EngineView) -> str:
+    """Returns an engine's DP group and rank; ``-`` for an engine without peer ranks."""
+    in_one = any(each.name == engine.dp_group for each in group.dp_groups)
+    return f"{engine.dp_group}/{engine.dp_rank}" if in_one else "-"
 
 
 def _serves(group: GroupStatus, engine: EngineView) -> str:

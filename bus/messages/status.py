@@ -232,6 +232,7 @@ class GroupStatus:
         dp_groups: its DP groups of more than one rank.
         routes: the routes that watchers got last; during a commit those of the version before.
         run: as in :class:`bus.messages.Welcome`.
+        ended: how the last updates ended, by their ids.
     """
 
     name: ShortText
@@ -251,6 +252,7 @@ class GroupStatus:
     dp_groups: Annotated[tuple[DpGroupView, ...], Meta(max_length=16_384)]
     routes: Routes = Routes(0, ())
     run: ShortText = ""
+    ended: Annotated[dict[UpdateId, LongText], Meta(max_length=64)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import msgspec
 
 from bus.errors import BusClosed, RolloutFailed, UsageError
 from trainer_agent.rollouts.attempt import FAILURES, UNREACHABLE, Cut, refused
-from trainer_agent.rollouts.request import make_request
+from trainer_agent.rollouts.request import make_request, plain_params
 from trainer_agent.rollouts.results import ChatCompletion
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Chat:
         make_request(  # bad ones are refused before an engine is asked
             [0], sampling_params, session_id=None, on_inexact="restart", decodes=decodes, extra={}
         )
-        params = dict(sampling_params)
+        params = dict(plain_params(sampling_params))
         rendered = await self._ask(f"{_ROUTE}/render", self._request, self._failed)
         self.is_parsed = rendered is not None
         if rendered is None:

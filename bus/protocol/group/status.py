@@ -82,4 +82,5 @@ def status_of(group: GroupState, now_ms: float, booting: Iterable[Peer]) -> Grou
         dp_groups=group.dp_groups.views(),
         routes=group.routing.now,
         run=group.run,
+        ended=dict(group.ended),
     )
