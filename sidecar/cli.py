@@ -61,7 +61,7 @@ class _SidecarCommand(click.Command):
             rest = super().parse_args(ctx, args)
         except click.UsageError as error:
             if has_server and not separated:
-                error.message += f"\n{_SEPARATE}"
+                raise click.UsageError(f"{error.format_message()}\n{_SEPARATE}", ctx) from error
             raise
         if ctx.params["command"] and not separated:
             raise click.UsageError(_SEPARATE, ctx)

@@ -131,7 +131,7 @@ def test_a_page_says_how_long_its_step_may_take() -> None:
         page.enter("work")
         assert not page.view().is_frozen
         for phase in ("dummy", "sync", "barrier"):  # other ranks may compile, or load
-            page.enter(cast("CorePhase", phase))
+            page.enter(phase)
             assert page.view().limit_ms == STUCK_MS
 
 
