@@ -31,11 +31,11 @@ _SEPARATE: Final = (
     "sidecar's: wavebus sidecar --group policy -- python -m vllm.entrypoints.openai.api_server "
     "--model MODEL"
 )
-_HELP: Final = """Put one engine on the bus, and serve it until it dies, SIGINT or SIGTERM.
+_HELP: Final = """Put one engine on the bus, and serve it until it dies, or until SIGINT or SIGTERM.
 
 \b
-Start and supervise a vLLM server (on loopback, unless its --host says otherwise; its RL routes
-are for this host alone):
+Start and supervise a vLLM server (on loopback, unless its --host says otherwise; only this
+host reaches its RL routes):
   wavebus sidecar --group policy -- \\
       python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B
 Use one that runs:
@@ -46,7 +46,7 @@ All ranks of a data parallel group on this host, restarted as one when one dies:
   wavebus sidecar --group policy --dp-size 2 --dp-coordinator bus -- \\
       python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-30B-A3B
 
-Exits with 4 when the engine dies, and is not started anew.
+Exits with 4 if the engine dies and is not restarted.
 """
 
 

@@ -120,7 +120,7 @@ class UpdateOptions:
     def __post_init__(self) -> None:
         asked = 1 if self.quorum is None else self.quorum
         if asked != "all" and not 0 < asked <= _MOST_GROUPS:
-            raise UsageError(f'quorum={self.quorum}: "all", or so many DP groups, at least 1')
+            raise UsageError(f'quorum={self.quorum}: "all", or a number of DP groups, at least 1')
         check_choice("how", self.how, How)
         if self.staging_bytes is not None and self.staging_bytes <= 0:
             raise UsageError(f"staging_bytes={self.staging_bytes}: must be positive")
