@@ -20,6 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 	ci-next
 
 demo: $(VENV)/.demo
+	@echo "demo: trains a small transformer with GRPO on two engines, for some minutes; draws demo.png" >&2
 	$(BIN)/wavebus demo
 
 # Two files at a time, long ones first (tests/vllm/conftest.py); data-parallel engines take all

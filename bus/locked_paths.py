@@ -18,28 +18,33 @@ if TYPE_CHECKING:
 
 # The prefix of the names of all files that wavebus makes on tmpfs.
 SHM_PREFIX: Final = "wavebus-"
+# Follows no link, and does not wait at a pipe.
+_PROBE: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def sweep(paths: Iterable[Path], remove: Callable[[Path], None]) -> list[str]:
-    """Removes the paths that no process has locked, and returns their names.
+    """Removes this user's paths that no process has locked, and returns their names.
+
+    Paths of other users, and those that can't be removed, are skipped: anybody may make files with
+    these names in a shared folder.
 
     Args:
-        paths: files or folders, each made by a process that locks it. Those of other users are
-            skipped.
+        paths: files or folders, each made by a process that locks it.
         remove: removes one path.
     """
     removed: list[str] = []
     for path in paths:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, _PROBE)
         except OSError:
-            continue  # another user's, or already removed
+            continue  # another user's, a link, or already removed
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(path)
-            removed.append(path.name)
-        except BlockingIOError:
-            pass  # the process that made it is alive
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(path)
+                removed.append(path.name)
+        except OSError:
+            pass  # the process that made it is alive, or it can't be removed
         finally:
             os.close(descriptor)
     return removed

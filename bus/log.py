@@ -1,15 +1,16 @@
 """Logging to stderr: readable text on a terminal, else one JSON object per line.
 
 The first word of a line is the event, and its fields follow. Names of durations end in ``_ms``.
-docs/operations.md lists the events.
+A line that can't be written is dropped. docs/operations.md lists the events.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json as jsonlib
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +47,31 @@ def configure(*, level: str = "info", json: bool | None = None) -> None:
     _settings = _Settings(level, json)
 
 
+class Stderr:
+    """Writes to stderr. Text that can't be written, as on a full disk, is dropped."""
+
+    def __init__(self) -> None:
+        # A process without stderr has None here.
+        self._stream = None if sys.stderr is None or sys.stderr.closed else sys.stderr
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person reads stderr."""
+        return self._stream is not None and self._stream.isatty()
+
+    def write(self, text: str) -> None:
+        """Writes ``text``."""
+        if self._stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed
+                self._stream.write(text)
+
+    def flush(self) -> None:
+        """Passes on what was written."""
+        if self._stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.flush()
+
+
 def is_debug() -> bool:
     """Returns whether this process logs at level debug."""
     return _settings.level == "debug"
@@ -66,16 +92,17 @@ def logger(**fields: object) -> structlog.typing.FilteringBoundLogger:
     """Returns a logger that adds ``fields`` to every line."""
     import structlog  # noqa: PLC0415 - it takes long, and a help text logs nothing
 
-    as_json = not sys.stderr.isatty() if _settings.json is None else _settings.json
+    stderr = Stderr()
+    as_json = not stderr.is_terminal if _settings.json is None else _settings.json
     renderer: Any = (
         structlog.processors.JSONRenderer()
         if as_json
         else structlog.dev.ConsoleRenderer(
-            sort_keys=False, pad_event_to=16, colors=sys.stderr.isatty()
+            sort_keys=False, pad_event_to=16, colors=stderr.is_terminal
         )
     )
     bound: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
-        structlog.WriteLogger(sys.stderr),
+        structlog.WriteLogger(cast("TextIO", stderr)),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

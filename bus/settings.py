@@ -12,6 +12,7 @@ command that has the option; the keys of a table apply to its command::
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,16 +53,20 @@ def load(
             installed. It is called only if a top-level key is no option of this command.
 
     Raises:
-        UsageError: the file can't be read, is no TOML, has a table that belongs to no command or a
-            top-level key that is no command's option, or the command's table has a key that is no
-            option of the command.
+        UsageError: the file can't be read, is no TOML, is another user's and not named, has a
+            table that belongs to no command or a top-level key that is no command's option, or the
+            command's table has a key that is no option of the command.
     """
+    is_default = path is None
     if path is None:
         if not DEFAULT_FILE.is_file():
             return {}
         path = DEFAULT_FILE
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            if is_default:
+                _refuse_foreign(os.fstat(file.fileno()).st_uid)
+            data = tomllib.load(file)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -77,6 +82,19 @@ def load(
         raise UsageError(f"{path}: no command has the option {wrong[0]!r}")
     own = data.get(command, {})
     return _merge(path, command, everywhere, own if isinstance(own, dict) else {}, options)
+
+
+def _refuse_foreign(owner: int) -> None:
+    """Refuses another user's file that nobody has named; anybody may put one into ``/tmp``.
+
+    Raises:
+        UsageError: the file's owner is neither this user nor root.
+    """
+    if owner not in (0, os.geteuid()):
+        raise UsageError(
+            f"{DEFAULT_FILE} in the current folder belongs to another user (uid {owner}): if you "
+            f"trust it, give --config {DEFAULT_FILE}"
+        )
 
 
 def _merge(

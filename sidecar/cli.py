@@ -26,12 +26,16 @@ if TYPE_CHECKING:
 # How many times in a row engines that are started here are restarted by default.
 RESTARTS: Final = 5
 
-
-_HELP: Final = """Put one engine on the bus, and serve it until it dies, SIGINT or SIGTERM.
+_SEPARATE: Final = (
+    "Put -- before the command of a vLLM server, so that its options are not taken for the "
+    "sidecar's: wavebus sidecar --group policy -- python -m vllm.entrypoints.openai.api_server "
+    "--model MODEL"
+)
+_HELP: Final = """Put one engine on the bus, and serve it until it dies, or until SIGINT or SIGTERM.
 
 \b
-Start and supervise a vLLM server (on loopback, unless its --host says otherwise; its RL routes
-are for this host alone):
+Start and supervise a vLLM server (on loopback, unless its --host says otherwise; only this
+host reaches its RL routes):
   wavebus sidecar --group policy -- \\
       python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B
 Use one that runs:
@@ -42,11 +46,30 @@ All ranks of a data parallel group on this host, restarted as one when one dies:
   wavebus sidecar --group policy --dp-size 2 --dp-coordinator bus -- \\
       python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-30B-A3B
 
-Exits with 4 when the engine dies, and is not started anew.
+Exits with 4 if the engine dies and is not restarted.
 """
 
 
+class _SidecarCommand(click.Command):
+    """Says in errors that ``--`` stands before a server's command, if it does not."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the command line."""
+        separated = "--" in args  # parsing empties the list
+        has_server = any("vllm" in each or "--model" in each for each in args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if has_server and not separated:
+                raise click.UsageError(f"{error.format_message()}\n{_SEPARATE}", ctx) from error
+            raise
+        if ctx.params["command"] and not separated:
+            raise click.UsageError(_SEPARATE, ctx)
+        return rest
+
+
 @click.command(
+    cls=_SidecarCommand,
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": True},
     short_help="Put one engine on the bus.",
     help=_HELP,
@@ -155,7 +178,8 @@ def _supervise(
     if plan.dp_size == 1 or plan.dp_rank is not None:
         options = _given(ctx, frozenset({"name", "restarts"}))
         name = plan.name or default_name("engine")
-        launch = ranks.RankLaunchPlan(name, 1, options, command)
+        serves_at = "" if plan.attach or plan.port else ranks.serving_host(command, plan.host)
+        launch = ranks.RankLaunchPlan(name, 1, options, command, serves_at=serves_at)
     else:
         for field in ("attach", "name", "dp_master", "core_page"):
             if getattr(plan, field) is not None:
@@ -168,6 +192,7 @@ def _supervise(
             options=_given(ctx, frozenset({"dp_group", "dp_size", "port", "restarts"})),
             command=ranks.with_sync_interval(server, SourceTree.installed()) if server else (),
             port=port or plan.port,
+            serves_at=ranks.serving_host(server, plan.host),
             gpus=ranks.visible_gpus() if server else (),
         )
     run_until_stopped(ranks.RankSupervisor(launch, restarts=restarts).run)

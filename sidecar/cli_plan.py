@@ -61,7 +61,8 @@ class SidecarPlan(GroupPlan):
     )
     model: Path | None = option(
         None,
-        "Embedded: folder of a Qwen3 or Qwen3-MoE checkpoint (config.json, *.safetensors).",
+        "Embedded: folder of a Qwen3 or Qwen3-MoE checkpoint (config.json, *.safetensors). "
+        "A vLLM server takes its --model after --.",
         type=NamedPath(exists=True, file_okay=False),
     )
     host: str = option("127.0.0.1", "Embedded: the address that serves requests.")
@@ -78,7 +79,7 @@ class SidecarPlan(GroupPlan):
     max_num_seqs: int = option(64, "Embedded: sequences at once.", min=1)
     step_ms: float = option(
         0,
-        "Embedded: a step takes at least so long, as a larger model's does.",
+        "Embedded: the shortest duration of a step, to imitate a larger model.",
         min=0,
         show_default=False,
     )
@@ -88,7 +89,7 @@ class SidecarPlan(GroupPlan):
     dp_size: int = option(
         1,
         "Ranks of a data parallel group, which share the model's experts. Without --dp-rank all "
-        "of them are started here, and started anew together when one dies.",
+        "of them are started here, and restarted together when one dies.",
         min=1,
     )
     dp_rank: int | None = option(None, "Embedded: start this rank alone.", min=0)
@@ -100,7 +101,7 @@ class SidecarPlan(GroupPlan):
     restarts: int | None = option(
         None,
         "How many times in a row to restart the engine and its sidecar (with --dp-size: all "
-        "ranks).  [default: 5 with --dp-size, or a COMMAND that is no rank among others; else 0]",
+        "ranks).  [default: 5 with --dp-size, or for a single server; else 0]",
         min=0,
     )
     core_page: Path | None = option(
@@ -111,8 +112,8 @@ class SidecarPlan(GroupPlan):
     boot_timeout_s: float = option(1800.0, "vLLM: how long the server may take to come up.", min=1)
     trust_kv_connector: tuple[str, ...] = option(
         (),
-        "vLLM: a KV connector that wavebus does not know, and that gives no keys and values of "
-        "older weights. May be given several times.",
+        "vLLM: a KV connector that wavebus does not know. You vouch that it returns no keys "
+        "and values of older weights. May be given several times.",
         metavar="NAME",
         multiple=True,
         type=str,

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _RL_ROUTES: Final = ("/pause", "/resume", "/collective_rpc", "/update_weight_version")
 _PRESENCE_S: Final = 10
 _GENERATE: Final = "/inference/v1/generate"
+# A sidecar uses no proxy for its engine, whatever HTTP_PROXY says.
+_DIRECTLY: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def checks(options: Options) -> list[Check]:
@@ -211,7 +213,7 @@ def _ask_workers(url: str, method: str) -> Any:
     asked = urllib.request.Request(  # noqa: S310
         f"{url}/collective_rpc", body, {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(asked, timeout=_PRESENCE_S) as response:  # noqa: S310
+    with _DIRECTLY.open(asked, timeout=_PRESENCE_S) as response:
         return json.load(response).get("results")
 
 
@@ -245,7 +247,7 @@ def _kv_connectors(found: Mapping[str, str]) -> list[Check]:
 
 def _server(url: str) -> list[Check]:
     try:
-        with urllib.request.urlopen(f"{url}/openapi.json", timeout=5) as response:  # noqa: S310
+        with _DIRECTLY.open(f"{url}/openapi.json", timeout=5) as response:
             paths = set(json.load(response).get("paths", {}))
     except (urllib.error.URLError, OSError, ValueError) as error:
         return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bus.errors import UsageError
-from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions
+from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions, check_weights
 from trainer_agent.update.lora import Adapter, send_adapter
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Adapters:
             )
         fresh = Adapter(adapter, source, config)
         self._require_no_other()
+        check_weights(label)
         pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         async with self._suspend_catch_up(), self._updates.begin(UpdateOptions(pause)) as update:
             report = await send_adapter(

@@ -28,7 +28,7 @@ from bus.weight_transfer.cuda import current_gpu
 from bus.weight_transfer.registry import make_sender
 from trainer_agent.adapters import Adapters
 from trainer_agent.connection import Connection
-from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions
+from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions, check_weights
 from trainer_agent.pauses import Pauses
 from trainer_agent.update.catch_up import CatchUp
 from trainer_agent.update.chunk_stream import ChunkStream, do_nothing, open_source, send_stream
@@ -337,8 +337,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             The version that the bus assigned. :attr:`last_update` has the details.
 
         Raises:
-            ManifestRefused: an engine's model doesn't take these tensors. Nothing was loaded, unless
-                a tied head differs from the embeddings: then engines are as after UpdateFailed.
+            ManifestRefused: an engine's model doesn't take these tensors. Nothing was loaded, except
+                if a tied head differs from the embeddings: then engines are as after UpdateFailed.
             Refused: code ``draft_missing`` if an engine has no draft model; ``staging_refused`` if
                 staging is required and impossible.
             PauseFailed: as :meth:`paused`.
@@ -351,8 +351,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 and ``heard_s``. If the peer is the broker, the update is undone once it is back.
         """
         self._require_no_other()
-        if dtype not in ("source", "engine"):
-            raise UsageError(f'dtype={dtype!r}: choose "source" or "engine"')
+        check_weights(label, dtype, target)
         pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         ask = UpdateOptions(pause, canary, quorum, how, staging_bytes, keep_staging)
         read = await open_source(source, config)

@@ -8,14 +8,16 @@ import resource
 import signal
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import click
 
+import bus.log
 from bus.cli.options import (
     GroupPlan,
     Keys,
+    announce,
     configure_log,
     json_option,
     key_options,
@@ -24,14 +26,17 @@ from bus.cli.options import (
     options_of,
     run_until_stopped,
 )
-from bus.errors import UsageError
+from bus.errors import UsageError, WavebusError
 from bus.keys import API_KEY_VARIABLE
 from bus.net import is_loopback_host
+from bus.runtime.status_client import fetch_status
 from trainer_agent.demo.plan import DemoPlan
 
 if TYPE_CHECKING:
     import asyncio
     from types import FrameType
+
+_STATUS_S: Final = 5.0
 
 
 @click.command(short_help="See it all at work: an RL run on this machine.")
@@ -160,7 +165,8 @@ def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
             ) as rollouts,
             front.serve(rollouts, host, port, tokenizer=loaded, api_key=plan.api_key) as url,
         ):
-            click.echo(url)
+            await _warn_of_empty_group(plan, keys)
+            announce(url)
             await stop.wait()
 
     run_until_stopped(main)
@@ -171,6 +177,19 @@ def _raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # the old one must do
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def _warn_of_empty_group(plan: RolloutsPlan, keys: Keys) -> None:
+    """Logs a warning if the group has no engine, as after a mistyped ``--group``."""
+    try:
+        status = await fetch_status(plan.broker, timeout_s=_STATUS_S, security=keys.security())
+    except WavebusError:  # the client has joined, and says if its broker is gone
+        return
+    engines = {group.name: len(group.engines) for group in status.groups}
+    if not engines.get(plan.group):
+        others = [name for name, count in engines.items() if count]
+        hint = "requests wait until an engine joins; check --group"
+        bus.log.logger(group=plan.group).warning("no_engine_yet", groups=others, hint=hint)
 
 
 def _load_tokenizer(folder: str) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypedDict, get_args
 
 from bus.errors import UsageError
-from bus.messages import Staging
+from bus.messages import Escalation, PauseMode, Staging, Target
 
 if TYPE_CHECKING:
-    from bus.messages import Escalation, PauseMode, Target
     from trainer_agent.canary import Canary
 
 # staged: while engines serve. auto: staged if possible, else paused.
@@ -24,6 +23,35 @@ _MOST_GROUPS: Final = 65_536
 _WAIT_MAX_S: Final = 2_000_000.0
 # The default of how long a `wait` pause lets requests run.
 WAIT_S: Final = 60.0
+
+
+def check_choice(name: str, value: object, choices: object) -> None:
+    """Checks the value of an argument that is one of several texts.
+
+    Args:
+        name: the argument's name.
+        value: its value.
+        choices: the ``Literal`` of all its values.
+
+    Raises:
+        UsageError: the value is none of them.
+    """
+    if value not in get_args(choices):
+        raise UsageError(
+            f"{name}={value!r}: choose one of {', '.join(map(str, get_args(choices)))}"
+        )
+
+
+def check_weights(label: object, dtype: object = "source", target: object = "model") -> None:
+    """Checks the arguments of an update that say what is sent.
+
+    Raises:
+        UsageError: ``label`` is no text, or another argument is unknown.
+    """
+    check_choice("dtype", dtype, SentDtype)
+    check_choice("target", target, Target)
+    if not isinstance(label, str):
+        raise UsageError(f'label={label!r}: a text, such as label="step {label}"')
 
 
 class PauseArguments(TypedDict, total=False):
@@ -55,7 +83,8 @@ class PauseOptions:
     """The checked arguments of :meth:`TrainerAgent.paused`.
 
     Raises:
-        UsageError: ``wait_s`` is not positive, or too large for the wire.
+        UsageError: ``mode`` or ``escalate`` is unknown, or ``wait_s`` is not positive, or too large
+            for the wire.
     """
 
     mode: PauseMode = "keep"
@@ -64,6 +93,8 @@ class PauseOptions:
     escalate: Escalation = "keep"
 
     def __post_init__(self) -> None:
+        check_choice("mode", self.mode, PauseMode)
+        check_choice("escalate", self.escalate, Escalation)
         if not 0 < self.wait_s < _WAIT_MAX_S:
             raise UsageError(f"wait_s={self.wait_s}: must be above 0 and below {_WAIT_MAX_S}")
 
@@ -89,9 +120,8 @@ class UpdateOptions:
     def __post_init__(self) -> None:
         asked = 1 if self.quorum is None else self.quorum
         if asked != "all" and not 0 < asked <= _MOST_GROUPS:
-            raise UsageError(f'quorum={self.quorum}: "all", or so many DP groups, at least 1')
-        if self.how not in ("auto", "staged", "paused"):
-            raise UsageError(f"how={self.how!r}: choose one of auto, staged, paused")
+            raise UsageError(f'quorum={self.quorum}: "all", or a number of DP groups, at least 1')
+        check_choice("how", self.how, How)
         if self.staging_bytes is not None and self.staging_bytes <= 0:
             raise UsageError(f"staging_bytes={self.staging_bytes}: must be positive")
         if self.how == "staged" and self.needs_pause:

@@ -7,13 +7,13 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from bus.errors import UsageError
-from bus.messages import Resume, Sleep
-from trainer_agent.options import WAIT_S, PauseOptions
+from bus.messages import Resume, Sleep, SleepLevel
+from trainer_agent.options import WAIT_S, PauseOptions, check_choice
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bus.messages import Escalation, GroupAck, PauseMode, SleepLevel
+    from bus.messages import Escalation, GroupAck, PauseMode
     from trainer_agent.update.catch_up import CatchUp
     from trainer_agent.update.steps import Steps
 
@@ -118,6 +118,7 @@ class Pauses:
                 to; or no engine could be woken at the end, because weights or memory are missing.
                 If some could be woken, the log names the others, and the broker retries them.
         """
+        check_choice("level", level, SleepLevel)
         async with self.paused(mode=mode, wait_s=wait_s, escalate=escalate) as paused:
             yield await self._steps.step(Sleep(paused.update_id, level))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bus.weight_transfer.cuda import current_gpu
@@ -47,6 +48,7 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The caller's current GPU: the agent itself is made in the bus's thread.
+        inspect.signature(TrainerAgent).bind(*args, **kwargs)  # raises here, not in the thread
         self._kwargs = {"device": current_gpu(), **kwargs}
         super().__init__(functools.partial(TrainerAgent, *args, **self._kwargs))
 

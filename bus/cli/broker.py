@@ -14,8 +14,8 @@ import bus.log
 from bus.cli.options import (
     INSECURE_HELP,
     NamedPath,
+    announce,
     checked,
-    echo,
     log_options,
     option,
     options_of,
@@ -134,7 +134,7 @@ def broker(plan: BrokerPlan) -> None:
             )
         keys = len(roles) if roles is not None else None
         log.info("broker_listening", address=transport.address, keys=keys)
-        echo(transport.address)
+        announce(transport.address)
         await stop.wait()
         server.close()
         log.info("broker_stopped")

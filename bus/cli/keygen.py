@@ -22,7 +22,7 @@ wavebus keygen broker --role broker -o keys          # wavebus broker --curve-ke
 wavebus keygen engine-1 --role engine                # its engine-1.pub goes to
                                                      # keys/authorized, then SIGHUP
 
-Files that are there are never overwritten.
+Existing files are never overwritten.
 """
 
 
@@ -32,7 +32,7 @@ Files that are there are never overwritten.
     "--role",
     type=click.Choice(ROLES),
     required=True,
-    help="What its owner may do; broker: it is the broker's own.",
+    help="What the key's owner may do; broker: the key of the broker itself.",
 )
 @click.option(
     "-o",

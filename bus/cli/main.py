@@ -6,6 +6,8 @@ reached, or did not answer in time; 4 the engine died.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import TYPE_CHECKING, Any, Final
@@ -142,7 +144,19 @@ def wavebus(config: Path | None) -> None:
 
 def main() -> None:
     """Runs the command `wavebus`."""
+    _open_closed_streams()
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_closed_streams() -> None:
+    """Opens the standard streams that are closed, so that no socket gets their numbers.
+
+    Libraries write to stderr by its number.
+    """
+    number = os.open(os.devnull, os.O_RDWR)
+    while number <= 2:  # noqa: PLR2004 - stderr is 2
+        number = os.open(os.devnull, os.O_RDWR)
+    os.close(number)
 
 
 def run(arguments: list[str]) -> int:
@@ -156,15 +170,18 @@ def run(arguments: list[str]) -> int:
     except click.exceptions.Exit as leaving:
         code = leaving.exit_code
     except click.UsageError as error:
-        error.show()
+        with contextlib.suppress(OSError):  # stderr can't be written
+            error.show()
         code = EXIT_USAGE
     except click.ClickException as error:
-        error.show()
+        with contextlib.suppress(OSError):
+            error.show()
         code = EXIT_FAILED
     except (click.Abort, KeyboardInterrupt):
         code = 130
     except WavebusError as error:
-        echo(*f"wavebus: {error}".split("\n"), err=True)
+        with contextlib.suppress(OSError):
+            echo(*f"wavebus: {error}".split("\n"), err=True)
         code = _exit_code(error)
     except BrokenPipeError:  # the reader of stdout is gone
         sys.stderr.close()

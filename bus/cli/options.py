@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import signal
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
@@ -253,6 +254,14 @@ def log_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def configure_log(log_level: str, log_format: str) -> None:
     """Configures logging from the values of ``--log-level`` and ``--log-format``."""
     bus.log.configure(level=log_level, json=None if log_format == "auto" else log_format == "json")
+
+
+def announce(address: str) -> None:
+    """Prints the address at which a command serves; it serves also if nobody can read that."""
+    try:
+        click.echo(address)
+    except OSError:  # its reader is gone, or the disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_until_stopped(

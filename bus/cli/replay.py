@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 @click.option(
     "--upto", type=click.IntRange(min=1), default=None, help="Stop after this record's number."
 )
-@click.option("--verbose", is_flag=True, help="Every record, and what the broker logs with it.")
+@click.option(
+    "--verbose", is_flag=True, help="Print every record, and what the broker logs with it."
+)
 @json_option
 def replay(source: Path, upto: int | None, verbose: bool, as_json: bool) -> None:
     """Replay a journal in memory, and compare what the broker sends.

@@ -54,7 +54,7 @@ class RoutesPlan(BrokerAddress):
         f"Show this group alone.  [env: WAVEBUS_GROUP]  [default: all; with --router: {_GROUP}]",
         envvar="WAVEBUS_GROUP",
     )
-    follow: bool = option(False, "Go on, and print each change.", "--follow", "-f")
+    follow: bool = option(False, "Keep running, and print each change.", "--follow", "-f")
     router: str | None = option(
         None,
         "Keep the worker list of this vllm-router equal to the routes of --group, and follow.",

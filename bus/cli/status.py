@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 NO_GROUP: Final = "no group yet: no sidecar and no trainer has joined"
 _NAMED: Final = 4  # engine names in one line
+_LONG_MS: Final = 10_000.0  # after this an engine core's step is shown as long
 
 
 @click.command()
@@ -77,7 +78,7 @@ def _table(address: str, answer: Status) -> list[str]:
             [
                 (
                     engine.name,
-                    f"{engine.dp_group}/{engine.dp_rank} {engine.pd_role}".rstrip(),
+                    f"{_rank(group, engine)} {engine.pd_role}".rstrip(),
                     str(engine.version),
                     engine.phase,
                     _serves(group, engine),
@@ -95,6 +96,12 @@ def _table(address: str, answer: Status) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def _rank(group: GroupStatus, engine: EngineView) -> str:
+    """Returns an engine's DP group and rank; ``-`` for an engine without peer ranks."""
+    in_one = any(each.name == engine.dp_group for each in group.dp_groups)
+    return f"{engine.dp_group}/{engine.dp_rank}" if in_one else "-"
+
+
 def _serves(group: GroupStatus, engine: EngineView) -> str:
     """Returns whether the engine is routable, as text; if not, the reason."""
     if engine.name in group.routable:
@@ -108,6 +115,8 @@ def _serves(group: GroupStatus, engine: EngineView) -> str:
         waits_for = f"{dp_group.size - dp_group.ranks} ranks of its DP group"
     elif engine.version != group.version:
         waits_for = f"an update to version {group.version}"
+    elif engine.core_phase == "step" and engine.core_since_ms > _LONG_MS:
+        waits_for = f"its core, in one step for {engine.core_since_ms / 1000:.0f} s"
     else:
         waits_for = "a resume, which opens admission"
     return f"no, waits for {waits_for}"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     required=True,
     help="The file to write, such as trace.json.",
 )
-@click.option("--group", default=None, help="This group alone.")
+@click.option("--group", default=None, help="Draw this group alone.")
 def trace(source: Path, output: Path, group: str | None) -> None:
     """Draw a journal as a trace: open it at https://ui.perfetto.dev, or in chrome://tracing.
 

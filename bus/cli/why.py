@@ -70,6 +70,10 @@ def why(
 def _nothing(status: Status, about: str) -> str:
     if not about:
         return "nothing is waited for"
+    for group in status.groups:
+        for end in group.ended:
+            if end.update_id == about:
+                return f"{about} {end.outcome}"
     known = {group.update_id for group in status.groups}
     known |= {engine.name for group in status.groups for engine in group.engines}
     known |= {out.engine for group in status.groups for out in group.out}

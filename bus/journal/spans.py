@@ -17,6 +17,7 @@ from bus.messages import (
     GROUP_STEPS,
     STEPS,
     Ack,
+    Arm,
     Armed,
     Message,
     Nack,
@@ -68,6 +69,8 @@ class TraceSpan:
         begin_ms: when the step was requested, or when the previous step ended, if that was later.
         end_ms: when the step was answered.
         result: ``done``, a NACK's code, or ``unfinished``.
+        version: the version of the update's weights; 0: unknown, as before engines are armed.
+        label: the trainer's own name of these weights.
     """
 
     life: int
@@ -80,6 +83,8 @@ class TraceSpan:
     begin_ms: float
     end_ms: float
     result: str
+    version: int = 0
+    label: str = ""
 
 
 @dataclass(slots=True)
@@ -135,6 +140,7 @@ class _Life:
         # Requests of a trainer's process, by id; None once answered, although it may be repeated,
         # also over another connection.
         self._requests: dict[tuple[str, int, int], _Key | None] = {}
+        self._weights: dict[str, tuple[int, str]] = {}  # version and label, by update
 
     def on_received(self, route: bytes, decoded: DecodedFrame) -> list[TraceSpan]:
         """Handles an engine's answer or a trainer's command; returns ended spans."""
@@ -183,6 +189,8 @@ class _Life:
         step = STEPS.get(type(message))
         if isinstance(message, PauseLocal) and message.one_phase:
             step = Step.PAUSE_GLOBAL  # the step that is acknowledged
+        if isinstance(message, Arm):  # has the version that the broker has assigned
+            self._weights[message.update_id] = (message.version, message.label)
         if step is not None:
             key = (step, decoded.update_id, getattr(message, "chunk", 0))
             for peer in decoded.peers:
@@ -223,6 +231,7 @@ class _Life:
         step, update_id, chunk = key
         begin_ms = max(track.asked.pop(key), track.free_ms)
         track.free_ms = self.now_ms
+        version, label = self._weights.get(update_id, (0, ""))
         return TraceSpan(
             life=self.boot,
             group=track.group,
@@ -234,4 +243,6 @@ class _Life:
             begin_ms=begin_ms,
             end_ms=self.now_ms,
             result=result,
+            version=version,
+            label=label,
         )

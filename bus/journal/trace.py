@@ -58,7 +58,9 @@ def _parent_spans(members: list[TraceSpan], process: int, thread: int) -> list[E
 
 
 def _event(name: str, run: list[TraceSpan], process: int, thread: int) -> Event:
-    begin_us, end_us = round(run[0].begin_ms * 1000), round(run[-1].end_ms * 1000)
+    last = run[-1]
+    weights = {"version": last.version, "label": last.label} if last.version else {}
+    begin_us, end_us = round(run[0].begin_ms * 1000), round(last.end_ms * 1000)
     return {
         "ph": "X",
         "name": name,
@@ -67,7 +69,7 @@ def _event(name: str, run: list[TraceSpan], process: int, thread: int) -> Event:
         "tid": thread,
         "ts": begin_us,
         "dur": end_us - begin_us,
-        "args": {"update_id": run[0].update_id, "result": run[-1].result},
+        "args": {"update_id": run[0].update_id, "result": last.result, **weights},
     }
 
 

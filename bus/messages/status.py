@@ -211,6 +211,19 @@ class RoutesTaken(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class EndView:
+    """How an update ended.
+
+    Attributes:
+        update_id: the update.
+        outcome: that it was committed, with its version, or that it failed, with the reason.
+    """
+
+    update_id: UpdateId
+    outcome: LongText
+
+
+@dataclass(frozen=True, slots=True)
 class GroupStatus:
     """The broker's view of one group.
 
@@ -232,6 +245,7 @@ class GroupStatus:
         dp_groups: its DP groups of more than one rank.
         routes: the routes that watchers got last; during a commit those of the version before.
         run: as in :class:`bus.messages.Welcome`.
+        ended: how the last updates ended.
     """
 
     name: ShortText
@@ -251,6 +265,7 @@ class GroupStatus:
     dp_groups: Annotated[tuple[DpGroupView, ...], Meta(max_length=16_384)]
     routes: Routes = Routes(0, ())
     run: ShortText = ""
+    ended: Annotated[tuple[EndView, ...], Meta(max_length=64)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ core writes its state into a small shared page (:mod:`sidecar.shared_pages.two_s
 sidecar reads that page.
 
 The page's record: pid, step, wave, since (ns of CLOCK_MONOTONIC, the same clock for all processes
-of a host), waiting, running, untagged, rank, phase, flags. After the record comes the time of the
-last beat. A separate thread of the core's process renews that time, also while the core blocks. 0
-means that the process has no such thread.
+of a host), waiting, running, untagged, limit (ms), rank, phase, flags. After the record comes the
+time of the last beat. A separate thread of the core's process renews that time, also while the core
+blocks. 0 means that the process has no such thread.
 """
 
 from __future__ import annotations
@@ -33,14 +33,19 @@ if TYPE_CHECKING:
     from typing import Self
 
 _KIND: Final = b"WBCP"
-_LAYOUT: Final = 5
-_BODY: Final = struct.Struct("<IQQQIIIHBB")
+_LAYOUT: Final = 6
+_BODY: Final = struct.Struct("<IQQQIIIIHBB")
 _BEAT: Final = struct.Struct("<Q")
 _BEAT_AT: Final = RECORDS_AT + TwoSlotRecord.size_of(_BODY.size)
 PAGE_BYTES: Final = _BEAT_AT + _BEAT.size
-# A process without a beat for _FROZEN_S is frozen; so is a core that is in a step for _STUCK_MS.
+# A process without a beat for _FROZEN_S is frozen; so is a core that is for longer than the page's
+# limit in a step: between _STEP_MS and _STUCK_MS, see StepLimit.
 _FROZEN_S: Final = 10.0
+_STEP_MS: Final = 10_000.0
 _STUCK_MS: Final = 60_000.0
+_FIRST_STEPS: Final = 10  # these may compile, or capture graphs
+_TIMES_SLOWEST: Final = 4
+_TIMES_LONGEST: Final = 2
 _PHASES: Final[tuple[CorePhase, ...]] = get_args(CorePhase)
 _NUMBER: Final = {phase: number for number, phase in enumerate(_PHASES)}
 
@@ -65,6 +70,7 @@ class CoreStatusView:
         waiting, running: how many requests wait in the core, and how many run.
         beat_s: when the process last showed that it runs, on the same clock; 0: unknown.
         untagged: how many requests since the core's start had a KV cache that names no version.
+        limit_ms: how long the phase may take until the core counts as frozen.
     """
 
     pid: int
@@ -78,15 +84,17 @@ class CoreStatusView:
     running: int
     beat_s: float = 0.0
     untagged: int = 0
+    limit_ms: float = _STUCK_MS
 
     @property
     def is_frozen(self) -> bool:
         """Whether requests can't proceed.
 
         True if the process has shown no sign of life for 10 s, for example because it is stopped;
-        or if the core has been in one step, or one wait for other ranks, for over 60 s.
+        or if the core has been in one step for longer than :class:`StepLimit` allows, or in one
+        wait for other ranks for over 60 s.
         """
-        stands = self.phase not in ("idle", "work") and self.age_ms() > _STUCK_MS
+        stands = self.phase not in ("idle", "work") and self.age_ms() > self.limit_ms
         return stands or 0 < self.beat_s < time.monotonic() - _FROZEN_S
 
     def message(self) -> CoreStatus:
@@ -102,6 +110,57 @@ class CoreStatusView:
         return max(0.0, (time.monotonic() - self.since_s) * 1000)
 
 
+class StepLimit:
+    """Decides how long a step may take until its core counts as frozen.
+
+    A step that has no end is not to be told from a slow one, except by what the core has done
+    before. So a step with requests may take four times as long as the slowest before it, at least
+    10 s and at most 60 s. A step may take 60 s
+
+    - if it is one of the core's first ten, which may compile or capture graphs,
+    - while a prompt is new that is more than twice as long as all before it.
+
+    The first ten steps, and steps that were too long without such a prompt, are no measure for
+    later ones.
+    """
+
+    def __init__(self) -> None:
+        self._slowest_ms = 0.0
+        self._longest = 0  # tokens of the longest prompt whose first step has ended
+        self._new = 0  # tokens of the longest prompt whose first step has not
+
+    def on_prompt(self, tokens: int) -> None:
+        """Records the length of a prompt that has come."""
+        self._new = max(self._new, tokens)
+
+    def limit_ms(self, step: int, requests: int) -> float:
+        """Returns how long a step may take.
+
+        Args:
+            step: how many steps the core has run.
+            requests: how many requests wait or run.
+        """
+        if step < _FIRST_STEPS or not requests or self._new > _TIMES_LONGEST * self._longest:
+            return _STUCK_MS
+        return min(max(_TIMES_SLOWEST * self._slowest_ms, _STEP_MS), _STUCK_MS)
+
+    def on_step(self, took_ms: float, limit_ms: float, *, step: int, waiting: int) -> None:
+        """Records the end of a step.
+
+        Args:
+            took_ms: how long it took.
+            limit_ms: how long it might take.
+            step: how many steps the core had run before it.
+            waiting: how many requests wait after it.
+        """
+        if step >= _FIRST_STEPS and (self._new or took_ms <= limit_ms):
+            self._slowest_ms = max(self._slowest_ms, took_ms)
+        if not waiting:
+            if step >= _FIRST_STEPS:
+                self._longest = max(self._longest, self._new)
+            self._new = 0
+
+
 class CoreStatusPage:
     """Writes the status page of one engine core; only the core's process uses it.
 
@@ -111,6 +170,10 @@ class CoreStatusPage:
         path: the page's file, readable for its owner alone; None keeps the page in this process's
             memory, where nobody else reads it.
         rank: the core's rank in its DP group.
+
+    Attributes:
+        path: as above.
+        limit: how long steps may take.
     """
 
     def __init__(self, path: Path | None, *, rank: int = 0) -> None:
@@ -118,6 +181,8 @@ class CoreStatusPage:
         self._rank = rank
         self._step, self._wave, self._flags = 0, 0, 0
         self._requests = (0, 0, 0)  # waiting, running, untagged
+        self.limit = StepLimit()
+        self._begun: tuple[int, int, float] | None = None  # the step under way: number, ns, limit
         self._memory = make_page(path, _KIND, _LAYOUT, PAGE_BYTES)
         self._record = _record(self._memory)
         self.enter("idle")
@@ -153,12 +218,24 @@ class CoreStatusPage:
 
     def enter(self, phase: CorePhase) -> None:
         """Writes to the page which phase begins now, with the numbers of :meth:`count`."""
+        now_ns = time.monotonic_ns()
+        waiting, running, _ = self._requests
+        if self._begun is not None:
+            step, begun_ns, limit_ms = self._begun
+            took_ms = (now_ns - begun_ns) / 1e6
+            self.limit.on_step(took_ms, limit_ms, step=step, waiting=waiting)
+            self._begun = None
+        limit_ms = _STUCK_MS
+        if phase == "step":
+            limit_ms = self.limit.limit_ms(self._step, waiting + running)
+            self._begun = (self._step, now_ns, limit_ms)
         body = _BODY.pack(
             os.getpid(),
             self._step,
             self._wave,
-            time.monotonic_ns(),
+            now_ns,
             *self._requests,
+            round(limit_ms),
             self._rank,
             _NUMBER[phase],
             self._flags,
@@ -211,7 +288,8 @@ def _read(memory: mmap.mmap) -> CoreStatusView:
     body = _record(memory).read()
     if body is None:
         raise NoPage("the page is just being made")
-    pid, step, wave, since_ns, waiting, running, untagged, rank, phase, flags = _BODY.unpack(body)
+    pid, step, wave, since_ns, *requests, limit_ms, rank, phase, flags = _BODY.unpack(body)
+    waiting, running, untagged = requests
     (beat_ns,) = _BEAT.unpack_from(memory, _BEAT_AT)
     return CoreStatusView(
         pid=pid,
@@ -224,5 +302,6 @@ def _read(memory: mmap.mmap) -> CoreStatusView:
         waiting=waiting,
         running=running,
         untagged=untagged,
+        limit_ms=limit_ms,
         beat_s=beat_ns / 1e9,
     )

@@ -22,7 +22,7 @@ _PORTS: Final = 11_000
 _TRIES: Final = 100
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port(host: str = "127.0.0.1", wanted: int = 0) -> int:
     """Returns a port of this host on which nothing listens now.
 
     The port is a random one below the ephemeral range. So no outgoing connection gets it, and two
@@ -30,14 +30,17 @@ def free_port(host: str = "127.0.0.1") -> int:
 
     Args:
         host: an address or name of this host.
+        wanted: the port to return if nothing listens there, as after a restart; 0: none.
 
     Raises:
         EngineError: ``host`` is not this host, or has no free port in that range.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for _ in range(_TRIES):
-        port = _FIRST_PORT + secrets.randbelow(_PORTS)
+    others = (_FIRST_PORT + secrets.randbelow(_PORTS) for _ in range(_TRIES))
+    for port in (wanted, *others) if wanted else others:
         with socket.socket(family) as probe:
+            if port == wanted:  # connections of the server before may still be closing
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
             except OSError:

@@ -26,6 +26,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
@@ -65,7 +66,9 @@ class RankLaunchPlan:
         command: the command of a vLLM server, without its data parallel options; empty for embedded
             engines, and for a server that runs already.
         port: the port at which rank 0 serves requests; the other ranks use the ports after it. 0:
-            any free port.
+            free ports, which stay the same over restarts unless another process takes one.
+        serves_at: the address at which the ranks serve; empty: the ranks get no port from here,
+            since the command has one, or the server runs already.
         host: an address of this host, at which the ranks find each other.
         gpus: GPUs of this host, by the names of ``CUDA_VISIBLE_DEVICES``, in equal shares for
             the ranks. Empty: every rank sees the GPUs that this process sees.
@@ -79,6 +82,7 @@ class RankLaunchPlan:
     options: tuple[str, ...]
     command: tuple[str, ...] = ()
     port: int = 0
+    serves_at: str = ""
     host: str = "127.0.0.1"
     gpus: tuple[str, ...] = ()
 
@@ -96,28 +100,28 @@ class RankLaunchPlan:
         share = len(self.gpus) // self.size
         return {_VISIBLE: ",".join(self.gpus[rank * share : (rank + 1) * share])}
 
-    def argv(self, rank: int, meeting_port: int) -> list[str]:
+    def argv(self, rank: int, meeting_port: int, chosen_port: int = 0) -> list[str]:
         """Returns the command line of one rank's sidecar, with its engine.
 
         Args:
             rank: the rank's number.
             meeting_port: the port of ``host`` at which the ranks find each other; a new one for
                 every start of the DP group.
+            chosen_port: the port at which the rank serves requests if :attr:`port` is 0; 0: none.
         """
         line = [sys.executable, "-m", "bus.cli.main", "sidecar", *self.options]
+        number = self.port + rank if self.port else chosen_port
+        port = ["--port", str(number)] if number else []
         if self.size == 1:
             line += ["--name", self.dp_group, "--restarts", "0"]
-            return [*line, "--", *self.command] if self.command else line
+            return [*line, "--", *self.command, *port] if self.command else [*line, *port]
         line += ["--name", f"{self.dp_group}-{rank}", "--dp-group", self.dp_group]
-        port = str(self.port + rank)
         if not self.command:
             line += ["--dp-size", str(self.size), "--dp-rank", str(rank)]
             line += ["--dp-master", f"{self.host}:{meeting_port}"]
-            return [*line, "--port", port] if self.port else line
+            return [*line, *port]
         vllm = rank_options(rank, self.size, self.host, meeting_port)
-        if self.port:
-            vllm += ["--port", port]
-        return [*line, "--", *self.command, *vllm]
+        return [*line, "--", *self.command, *vllm, *port]
 
 
 def rank_options(rank: int, size: int, host: str, meeting_port: int) -> list[str]:
@@ -185,6 +189,23 @@ def parse_server_command(command: Sequence[str]) -> tuple[tuple[str, ...], int]:
     return tuple(rest), int(port)
 
 
+def serving_host(command: Sequence[str], embedded: str) -> str:
+    """Returns the address of this host at which an engine serves; empty if it has a port already.
+
+    Args:
+        command: the command of a vLLM server; empty for the embedded engine.
+        embedded: the address of the embedded engine.
+    """
+    host = "127.0.0.1" if command else embedded
+    for argument, value in zip_longest(command, command[1:], fillvalue=""):
+        name, equals, given = argument.partition("=")
+        if name in ("--port", "--uds"):
+            return ""
+        if name == "--host":
+            host = given if equals else value
+    return host
+
+
 def visible_gpus() -> tuple[str, ...]:
     """Returns the GPUs that this process may use, by the names of ``CUDA_VISIBLE_DEVICES``."""
     visible = os.environ.get(_VISIBLE)
@@ -219,6 +240,7 @@ class RankSupervisor:
         self._output = output
         self._env = env
         self._ranks: list[asyncio.subprocess.Process] = []
+        self._ports = [0] * plan.size  # free ones, if the plan names none
         self._log = bus.log.logger(dp_group=plan.dp_group)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -263,9 +285,11 @@ class RankSupervisor:
         self.generation += 1
         meeting_port = free_port(self.plan.host)
         self._ranks = []
+        if self.plan.serves_at and not self.plan.port:
+            self._ports = [free_port(self.plan.serves_at, wanted) for wanted in self._ports]
         for rank in range(self.plan.size):
             process = await asyncio.create_subprocess_exec(
-                *with_reaper(self.plan.argv(rank, meeting_port), STOP_GRACE_S),
+                *with_reaper(self.plan.argv(rank, meeting_port, self._ports[rank]), STOP_GRACE_S),
                 env={**(self._env or os.environ), SUPERVISED: "1", **self.plan.environment(rank)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=self._output,

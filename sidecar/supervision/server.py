@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -265,13 +264,14 @@ class SupervisedServer:
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         """Reads the server's output in a thread, so a busy event loop never blocks it."""
         assert process.stdout is not None
+        stderr = bus.log.Stderr()
         with process.stdout as output:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\r\n")
                 if _HEALTH_LINE in line and not bus.log.is_debug():
                     continue
                 self._last.append(line)
-                sys.stderr.write(f"vllm| {line}\n")
+                stderr.write(f"vllm| {line}\n")
 
     async def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
         timeout = aiohttp.ClientTimeout(total=HEALTH_ANSWER_S)

@@ -28,6 +28,7 @@ from bus.weight_transfer.formats import (
 from bus.weight_transfer.registry import make_receiver, make_sender
 from bus.weight_transfer.shm import ShmSender, allocate, sweep
 from tests.contract.transfer_suite import METAS, TENSORS, Ends, TransferContract
+from tests.support.users import as_nobody
 from trainer_agent.weights.source import meta_of
 
 if TYPE_CHECKING:
@@ -124,6 +125,23 @@ def test_segments_of_a_killed_trainer_are_swept(sender: ShmSender) -> None:
     assert not any((Path(SHM_FOLDER) / name).exists() for name in left)
     assert sweep() == []
     assert sorted(segments()) == sorted(own)
+
+
+@pytest.mark.ci
+def test_a_file_of_another_user_stops_no_update(sender: ShmSender) -> None:
+    """Anybody can make one with such a name in the shared folder, and only its owner remove it."""
+    stranger = Path(SHM_FOLDER) / f"{SHM_PREFIX}x-{os.getpid()}"
+    stranger.touch(0o644)
+    try:
+        with as_nobody():
+            receiver = make_receiver("shm")
+            receiver.open(sender.open(room(), ALONE), NO_RANK)
+            sender.on_opened()
+            handle = sender.put(0, list(TENSORS.values()))
+            assert torch.equal(receiver.receive(METAS, handle)[0][1], TENSORS["float32"])
+        assert stranger.exists() is (os.geteuid() == 0)  # one's own is swept
+    finally:
+        stranger.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from bus.cli.main import run
 from bus.messages import OutView
 from bus.runtime.status_client import fetch_status
 from tests.support.processes import descendants
-from tests.support.procs import run_wavebus, wavebus
+from tests.support.procs import Proc, run_wavebus, wavebus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +40,34 @@ def test_broker_and_sidecar_stop_when_asked(bus: Bus, number: signal.Signals) ->
     bus.broker.wait_event("peer_left", peer="e0")
     assert bus.broker.stop(number) == 0
     bus.broker.wait_event("broker_stopped")
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", ">/dev/full 2>&1"])
+def test_a_broker_serves_though_its_output_can_not_be_written(
+    bus: Bus, redirection: str, tmp_path: Path
+) -> None:
+    """As with its log on a full disk; what it can't write is lost."""
+    sidecar = bus.sidecar("e0")
+    sidecar.wait_event("joined")
+    bus.broker.stop()
+    shell = ("sh", "-c", f'exec "$0" "$@" {redirection}')
+    command = (sys.executable, "-m", "bus.cli.main", "broker", "--listen", bus.address)
+    with Proc(*shell, *command, "--journal", str(tmp_path / "journal")) as broker:
+        sidecar.wait_event("joined")
+        seen = run_wavebus("status", "--broker", bus.address, "--timeout-s", str(LIMIT_S))
+        assert "e0" in seen.stdout
+        assert broker.stop() == 0
+
+
+def test_an_error_that_can_not_be_written_keeps_its_exit_code() -> None:
+    program = "import sys; from bus.cli.main import main; main()"
+    for arguments, code in (
+        (("stat",), 2),
+        (("status", "--timeout-s", "0.2", "--broker", "tcp://127.0.0.1:1"), 3),
+    ):
+        command = (sys.executable, "-c", program, *arguments)
+        with Proc("sh", "-c", 'exec "$0" "$@" 2>/dev/full', *command) as failing:
+            assert failing.wait() == code
 
 
 def test_status_shows_what_is_there(bus: Bus) -> None:

@@ -22,7 +22,7 @@ from tests.integration.test_rollouts_front import (
     post,
     run,
 )
-from tests.support.procs import Proc, run_wavebus
+from tests.support.procs import Proc, run_wavebus, wavebus
 from trainer_agent import RolloutClient, TrainerAgent
 
 if TYPE_CHECKING:
@@ -93,6 +93,20 @@ def test_answers_equal_those_of_the_client_while_engines_die_and_are_updated(bus
             assert given == [list(choice.token_ids) for choice in twin] * 2
 
     run(main())
+
+
+def test_it_says_at_its_start_that_a_group_has_no_engine(bus: Bus) -> None:
+    """As one of a mistyped name; it names those that have."""
+    bus.sidecar("e0")
+    options = ("--broker", bus.address, "--listen", "127.0.0.1:0")
+    with wavebus("rollouts", *options, "--group", "polcy") as empty:
+        line = empty.wait_event("no_engine_yet", group="polcy")
+        assert line["groups"] == ["policy"]
+        empty.first_line()
+    with wavebus("rollouts", *options) as full:
+        full.first_line()
+        assert full.stop() == 0
+        assert "no_engine_yet" not in full.all_text()
 
 
 def test_beyond_loopback_it_needs_a_key_or_an_insecure_will() -> None:

@@ -239,6 +239,30 @@ def test_a_frozen_core_gets_no_requests(tmp_path: Path, monkeypatch: pytest.Monk
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
 
 
+def test_a_core_in_a_step_without_end_gets_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its process runs; it is routable again with its next step."""
+    monkeypatch.setattr(core_status, "_STEP_MS", 300.0)
+    page = core_status.CoreStatusPage(None)
+
+    class Paged(Held):
+        def core_view(self) -> core_status.CoreStatusView:
+            page.beat()
+            return page.view()
+
+    async def scenario() -> None:
+        async with a_bus(Paged(), Held()) as address, a_trainer(address, 2) as agent:
+            for step in range(core_status._FIRST_STEPS + 1):
+                page.count(step=step, wave=0, running=1)
+                page.enter("step")
+            while (await agent.status()).groups[0].routable != ("e1",):
+                pass
+            page.enter("work")
+            while (await agent.status()).groups[0].routable != ("e0", "e1"):
+                pass
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT_S))
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("held", ["arm", "start"])
 def test_an_engine_that_does_not_answer_holds_up_one_step_of_one_update(held: str) -> None:

@@ -7,7 +7,7 @@ A test that holds invariants over runs in which nothing happened proves nothing.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from bus.messages import (
     Ack,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from bus.protocol.group.group import Group
     from tests.sim.engine import SimEngine
     from tests.sim.world import SimWorld
+
+_MOVING: Final = (UpdateState.COMMITTING, UpdateState.ABORTING)  # the routes stay as they were
 
 
 class Watch:
@@ -312,7 +314,7 @@ class Watch:
             raise InvariantViolation(f"the next chunk needs {sorted(update.excluded)}")
 
     def _check_routes(self, group: Group) -> None:
-        """Who becomes routable takes requests."""
+        """Who becomes routable takes requests; computed anew, the routes are the same."""
         routable = frozenset(route.engine for route in group.routing.now.engines)
         for name in routable - self._routable:
             engine = self._member(group, name)
@@ -322,6 +324,10 @@ class Watch:
             if engine.truth.closed:
                 raise InvariantViolation(f"{name} is routable, and its admission is closed")
         self._routable = routable
+        if group.update.state not in _MOVING and group.routing.is_current(group.version):
+            due = frozenset(route.engine for route in group.routing._routable(group.version))
+            if due != routable:
+                raise InvariantViolation(f"routed {routable}, routable {due}")
 
     def _check_communicator(self, group: Group, number: int) -> None:
         ranks: list[int] = []

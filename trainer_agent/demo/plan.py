@@ -31,11 +31,12 @@ class DemoPlan:
         "vllm", "With --engine vllm: who wakes its ranks."
     )
     how: How = option(
-        "auto", "How updates are made: staged, while engines serve; auto: so where it can be."
+        "auto",
+        "How updates are made. staged: while engines serve; auto: staged if possible, else paused.",
     )
-    updates: int | None = option(None, "Stop after so many weight updates.", min=1)
+    updates: int | None = option(None, "Stop after this many weight updates.", min=1)
     seconds: float | None = option(
-        None, "Stop training after so long.  [default: 150; vllm: 900]", min=1
+        None, "Stop training after this many seconds.  [default: 150; vllm: 900]", min=1
     )
     seed: int = option(0, "Seed of model, task and sampling.", min=0, max=2**31 - 1)
     withhold_weights: bool = option(
@@ -54,8 +55,8 @@ class DemoPlan:
     )
     sessions: int | None = option(
         None,
-        "Hold so many sampled sessions on 4 engines that are updated and killed; then compare "
-        "every answer with that of quiet engines.",
+        "Run this many sampled sessions on 4 engines that are updated and killed; then compare "
+        "every answer with that of engines that were left alone.",
         min=1,
         max=1024,
     )

@@ -72,7 +72,8 @@ def table(result: DemoResult) -> Table:
         f"to {per_version[-1]}, over {len(per_version)} versions"
         if per_version
         else "none",
-        "tokens checked": f"{verdict.tokens}, {verdict.mixed} of other weights",
+        "tokens checked": f"{verdict.tokens} computed again with the weights of their version, "
+        f"{verdict.mixed} differ",
         "engines": f"{plan.engine_count} × {plan.engine}",
         "time": f"{result.seconds:.0f} s, {len(result.train_rewards)} optimizer steps",
     }

@@ -149,7 +149,10 @@ def run_demo(
         save_checkpoint(policy, folder / "checkpoint")
         with Processes(folder) as processes:
             address = processes.broker()
-            say(f"broker at {address}; logs in {folder}")
+            say(
+                f"training for at most {plan.limit_s:.0f} s, with {plan.engine_count} engines and "
+                f"the broker at {address}; logs in {folder}"
+            )
             for index in range(plan.engine_count):
                 processes.sidecar(
                     f"engine-{index}",

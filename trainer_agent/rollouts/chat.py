@@ -18,7 +18,7 @@ import msgspec
 
 from bus.errors import BusClosed, RolloutFailed, UsageError
 from trainer_agent.rollouts.attempt import FAILURES, UNREACHABLE, Cut, read_bounded, refused
-from trainer_agent.rollouts.request import make_request, structured_outputs
+from trainer_agent.rollouts.request import make_request, plain_params, structured_outputs
 from trainer_agent.rollouts.results import ChatCompletion
 from trainer_agent.rollouts.text import check_length, flat_messages, in_thread
 
@@ -245,7 +245,7 @@ class Chat:
         make_request(  # bad ones are refused before an engine is asked
             [0], sampling_params, session_id=None, on_inexact="restart", decodes=decodes, extra={}
         )
-        params = dict(sampling_params)
+        params = dict(plain_params(sampling_params))
         self._keeps_stop = bool(params.get("include_stop_str_in_output"))
         rendered = await self._ask(f"{_ROUTE}/render", self._request, self._failed)
         if rendered is None:

@@ -20,7 +20,7 @@ from bus.settings import DEFAULT_BROKER
 from trainer_agent.connection import Connection
 from trainer_agent.rollouts.chat import ChatClient
 from trainer_agent.rollouts.engine_pool import EnginePool
-from trainer_agent.rollouts.request import make_request
+from trainer_agent.rollouts.request import make_request, plain_params
 from trainer_agent.rollouts.rollout import RolloutRun
 
 if TYPE_CHECKING:
@@ -233,13 +233,13 @@ class RolloutClient(ChatClient):
         """
         if concurrency < 1:
             raise UsageError(f"concurrency={concurrency}: must be at least 1")
-        seed, n = sampling_params.get("seed"), sampling_params.get("n", 1)
+        seed, n = (params := plain_params(sampling_params)).get("seed"), params.get("n", 1)
         bar = _progress_bar(prompts) if progress else None
         numbered = enumerate(prompts)
         under_way: deque[asyncio.Task[tuple[int, Completion]]] = deque()
 
         async def one(index: int, prompt: Sequence[int]) -> tuple[int, Completion]:
-            own = sampling_params if seed is None else {**sampling_params, "seed": seed + index * n}
+            own = params if seed is None else {**params, "seed": seed + index * n}
             done = await self.generate(prompt, own, on_inexact=on_inexact, **extra)
             if bar is not None:
                 bar.update()

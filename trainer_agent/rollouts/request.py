@@ -8,7 +8,8 @@ anew, and the result may differ: :meth:`RolloutRequest.inexact` names these para
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -17,7 +18,7 @@ from msgspec import Meta
 from bus.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from bus.messages import RequestLimits
 
@@ -43,6 +44,20 @@ _OUTPUT_ALONE: Final = (
 # Odd, so that each count of tokens gives another seed also where only the low 32 bits are used, as
 # by torch's generator on CPUs.
 _SEED_STEP: Final = 0x9E37_79B9_7F4A_7C15
+
+# Fields of vLLM's SamplingParams that say how it makes text of tokens.
+_OF_TEXT: Final = frozenset(
+    {
+        "detokenize",
+        "flat_logprobs",
+        "output_kind",
+        "output_text_buffer_length",
+        "skip_clone",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stream_interval",
+    }
+)
 
 _Token = Annotated[int, Meta(ge=0)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -199,7 +214,7 @@ class RolloutRequest:
 
 def make_request(
     prompt_token_ids: Sequence[int],
-    sampling_params: Mapping[str, Any],
+    sampling_params: Any,
     *,
     session_id: str | None,
     on_inexact: OnInexact,
@@ -209,8 +224,8 @@ def make_request(
     """Makes a request, and checks it as far as that is possible without engines.
 
     Args:
-        prompt_token_ids: the prompt.
-        sampling_params: the sampling parameters.
+        prompt_token_ids: the prompt: a list, an array or a tensor.
+        sampling_params: the sampling parameters: a mapping, or vLLM's ``SamplingParams``.
         session_id: the session, or None.
         on_inexact: what to do if an interrupted request can't continue exactly.
         decodes: whether the client has a tokenizer.
@@ -219,8 +234,9 @@ def make_request(
     Raises:
         UsageError: the text names the field at fault.
     """
+    sampling_params = plain_params(sampling_params)
     try:
-        prompt = msgspec.convert(list(prompt_token_ids), tuple[_Token, ...])
+        prompt = msgspec.convert(_plain_tokens(prompt_token_ids), tuple[_Token, ...])
     except (msgspec.ValidationError, TypeError) as error:
         raise UsageError(named("prompt_token_ids", error)) from None
     if not prompt:
@@ -266,6 +282,46 @@ def structured_outputs(response_format: Any) -> dict[str, Any] | None:
     if not isinstance(given, dict) or not isinstance(given.get("schema"), dict):
         raise UsageError("response_format.json_schema.schema: must be a JSON schema")
     return {"json": given["schema"]}
+
+
+def plain_params(params: Any) -> Mapping[str, Any]:
+    """Returns sampling parameters as a mapping.
+
+    Args:
+        params: a mapping, or vLLM's ``SamplingParams``, of which those that differ from its
+            defaults count. Those are left out that only say how vLLM makes text of tokens.
+
+    Raises:
+        UsageError: ``params`` is of another type.
+    """
+    if isinstance(params, Mapping):
+        return params
+    if not isinstance(params, msgspec.Struct):
+        raise UsageError(
+            f"sampling_params={type(params).__name__}: a mapping, such as "
+            '{"max_tokens": 64}, or SamplingParams of vLLM'
+        )
+    default = type(params)()
+    given = {
+        name: getattr(params, name)
+        for name in params.__struct_fields__
+        if not name.startswith("_")
+        and name not in _OF_TEXT
+        and (name == "max_tokens" or getattr(params, name) != getattr(default, name))
+    }
+    if "logit_bias" in given:
+        given["logit_bias"] = {str(token): bias for token, bias in given["logit_bias"].items()}
+    for name, value in given.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            given[name] = {key: each for key, each in asdict(value).items() if each is not None}
+    return given
+
+
+def _plain_tokens(tokens: Any) -> list[Any]:
+    """Returns token ids as a list, which a tensor or an array of one dimension becomes, too."""
+    if hasattr(tokens, "tolist"):
+        tokens = tokens.tolist()
+    return [each.item() if hasattr(each, "item") else each for each in tokens]
 
 
 def named(field: str, error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ class SyncRolloutClient(BusThread[RolloutClient]):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        inspect.signature(RolloutClient).bind(*args, **kwargs)  # raises here, not in the thread
         super().__init__(functools.partial(RolloutClient, *args, **kwargs))
 
     def generate(

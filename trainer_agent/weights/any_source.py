@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,11 @@ def as_source(weights: Weights, config: Any = None) -> WeightSource:
         UsageError: ``weights`` has another form; or transformers can't translate the model's names
             back to those of its checkpoint.
     """
+    if isinstance(weights, str | bytes | PathLike):
+        raise UsageError(
+            f"source={weights!r}: a path; load the weights, for example by "
+            "safetensors.torch.load_file, and give the module or the state dict"
+        )
     weights = unwrapped(weights)
     if isinstance(weights, torch.nn.Module | Mapping):
         saved = saved_form(weights, config)
@@ -45,7 +51,10 @@ def as_source(weights: Weights, config: Any = None) -> WeightSource:
     if isinstance(weights, WeightSource):
         return weights
     if isinstance(weights, Iterable):
-        return PairSource(dict(weights))
+        try:
+            return PairSource(dict(weights))
+        except (TypeError, ValueError):  # no pairs, or no text in front
+            pass
     raise UsageError(
         f"source={type(weights).__name__}: a torch.nn.Module, a mapping of names to tensors, "
         "(name, tensor) pairs, or a WeightSource"

@@ -61,6 +61,11 @@ PENDING_BEATS: Final = 2
 # How many of the engines that left a group the status still shows.
 DEPARTED_KEPT: Final = 64
 
+# In these phases an engine is not routable.
+UNROUTABLE: Final[frozenset[Phase]] = frozenset(
+    {"asleep", "weights_discarded", "quarantined", "pause_unknown"}
+)
+
 # In these phases an engine generates tokens.
 _SERVES: Final[frozenset[Phase]] = frozenset({"running", "armed", "staging"})
 
@@ -120,7 +125,7 @@ class EngineRegistry:
     Attributes:
         engines: the engines that are present.
         departed: why each engine left, without those that rejoined; :data:`DEPARTED_KEPT` at most.
-        changes: grows with each change of the engines present, or of what an engine serves.
+        changes: grows only with changes after which the routes of all engines must be computed.
     """
 
     def __init__(self, group: str) -> None:
@@ -176,8 +181,8 @@ class EngineRegistry:
 
     def on_heartbeat(self, peer: Peer, beat: Heartbeat) -> bool:
         """Records an engine's heartbeat; returns whether its version has changed."""
-        self.changes += (peer.phase, peer.version) != (beat.phase, beat.version)
         is_new = peer.version != beat.version
+        self.changes += is_new or (peer.phase in UNROUTABLE) != (beat.phase in UNROUTABLE)
         peer.phase, peer.version, peer.in_flight = beat.phase, beat.version, beat.in_flight
         self.on_phase(peer.name, beat.phase, closed=beat.closed)
         return is_new
@@ -197,13 +202,15 @@ class EngineRegistry:
     def on_ack(self, peer: Peer, ack: Ack, *, staged: bool) -> None:
         """Records the phase that an engine's ACK shows; ``staged``: its update is staged."""
         after = _PHASE_AFTER_STAGED if staged else _PHASE_AFTER
+        was_out = peer.phase in UNROUTABLE
         peer.phase = _PHASE_FOUND.get(ack.outcome) or after.get(ack.step, peer.phase)
+        self.changes += was_out and peer.phase not in UNROUTABLE
 
     def on_overdue(self, name: str, step: Step) -> None:
         """Marks an engine that has not answered ``step`` in time as overdue."""
+        self.changes += 1
         if name in self.engines:
             self.engines[name].overdue = step.value
-            self.changes += 1
 
     def on_answered(self, peer: Peer) -> None:
         """Ends the overdue state of an engine that has answered."""
@@ -242,7 +249,7 @@ class EngineRegistry:
         record = self._records.get(name)
         if record is None:
             return False
-        self.changes += 1
+        self.changes += (outcome == "partial") != (record.quarantined is not None)
         if outcome == "partial":
             record.quarantined = record.quarantined or "it had loaded a part of an update"
             record.has_model = False
@@ -302,8 +309,7 @@ class EngineRegistry:
 
     def is_quarantined(self, name: str) -> bool:
         """Returns whether an engine may hold weights of two versions."""
-        record = self._records.get(name)
-        return record is not None and record.quarantined is not None
+        return name in self._records and self._records[name].quarantined is not None
 
     def is_not_admitting(self, name: str) -> bool:
         """Returns whether an engine's admission is closed."""
@@ -418,8 +424,7 @@ class EngineRegistry:
 
     def routes(self, names: Iterable[str]) -> tuple[bytes, ...]:
         """Returns the routing ids of these engines; leaves out those that are not present."""
-        engines = self.engines
-        return tuple(engines[name].route for name in names if name in engines)
+        return tuple(self.engines[name].route for name in names if name in self.engines)
 
     def views(self, now_ms: float, names: Iterable[str] | None = None) -> tuple[EngineView, ...]:
         """Returns the engines' views for a status. ``names``: default all."""

@@ -7,7 +7,7 @@ The modules :mod:`~bus.protocol.group.commands`, :mod:`~bus.protocol.group.timeo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.messages import GroupAck, GroupView, Message, NackCode, Step
 from bus.protocol.core.effects import Effect, Note
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from bus.protocol.core.config import BrokerConfig
     from bus.protocol.core.membership import Peer
 
+_ENDED_KEPT: Final = 64
+_LONGEST_END: Final = 4096
+# The events that end an update: in words, and the field that says more.
+_ENDS: Final = {"committed": "was committed as version", "update_failed": "failed:"}
+_REASONS: Final = {"committed": "version", "update_failed": "detail"}
 # The result of a rule. The group executes instructions, and passes effects on unchanged.
 Action: TypeAlias = Instruction | Effect
 
@@ -46,6 +51,7 @@ class GroupState:
         last_resumed: the id of the pause that was resumed last.
         orphaned: the trainer that asked for the present pause is gone.
         resume_asked: RESUME came while the update was unsafe, and waits for the update's end.
+        ended: how the last updates ended, by their ids, in words.
         moved_ms: when the trainer last made progress, or was last answered.
     """
 
@@ -65,6 +71,7 @@ class GroupState:
         self.last_resumed = ""
         self.orphaned = False
         self.resume_asked = False
+        self.ended: dict[str, str] = {}
         self.moved_ms = 0.0
 
     @property
@@ -153,12 +160,19 @@ class GroupState:
     def note(self, event: str, update_id: str, level: str, fields: Mapping[str, object]) -> Note:
         """Returns a log event with the fields that every event of a group has.
 
+        If the event ends an update, :attr:`ended` remembers how.
+
         Args:
             event: the event's name.
             update_id: the pause or update that it concerns; empty: none.
             level: ``debug``, ``info``, ``warning`` or ``error``.
             fields: its further fields.
         """
+        if event in _ENDS:
+            self.ended.pop(update_id, None)
+            self.ended[update_id] = f"{_ENDS[event]} {fields[_REASONS[event]]}"[:_LONGEST_END]
+            if len(self.ended) > _ENDED_KEPT:
+                del self.ended[next(iter(self.ended))]
         common = {"group": self.name, "update_id": update_id, "epoch": self.epoch}
         return Note(event, level, {**common, **fields})
 

@@ -31,28 +31,24 @@ steps of others continue.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from bus.messages import Route, Routes
 from bus.protocol.core.effects import Send
+from bus.protocol.group.engine_registry import UNROUTABLE
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.update import UpdateState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bus.messages import Phase
     from bus.protocol.core.effects import Effect
     from bus.protocol.core.membership import Peer
     from bus.protocol.group.engine_registry import EngineRegistry
     from bus.protocol.group.sleep import SleepMachine
     from bus.protocol.group.update import UpdateMachine
-
-_OUT: Final[frozenset[Phase]] = frozenset(
-    {"asleep", "weights_discarded", "quarantined", "pause_unknown"}
-)
 
 
 @dataclass(slots=True)
@@ -76,12 +72,14 @@ class Routing:
 
     Attributes:
         now: the routes that were announced last.
+        computed: how often the routes of all engines were computed.
     """
 
     def __init__(
         self, registry: EngineRegistry, update: UpdateMachine, sleep: SleepMachine, hold_ms: float
     ) -> None:
         self.now = Routes(0, ())
+        self.computed = 0
         self._registry = registry
         self._update = update
         self._sleep = sleep
@@ -92,12 +90,13 @@ class Routing:
 
     def changed(self, version: int, now_ms: float) -> Routes | None:
         """Returns the routes if they have changed, else None; ``version`` is the group's."""
-        seen = (self._registry.changes, version, self._sleep.state)
-        if seen == self._seen or self._update.state is UpdateState.COMMITTING:
+        aborting = self._update.state is UpdateState.ABORTING
+        if self.is_current(version) or self._update.state is UpdateState.COMMITTING:
             return None
-        self._seen = seen
+        self._seen = self._inputs(version)
+        self.computed += 1
         routable = self._routable(version)
-        if self._update.state is UpdateState.ABORTING:  # not all have reported what they loaded
+        if aborting:  # not all have reported what they loaded
             before = {route.engine for route in self.now.engines}
             routable = tuple(route for route in routable if route.engine in before)
         routes = Routes(version, routable, self.now.revision)
@@ -109,6 +108,14 @@ class Routing:
             held = _Held(self._registry.engines[name], 0, now_ms + self._hold_ms)
             self._held.setdefault(name, held).revision = self.now.revision
         return self.now
+
+    def is_current(self, version: int) -> bool:
+        """Whether nothing has changed that the routes depend on; ``version`` is the group's."""
+        return self._seen == self._inputs(version)
+
+    def _inputs(self, version: int) -> tuple[object, ...]:
+        aborting = self._update.state is UpdateState.ABORTING
+        return (self._registry.changes, version, self._sleep.state, aborting)
 
     def keeps(self, name: str) -> bool:
         """Whether this engine is in the routes and a commit is running.
@@ -188,7 +195,7 @@ class Routing:
             rank_peer
             for name, peer in registry.engines.items()
             if peer.version != version
-            or peer.phase in _OUT
+            or peer.phase in UNROUTABLE
             or registry.is_quarantined(name)
             or peer.overdue
             or registry.is_not_admitting(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bus.ids import BOOT_SUFFIX
-from bus.messages import GroupStatus, OutView, WaitView
+from bus.messages import EndView, GroupStatus, OutView, WaitView
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.update import UpdateState
@@ -82,4 +82,5 @@ def status_of(group: GroupState, now_ms: float, booting: Iterable[Peer]) -> Grou
         dp_groups=group.dp_groups.views(),
         routes=group.routing.now,
         run=group.run,
+        ended=tuple(EndView(*each) for each in group.ended.items()),
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -111,3 +114,19 @@ def test_a_line_on_a_terminal_has_no_escapes_of_others(capsys: pytest.CaptureFix
     assert "\\u001b[2J" in line
     assert "a\\nb\\u202e" in line
     assert line.isprintable()
+
+
+@pytest.mark.parametrize("stderr", ["full", "closed", "none"])
+def test_a_line_that_can_not_be_written_ends_nobody(
+    stderr: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk, or where the reader of stderr is gone."""
+    full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115 - its end fails as well
+    if stderr == "closed":
+        full.close()
+    monkeypatch.setattr(sys, "stderr", None if stderr == "none" else full)
+    for as_json in (True, False, None):
+        bus.log.configure(level="info", json=as_json)
+        bus.log.write(bus.log.logger(), Note("x"))
+    with contextlib.suppress(OSError):
+        full.close()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
 from bus.errors import UsageError
 from bus.settings import load
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.support.users import NOBODY
 
 
 def options(*flags: str) -> dict[str, Any]:
@@ -134,3 +134,21 @@ def test_the_default_file_is_read_where_it_is_and_only_there(
     assert load(None, "sidecar", OPTIONS, COMMANDS, all_options) == {}
     (tmp_path / "wavebus.toml").write_text('broker = "here"\n', encoding="utf-8")
     assert load(None, "sidecar", OPTIONS, COMMANDS, all_options)["broker"] == "here"
+
+
+def test_a_file_of_another_user_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may put one into a shared folder; one's own, and root's, are read as they are."""
+    path = tmp_path / "wavebus.toml"
+    path.write_text('group = "theirs"\n', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    found = {"group": "theirs", "run": {"group": "theirs"}}
+    assert load(None, "sidecar", OPTIONS, COMMANDS, all_options) == found
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+    with pytest.raises(UsageError, match=r"another user.*--config wavebus\.toml"):
+        load(None, "sidecar", OPTIONS, COMMANDS, all_options)
+    assert load(Path("wavebus.toml"), "sidecar", OPTIONS, COMMANDS, all_options) == found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import click
 import pytest
 
 from bus.cli import options
@@ -32,6 +33,24 @@ def test_a_server_boots_with_closed_admission_unless_it_is_to_be_open(
     assert isinstance(engine._vllm, HttpConnection)
     assert engine._vllm.server is not None
     assert engine._vllm.server.prepared.env[BOOT_CLOSED] == given
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--model", "Qwen/Qwen3-8B"),
+        ("python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"),
+        ("vllm", "serve", "m", "--port", "8000"),
+    ],
+)
+def test_a_servers_command_stands_after_two_dashes(words: tuple[str, ...]) -> None:
+    """Else the sidecar would take its options for its own; the error says so."""
+    with pytest.raises(click.UsageError) as refused:
+        wavebus.main(["sidecar", *words], standalone_mode=False)
+    assert "Put -- before the command of a vLLM server" in refused.value.message
+    with pytest.raises(click.UsageError) as other:
+        wavebus.main(["sidecar", "--nme", "x"], standalone_mode=False)
+    assert "Put --" not in other.value.message
 
 
 def test_trusted_connectors_are_known_to_the_sidecar_and_its_server(

@@ -84,3 +84,12 @@ def test_a_plugin_that_says_something_else_is_no_reason_to_break() -> None:
     with a_server({"of": "another version"}) as url:
         [plugin] = [each for each in _server(url) if each.name == "server's plugin"]
     assert plugin.state == "warn"
+
+
+def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar asks none either; and a proxy of another host has another loopback."""
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    facts = worker_rpc.WorkerFacts("vllm", "", 0, 0, "", (), {}, NO_LIMITS, {})
+    with a_server(msgspec.to_builtins(facts)) as url:
+        assert {each.state for each in _server(url)} == {"ok"}

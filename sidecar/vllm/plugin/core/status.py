@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import os
+import stat
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -36,11 +37,24 @@ _SUFFIXES: Final = (_SUFFIX, ".hold")
 
 
 def pages_folder() -> Path:
-    """Returns the folder in which the cores of this environment keep their pages."""
+    """Returns the folder in which the cores of this environment keep their pages.
+
+    A name that another user has taken is skipped: anybody may make folders there.
+    """
     chosen = os.environ.get(environment.CORE_PAGES)
     if chosen:
         return Path(chosen)
-    return environment.memory_folder() / f"wavebus-cores-{os.getuid()}"
+    own = environment.memory_folder() / f"wavebus-cores-{os.getuid()}"
+    folders = [own, *(own.with_name(f"{own.name}-{number}") for number in range(1, 100))]
+    return next((folder for folder in folders if _is_ours_or_missing(folder)), own)
+
+
+def _is_ours_or_missing(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return True
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def page_path(pid: int) -> Path:
@@ -194,11 +208,13 @@ def client_request(
     request_type: Any,
     request: Any,
 ) -> None:
-    """Shows the core as working while it handles a request or a worker call.
+    """Shows the core as working while it handles a request or a worker call; notes long prompts.
 
     Wraps vLLM's ``EngineCoreProc._handle_client_request``, which is ``original``.
     """
     watch.enter("work")
+    if request and getattr(request_type, "name", "") == "ADD":
+        watch.page.limit.on_prompt(getattr(request[0], "num_prompt_tokens", 0))
     original(core, request_type, request)
     watch.count(core)
     watch.enter("work" if core.has_work() else "idle")

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bus.cli.main import run
+from bus.journal.reader import read
 from bus.journal.records import MAGIC, FileBegan, pack
+from bus.journal.spans import spans
 from bus.protocol.engine.calls import CallPause
 from tests.support.record_hang import HANG
 from tests.unit.bus.journal._recorded import ask_status, updated, world_of
@@ -200,6 +202,12 @@ def test_why_of_a_journal(sh: Shell, tmp_path: Path, journal: Path) -> None:
     assert sh("why", "--journal", path, "--json") == 0
     (finding,) = json.loads(sh.out)["findings"]
     assert (finding["peer"], finding["state"]) == ("e1", "blocked")
+
+
+def test_why_says_how_an_update_ended(sh: Shell, journal: Path) -> None:
+    (span, *_) = [each for each in spans(read(journal)) if each.version]
+    assert sh("why", span.update_id, "--journal", journal) == 0
+    assert sh.out == f"{span.update_id} was committed as version 1\n"
 
 
 def test_trace_writes_a_file(sh: Shell, journal: Path, tmp_path: Path) -> None:

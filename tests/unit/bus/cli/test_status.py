@@ -70,7 +70,7 @@ def test_it_says_how_updates_treat_kv_connectors_and_who_has_which_role(
     lines = shown(dataclasses.replace(group, engines=engines)).splitlines()
     assert "  KV connector NixlConnector: tagged (e0, e1)" in lines
     assert f"  KV connector ExampleConnector: {refused} (e0)" in lines
-    assert [" e0/0 prefill " in line for line in lines if " e0/0" in line] == [True]
+    assert [" - prefill " in line for line in lines if line.startswith("  e0 ")] == [True]
 
 
 def test_it_says_what_an_engine_waits_for(
@@ -81,6 +81,16 @@ def test_it_says_what_an_engine_waits_for(
         engine = dataclasses.replace(group.engines[1], phase="running", version=version)
         changed = dataclasses.replace(group, engines=(engine,))
         assert f" no, waits for {waits_for}" in shown(changed)
+
+
+def test_it_says_that_a_core_is_in_a_step_for_long(
+    group: GroupStatus, shown: Callable[[GroupStatus], str]
+) -> None:
+    engine = dataclasses.replace(
+        group.engines[1], phase="running", version=1, core_phase="step", core_since_ms=12_345.6
+    )
+    changed = dataclasses.replace(group, engines=(engine,))
+    assert " no, waits for its core, in one step for 12 s " in shown(changed)
 
 
 def test_it_says_that_a_group_has_no_engine(

@@ -71,6 +71,15 @@ def test_every_event_has_the_shape_that_the_format_asks_for(events: list[dict[st
             assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
 
 
+def test_spans_of_an_update_have_its_version_and_label(events: list[dict[str, Any]]) -> None:
+    """All from ARM on, also those that enclose others, and a pause that begins before it has one;
+    what comes before that is of no version yet."""
+    for track in ("trainer trainer", "e0"):
+        drawn = {e["name"]: e["args"] for e in of(events, track)}
+        for name in ("arm", "commit", "resume", "transfer" if track == "e0" else "finish"):
+            assert (drawn[name]["version"], drawn[name]["label"]) == (1, "p1")
+
+
 def test_spans_of_a_track_nest(events: list[dict[str, Any]]) -> None:
     """Two of them are one after the other, or one holds the other, and comes first."""
     for track in {event["tid"] for event in events}:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from sidecar.shared_pages import core_status
 from sidecar.shared_pages.core_status import (
     GLOBALLY_PAUSED,
     LOCALLY_PAUSED,
     PAGE_BYTES,
     CoreStatusPage,
     CoreStatusReader,
+    StepLimit,
 )
 from sidecar.shared_pages.pause_lease import PauseLeasePage
 from sidecar.shared_pages.two_slot_page import NoPage
@@ -62,6 +64,75 @@ def test_a_process_that_does_not_run_is_frozen(monkeypatch: pytest.MonkeyPatch) 
                 assert page.view().is_frozen is frozen
         view = replace(page.view(), beat_s=0.0, since_s=now_s - 61)
         assert (view.is_frozen, replace(view, phase="idle").is_frozen) == (True, False)
+
+
+STEP_MS, STUCK_MS = core_status._STEP_MS, core_status._STUCK_MS
+
+
+def limits(*steps: tuple[float, int], warm: int = 10) -> list[float]:
+    """How long each of these steps may take: (how long it takes in s, a new prompt's tokens)."""
+    limit, found = StepLimit(), []
+    for step, (took_s, tokens) in enumerate([*[(0.02, 0)] * warm, *steps]):
+        if tokens:
+            limit.on_prompt(tokens)
+        found.append(limit.limit_ms(step, 1))
+        limit.on_step(took_s * 1000, found[-1], step=step, waiting=0)
+    return found[warm:]
+
+
+def test_a_core_that_has_stepped_may_take_ten_seconds_for_a_step() -> None:
+    """Its first steps may compile, however long they take; they are no measure for later ones."""
+    assert limits(*[(50.0, 7)] * 10, *[(0.02, 0)] * 2, warm=0) == [STUCK_MS] * 10 + [STEP_MS] * 2
+    assert StepLimit().limit_ms(99, 0) == STUCK_MS  # it has no request
+
+
+def test_a_core_whose_steps_are_slow_may_take_longer() -> None:
+    assert limits((0.5, 0), (2.0, 0), (6.0, 0), (9.0, 0), (1.0, 0)) == [
+        STEP_MS,
+        STEP_MS,
+        STEP_MS,
+        24_000.0,
+        36_000.0,
+    ]
+
+
+def test_a_long_prompt_may_take_longer_than_any_before() -> None:
+    """And once it has, another one of that length."""
+    assert limits((0.1, 8), (0.1, 15), (30.0, 4000), (0.1, 0), (0.1, 8000), (0.1, 17_000)) == [
+        STUCK_MS,
+        STEP_MS,
+        STUCK_MS,
+        STUCK_MS,
+        STUCK_MS,
+        STUCK_MS,
+    ]
+    assert limits((0.1, 4000), (0.1, 8), (0.1, 8000)) == [STUCK_MS, STEP_MS, STEP_MS]
+
+
+def test_a_step_that_was_held_up_is_no_measure() -> None:
+    """As of a process that was stopped: the next one is missed as early."""
+    assert limits((40.0, 0), (0.1, 0)) == [STEP_MS, STEP_MS]
+
+
+def test_a_page_says_how_long_its_step_may_take() -> None:
+    """A core in a step beyond that is frozen, if it has requests, and runs again with the next."""
+    with CoreStatusPage(None) as page:
+        for step in range(11):
+            page.count(step=step, wave=0, running=1)
+            page.enter("step")
+            assert page.view().limit_ms == (STUCK_MS if step < 10 else STEP_MS)
+            page.enter("work")
+        assert page.view().limit_ms == STUCK_MS
+        page.enter("step")
+        view = page.view()
+        late = replace(view, since_s=time.monotonic() - STEP_MS / 1000 - 0.1)
+        assert (view.is_frozen, late.is_frozen) == (False, True)
+        assert not replace(late, phase="work").is_frozen
+        page.enter("work")
+        assert not page.view().is_frozen
+        for phase in ("dummy", "sync", "barrier"):  # other ranks may compile, or load
+            page.enter(phase)
+            assert page.view().limit_ms == STUCK_MS
 
 
 def test_a_page_is_its_owners(tmp_path: Path) -> None:

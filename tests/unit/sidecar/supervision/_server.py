@@ -1,6 +1,6 @@
 """A stand-in for an API server: healthy, with a child, and told how to misbehave.
 
-python _server.py [stubborn|broken] --host H --port P ...
+python _server.py [stubborn|broken|loud] --host H --port P ...
 """
 
 import os
@@ -19,6 +19,8 @@ def main() -> None:
     if "broken" in sys.argv:
         print("loading", flush=True)  # noqa: T201
         sys.exit("no such model")
+    if "loud" in sys.argv:  # more than a pipe holds
+        print("loading\n" * 50_000, flush=True)  # noqa: T201
     if "stubborn" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # A child, as vLLM's engine core is one; it ends by signals alone.

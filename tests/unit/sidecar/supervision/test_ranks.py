@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 
 from bus.errors import EngineError, UsageError
 from bus.vllm_source import SourceTree
+from sidecar.supervision.launch import free_port
 from sidecar.supervision.ranks import (
     RankLaunchPlan,
     RankSupervisor,
     parse_server_command,
+    serving_host,
     visible_gpus,
     with_sync_interval,
 )
@@ -114,13 +117,13 @@ def test_visible_gpus_are_those_of_the_environment(monkeypatch: pytest.MonkeyPat
 class Scripted(RankLaunchPlan):
     """Ranks that run a line of Python instead of a sidecar."""
 
-    def __init__(self, size: int, script: str) -> None:
-        super().__init__("moe", size, ())
+    def __init__(self, size: int, script: str, serves_at: str = "") -> None:
+        super().__init__("moe", size, (), serves_at=serves_at)
         object.__setattr__(self, "script", script)
 
-    def argv(self, rank: int, meeting_port: int) -> list[str]:
+    def argv(self, rank: int, meeting_port: int, chosen_port: int = 0) -> list[str]:
         script: str = self.script  # type: ignore[attr-defined]
-        return [sys.executable, "-c", script, str(rank), str(meeting_port)]
+        return [sys.executable, "-c", script, str(rank), str(meeting_port), str(chosen_port)]
 
 
 WAITS = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); signal.pause()"
@@ -149,7 +152,7 @@ def test_ranks_are_started_anew_together(tmp_path: Path) -> None:
     there = tmp_path / "there"
     script = f"""
 import pathlib, sys
-rank, port = sys.argv[1:]
+rank, port, _ = sys.argv[1:]
 folder = pathlib.Path({str(tmp_path)!r})
 life = len(list(folder.glob("life-0-*"))) if rank == "0" else 0
 (folder / f"life-{{rank}}-{{port}}-{{id(folder)}}").touch()
@@ -162,6 +165,54 @@ if rank == "0":
     supervisor = run(Scripted(2, script), restarts=3, until=there)
     assert supervisor.generation == 3
     assert len(list(tmp_path.glob("life-0-*"))) == 3
+
+
+def test_ranks_keep_their_ports_over_restarts(tmp_path: Path) -> None:
+    """Firewalls and clients may name them. A port that another process has taken is given up."""
+    there = tmp_path / "there"
+    script = f"""
+import pathlib, socket, sys
+rank, _, port = sys.argv[1:]
+folder = pathlib.Path({str(tmp_path)!r})
+life = len(list(folder.glob("life-*")))
+(folder / f"life-{{life}}").write_text(port)
+server = socket.create_server(("127.0.0.1", int(port)))
+client = socket.create_connection(("127.0.0.1", int(port)))
+server.accept()[0].close()  # it lingers at this port
+if life < 2:
+    raise SystemExit(4)
+pathlib.Path({str(there)!r}).touch()
+{WAITS}
+"""
+    run(Scripted(1, script, "127.0.0.1"), restarts=3, until=there)
+    ports = {(tmp_path / f"life-{life}").read_text() for life in range(3)}
+    assert len(ports) == 1
+    with socket.create_server(("127.0.0.1", int(*ports))):
+        assert free_port(wanted=int(*ports)) != int(*ports)
+
+
+@pytest.mark.parametrize(
+    ("command", "host"),
+    [
+        ((), "::1"),
+        (("serve", "m"), "127.0.0.1"),
+        (("serve", "--host", "0.0.0.0", "m"), "0.0.0.0"),
+        (("serve", "--host=::"), "::"),
+        (("serve", "--port", "81"), ""),
+        (("serve", "--port=81", "--host=::"), ""),
+        (("serve", "--uds", "/x"), ""),
+    ],
+)
+def test_where_a_port_must_be_free(command: tuple[str, ...], host: str) -> None:
+    assert serving_host(command, "::1") == host
+
+
+def test_a_chosen_port_is_given_to_the_engine() -> None:
+    alone = RankLaunchPlan("e0", 1, OPTIONS, ("serve", "m"), serves_at="127.0.0.1")
+    assert alone.argv(0, 1, 8123)[-4:] == ["serve", "m", "--port", "8123"]
+    embedded = RankLaunchPlan("e0", 1, OPTIONS, serves_at="127.0.0.1")
+    assert embedded.argv(0, 1, 8123)[-2:] == ["--port", "8123"]
+    assert "--port" not in embedded.argv(0, 1)
 
 
 def test_it_gives_up_after_so_many_deaths_in_a_row() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import signal
@@ -178,6 +179,22 @@ def test_questions_for_its_health_are_shown_to_who_debugs(
     shown = capfd.readouterr().err
     assert "vllm| serving" in shown
     assert ("/health" in shown) == (level == "debug")
+
+
+def test_a_server_runs_on_where_its_output_can_not_be_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a full disk: somebody must go on reading its output, or it waits at its next line."""
+
+    async def scenario() -> None:
+        async with SupervisedServer([*STAND_IN, "loud"]):
+            pass
+
+    full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115 - its end fails as well
+    monkeypatch.setattr(sys, "stderr", full)
+    run(scenario())
+    with contextlib.suppress(OSError):
+        full.close()
 
 
 def test_death_is_reported_and_its_children_go_with_it() -> None:

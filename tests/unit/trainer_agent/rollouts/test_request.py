@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +32,67 @@ def sampling(made: RolloutRequest, so_far: int, limits: RequestLimits = LIMITS) 
     assert body["token_ids"] == PROMPT + [1] * so_far
     asked: dict[str, Any] = body["sampling_params"]
     return asked
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [torch.tensor(PROMPT), np.array(PROMPT, np.int32), [np.int64(5), torch.tensor(9), 77]],
+    ids=["tensor", "array", "list"],
+)
+def test_a_prompt_may_be_a_tensor_or_an_array(prompt: Any) -> None:
+    assert request(prompt).prompt == tuple(PROMPT)
+
+
+@pytest.mark.parametrize("prompt", [torch.ones(3), torch.ones(1, 3, dtype=torch.int64)])
+def test_a_prompt_of_other_numbers_or_dimensions_is_refused(prompt: torch.Tensor) -> None:
+    with pytest.raises(UsageError, match="prompt_token_ids"):
+        request(prompt)
+
+
+@dataclass
+class Choices:
+    choice: list[str] | None = None
+    regex: str | None = None
+
+
+class Sampling(msgspec.Struct):
+    """As vLLM's SamplingParams: its defaults, what concerns text, and what it keeps for itself."""
+
+    temperature: float = 1.0
+    max_tokens: int | None = 16
+    top_k: int = 0
+    logit_bias: dict[int, float] | None = None
+    structured_outputs: Choices | None = None
+    detokenize: bool = True
+    prompt_logprobs: int | None = None
+    _eos_token_id: int | None = None
+
+
+def test_sampling_parameters_may_be_those_of_vllm() -> None:
+    given = Sampling(
+        temperature=0.5,
+        logit_bias={3: 1.0},
+        structured_outputs=Choices(["a"]),
+        detokenize=False,
+        _eos_token_id=7,
+    )
+    made = make_request(
+        PROMPT, given, session_id=None, on_inexact="restart", decodes=False, extra={}
+    )
+    assert made.asked == {
+        "temperature": 0.5,
+        "max_tokens": 16,
+        "logit_bias": {"3": 1.0},
+        "structured_outputs": {"choice": ["a"]},
+    }
+    for wrong, field in (
+        (Sampling(prompt_logprobs=1), "prompt_logprobs: no such field"),
+        ("greedy", "sampling_params=str: a mapping"),
+    ):
+        with pytest.raises(UsageError, match=field):
+            make_request(
+                PROMPT, wrong, session_id=None, on_inexact="restart", decodes=False, extra={}
+            )
 
 
 @pytest.mark.parametrize(

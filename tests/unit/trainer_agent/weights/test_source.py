@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,6 +43,18 @@ def test_a_state_dict_and_pairs_are_sources() -> None:
         assert [meta.name for meta in source.metadata()] == ["a", "b"]
         assert [name for name, _ in source] == ["a", "b"]
         assert [name for name, _ in source] == ["a", "b"]
+
+
+@pytest.mark.parametrize("path", ["folder", b"folder", Path("folder")])
+def test_a_path_is_no_source(path: Any) -> None:
+    with pytest.raises(UsageError, match=r"folder.*: a path; load the weights"):
+        as_source(path)
+
+
+@pytest.mark.parametrize("other", [[torch.zeros(1)], [("a",)], 3])
+def test_what_has_no_names_is_no_source(other: Any) -> None:
+    with pytest.raises(UsageError, match=r"source=\w+: a torch\.nn\.Module"):
+        as_source(other)
 
 
 def test_a_source_of_the_users_own_is_taken_as_it_is() -> None:

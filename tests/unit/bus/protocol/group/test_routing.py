@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bus.messages import (
+    Abort,
+    Ack,
     Commit,
     Heartbeat,
     HeartbeatAck,
@@ -15,11 +17,13 @@ from bus.messages import (
     Leave,
     NackCode,
     PauseLocal,
+    Resume,
     Routes,
     RoutesTaken,
     Staging,
     Step,
     UpdateFinish,
+    UpdateStart,
     Welcome,
 )
 from bus.protocol.core.effects import Note, Send
@@ -34,13 +38,13 @@ from bus.protocol.engine.calls import (
 from bus.protocol.group.pause import PauseState
 from bus.protocol.group.update import UpdateState
 from bus.runtime.peer import PeerClient, route_of
-from tests.sim.makers import make_nack
+from tests.sim.makers import make_arm, make_nack
 from tests.unit.bus._builders import engine_join, messages
 from tests.unit.bus._scene import Scene
 from tests.unit.bus.protocol.broker.test_broker import MANIFEST, Bench
 
 if TYPE_CHECKING:
-    from bus.messages import Envelope, Message
+    from bus.messages import Envelope, Message, Phase
     from bus.protocol.core.effects import Effect
     from tests.sim.world import SimWorld
 
@@ -262,6 +266,60 @@ def test_who_was_behind_and_stages_beside_a_pause_takes_requests_before_it_is_ro
         "e1",
     ]
     assert not e0.truth.closed
+
+
+def round_of(bench: Bench, engines: int, outcome: str) -> None:
+    """A paused update that ends so; after each step every engine says its phase by a heartbeat."""
+    names = [f"e{index}" for index in range(engines)]
+
+    def each(step: Step, phase: Phase, version: int = 0, *, chunk: int = 0) -> None:
+        for name in names:
+            outcome = "restored" if step is Step.ABORT else ""
+            bench.say(name, Ack(step, "u1", chunk, 0, 1.0, outcome, ()))
+            bench.say(name, Heartbeat(phase, version, 1, "u1"))
+
+    bench.say("t", PauseLocal("u1", "keep", True, 10_000, 60_000, 0, "keep"))
+    for name in names:
+        bench.say(name, Heartbeat("pausing", 0, 1, "u1"))
+    each(Step.PAUSE_GLOBAL, "paused")
+    bench.say("t", make_arm("u1", MANIFEST))
+    each(Step.ARM, "paused")
+    bench.say("t", UpdateStart("u1"))
+    each(Step.START, "updating")
+    for chunk in range(len(MANIFEST.chunk_ends)):
+        bench.begin(chunk)
+        each(Step.CHUNK, "updating", chunk=chunk)
+    if outcome == "commit":
+        bench.say("t", UpdateFinish("u1"))
+        each(Step.FINISH, "updating")
+        bench.say("t", Commit("u1", 1, "", ()))
+        each(Step.COMMIT, "paused", 1)
+    else:
+        bench.say("t", Abort("u1", "enough"))
+        each(Step.ABORT, "paused")
+    bench.say("t", Resume("u1"))
+    each(Step.RESUME, "running", int(outcome == "commit"))
+
+
+@pytest.mark.parametrize("outcome", ["commit", "abort"])
+def test_a_round_computes_the_routes_as_often_for_many_engines_as_for_few(outcome: str) -> None:
+    """Engines pause, load and resume without a change of the routes."""
+    computed: list[int] = []
+    for engines in (2, 32):
+        bench = Bench()
+        for index in range(engines):
+            bench.engine(f"e{index}")
+        bench.trainer()
+        routing = bench.broker.groups["policy"].routing
+        assert len(routing.now.engines) == engines
+        before = routing.computed
+        round_of(bench, engines, outcome)
+        computed.append(routing.computed - before)
+        assert len(routing.now.engines) == engines
+        assert routing.now.version == (outcome == "commit")
+        assert bench.broker.groups["policy"].pause.state is PauseState.RUNNING
+    assert computed == [computed[0], computed[0]]
+    assert computed[0] <= 4
 
 
 def test_a_dp_group_without_a_rank_is_out() -> None:

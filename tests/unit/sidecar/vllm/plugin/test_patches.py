@@ -226,7 +226,7 @@ def status_of(report: Report, *, lockstep: bool) -> tuple[str, dict[str, object]
     [line] = [each for each in joined if isinstance(each, Note) and each.event == "peer_joined"]
     asked = StatusRequest()
     told = broker.receive(b"e", envelope(asked, "e0", seq=2, msg_id=2), asked, 1.0)
-    return _table("tcp://127.0.0.1:7710", only(told, Status)), dict(line.fields)
+    return "\n".join(_table("tcp://127.0.0.1:7710", only(told, Status))), dict(line.fields)
 
 
 def test_every_seam_has_a_change() -> None:

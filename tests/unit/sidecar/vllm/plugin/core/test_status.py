@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import subprocess
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -107,6 +108,22 @@ def test_an_engine_that_steps_alone_counts_its_steps(core_module: Any, folder: P
     assert (view().step, view().wave) == (3, 0)
 
 
+def test_a_step_may_take_long_for_a_prompt_that_is_longer_than_any_before(
+    core_module: Any, folder: Path
+) -> None:
+    steps = seen_in(core_module.EngineCoreProc, "_process_engine_step")
+    install(core_module, "core status", "lockstep core status")
+    core = core_module.EngineCoreProc()
+    for tokens in (*[0] * 10, 50, 0, 50, 200):
+        if tokens:
+            request = SimpleNamespace(request_id="r", num_prompt_tokens=tokens)
+            core._handle_client_request(core_module.EngineCoreRequestType.ADD, (request, 0))
+        core.scheduler.running = 1
+        core._process_input_queue()
+        core._process_engine_step()
+    assert [each.limit_ms for each in steps[9:]] == [60_000, 60_000, 10_000, 10_000, 60_000]
+
+
 def test_a_request_counts_no_more_before_its_last_output_leaves(
     core_module: Any, folder: Path
 ) -> None:
@@ -149,3 +166,20 @@ def test_a_page_that_cannot_be_made_stops_nothing(
         core._process_input_queue()
     assert core.seen == ["input", "input"]
     assert caplog.text.count("no status page") == 1
+
+
+def test_a_folder_that_another_user_has_taken_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody can make one with the name of this user's, or a link to one of this user's."""
+    monkeypatch.delenv(environment.CORE_PAGES, raising=False)
+    monkeypatch.setattr(environment, "memory_folder", lambda: tmp_path)
+    own = status.pages_folder()
+    assert own == tmp_path / f"wavebus-cores-{os.getuid()}"
+    home = tmp_path / "home"
+    home.mkdir()
+    own.symlink_to(home)
+    second = status.pages_folder()
+    assert second == own.with_name(f"{own.name}-1")
+    status.make_folder(second)
+    assert status.pages_folder() == second
