@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import signal
 import subprocess
 import sys
@@ -99,6 +100,12 @@ def test_a_call_that_is_interrupted_while_it_is_started_has_ended(
         assert thread.client.seen == ([] if before else ["work", "CancelledError"])
 
 
+def waits_for_a_lock(thread: int) -> bool:
+    """Before that, a thread would handle the signal at its next step."""
+    frame = sys._current_frames()[thread]
+    return "waiter.acquire(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
 def test_a_signal_that_another_thread_receives_interrupts_a_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -107,9 +114,11 @@ def test_a_signal_that_another_thread_receives_interrupts_a_call(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with Thread(Client()) as thread:
-            work = thread.client.work
+            work, caller = thread.client.work, threading.get_ident()
 
             async def interrupting() -> None:
+                while not waits_for_a_lock(caller):
+                    await anyio.sleep(0.01)
                 signal.pthread_kill(threading.get_ident(), signal.SIGINT)
                 await work()
 
