@@ -117,7 +117,7 @@ def test_a_signal_that_another_thread_receives_interrupts_a_call(
             work, caller = thread.client.work, threading.get_ident()
 
             async def interrupting() -> None:
-                while not waits_for_a_lock(caller):
+                while not waits_for_a_lock(caller):  # noqa: ASYNC110 - no event tells
                     await anyio.sleep(0.01)
                 signal.pthread_kill(threading.get_ident(), signal.SIGINT)
                 await work()
