@@ -18,6 +18,7 @@ from tests.support.procs import PATIENT, Proc, wavebus
 from tests.vllm._vllm import MAX_POSITIONS, boot_environment, require_vllm, server_argv
 from trainer_agent import TrainerAgent
 from trainer_agent.rollouts.client import RolloutClient
+from trainer_agent.rollouts.request import plain_params
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -221,3 +222,17 @@ def test_updates_and_killed_engines_cost_no_request_a_token(fleet: Fleet) -> Non
 
 def ended_by(answers: list[Completion]) -> set[str]:
     return {attempt.ended_by for done in answers for attempt in done.choices[0].attempts}
+
+
+def test_vllms_own_sampling_parameters_are_taken() -> None:
+    """What differs from vLLM's defaults, and ``max_tokens``, which has another one there."""
+    from vllm import sampling_params as vllm  # noqa: PLC0415 - slow to import
+
+    constraint = vllm.StructuredOutputsParams(regex="a+")
+    given = vllm.SamplingParams(seed=3, logit_bias={5: 1.0}, structured_outputs=constraint)
+    assert plain_params(given) == {
+        "seed": 3,
+        "logit_bias": {"5": 1.0},
+        "max_tokens": 16,
+        "structured_outputs": {"regex": "a+"},
+    }

@@ -313,7 +313,8 @@ def plain_params(params: Any) -> Mapping[str, Any]:
         given["logit_bias"] = {str(token): bias for token, bias in given["logit_bias"].items()}
     for name, value in given.items():
         if is_dataclass(value) and not isinstance(value, type):
-            given[name] = {key: each for key, each in asdict(value).items() if each is not None}
+            own = asdict(value).items()
+            given[name] = {k: v for k, v in own if v not in (None, False) and k[0] != "_"}
     return given
 
 

@@ -53,6 +53,8 @@ def test_a_prompt_of_other_numbers_or_dimensions_is_refused(prompt: torch.Tensor
 class Choices:
     choice: list[str] | None = None
     regex: str | None = None
+    disable_any_whitespace: bool = False
+    _backend: str | None = "auto"
 
 
 class Sampling(msgspec.Struct):
