@@ -87,7 +87,7 @@ class DataPlane:
         ]
         self._server = HttpServer(
             routes,
-            lambda _, status, text: _error(status, text),
+            _answer_error,
             _answer_exception,
             max_body_bytes=MAX_BODY_BYTES,
             api_key=api_key,
@@ -174,6 +174,10 @@ def _admitted(deltas: list[Delta]) -> list[Delta]:
         if is_closed_message(delta.stop_reason):
             raise EngineError(str(delta.stop_reason))
     return deltas
+
+
+def _answer_error(_: web.Request, status: int, text: str) -> web.Response:
+    return _error(status, "Unauthorized" if status == 401 else text)  # noqa: PLR2004 - as vLLM
 
 
 def _answer_exception(_: web.Request, error: Exception) -> web.Response | None:

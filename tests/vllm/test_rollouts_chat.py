@@ -182,7 +182,8 @@ async def of_openai(ask: Any, reasons: bool) -> None:
     assert [t async for p in streamed for t in p.choices[0].token_ids] == choice.token_ids
     shape = {"response_format": {"type": "json_object"}}
     written = await ask.completions.create(prompt=PROMPT, extra_body=shape, **plain)
-    assert written.choices[0].token_ids[0] in letters("{ \t\n")
+    # With a parser of reasoning, vLLM applies the grammar to what comes after it.
+    assert reasons or written.choices[0].token_ids[0] in letters("{ \t\n")
     for unknown in (
         ask.completions.create(prompt=PROMPT, **plain | {"model": "other"}),
         ask.chat.completions.create(messages=MESSAGES, **plain | {"model": "other"}),
