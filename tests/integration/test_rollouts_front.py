@@ -365,8 +365,8 @@ def test_a_user_is_no_session_and_users_take_turns() -> None:
                 await asyncio.sleep(0)
             bodies = [{"prompt": [[1]] * many, "user": "many"}, {"prompt": [2], "user": "one"}]
             tasks = []
-            for body, waiting in zip(bodies, (many - slots, many - slots + 1), strict=True):
-                tasks.append(asyncio.create_task(post(f"{url}/v1/completions", body)))
+            for each, waiting in zip(bodies, (many - slots, many - slots + 1), strict=True):
+                tasks.append(asyncio.create_task(post(f"{url}/v1/completions", each)))
                 while len(client._pool._waiting) < waiting:  # noqa: ASYNC110
                     await asyncio.sleep(0)
             for _ in range(2):

@@ -112,8 +112,7 @@ class RolloutRun:
     async def _attempt(self, choices: Sequence[ChoiceState]) -> None:
         """Sends one request to an engine: for new choices, or to continue one choice."""
         request, first = self._request, choices[0]
-        if (pause_s := first.next_s - self._pool.now_s()) > 0:
-            await asyncio.sleep(pause_s)
+        await asyncio.sleep(max(0.0, first.next_s - self._pool.now_s()))
         load = await self._acquire(len(choices), first.length)
         route, begun_s, prefiller = load.route, self._pool.now_s(), ""
         cut: Cut | None = None
@@ -121,12 +120,9 @@ class RolloutRun:
             try:
                 if first.token_ids:
                     self._prepare(first, request.inexact(route.limits))
-                limits = first.begin_attempt(route.limits)
-                for choice in choices[1:]:
-                    choice.begin_attempt(route.limits)
-                body = request.body(
-                    first.token_ids, first.index, len(choices), limits, first.attempts
-                )
+                limits = [choice.begin_attempt(route.limits) for choice in choices][0]
+                at = first.index, len(choices)
+                body = request.body(first.token_ids, *at, limits, first.attempts)
                 if route.pd_role == "decode" and len(choices) == 1:
                     prefiller = await self._prefill(body)
                 await self._read(choices, load, body)
