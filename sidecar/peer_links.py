@@ -3,7 +3,8 @@
 When the broker is gone and a pause lease is over, the ranks vote over these links. Each sidecar has
 a ROUTER socket of its own, and a DEALER socket to each peer rank. The broker sends the peer ranks'
 addresses (PEER_RANKS). The links carry only LEASE_VOTE. A sidecar accepts a vote only for the rank
-of its sender, which it identifies by name and, if the broker uses keys, by key.
+of its sender, which it identifies by name, life (boot) and, if the broker uses keys, by key. Late
+votes are dropped: those of an earlier life of the rank, and those that a later one has overtaken.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class PeerLinks:
         self._on_vote = on_vote
         self._peers: dict[int, tuple[PeerRank, ZmqClient]] = {}
         self._seq = 0
+        self._seen: dict[int, tuple[int, int]] = {}  # by rank: the boot and number of its last vote
         self._log = bus.log.logger(peer=name, group=group)
         own = security.own
         self._server = ZmqServer(
@@ -126,6 +128,10 @@ class PeerLinks:
         if not isinstance(message, LeaseVote) or not self._known(envelope, message, user):
             self._log.warning("forbidden", peer=envelope.sender, kind=envelope.kind)
             return
+        boot, seq = self._seen.get(message.dp_rank, (0, 0))
+        if envelope.boot == boot and envelope.seq <= seq:
+            return
+        self._seen[message.dp_rank] = (envelope.boot, envelope.seq)
         self._on_vote(message)
 
     def _known(self, envelope: Envelope, vote: LeaseVote, user: str) -> bool:
@@ -134,6 +140,7 @@ class PeerLinks:
             peer is not None
             and (envelope.group, vote.dp_group) == (self._group, self._dp_group)
             and (envelope.sender, user) == (peer.name, peer.key)
+            and envelope.boot == (peer.boot or envelope.boot)
         )
 
 

@@ -28,7 +28,7 @@ from bus.weight_transfer.cuda import current_gpu
 from bus.weight_transfer.registry import make_sender
 from trainer_agent.adapters import Adapters
 from trainer_agent.connection import Connection
-from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions, check_weights
+from trainer_agent.options import LEASE_MS, WAIT_S, PauseOptions, UpdateOptions, check_weights
 from trainer_agent.pauses import Pauses
 from trainer_agent.update.catch_up import CatchUp
 from trainer_agent.update.chunk_stream import ChunkStream, do_nothing, open_source, send_stream
@@ -92,7 +92,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             in the background. Takes the size of the weights twice, from the second update on.
         verify: how many words of each tensor are verified by checksum before engines load it:
             ``sample`` 4,096, ``full`` all (about one second per 2 GB and core), ``off`` none.
-        lease_ms: how long engines stay paused if trainer and broker are both gone.
+        lease_ms: how long engines stay paused if trainer and broker are both gone. Default: 30 s.
         timeout_s: the longest time, in seconds, for one step of all engines, for one tensor of the
             source, and without a frame from the broker. Choose more than the broker's
             ``--step-timeout-ms`` (300 s), after which it excludes engines that have not answered.
@@ -122,7 +122,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         ports: tuple[int, int] = (0, 0),
         keep_last: bool = False,
         verify: Verify = "sample",
-        lease_ms: int = 30_000,
+        lease_ms: int | None = None,
         timeout_s: float = 360.0,
         key: Path | str | None = None,
         broker_key: Path | str | None = None,
@@ -162,7 +162,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             transport=transport,
             link_config=link_config,
         )
-        self._steps = Steps(self._connection, lease_ms=lease_ms, timeout_s=timeout_s)
+        self._steps = Steps(self._connection, lease_ms=lease_ms or LEASE_MS, timeout_s=timeout_s)
         make = functools.partial(make_sender, backend, buffers=buffers, device=self.device)
         self._transport = Transport(backend, make(packed=packed), self._steps, ports=ports)
         self._updates = Updates(self._steps, alone=ranks == 1, snapshot=self._snapshot)
@@ -199,10 +199,11 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         """Joins the bus, and becomes the owner of the group.
 
         Raises:
-            BusTimeout: no broker answers at the address within ``timeout_s``.
+            BusTimeout: no broker answers within ``timeout_s``.
             Refused: the name is taken, or another trainer owns the group.
+            UsageError: ``lease_ms`` is less than twice the broker's ``--peer-timeout-ms``.
         """
-        await self._connection.open()
+        await self._connection.open(self.lease_ms)
         self._engine_session.loop = asyncio.get_running_loop()
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import sys
 import threading
 from concurrent.futures import Future, wait
@@ -14,6 +15,7 @@ import anyio
 from anyio.from_thread import BlockingPortal
 
 from bus.errors import BusClosed
+from trainer_agent.failures import require_process
 from trainer_agent.guaranteed_delivery import CLEANUP_S
 
 if TYPE_CHECKING:
@@ -90,11 +92,13 @@ class BusThread(Generic[Client]):
         self._stack = contextlib.ExitStack()
         self._portal: BlockingPortal | None = None
         self._client: Client | None = None
+        self._pid = 0  # of the process that has connected
 
     def connect(self) -> Self:
         """Starts the thread and joins the bus; raises the errors of the client's ``connect``."""
         with contextlib.ExitStack() as stack:
             self._portal = stack.enter_context(event_loop_thread())
+            self._pid = os.getpid()
             self._client = self._portal.call(self._make)
             stack.enter_context(self._portal.wrap_async_context_manager(self._client))
             self._stack = stack.pop_all()
@@ -102,6 +106,7 @@ class BusThread(Generic[Client]):
 
     def close(self) -> None:
         """Leaves the bus and ends the thread. Calls under way raise ``BusClosed``."""
+        self._require_process()
         self._portal = None
         self._stack.close()
 
@@ -114,7 +119,8 @@ class BusThread(Generic[Client]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if self._pid == os.getpid():  # else nothing is connected here
+            self.close()
 
     def _call(self, work: Callable[[], Awaitable[T]]) -> T:
         """Runs ``work`` in the thread and returns its result; on Ctrl-C, cancels and awaits it."""
@@ -176,7 +182,13 @@ class BusThread(Generic[Client]):
     def _connected(self) -> tuple[BlockingPortal, Client]:
         if self._portal is None or self._client is None:
             raise BusClosed("connect() first, or use `with`")
+        self._require_process()
         return self._portal, self._client
+
+    def _require_process(self) -> None:
+        """Raises ``BusClosed`` in a process that was forked from the one that has connected."""
+        if self._client is not None:
+            require_process(self._pid, getattr(self._client, "broker", "the bus"))
 
 
 class _Block(Generic[T]):

@@ -132,8 +132,9 @@ def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
     A request survives updates, pauses and dead engines: it continues on another engine with the
     tokens that it has. Routes: /inference/v1/generate as vLLM has it, /v1/completions,
     /v1/chat/completions, /v1/models and /health. Requests of one session (header X-Session-ID, or
-    field session_id) go to one engine. Prints its URL once it listens. Beyond loopback it needs
-    --api-key, or --insecure.
+    field session_id) go to one engine. Users (field user, or else connections) take turns while
+    requests wait. Prints its URL once it listens. Beyond loopback it needs --api-key, or
+    --insecure.
     """
     listen = plan.listen
     try:

@@ -6,9 +6,10 @@ the step, the chunk, the peer that has not answered, and when the peer was last 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
-from bus.errors import BusTimeout, Refused
+from bus.errors import BusClosed, BusTimeout, Refused
 from bus.messages import (
     GROUP_STEPS,
     WIRE_NAMES,
@@ -51,6 +52,26 @@ def own_nack(
         hint=hint,
         retry_after_ms=0,
     )
+
+
+def require_process(pid: int, broker: str) -> None:
+    """Checks that a connection is used by the process that has opened it.
+
+    A forked process has neither the threads nor the event loop of the other one, so that its calls
+    would never end.
+
+    Args:
+        pid: the process that has connected.
+        broker: the broker's address.
+
+    Raises:
+        BusClosed: this process was forked from that one.
+    """
+    if pid and pid != os.getpid():
+        raise BusClosed(
+            f"this process was forked from {pid}, which is connected to {broker}: make an agent or "
+            f"a client of its own here, and connect it to {broker}"
+        )
 
 
 def nack_of(error: BaseException) -> Nack:

@@ -22,6 +22,7 @@ _MOST_GROUPS: Final = 65_536
 # The wire has milliseconds in 32 bits.
 _WAIT_MAX_S: Final = 2_000_000.0
 # The default of how long a `wait` pause lets requests run.
+LEASE_MS: Final = 30_000
 WAIT_S: Final = 60.0
 
 

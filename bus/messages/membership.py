@@ -225,12 +225,14 @@ class PeerRank:
         dp_rank: the rank's number.
         address: the address of the rank's sidecar; empty: none.
         key: the public key of the rank's sidecar; empty if the broker has no keys.
+        boot: identifies the life of the rank's sidecar; 0: unknown.
     """
 
     name: Name
     dp_rank: Count
     address: ShortText
     key: ShortText
+    boot: Serial = 0
 
 
 @dataclass(frozen=True, slots=True)

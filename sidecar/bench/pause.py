@@ -27,7 +27,6 @@ import aiohttp
 from sidecar.bench.fleet import server_argv
 from sidecar.bench.harness import BenchFailed, in_turn, median, medians, say
 from sidecar.supervision.ranks import RankLaunchPlan, RankSupervisor
-from sidecar.vllm.connection_http import KEEP_ALIVE_S
 from trainer_agent.demo.policy import Policy, PolicyConfig, save_checkpoint
 from trainer_agent.demo.processes import VLLM_ON_CPU
 
@@ -142,7 +141,7 @@ async def measure(bench: Bench, plan: PausePlan) -> dict[str, Any]:
         launch = _launch_plan(plan, name, address, checkpoint)
         log = part.enter_context((folder / f"{name}.log").open("w+b"))
         await part.enter_async_context(_running(launch, log))
-    connector = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S)
+    connector = aiohttp.TCPConnector(force_close=True)  # as a sidecar
     session = await bench.enter_async_context(aiohttp.ClientSession(connector=connector))
     groups: dict[str, RestingDpGroup] = {}
     for name, part in parts.items():

@@ -7,16 +7,16 @@ Calls have no read timeout: a pause ends when the engine is idle, and a call tha
 would still be pending in the server. Only connecting, and requests that a live server answers at
 once, have timeouts here. All other deadlines belong to the caller.
 
-A server closes the connection of a failed call a moment after its answer. Another call that uses
-the connection meanwhile is lost, and its caller can't find out whether the server received it. So
-an HTTP session with a failed call gets no further calls, and the next call opens a new session.
-Idle connections are closed before the server closes them.
+Each call has a connection of its own. A server may close a connection that is kept alive at the
+moment when the next call is sent, and that call would be lost. A call that could not be written to
+its connection has not reached the server, and is sent again. If a connection breaks later,
+``/health`` shows whether the engine is dead.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections import Counter
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
@@ -36,16 +36,17 @@ from sidecar.vllm.worker_client import engine_error
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from aiohttp.abc import AbstractStreamWriter
+
     from bus.messages import PauseMode
     from sidecar.supervision.server import SupervisedServer
 
-# Servers close idle connections after 5 s (uvicorn's default).
-KEEP_ALIVE_S: Final = 2.0
 CONNECT_S: Final = 5.0
 ANSWER_S: Final = 10.0
 HEALTH_PERIOD_S: Final = 1.0
 REFUSALS_TO_DIE: Final = 3
 REQUEST_IDS_S: Final = 1.0
+_SENDINGS: Final = 3  # of a call that does not reach the server
 _ASK_EVERY_S: Final = 0.5
 # How often a start logs that it waits for the server.
 _WARN_EVERY_S: Final = 10.0
@@ -59,7 +60,7 @@ _COUNTS: Final = "# TYPE vllm:num_requests_running gauge"
 
 
 class VllmHttpClient:
-    """Sends HTTP requests to one vLLM server, over new connections after a failed call.
+    """Sends HTTP requests to one vLLM server, each over a connection of its own.
 
     Args:
         url: the server's URL, without a slash at its end.
@@ -69,13 +70,12 @@ class VllmHttpClient:
     def __init__(self, url: str, api_key: str = "") -> None:
         self._url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
-        self._newest: aiohttp.ClientSession | None = None
-        self._users: Counter[aiohttp.ClientSession] = Counter()
+        self._session: aiohttp.ClientSession | None = None
 
-    async def close_sessions(self) -> None:
-        """Closes all sessions, which ends every running call."""
-        newest, self._newest = self._newest, None
-        for session in {*filter(None, (newest,)), *self._users}:
+    async def close_session(self) -> None:
+        """Closes the session, which ends every running call."""
+        session, self._session = self._session, None
+        if session is not None:
             await session.close()
 
     async def post(
@@ -109,8 +109,6 @@ class VllmHttpClient:
             EngineDead: the connection was refused or broke.
         """
         async with self._response(method, path, body=body) as response:
-            if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                self._on_failure()
             return response.status, await response.text()
 
     async def _json(self, method: str, path: str, **how: Any) -> dict[str, Any]:
@@ -124,7 +122,6 @@ class VllmHttpClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         async with self._response(method, path, **how) as response:
             if not response.ok:
-                self._on_failure()
                 raise await self._failure(path, response.status, await response.text())
             yield response
 
@@ -157,19 +154,29 @@ class VllmHttpClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         try:
-            async with (
-                self._session() as session,
-                session.request(
-                    method, self._url + path, json=body, params=query, timeout=timeout
-                ) as response,
-            ):
+            for left in reversed(range(_SENDINGS)):
+                data = None if body is None else _Body(body)
+                try:
+                    sent = await self._http.request(
+                        method, self._url + path, data=data, params=query, timeout=timeout
+                    )
+                    break
+                except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+                    raise
+                except aiohttp.ClientConnectionError:
+                    if not left or data is None or data.is_written:
+                        raise
+            async with sent as response:
                 yield response
         except aiohttp.ConnectionTimeoutError as error:
             raise EngineError(f"{self._url}{path}: no connection in {CONNECT_S:g} s") from error
         except TimeoutError as error:
             raise EngineError(f"{self._url}{path}: no answer in {timeout_s} s") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise EngineDead(f"{self._url}{path}: {error or type(error).__name__}") from error
+            text = f"{self._url}{path}: {error or type(error).__name__}"
+            if isinstance(error, aiohttp.ClientConnectorError) or await self._is_dead():
+                raise EngineDead(text) from error
+            raise EngineError(f"{text}; the server lives, and may have made the call") from error
 
     async def wait_until_healthy(self, limit_s: float) -> None:
         """Waits until the server's ``/health`` reports that it can take requests.
@@ -202,10 +209,7 @@ class VllmHttpClient:
 
     async def _health(self) -> int:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
-        async with (
-            self._session() as session,
-            session.get(f"{self._url}/health", timeout=timeout) as response,
-        ):
+        async with self._http.get(f"{self._url}/health", timeout=timeout) as response:
             return response.status
 
     async def _is_dead(self) -> bool:
@@ -217,30 +221,29 @@ class VllmHttpClient:
         except aiohttp.ClientConnectionError:
             return True
 
-    @asynccontextmanager
-    async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Lends the newest session for one call and its answer."""
-        if self._newest is None:
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
             # With a limit on connections, waiting calls could delay a resume.
-            self._newest = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-                headers=self._headers,
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=True), headers=self._headers
             )
-        session = self._newest
-        self._users[session] += 1
-        try:
-            yield session
-        finally:
-            self._users[session] -= 1
-            if not self._users[session]:
-                del self._users[session]
-                if session is not self._newest:
-                    await session.close()
+        return self._session
 
-    def _on_failure(self) -> None:
-        """Makes the next calls use a new session; running calls keep theirs."""
-        self._newest = None
+
+class _Body(aiohttp.BytesPayload):
+    """A request's JSON. Until ``is_written``, the server can't have all of it."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__(json.dumps(body).encode(), content_type="application/json")
+        self.is_written = False
+
+    async def write_with_length(
+        self, writer: AbstractStreamWriter, content_length: int | None
+    ) -> None:
+        """Writes the body, as aiohttp has it."""
+        await super().write_with_length(writer, content_length)
+        self.is_written = True
 
 
 class HttpConnection(VllmHttpClient):
@@ -311,12 +314,12 @@ class HttpConnection(VllmHttpClient):
         try:
             await self.wait_until_healthy(self._ready_timeout_s)
         except BaseException:
-            await self.close_sessions()
+            await self.close_session()
             raise
 
     async def close(self) -> None:
-        """Closes the sessions, and stops a supervised server."""
-        await self.close_sessions()
+        """Closes the session, and stops a supervised server."""
+        await self.close_session()
         if self.server is not None:
             await self.server.stop(at_once=self._has_died)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import socket
 import sys
@@ -27,7 +28,7 @@ from trainer_agent import TrainerAgent
 from trainer_agent.rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from tests.integration.conftest import Bus
     from trainer_agent.rollouts.results import Choice, Completion, TokenDelta
@@ -210,6 +211,13 @@ def test_a_stream_is_the_completion_in_pieces_and_its_reader_may_leave(bus: Bus)
             ]
             assert [index for index, _ in many] == list(range(6))
             assert many[0][1].choices[0].token_ids == whole.choices[0].token_ids
+            as_completed = [
+                index
+                async for index, _ in client.generate_many(
+                    [PROMPT] * 6, SAMPLED, concurrency=4, as_completed=True
+                )
+            ]
+            assert sorted(as_completed) == list(range(6))
             assert len({done.choices[0].token_ids for _, done in many}) == 6
 
     run(main())
@@ -231,6 +239,25 @@ def test_a_paused_group_is_waited_for_and_a_group_without_engines_is_not(bus: Bu
                     await lonely.generate(PROMPT, SAMPLED)
                 assert not waits.done()
             assert_whole((await waits).choices[0])
+
+    run(main())
+
+
+def test_many_clients_wait_for_the_slots_of_one_engine(bus: Bus) -> None:
+    """None knows of the others, so that most requests wait in the engine, for longer than
+    ``stall_s``: each for its turn."""
+    bus.sidecar("e0", "--max-num-seqs", "4", *LONG_STEP_MS)
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(RolloutClient(bus.address, stall_s=WAIT_S))
+                for _ in range(16)
+            ]
+            asked = [client.generate(PROMPT, SAMPLED) for client in clients]
+            for done in await asyncio.gather(*asked):
+                assert_whole(done.choices[0])
+                assert len(done.choices[0].attempts) == 1
 
     run(main())
 
@@ -318,16 +345,19 @@ def event(*tokens: int, finish: str | None = None, index: int = 0) -> dict[str, 
 
 @contextlib.asynccontextmanager
 async def clients_of(
-    *answers: Any, limits: RequestLimits = LIMITS, **options: Any
+    *answers: Any,
+    limits: RequestLimits = LIMITS,
+    lengths: Sequence[int] = (),
+    **options: Any,
 ) -> AsyncIterator[RolloutClient]:
-    """A client, and an engine of each answer: ``e0``, ``e1``, …"""
+    """A client, and an engine of each answer: ``e0``, ``e1``, …; ``lengths``: of their models."""
     async with contextlib.AsyncExitStack() as stack:
         _, address = await stack.enter_async_context(a_broker())
         for index, answer in enumerate(answers):
             url = await stack.enter_async_context(generating(answer))
-            sidecar = Sidecar(
-                Serving(url, limits), broker=address, group="policy", name=f"e{index}"
-            )
+            length = lengths[index] if lengths else limits.max_model_len
+            engine = Serving(url, dataclasses.replace(limits, max_model_len=length))
+            sidecar = Sidecar(engine, broker=address, group="policy", name=f"e{index}")
             await stack.enter_async_context(sidecar)
             await sidecar.joined()
         yield await stack.enter_async_context(RolloutClient(address, **options))
@@ -473,6 +503,128 @@ def test_an_engine_that_aborts_without_a_token_is_left_alone_for_a_while() -> No
             assert choice.token_ids == (78, 79)
             assert asked == [3, 4, 4]
             assert load.held_until_s > 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("reason", ["repetition", "of a later vLLM"])
+def test_a_finish_reason_that_is_no_interruption_is_the_end(reason: str) -> None:
+    """And it is passed on."""
+
+    async def main() -> None:
+        async with clients_of(then(event(78), event(79, finish=reason))) as client:
+            (choice,) = (await client.generate(PROMPT, {"max_tokens": 5})).choices
+            assert (choice.token_ids, choice.finish_reason) == ((78, 79), reason)
+            assert [each.ended_by for each in choice.attempts] == [reason]
+            deltas = [delta async for delta in client.stream(PROMPT, {"max_tokens": 5})]
+            assert [delta.finish_reason for delta in deltas] == [None, reason]
+
+    run(main())
+
+
+def test_a_request_does_not_restart_for_ever() -> None:
+    """Each attempt is interrupted, as by frequent updates; the error says what to do."""
+    asked: list[float] = []
+
+    async def aborting(request: web.Request) -> web.StreamResponse:
+        asked.append(asyncio.get_running_loop().time())
+        return await streamed(request, event(78, finish="abort"))
+
+    async def main() -> None:
+        async with clients_of(aborting) as client:
+            with pytest.raises(RolloutFailed, match=r'11 times.*presence_penalty.*="continue"'):
+                await client.generate(PROMPT, {"max_tokens": 5, "presence_penalty": 1.0})
+
+    run(main())
+    assert len(asked) == 11
+    pauses = [after - before for before, after in itertools.pairwise(asked)]
+    assert min(pauses[-3:]) > 0.9  # the longest pause is a second
+
+
+def test_one_engine_that_a_request_kills_again_and_again_is_spared() -> None:
+    """It is restarted at its port, and gives a token each time."""
+    asked: list[int] = []
+
+    async def dies(request: web.Request) -> web.StreamResponse:
+        asked.append(1)
+        response: web.StreamResponse = await then(event(78), cut=True)(request)
+        return response
+
+    async def main() -> None:
+        async with clients_of(dies) as client:
+            with pytest.raises(RequestPoisoned, match="e0, e0 died"):
+                await client.generate(PROMPT, {"max_tokens": 5})
+
+    run(main())
+    assert len(asked) == 2
+
+
+def test_one_death_that_all_choices_see_is_one() -> None:
+    both, asked = asyncio.Barrier(2), list[int]()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(1)
+        if len(asked) == 1:
+            ends = [event(78, finish="abort", index=index) for index in range(2)]
+            return await streamed(request, *ends)
+        if len(asked) > 3:
+            return await honest(request)
+        await both.wait()
+        response: web.StreamResponse = await then(cut=True)(request)
+        return response
+
+    async def main() -> None:
+        async with clients_of(answer) as client:
+            done = await client.generate(PROMPT, {"max_tokens": 5, "n": 2})
+            for choice in done.choices:
+                ends = [each.ended_by for each in choice.attempts if each.ended_by != "unreachable"]
+                assert ends == ["abort", "died", "length"]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "tokens", "engines"),
+    [(40, 40, {"e1"}), (29, 29, {"e0", "e1"}), (99, 61, {"e1"}), (None, 29, {"e0", "e1"})],
+)
+def test_engines_of_different_lengths(
+    max_tokens: int | None, tokens: int, engines: set[str]
+) -> None:
+    """A request goes to those that take it, and its answer is as long on each of them."""
+
+    async def counts(request: web.Request) -> web.StreamResponse:
+        budget = json.loads(await request.read())["sampling_params"]["max_tokens"]
+        events = [event(1) for _ in range(budget - 1)]
+        return await streamed(request, *events, event(1, finish="length"))
+
+    async def main() -> None:
+        async with clients_of(counts, counts, lengths=(32, 64)) as client:
+            while len(client.engines) < 2:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0)
+            params = {} if max_tokens is None else {"max_tokens": max_tokens}
+            asked = [client.generate(PROMPT, params) for _ in range(4)]
+            choices = [done.choices[0] for done in await asyncio.gather(*asked)]
+            assert {len(choice.token_ids) for choice in choices} == {tokens}
+            assert {choice.attempts[0].engine for choice in choices} == engines
+            assert {len(choice.attempts) for choice in choices} == {1}
+
+    run(main())
+
+
+def test_a_request_that_only_longer_engines_take_waits_for_one() -> None:
+    """And says so in the end."""
+
+    async def main() -> None:
+        async with clients_of(then(event(78), cut=True), honest, unavailable_s=0.3) as client:
+            await client._pool.until_routed()
+            router = client._pool.router
+            routes = [load.route for load in router.engines.values()]
+            short = dataclasses.replace(routes[0].limits, max_model_len=32)
+            asked = client.stream(PROMPT, {"max_tokens": 40})
+            assert (await anext(asked)).token_ids == (78,)
+            router.update([dataclasses.replace(routes[0], limits=short)])
+            with pytest.raises(NoEngine, match="an engine that takes 43 tokens; e0 takes 32"):
+                await anext(asked)
 
     run(main())
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from bus.messages import RequestLimits
 from bus.runtime.status_client import fetch_status
 from tests.integration.test_rollouts import clients_of, event, honest, then
-from tests.support.generating import generating
+from tests.support.generating import generating, streamed
 from trainer_agent import RolloutClient
 from trainer_agent.rollouts.front import serve
 
@@ -341,6 +341,42 @@ def test_a_session_is_kept_on_its_engine() -> None:
                 ]
                 assert {status for status, _ in await asyncio.gather(*done)} == {200}
             assert len(set(asked)) == 1
+
+    run(main())
+
+
+def test_a_user_is_no_session_and_users_take_turns() -> None:
+    """One user's prompts run on all engines; another user waits for a turn, not for all of them."""
+    asked: list[int] = []
+    slots, many = 16, 60
+    may_end = asyncio.Semaphore(0)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(json.loads(await request.read())["token_ids"][0])
+        await may_end.acquire()
+        return await streamed(request, event(78, finish="stop"))
+
+    async def main() -> None:
+        async with (
+            clients_of(answer, answer) as client,
+            serve(client, "127.0.0.1", 0) as url,
+        ):
+            while len(client.engines) < 2:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0)
+            bodies = [{"prompt": [[1]] * many, "user": "many"}, {"prompt": [2], "user": "one"}]
+            tasks = []
+            for each, waiting in zip(bodies, (many - slots, many - slots + 1), strict=True):
+                tasks.append(asyncio.create_task(post(f"{url}/v1/completions", each)))
+                while len(client._pool._waiting) < waiting:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            for _ in range(2):
+                may_end.release()
+            while len(asked) < slots + 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert sorted(asked[slots:]) == [1, 2]
+            for _ in range(many):
+                may_end.release()
+            assert [status for status, _ in await asyncio.gather(*tasks)] == [200, 200]
 
     run(main())
 

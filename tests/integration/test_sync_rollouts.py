@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +16,8 @@ from bus.errors import BusClosed, UsageError
 from trainer_agent import SyncRolloutClient, SyncTrainerAgent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.integration.conftest import Bus
 
 PROMPT = [5, 9, 77]
@@ -118,3 +122,39 @@ def test_a_progress_bar_counts_prompts_and_needs_tqdm(
         monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # as where it is not installed
         with pytest.raises(UsageError, match="pip install tqdm"):
             next(client.generate_many([PROMPT], SAMPLED, progress=True))
+
+
+def test_calls_in_a_forked_process_raise_at_once(bus: Bus) -> None:
+    """They have neither the thread nor the connection of their parent, and may have their own."""
+    bus.sidecar("e0")
+    calls: dict[str, Callable[[Any, Any], Any]] = {
+        "generate": lambda client, _: client.generate(PROMPT, SAMPLED),
+        "stream": lambda client, _: next(client.stream(PROMPT, SAMPLED)),
+        "generate_many": lambda client, _: next(client.generate_many([PROMPT], SAMPLED)),
+        "finish_session": lambda client, _: client.finish_session("s"),
+        "close": lambda client, _: client.close(),
+        "status": lambda _, agent: agent.status(),
+        "update_weights": lambda _, agent: agent.update_weights({}),
+        "paused": lambda _, agent: agent.paused().__enter__(),
+        "close of an agent": lambda _, agent: agent.close(),
+    }
+    with SyncTrainerAgent(bus.address) as agent, SyncRolloutClient(bus.address) as client:
+        client.generate(PROMPT, SAMPLED)
+        found, told = os.pipe()
+        if not (pid := os.fork()):
+            with contextlib.suppress(BaseException), os.fdopen(told, "w") as tells:
+                for name, call in calls.items():
+                    try:
+                        call(client, agent)
+                    except BusClosed as error:
+                        tells.write(f"{name}: {error}\n")
+                with SyncRolloutClient(bus.address) as own:
+                    tells.write(f"{len(own.generate(PROMPT, SAMPLED).choices[0].token_ids)} tokens")
+            os._exit(0)
+        os.close(told)
+        with os.fdopen(found) as tells:
+            lines = tells.read().splitlines()
+        os.waitpid(pid, 0)
+        assert [line.split(":")[0] for line in lines] == [*calls, "30 tokens"]
+        assert all(bus.address in line for line in lines[:-1])
+        client.generate(PROMPT, SAMPLED)

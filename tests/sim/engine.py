@@ -82,6 +82,7 @@ class Behaviour:
         twist_next: the next update is loaded wrongly, which only probes show.
         stages: it has room to stage an update.
         older: its sidecar is of the wire version before, and knows pauses of two phases alone.
+        deaf_to: commands that do not reach it.
     """
 
     min_ms: float = 1.0
@@ -95,6 +96,7 @@ class Behaviour:
     twist_next: bool = False
     stages: bool = True
     older: bool = False
+    deaf_to: set[type[Message]] = field(default_factory=set)
 
 
 class SimEngine:
@@ -258,6 +260,8 @@ class SimEngine:
             self.truth.group_version = message.version
             self._perform(self.session.on_group_version(message.version, now_ms))
         if not self.is_joined or not envelope.group or type(message) not in COMMANDS:
+            return
+        if type(message) in self.behaviour.deaf_to:
             return
         self.commands.append(message)
         if self.behaviour.older and isinstance(message, PauseLocal):

@@ -22,6 +22,9 @@ GENERATE: Final = "/inference/v1/generate"
 # No connection was made, so the engine has run nothing.
 UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 FAILURES: Final = 5  # in a row, and a request is given up
+# Finish reasons with which an engine interrupts a request ("": it gave none). Any other one is the
+# request's own end.
+INTERRUPTED: Final = ("", "abort", "error")
 _SHOWN: Final = 300
 _MAX_ERROR_BYTES: Final = 1 << 16
 _MAX_ANSWER_BYTES: Final = 1 << 26  # of a prompt with images, for example

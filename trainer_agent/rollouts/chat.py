@@ -145,7 +145,7 @@ class ChatClient:
             NoEngine: no engine is available.
         """
         await self._pool.until_routed()
-        return self._pool.router.limits.max_model_len or 0
+        return self._pool.router.limits_of(0, 1).max_model_len
 
     async def chat(
         self,
@@ -154,6 +154,7 @@ class ChatClient:
         sampling_params: Mapping[str, Any] = MappingProxyType({}),
         *,
         session_id: str | None = None,
+        client_id: str = "",
         on_inexact: OnInexact = "restart",
         **extra: Any,
     ) -> ChatCompletion:
@@ -164,6 +165,7 @@ class ChatClient:
             tools: the tools, as in OpenAI's API.
             sampling_params: as ``generate``.
             session_id: as ``generate``.
+            client_id: as ``generate``.
             on_inexact: as ``generate``.
             extra: other fields of vLLM's chat request: ``tool_choice``, ``chat_template_kwargs``, …
 
@@ -176,7 +178,12 @@ class ChatClient:
         chat = self.make_chat(messages, tools=tools, **extra)
         prompt, params, fields = await chat.render(sampling_params)
         done = await self.generate(
-            prompt, params, session_id=session_id, on_inexact=on_inexact, **fields
+            prompt,
+            params,
+            session_id=session_id,
+            client_id=client_id,
+            on_inexact=on_inexact,
+            **fields,
         )
         answers = await chat.messages(done)
         return ChatCompletion(done.request_id, done.prompt_token_ids, done.choices, answers)
@@ -195,6 +202,7 @@ class ChatClient:
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
             raise BusClosed("connect() first, or use `async with`")
+        self._pool.require_process()
         return self._http
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
-from trainer_agent.rollouts.attempt import Cut
+from trainer_agent.rollouts.attempt import INTERRUPTED, Cut
 from trainer_agent.rollouts.results import Attempt, Choice, Span, TokenDelta
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 _CHARACTER: Final = 4  # tokens that one character may have: bytes of UTF-8
 _PENDING: Final = 3 * _CHARACTER
 _INVALID: Final = "\N{REPLACEMENT CHARACTER}"
+# The pauses between the beginnings of brief attempts, such as those at an engine that ends each one
+# after a token.
+_PAUSE_S: Final = 0.0125
+_LONGEST_PAUSE_S: Final = 1.0
+_DOUBLINGS: Final = 10
 
 
 class Tokenizer(Protocol):
@@ -35,11 +41,14 @@ class ChoiceState:
         request: the request of the choice.
         index: the index of the choice.
         tokenizer: decodes the tokens to text, which is searched for stop strings; None: no text.
-        limits: the limits of the engines.
+        limits: the limits of the engines that may run the request.
 
     Attributes:
         token_ids: the tokens so far.
         failures: how many attempts in a row have failed without a new token.
+        restarts: how often the choice has restarted from the prompt.
+        next_s: when the next attempt may begin, in seconds.
+        length: the most tokens that prompt and output may have together.
         done: whether the choice is complete.
     """
 
@@ -53,11 +62,15 @@ class ChoiceState:
         self.index = index
         self.token_ids: list[int] = []
         self.failures = 0  # attempts in a row that failed without a token
+        self.restarts = 0
+        self.next_s = 0.0
         self.done = False
         self._request = request
         self._tokenizer = tokenizer
         self._vocab_size = limits.vocab_size
         self._budget = request.budget(limits)
+        self.length = len(request.prompt) + (self._budget or 0)
+        self._brief = 0  # attempts in a row that were brief
         self._logprobs: list[float] = []
         self._tops: list[dict[int, float]] | None = [] if request.params.logprobs else None
         self._spans: list[Span] = []
@@ -84,6 +97,22 @@ class ChoiceState:
     def has_ended(self) -> bool:
         """Whether the current attempt has ended, by the engine or a stop string."""
         return bool(self._finish)
+
+    def begin_attempt(self, limits: RequestLimits) -> RequestLimits:
+        """Begins an attempt; returns its limits.
+
+        Args:
+            limits: the limits of the attempt's engine.
+        """
+        self._vocab_size = limits.vocab_size
+        return replace(limits, max_model_len=self.length)
+
+    def pace(self, begun_s: float, ended_s: float) -> None:
+        """Delays the next attempt if this one was brief, and more after each brief one."""
+        self._brief = self._brief + 1 if ended_s - begun_s < _LONGEST_PAUSE_S else 0
+        if self._brief > 1:
+            pause_s = _PAUSE_S * 2.0 ** min(self._brief, _DOUBLINGS)
+            self.next_s = begun_s + min(_LONGEST_PAUSE_S, pause_s)
 
     def take(self, piece: Piece, engine: str) -> TokenDelta | None:
         """Adds a piece of an engine's answer.
@@ -127,7 +156,7 @@ class ChoiceState:
             fresh = self._search_stop(fresh)
         if fresh:
             self.failures = 0
-        ended = self._finish if self._finish in ("stop", "length") else None
+        ended = self._finish if self._finish not in INTERRUPTED else None
         if not fresh and ended is None:
             return None
         return TokenDelta(
@@ -164,9 +193,9 @@ class ChoiceState:
         if covered < len(self.token_ids):
             spans.append(Span(None, covered, len(self.token_ids), engine))
         self._spans += spans
-        if ended_by and self._finish != "stop" and len(self.token_ids) == self._budget:
+        if ended_by and self._finish in INTERRUPTED and len(self.token_ids) == self._budget:
             self._finish = "length"
-        self.done = self._finish in ("stop", "length")
+        self.done = self._finish not in INTERRUPTED
         finish, self._finish = self._finish, ""
         self._begun, self._wire_spans = len(self.token_ids), []
         if self.done:
@@ -182,6 +211,7 @@ class ChoiceState:
 
     def restart(self) -> None:
         """Drops all tokens, so that the next attempt starts from the prompt."""
+        self.restarts += 1
         self.token_ids.clear()
         self._logprobs.clear()
         if self._tops is not None:

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sized
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import aiohttp
 
@@ -24,12 +24,22 @@ from trainer_agent.rollouts.request import make_request, plain_params
 from trainer_agent.rollouts.rollout import RolloutRun
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        Callable,
+        Coroutine,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
     from pathlib import Path
 
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.request import OnInexact
     from trainer_agent.rollouts.results import Completion, TokenDelta
+
+T = TypeVar("T")
 
 # A request is lost if the server closes its connection at the moment of reuse. So idle connections
 # are closed before the server does (vLLM: after 5 s).
@@ -85,6 +95,7 @@ class RolloutClient(ChatClient):
         for option, value in (("stall_s", stall_s), ("unavailable_s", unavailable_s)):
             if value <= 0:
                 raise UsageError(f"{option}={value}: must be positive")
+        self.broker = broker
         self.group = check_name(group, "group")
         self._tokenizer = tokenizer
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
@@ -144,6 +155,7 @@ class RolloutClient(ChatClient):
         sampling_params: Mapping[str, Any],
         *,
         session_id: str | None = None,
+        client_id: str = "",
         on_inexact: OnInexact = "restart",
         on_delta: Callable[[TokenDelta], None] | None = None,
         **extra: Any,
@@ -154,6 +166,7 @@ class RolloutClient(ChatClient):
             prompt_token_ids: the prompt.
             sampling_params: see :class:`~trainer_agent.rollouts.request.SamplingParameters`.
             session_id: requests of one session go to the same engine, whose cache has their prefix.
+            client_id: on whose behalf you ask. While requests wait for engines, clients take turns.
             on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
                 ``raise``.
@@ -166,11 +179,12 @@ class RolloutClient(ChatClient):
         Raises:
             UsageError: the request can't be served; the text names the field at fault.
             NoEngine: no engine was available in time.
-            RequestPoisoned: two engines died while they ran the request.
-            RolloutFailed: five attempts in a row gave no token; or ``on_inexact="raise"`` applied.
+            RequestPoisoned: engines died twice while they ran the request.
+            RolloutFailed: five attempts in a row gave no token; the request has restarted ten
+                times; or ``on_inexact="raise"`` applied.
         """
         rollout = self._make(
-            prompt_token_ids, sampling_params, session_id, on_inexact, extra, on_delta
+            prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra, on_delta
         )
         return await rollout.run()
 
@@ -180,6 +194,7 @@ class RolloutClient(ChatClient):
         sampling_params: Mapping[str, Any],
         *,
         session_id: str | None = None,
+        client_id: str = "",
         on_inexact: OnInexact = "continue",
         **extra: Any,
     ) -> AsyncGenerator[TokenDelta]:
@@ -190,7 +205,8 @@ class RolloutClient(ChatClient):
         """
         deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
         rollout = self._make(
-            prompt_token_ids, sampling_params, session_id, on_inexact, extra, deltas.put_nowait
+            *(prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra),
+            deltas.put_nowait,
         )
         task = asyncio.create_task(rollout.run())
         task.add_done_callback(lambda _: deltas.put_nowait(None))
@@ -215,6 +231,8 @@ class RolloutClient(ChatClient):
     ) -> AsyncGenerator[tuple[int, Completion]]:
         """Generates for many prompts. An error of one prompt cancels the others.
 
+        While requests wait for engines, a call takes turns with other calls of this client.
+
         Args:
             prompts: token ids of each prompt.
             sampling_params: as :meth:`generate`. With a ``seed``, each prompt has its own: ``seed``
@@ -235,8 +253,7 @@ class RolloutClient(ChatClient):
             raise UsageError(f"concurrency={concurrency}: must be at least 1")
         seed, n = (params := plain_params(sampling_params)).get("seed"), params.get("n", 1)
         bar = _progress_bar(prompts) if progress else None
-        numbered = enumerate(prompts)
-        under_way: deque[asyncio.Task[tuple[int, Completion]]] = deque()
+        extra.setdefault("client_id", f"generate_many {secrets.token_hex(4)}")
 
         async def one(index: int, prompt: Sequence[int]) -> tuple[int, Completion]:
             own = params if seed is None else {**params, "seed": seed + index * n}
@@ -246,23 +263,13 @@ class RolloutClient(ChatClient):
             return index, done
 
         try:
-            while True:
-                while len(under_way) < concurrency and (more := next(numbered, None)):
-                    under_way.append(asyncio.create_task(one(*more)))
-                if not under_way:
-                    return
-                waited = list(under_way) if as_completed else [under_way[0]]
-                ended, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
-                    under_way.remove(task)
-                    yield task.result()
+            works = (one(index, prompt) for index, prompt in enumerate(prompts))
+            async with contextlib.aclosing(_run(works, concurrency, as_completed)) as done:
+                async for each in done:
+                    yield each
         finally:
             if bar is not None:
                 bar.close()
-            for task in under_way:
-                task.cancel()
-            if under_way:
-                await asyncio.wait(under_way)
 
     def finish_session(self, session_id: str) -> None:
         """Ends a session, so that its engine has room for another one."""
@@ -273,6 +280,7 @@ class RolloutClient(ChatClient):
         prompt: Sequence[int],
         params: Mapping[str, Any],
         session_id: str | None,
+        client_id: str,
         on_inexact: OnInexact,
         extra: Mapping[str, Any],
         on_delta: Callable[[TokenDelta], None] | None = None,
@@ -282,11 +290,38 @@ class RolloutClient(ChatClient):
             prompt,
             params,
             session_id=session_id,
+            client_id=client_id,
             on_inexact=on_inexact,
             decodes=self._tokenizer is not None,
             extra=extra,
         )
         return RolloutRun(request, self._pool, http, self._tokenizer, on_delta)
+
+
+async def _run(
+    works: Iterator[Coroutine[Any, Any, T]], concurrency: int, as_completed: bool
+) -> AsyncGenerator[T]:
+    """Runs coroutines, at most ``concurrency`` at a time; yields their results."""
+    under_way: OrderedDict[asyncio.Task[T], None] = OrderedDict()
+    ended: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
+    try:
+        while True:
+            while len(under_way) < concurrency and (work := next(works, None)) is not None:
+                task = asyncio.create_task(work)
+                under_way[task] = None
+                if as_completed:
+                    task.add_done_callback(ended.put_nowait)
+            if not under_way:
+                return
+            task = await ended.get() if as_completed else next(iter(under_way))
+            await asyncio.wait([task])
+            del under_way[task]
+            yield task.result()
+    finally:
+        for task in under_way:
+            task.cancel()
+        if under_way:
+            await asyncio.wait(under_way)
 
 
 def _progress_bar(prompts: Iterable[Sequence[int]]) -> Any:

@@ -1,52 +1,249 @@
-"""Assigns engines to the requests of one client, and queues requests while all are busy."""
+"""Assigns engines to the requests of one client, and ends what waits for them in vain."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import os
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from bus.errors import NoEngine, WavebusError
-from trainer_agent.rollouts.router import Router
+from trainer_agent.failures import require_process
+from trainer_agent.rollouts.router import Router, Waiter, WaitingRequests
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     from bus.messages import EngineView, Routes
     from trainer_agent.connection import Connection
-    from trainer_agent.rollouts.router import EngineLoad
+    from trainer_agent.rollouts.router import EngineLoad, QueueKey
 
 _SERVING: Final = ("running", "staging")
 _FIGURES_S: Final = 0.5
-
-
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    """A request that waits for an engine."""
-
-    session: str | None
-    sequences: int
-    avoid: frozenset[str]
-    granted: asyncio.Future[EngineLoad | None]
+_NOBODY: Final = frozenset[str]()
 
 
 @dataclass(eq=False, slots=True)
 class AttemptWatch:
     """An attempt under way, watched for stalls.
 
+    An engine that gives others tokens may keep an attempt in its queue. It has lost the attempt if
+    none of its requests wait, or if an attempt that began later has overtaken this one.
+
     Attributes:
-        engine: the engine's name.
+        load: the engine.
         limit: the attempt's timeout; expires after ``stall_s`` without a token of a running engine.
-        last_s: when the last token arrived, on the event loop's clock.
+        begun_s: when the attempt began, on the event loop's clock.
+        last_s: when the last token arrived; ``begun_s`` before the first.
+        excused_s: when the attempt was last known to wait in a queue, or for a pause to end.
+        in_order: whether the engine serves the attempt in the order of arrival.
+        is_overtaken: whether an attempt that began later got a first token since ``last_s``.
     """
 
-    engine: str
+    load: EngineLoad
     limit: asyncio.Timeout
+    begun_s: float
     last_s: float
+    excused_s: float = 0.0
+    in_order: bool = True
+    is_overtaken: bool = False
+
+    @property
+    def engine(self) -> str:
+        """The engine's name."""
+        return self.load.route.engine
+
+    def look(self, since_s: float) -> None:
+        """Checks whether the engine keeps the attempt in a queue; ``since_s``: the last look."""
+        load = self.load
+        if self.in_order and self.begun_s < load.newest_s and self.last_s < since_s:
+            self.is_overtaken = True
+        if load.waiting != 0 and not self.is_overtaken:
+            self.excused_s = max(self.excused_s, load.progress_s)
 
 
-class EnginePool:
+class EngineQueue:
+    """Assigns engines to requests; a request waits until it is its turn and an engine has room.
+
+    Between two events, no engine has room for the request whose turn it is there. So an event
+    concerns only the engines that may have become free, and wakes only requests that can run.
+
+    Attributes:
+        router: chooses engines.
+    """
+
+    def __init__(self) -> None:
+        self.router = Router()
+        self._waiting = WaitingRequests()
+        self._for_prefill = WaitingRequests()  # requests that have a decode engine
+        self._revision = self.router.revision  # of the routes by which they wait
+        self._holds: dict[str, asyncio.TimerHandle] = {}  # of engines that requests wait for
+
+    async def acquire(
+        self, session: str | None, sequences: int, avoid: frozenset[str], client: str = ""
+    ) -> EngineLoad:
+        """Waits for the request's turn, and returns its engine.
+
+        Args:
+            session: the request's session, or None.
+            sequences: how many sequences the request has.
+            avoid: names of engines that failed the request, used only if there are no others.
+            client: who asks; clients take turns.
+
+        Raises:
+            NoEngine: no engine was available in time.
+        """
+        load = await self._wait(self._waiting, client, session, sequences, avoid)
+        assert load is not None
+        return load
+
+    async def acquire_prefill(self, avoid: frozenset[str], client: str = "") -> EngineLoad | None:
+        """Waits until a prefill engine can take one sequence, and reserves a place there.
+
+        Args:
+            avoid: names of engines that must not be chosen.
+            client: as in :meth:`acquire`.
+
+        Returns:
+            The engine; None if no prefill engine remains beside those to avoid.
+
+        Raises:
+            NoEngine: some remain, but none could be used in time, as in :meth:`acquire`.
+        """
+        return await self._wait(self._for_prefill, client, None, 1, avoid)
+
+    async def _wait(
+        self,
+        waiting: WaitingRequests,
+        client: str,
+        session: str | None,
+        sequences: int,
+        avoid: frozenset[str],
+    ) -> EngineLoad | None:
+        granted: asyncio.Future[EngineLoad | None] = asyncio.get_running_loop().create_future()
+        waiter = Waiter(client, session, sequences, avoid, self.now_s(), granted)
+        self._follow_routes()
+        place = self._place_prefill if waiting is self._for_prefill else self._place
+        key, engines = place(waiter)
+        if waiting is self._for_prefill and not engines:
+            return None
+        if waiting.add(waiter, key, engines):
+            self._grant([self.router.engines[name] for name in engines], granted)
+        try:
+            return await granted
+        except BaseException:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                if (load := granted.result()) is not None:
+                    self.release(load, sequences)
+            elif (queue := waiter.queue) is not None:
+                waiting.remove(waiter)
+                routed = self.router.engines
+                self._grant([routed[name] for name in queue.engines if name in routed])
+            raise
+
+    def release(self, load: EngineLoad, sequences: int) -> None:
+        """Frees an engine's slots after an attempt, and assigns them to waiting requests.
+
+        Args:
+            load: the engine, from :meth:`acquire`.
+            sequences: how many sequences the attempt had.
+        """
+        self.router.release(load, sequences)
+        if self.router.engines.get(load.route.engine) is load:
+            self._grant([load])
+
+    def _grant(
+        self, loads: Iterable[EngineLoad], until: asyncio.Future[EngineLoad | None] | None = None
+    ) -> None:
+        """Assigns free engines to the requests whose turn it is, the least loaded engine first.
+
+        Args:
+            loads: engines that may have become free. The others have no room for their next turn.
+            until: stops as soon as this request has an engine.
+        """
+        now_s = self.now_s()
+        if self._follow_routes():
+            loads = self.router.engines.values()
+        free = [(load.fill, load.route.engine, load) for load in loads]
+        heapq.heapify(free)
+        while free and (self._waiting or self._for_prefill):
+            _, name, load = free[0]
+            if self._serve(load, now_s):
+                heapq.heapreplace(free, (load.fill, name, load))
+            else:
+                heapq.heappop(free)
+            if until is not None and until.done():
+                return
+
+    def _serve(self, load: EngineLoad, now_s: float) -> bool:
+        """Assigns an engine to the request whose turn it is, if there is one, and room for it."""
+        name = load.route.engine
+        for waiting in (self._for_prefill, self._waiting):
+            waiter = waiting.first(name)
+            if waiter is None:
+                continue
+            if now_s < load.held_until_s:
+                if name not in self._holds:
+                    later = asyncio.get_running_loop().call_later
+                    self._holds[name] = later(load.held_until_s - now_s, self._on_held, name)
+            elif load.has_room(waiter.sequences, now_s):
+                load.take(waiter.sequences)
+                waiter.granted.set_result(load)
+                waiting.remove(waiter)
+                return True
+        return False
+
+    def _on_held(self, name: str) -> None:
+        """Offers an engine again after it has rejected requests."""
+        del self._holds[name]
+        if name in self.router.engines:
+            self._grant([self.router.engines[name]])
+
+    def _place(self, waiter: Waiter) -> tuple[QueueKey, Collection[str]]:
+        """Returns the queue of a request that samples, and that queue's engines."""
+        if waiter.session is None:
+            return ("", waiter.avoid), self.router.able(waiter.avoid)
+        engine = self.router.place(waiter.session, waiter.avoid)
+        return (engine, _NOBODY), (engine,) if engine is not None else ()
+
+    def _place_prefill(self, waiter: Waiter) -> tuple[QueueKey, Collection[str]]:
+        return ("", waiter.avoid), self.router.prefills(waiter.avoid)
+
+    def _follow_routes(self) -> bool:
+        """Moves waiting requests after the routes have changed; returns False if they have not."""
+        if self._revision == self.router.revision:
+            return False
+        self._revision = self.router.revision
+        self._waiting.reroute(self._place, self.router.samplers)
+        for waiter in self._for_prefill.reroute(self._place_prefill, ()):
+            waiter.granted.set_result(None)
+            self._for_prefill.remove(waiter)
+        return True
+
+    def _waits_since(self, at_s: float) -> bool:
+        """Returns whether a request has waited since ``at_s`` or longer."""
+        return any(waiting.oldest_s <= at_s for waiting in (self._waiting, self._for_prefill))
+
+    def _fail_since(self, at_s: float, reason: str) -> None:
+        """Fails the requests that have waited since ``at_s`` or longer, with ``NoEngine``."""
+        for waiting in (self._waiting, self._for_prefill):
+            for waiter in waiting.pop_since(at_s):
+                if not waiter.granted.done():
+                    waiter.granted.set_exception(NoEngine(reason))
+
+    def _stop_holds(self) -> None:
+        for hold in self._holds.values():
+            hold.cancel()
+
+    def now_s(self) -> float:
+        """Returns the time in seconds, on the clock of event loops."""
+        return time.monotonic()
+
+
+class EnginePool(EngineQueue):
     """Assigns the routable engines of a group to requests, and watches for stalled engines.
 
     Args:
@@ -59,6 +256,7 @@ class EnginePool:
     Attributes:
         attempts: the attempts under way.
         requests: the timeout of each request under way; all expire when the pool is closed.
+        stall_s, unavailable_s: as the arguments.
     """
 
     def __init__(
@@ -69,20 +267,20 @@ class EnginePool:
         stall_s: float,
         unavailable_s: float,
     ) -> None:
-        self.router = Router()
+        super().__init__()
         self.attempts: set[AttemptWatch] = set()
         self.requests: set[asyncio.Timeout] = set()
         self.stall_s = stall_s
         self._group = group
-        self._unavailable_s = unavailable_s
+        self.unavailable_s = unavailable_s
         self._connection = connection
         connection.on_routes = self._on_routes
         self._routed = asyncio.Event()
-        self._waiting: deque[_Waiter] = deque()
-        self._for_prefill: deque[_Waiter] = deque()  # requests that have a decode engine
-        self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._asking: asyncio.Future[tuple[EngineView, ...]] | None = None
         self._last_token_s = 0.0
+        self._looked_s = 0.0
+        self._pid = 0  # of the process that has connected
 
     async def open(self) -> None:
         """Joins the bus; returns when the broker has accepted the join.
@@ -92,6 +290,7 @@ class EnginePool:
             Refused: the broker refuses the join.
         """
         await self._connection.open()
+        self._pid = os.getpid()
         self._last_token_s = self.now_s()
         self._watch = asyncio.create_task(self._watch_engines())
 
@@ -100,67 +299,21 @@ class EnginePool:
         for limit in self.requests:
             expire(limit)
         self._connection.close()
-        self._stop_timer()
+        self._stop_holds()
         if self._watch is not None:
             self._watch.cancel()
 
+    def require_process(self) -> None:
+        """Raises ``BusClosed`` in a process that was forked from the one that has connected."""
+        require_process(self._pid, self._connection.broker)
+
     def on_token(self, attempt: AttemptWatch) -> None:
         """Records that an attempt has received a token."""
-        attempt.last_s = self._last_token_s = self.now_s()
-
-    async def acquire(
-        self, session: str | None, sequences: int, avoid: frozenset[str]
-    ) -> EngineLoad:
-        """Waits for the request's turn, and returns its engine.
-
-        Args:
-            session: the request's session, or None.
-            sequences: how many sequences the request has.
-            avoid: names of engines that failed the request, used only if there are no others.
-
-        Raises:
-            NoEngine: no engine was available in time.
-        """
-        load = await self._wait(self._waiting, session, sequences, avoid)
-        assert load is not None
-        return load
-
-    async def acquire_prefill(self, avoid: frozenset[str]) -> EngineLoad | None:
-        """Waits until a prefill engine can take one sequence, and reserves a place there.
-
-        Args:
-            avoid: names of engines that must not be chosen.
-
-        Returns:
-            The engine; None if no prefill engine remains beside those to avoid.
-
-        Raises:
-            NoEngine: some remain, but none could be used in time, as in :meth:`acquire`.
-        """
-        return await self._wait(self._for_prefill, None, 1, avoid)
-
-    async def _wait(
-        self,
-        waiting: deque[_Waiter],
-        session: str | None,
-        sequences: int,
-        avoid: frozenset[str],
-    ) -> EngineLoad | None:
-        waiter = _Waiter(session, sequences, avoid, asyncio.get_running_loop().create_future())
-        waiting.append(waiter)
-        self._grant()
-        try:
-            while not waiter.granted.done():
-                await asyncio.wait([waiter.granted], timeout=self._unavailable_s)
-                if not waiter.granted.done():
-                    await self.require_engines()
-            return waiter.granted.result()
-        except BaseException:
-            if not waiter.granted.done():
-                waiting.remove(waiter)
-            elif (load := waiter.granted.result()) is not None:
-                self.release(load, sequences)
-            raise
+        now_s, load = self.now_s(), attempt.load
+        if attempt.last_s == attempt.begun_s and attempt.in_order:
+            load.newest_s = max(load.newest_s, attempt.begun_s)
+        load.progress_s = self._last_token_s = attempt.last_s = now_s
+        attempt.is_overtaken = False
 
     async def until_routed(self) -> None:
         """Waits until an engine is routable.
@@ -170,43 +323,9 @@ class EnginePool:
         """
         while not self.router.engines:
             try:
-                await asyncio.wait_for(self._routed.wait(), self._unavailable_s)
+                await asyncio.wait_for(self._routed.wait(), self.unavailable_s)
             except TimeoutError:
                 await self.require_engines()
-
-    def release(self, load: EngineLoad, sequences: int) -> None:
-        """Frees an engine's slots after an attempt, and assigns them to waiting requests.
-
-        Args:
-            load: the engine, from :meth:`acquire`.
-            sequences: how many sequences the attempt had.
-        """
-        self.router.release(load, sequences)
-        self._grant()
-
-    def _grant(self) -> None:
-        """Assigns engines to waiting requests, in the order of their arrival."""
-        now_s = self.now_s()
-        for waiter in list(self._for_prefill):
-            load = self.router.pick_prefill(now_s, waiter.avoid)
-            if load is not None or not self.router.prefills(waiter.avoid):
-                self._for_prefill.remove(waiter)
-                waiter.granted.set_result(load)
-            elif not waiter.avoid:
-                break
-        for waiter in list(self._waiting):
-            if not any(load.has_room(1, now_s) for load in self.router.samplers.values()):
-                break
-            load = self.router.pick(waiter.session, waiter.sequences, now_s, waiter.avoid)
-            if load is not None:
-                self._waiting.remove(waiter)
-                waiter.granted.set_result(load)
-            elif waiter.session is None and not waiter.avoid:
-                break  # later ones with fewer sequences would take each place that becomes free
-        self._stop_timer()
-        release_s = self.router.next_release_s(now_s)
-        if (self._waiting or self._for_prefill) and release_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(release_s - now_s, self._grant)
 
     async def require_engines(self, since_s: float = 0.0, last: str = "") -> None:
         """Checks that an engine generates tokens, or will after a pause.
@@ -219,58 +338,77 @@ class EnginePool:
         Raises:
             NoEngine: there is none; the text names the group's engines.
         """
-        if self.now_s() - max(since_s, self._last_token_s) < self._unavailable_s:
+        if self.now_s() - max(since_s, self._last_token_s) < self.unavailable_s:
             return
         known = sorted(self.router.engines) or ["none"]
         try:
-            engines = await self._connection.engines()
+            engines = await self._engines()
         except WavebusError as error:
             raise NoEngine(
-                f"no engine took a request for {self._unavailable_s:g} s; the last routes: "
+                f"no engine took a request for {self.unavailable_s:g} s; the last routes: "
                 f"{', '.join(known)}; {error}"
             ) from None
         if any(engine.phase not in _SERVING for engine in engines):
             return
         there = ", ".join(f"{each.name} at {each.endpoint or 'no endpoint'}" for each in engines)
         raise NoEngine(
-            f"no engine took a request for {self._unavailable_s:g} s; in group {self._group}: "
+            f"no engine took a request for {self.unavailable_s:g} s; in group {self._group}: "
             f"{there or 'nobody'}; routed: {', '.join(known)}" + f"; the last: {last}" * bool(last)
         )
 
-    async def _watch_engines(self) -> None:
-        """Reads the engines' loads, and cancels attempts to which running engines give no tokens.
+    async def _engines(self) -> tuple[EngineView, ...]:
+        """Returns the broker's view of the engines; asks once for all callers."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._connection.engines())
+        return await asyncio.shield(self._asking)
 
-        Runs until cancelled.
+    async def _watch_engines(self) -> None:
+        """Reads the engines' loads, and ends what waits for engines in vain.
+
+        These are attempts to which running engines give no tokens, and requests for which no engine
+        is available. Runs until cancelled.
         """
         while True:
-            await asyncio.sleep(min(_FIGURES_S, self.stall_s / 4))
+            await asyncio.sleep(min(_FIGURES_S, self.stall_s / 4, self.unavailable_s / 4))
             engines: tuple[EngineView, ...] = ()
             if self.attempts:
                 with contextlib.suppress(WavebusError):
-                    engines = await self._connection.engines()
-            idle = {engine.name for engine in engines if engine.phase not in _SERVING}
-            self.router.take_figures(each for each in engines if each.name not in idle)
-            now_s = self.now_s()
-            for attempt in self.attempts:
-                if attempt.engine in idle:
-                    attempt.last_s = now_s
-                elif attempt.last_s < now_s - self.stall_s:
-                    expire(attempt.limit)
+                    engines = await self._engines()
+            self._look(engines, self.now_s())
+            await self._fail_waiting()
+
+    def _look(self, engines: tuple[EngineView, ...], now_s: float) -> None:
+        """Takes the broker's figures, and cancels attempts that have stalled.
+
+        Args:
+            engines: the broker's view; empty if it did not answer.
+            now_s: the time, in seconds.
+        """
+        idle = {engine.name for engine in engines if engine.phase not in _SERVING}
+        self.router.take_figures((each for each in engines if each.name not in idle), now_s)
+        for attempt in self.attempts:
+            attempt.look(self._looked_s)
+            if attempt.engine in idle:
+                attempt.excused_s = now_s
+            elif max(attempt.last_s, attempt.excused_s) < now_s - self.stall_s:
+                expire(attempt.limit)
+        for attempt in self.attempts:
+            attempt.load.newest_s = 0.0
+        self._looked_s = now_s
+
+    async def _fail_waiting(self) -> None:
+        """Fails the requests that have waited for ``unavailable_s`` while no engine works."""
+        if self._waits_since(self.now_s() - self.unavailable_s):
+            try:
+                await self.require_engines()
+            except NoEngine as error:
+                self._fail_since(self.now_s() - self.unavailable_s, str(error))
 
     def _on_routes(self, group: str, routes: Routes) -> None:
         if group == self._group:
             self.router.update(routes.engines)
             (self._routed.set if self.router.engines else self._routed.clear)()
-            self._grant()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def now_s(self) -> float:
-        """Returns the time in seconds, on the clock of event loops."""
-        return time.monotonic()
+            self._grant(())
 
 
 def expire(limit: asyncio.Timeout) -> None:

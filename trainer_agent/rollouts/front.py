@@ -91,7 +91,10 @@ class _Front:
         raise UnknownModel(f"model: {name!r:.200} does not exist")
 
     async def _parse(self, http: web.Request) -> FrontRequest:
-        return FrontRequest(http.path, http.headers.get(SESSION_HEADER), await http.read())
+        asked = FrontRequest(http.path, http.headers.get(SESSION_HEADER), await http.read())
+        peer = http.transport and http.transport.get_extra_info("peername")
+        asked.client_id = asked.client_id or f"connection {peer}"
+        return asked
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         asked = await self._parse(http)
@@ -181,6 +184,7 @@ class _Front:
                 prompt,
                 asked.params,
                 session_id=asked.session_id,
+                client_id=asked.client_id,
                 on_inexact="restart" if deltas is None else "continue",
                 on_delta=None
                 if deltas is None

@@ -101,6 +101,7 @@ class FrontRequest:
         chat_fields: other fields of a chat request.
         extra: other fields for engines.
         session_id: the session, or None.
+        client_id: who takes turns with others; empty: the request names no user.
         is_stream: whether the answer is streamed.
         with_usage: whether a stream ends with the usage.
         with_ids: whether the answer shows the token ids of the prompt.
@@ -121,6 +122,7 @@ class FrontRequest:
             if name in body and body[name] in values:
                 del body[name]
         self.session_id = _session(header, common)
+        self.client_id = f"user {common.user}" if common.user else ""
         self.extra: dict[str, Any] = {
             name: value
             for name in ("model", "cache_salt", "priority")

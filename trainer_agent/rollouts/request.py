@@ -106,6 +106,7 @@ class RolloutRequest:
         params: the sampling parameters, checked and complete.
         on_inexact: what to do if an interrupted request can't continue exactly.
         session_id: the session, whose requests go to one engine; None: no session.
+        client_id: who asks; clients take turns while requests wait.
         extra: other fields, such as ``cache_salt`` and ``priority``.
     """
 
@@ -116,6 +117,7 @@ class RolloutRequest:
     on_inexact: OnInexact = "restart"
     session_id: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    client_id: str = ""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -220,6 +222,7 @@ def make_request(
     on_inexact: OnInexact,
     decodes: bool,
     extra: Mapping[str, Any],
+    client_id: str = "",
 ) -> RolloutRequest:
     """Makes a request, and checks it as far as that is possible without engines.
 
@@ -230,6 +233,7 @@ def make_request(
         on_inexact: what to do if an interrupted request can't continue exactly.
         decodes: whether the client has a tokenizer.
         extra: other fields of vLLM's request.
+        client_id: who asks.
 
     Raises:
         UsageError: the text names the field at fault.
@@ -257,7 +261,7 @@ def make_request(
     ours = ("stop", "include_stop_str_in_output")
     asked = {name: value for name, value in sampling_params.items() if name not in ours}
     return RolloutRequest(
-        secrets.token_hex(8), prompt, asked, params, on_inexact, session_id, dict(extra)
+        secrets.token_hex(8), prompt, asked, params, on_inexact, session_id, dict(extra), client_id
     )
 
 

@@ -54,7 +54,8 @@ class Choice:
             None if the sampling parameters request none.
         text: the text of all tokens, up to the stop string, or to the token that ended the choice;
             None without a tokenizer.
-        finish_reason: ``stop`` or ``length``.
+        finish_reason: ``stop``, ``length``, or another reason of the engine's own, such as
+            ``repetition`` (of ``repetition_detection``).
         stop_reason: the token of ``stop_token_ids``, or the string of ``stop``, that ended it; None
             for the model's own end of sequence, and for ``length``.
         spans: the spans in order, which cover each token once.
@@ -115,7 +116,7 @@ class TokenDelta:
         version: the version that sampled the last token; None if it is unknown, or if the engine
             reports versions only at the end. The :class:`Completion` then has the versions.
         engine: the engine's name.
-        finish_reason: ``stop`` or ``length`` if the choice has ended; else None.
+        finish_reason: as in :class:`Choice` if the choice has ended; else None.
         top_logprobs: as in :class:`Choice`, of these tokens.
     """
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
-from bus.errors import BusClosed, RequestPoisoned, RolloutFailed
+from bus.errors import BusClosed, NoEngine, RequestPoisoned, RolloutFailed
 from trainer_agent.rollouts.attempt import FAILURES, Cut, pieces, prefill
 from trainer_agent.rollouts.choice import ChoiceState
 from trainer_agent.rollouts.engine_pool import AttemptWatch
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from bus.messages import Route
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.engine_pool import EnginePool
     from trainer_agent.rollouts.request import RolloutRequest
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 _POISONED: Final = 2
 _DECODED_AT_ONCE: Final = 8192  # tokens, in the event loop: some 10 ms
+_RESTARTS: Final = 10
+_ASK_AGAIN_S: Final = 0.5
 
 
 class RolloutRun:
@@ -54,9 +55,7 @@ class RolloutRun:
         self._http = http
         self._tokenizer = tokenizer
         self._on_delta = on_delta
-        self._died: set[tuple[str, str]] = set()  # engines that died while they ran it; endpoints
-        self._avoid: set[str] = set()  # engines that failed the request
-        self._last = ""  # how the last failed attempt ended, and on which engine
+        self._blamed = _Blamed(request.id, pool)
         self._refused_s: float | None = None  # since when engines refuse each attempt
 
     async def run(self) -> Completion:
@@ -82,7 +81,7 @@ class RolloutRun:
     async def _run(self) -> Completion:
         request = self._request
         await self._pool.until_routed()
-        limits = self._pool.router.limits
+        limits = self._pool.router.limits_of(len(request.prompt), request.params.max_tokens)
         request.check(limits)
         choices = [
             ChoiceState(request, index, self._tokenizer, limits)
@@ -113,40 +112,64 @@ class RolloutRun:
     async def _attempt(self, choices: Sequence[ChoiceState]) -> None:
         """Sends one request to an engine: for new choices, or to continue one choice."""
         request, first = self._request, choices[0]
-        load = await self._pool.acquire(request.session_id, len(choices), frozenset(self._avoid))
-        route = load.route
+        await asyncio.sleep(max(0.0, first.next_s - self._pool.now_s()))
+        load = await self._acquire(len(choices), first.length)
+        route, begun_s, prefiller = load.route, self._pool.now_s(), ""
         cut: Cut | None = None
-        prefiller = ""
         try:
-            if first.token_ids:
-                self._prepare(first, request.inexact(route.limits))
-            body = request.body(
-                first.token_ids, first.index, len(choices), route.limits, first.attempts
-            )
-            if route.pd_role == "decode" and len(choices) == 1:
-                prefiller = await self._prefill(body)
-            await self._read(choices, route, body)
-        except Cut as error:
-            cut = error
-            if cut.how == "unfetched":
-                self._avoid.add(prefiller)
-        finally:
-            self._pool.release(load, len(choices))
-        for choice in choices:
             try:
-                choice.end_attempt(route.engine, cut.how if cut else "")
+                if first.token_ids:
+                    self._prepare(first, request.inexact(route.limits))
+                limits = [choice.begin_attempt(route.limits) for choice in choices][0]
+                at = first.index, len(choices)
+                body = request.body(first.token_ids, *at, limits, first.attempts)
+                if route.pd_role == "decode" and len(choices) == 1:
+                    prefiller = await self._prefill(body)
+                await self._read(choices, load, body)
             except Cut as error:
                 cut = error
-            if choice.done:
-                self._pool.router.succeeded(load)
-        self._judge(choices, load, cut)
+                if cut.how == "unfetched":
+                    self._blamed.avoid |= {prefiller}
+            for choice in choices:
+                try:
+                    choice.end_attempt(route.engine, cut.how if cut else "")
+                except Cut as error:
+                    cut = error
+                if choice.done:
+                    self._pool.router.succeeded(load)
+                choice.pace(begun_s, self._pool.now_s())
+            self._judge(choices, load, cut, begun_s)
+        finally:
+            # Last, because a request that waits goes to the engine at once.
+            self._pool.release(load, len(choices))
         is_refused = cut is None or cut.how in ("rejected", "unreachable")
         if not is_refused or any(choice.done or choice.gained for choice in choices):
             self._refused_s = None
         elif self._refused_s is None:
             self._refused_s = self._pool.now_s()
         else:
-            await self._pool.require_engines(self._refused_s, self._last)
+            await self._pool.require_engines(self._refused_s, self._blamed.last)
+
+    async def _acquire(self, sequences: int, length: int) -> EngineLoad:
+        """Waits for an engine that takes as many tokens as the request may have.
+
+        Raises:
+            NoEngine: for ``unavailable_s`` only engines that take fewer were available.
+        """
+        request, pool = self._request, self._pool
+        since_s = pool.now_s()
+        while True:
+            avoid = pool.router.avoiding(self._blamed.avoid, length)
+            load = await pool.acquire(request.session_id, sequences, avoid, request.client_id)
+            if not load.is_too_short(length):
+                return load
+            pool.release(load, sequences)
+            if pool.now_s() - since_s > pool.unavailable_s:
+                raise NoEngine(
+                    f"request {request.id}: needs an engine that takes {length} tokens; "
+                    f"{load.route.engine} takes {load.route.limits.max_model_len}"
+                )
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     def _prepare(self, choice: ChoiceState, reasons: Sequence[str]) -> None:
         """Applies ``on_inexact`` to a choice that for these reasons can't continue exactly."""
@@ -156,23 +179,30 @@ class RolloutRun:
         if request.on_inexact == "continue":
             choice.mark_inexact(reasons)
         elif request.on_inexact == "restart" and self._on_delta is None:
+            if choice.restarts >= _RESTARTS:
+                raise RolloutFailed(
+                    f"request {request.id} was interrupted {choice.restarts + 1} times, and "
+                    f"restarted from its prompt each time, because of {', '.join(reasons)}; "
+                    f'on_inexact="continue" keeps its tokens; {self._blamed.last}'
+                )
             choice.restart()
         else:
             raise RolloutFailed(
                 f"request {request.id} was interrupted, and can't continue exactly: "
-                f"{', '.join(reasons)}; {self._last}"
+                f"{', '.join(reasons)}; {self._blamed.last}"
             )
 
     async def _read(
-        self, choices: Sequence[ChoiceState], route: Route, body: dict[str, Any]
+        self, choices: Sequence[ChoiceState], load: EngineLoad, body: dict[str, Any]
     ) -> None:
         """Reads an engine's answer until all choices have ended.
 
         Raises:
             Cut: the answer ends before that.
         """
+        route = load.route
         async with (
-            self._watched(route.engine) as attempt,
+            self._watched(load) as attempt,
             contextlib.aclosing(pieces(self._http, route.endpoint, body)) as stream,
         ):
             async for batch in stream:
@@ -194,15 +224,17 @@ class RolloutRun:
         Returns the prefill engine's name; empty if the decode engine must compute the prompt.
         """
         tried: set[str] = set()
-        while load := await self._pool.acquire_prefill(frozenset(self._avoid | tried)):
-            route = load.route
+        router, client = self._pool.router, self._request.client_id
+        short = router.too_short(len(body["token_ids"]) + 1)
+        while load := await self._pool.acquire_prefill(self._blamed.avoid | tried | short, client):
+            route, begun_s = load.route, self._pool.now_s()
             try:
-                async with self._watched(route.engine) as attempt:
+                async with self._watched(load) as attempt:
                     body["kv_transfer_params"] = await prefill(self._http, route.endpoint, body)
                     self._pool.on_token(attempt)
             except Cut as error:
                 tried.add(route.engine)
-                self._blame(load, error)
+                self._blamed.add(load, error, begun_s)
             else:
                 self._pool.router.succeeded(load)
                 return route.engine
@@ -211,7 +243,7 @@ class RolloutRun:
         return ""
 
     @contextlib.asynccontextmanager
-    async def _watched(self, engine: str) -> AsyncIterator[AttemptWatch]:
+    async def _watched(self, load: EngineLoad) -> AsyncIterator[AttemptWatch]:
         """Cancels the block if the engine gives no token for ``stall_s``.
 
         Raises:
@@ -219,7 +251,8 @@ class RolloutRun:
         """
         try:
             async with asyncio.timeout(None) as limit:
-                attempt = AttemptWatch(engine, limit, self._pool.now_s())
+                now_s, in_order = self._pool.now_s(), not self._request.extra.get("priority")
+                attempt = AttemptWatch(load, limit, now_s, now_s, in_order=in_order)
                 self._pool.attempts.add(attempt)
                 try:
                     yield attempt
@@ -230,39 +263,71 @@ class RolloutRun:
                 raise
             raise Cut("stalled", f"no token for {self._pool.stall_s:g} s") from None
 
-    def _blame(self, load: EngineLoad, cut: Cut) -> None:
-        """Records that an engine's answer was cut off; this request avoids the engine afterwards.
-
-        Raises:
-            RequestPoisoned: it is the second engine that died.
-        """
-        engine, endpoint = load.route.engine, load.route.endpoint
-        if cut.how in ("rejected", "unreachable", "died"):
-            self._pool.router.rejected(load, self._pool.now_s())
-        self._last = f"{engine} at {endpoint}: {cut}"
-        if cut.how not in ("rejected", "unfetched"):
-            self._avoid.add(engine)
-        if cut.how == "died":
-            self._died.add((engine, endpoint))
-            if len(self._died) >= _POISONED:
-                names = ", ".join(sorted(name for name, _ in self._died))
-                raise RequestPoisoned(
-                    f"request {self._request.id}: {names} died while they ran it, so no other "
-                    f"engine gets it; the last: {self._last}"
-                )
-
-    def _judge(self, choices: Sequence[ChoiceState], load: EngineLoad, cut: Cut | None) -> None:
+    def _judge(
+        self, choices: Sequence[ChoiceState], load: EngineLoad, cut: Cut | None, begun_s: float
+    ) -> None:
         """Updates the router after an attempt, and decides whether the request has failed.
 
         Raises:
             RequestPoisoned, RolloutFailed: the request has failed.
         """
         if cut is not None:
-            self._blame(load, cut)
+            self._blamed.add(load, cut, begun_s)
         elif not any(choice.done or choice.gained for choice in choices):
             self._pool.router.rejected(load, self._pool.now_s())
         if cut is not None and any(choice.failures >= FAILURES for choice in choices):
             raise RolloutFailed(
                 f"request {self._request.id}: {FAILURES} attempts in a row gave no token; the "
-                f"last: {self._last}"
+                f"last: {self._blamed.last}"
+            )
+
+
+class _Blamed:
+    """The engines that failed a request.
+
+    Args:
+        request_id: the request's id.
+        pool: the engines.
+
+    Attributes:
+        avoid: their names.
+        last: how the last failed attempt ended, and on which engine.
+    """
+
+    def __init__(self, request_id: str, pool: EnginePool) -> None:
+        self._request_id = request_id
+        self._pool = pool
+        # The engines that died while they ran the request, by name and endpoint, and when.
+        self._died: list[tuple[str, str, float]] = []
+        self.avoid = frozenset[str]()
+        self.last = ""
+
+    def add(self, load: EngineLoad, cut: Cut, begun_s: float) -> None:
+        """Records that an engine's answer was cut off; the request avoids the engine afterwards.
+
+        Args:
+            load: the engine.
+            cut: how the answer ended.
+            begun_s: when the attempt began. Attempts that ran at the same time see one death.
+
+        Raises:
+            RequestPoisoned: it is the second death of an engine.
+        """
+        engine, endpoint = load.route.engine, load.route.endpoint
+        if cut.how in ("rejected", "unreachable", "died"):
+            self._pool.router.rejected(load, self._pool.now_s())
+        self.last = f"{engine} at {endpoint}: {cut}"
+        if cut.how not in ("rejected", "unfetched"):
+            self.avoid |= {engine}
+        if cut.how != "died" or any(
+            (name, url) == (engine, endpoint) and begun_s <= when_s
+            for name, url, when_s in self._died
+        ):
+            return
+        self._died.append((engine, endpoint, self._pool.now_s()))
+        if len(self._died) >= _POISONED:
+            names = ", ".join(sorted(name for name, *_ in self._died))
+            raise RequestPoisoned(
+                f"request {self._request_id}: {names} died while they ran it, so no other engine "
+                f"gets it; the last: {self.last}"
             )

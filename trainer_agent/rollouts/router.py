@@ -10,7 +10,11 @@ without a session         the least loaded engine
 ========================  ===================================================================
 
 Prefill engines are not chosen while another engine is routable. They compute the prompts of
-requests that run on decode engines (:meth:`Router.pick_prefill`).
+requests that run on decode engines (:meth:`Router.prefills`).
+
+Requests that may run on the same engines wait in one queue (:class:`WaitingRequests`): those of one
+engine's sessions, or those that any engine may take. In a queue, clients take turns, and each
+client's requests keep their order. The work for a request does not depend on how many others wait.
 
 Invariants: at most ``window`` sequences are in flight on an engine, unless a single request has
 more. A window is at least one and at most the engine's slots (sequences that it runs at once). It
@@ -24,13 +28,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus.messages import RequestLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    import asyncio
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from bus.messages import EngineView, Route
 
@@ -44,6 +49,8 @@ _LONGEST_HOLD_S: Final = 1.0
 _AFTER_REJECTION: Final = 1.0
 _AFTER_QUEUE: Final = 0.75
 _PEAKS: Final = 3  # reports kept; an engine's count may be that many reports old
+# The engine of a session ("": any engine; None: no engine is there), and the engines to avoid.
+QueueKey: TypeAlias = tuple[str | None, frozenset[str]]
 
 
 @dataclass(slots=True)
@@ -61,6 +68,10 @@ class EngineLoad:
             then those between earlier reports, the latest first.
         queued: how many requests the engine had in the last report, if some of them waited; else 0.
         goal: the window size below which each finished sequence adds one to the window.
+        waiting: how many requests waited there in the last report; None: it reports none.
+        step: the number of the core's last step, in that report.
+        progress_s: when the engine was last seen to give any request a token, in seconds.
+        newest_s: when the latest of the requests began that got a first token since the last look.
     """
 
     route: Route
@@ -72,6 +83,10 @@ class EngineLoad:
     peaks: tuple[int, ...] = (0,)
     queued: int = 0
     goal: float = 0.0
+    waiting: int | None = None
+    step: int = 0
+    progress_s: float = 0.0
+    newest_s: float = 0.0
 
     @property
     def slots(self) -> int:
@@ -88,6 +103,15 @@ class EngineLoad:
         fits = not self.in_flight or self.in_flight + sequences <= self.window
         return fits and now_s >= self.held_until_s
 
+    def is_too_short(self, length: int) -> bool:
+        """Returns whether prompt and output of ``length`` tokens are more than the engine takes."""
+        return 0 < self.route.limits.max_model_len < length
+
+    def take(self, sequences: int) -> None:
+        """Adds sequences that are sent to the engine; :meth:`Router.release` removes them."""
+        self.in_flight += sequences
+        self.peaks = (max(self.peaks[0], self.in_flight), *self.peaks[1:])
+
     def halve_window(self, regained: float) -> None:
         """Halves the window; it soon grows back to the share ``regained`` of its former size."""
         self.goal = regained * max(self.window, self.goal)
@@ -102,6 +126,7 @@ class Router:
         samplers: the engines that sample: all but prefill engines, or all if there are no others.
         limits: the limits that all engines accept; 0 where no engine reports a limit.
         is_split: whether some engines prefill for others that decode.
+        revision: grows with each update of the routes.
     """
 
     def __init__(self) -> None:
@@ -110,10 +135,12 @@ class Router:
         self._loads: dict[tuple[str, str], EngineLoad] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()  # the least recently used first
         self._count: Counter[str] = Counter()  # sessions of each engine
+        self.revision = 0
         self.update(())
 
     def update(self, routes: Iterable[Route]) -> None:
         """Replaces the routable engines by those of the new routes."""
+        self.revision += 1
         now: dict[str, EngineLoad] = {}
         for route in routes:
             if not route.endpoint:
@@ -134,8 +161,8 @@ class Router:
         self.is_split = {"prefill", "decode"} <= {load.route.pd_role for load in now.values()}
         self.limits = _strictest([load.route.limits for load in now.values()])
 
-    def take_figures(self, engines: Iterable[EngineView]) -> None:
-        """Stores each engine's number of requests, as the broker reports it.
+    def take_figures(self, engines: Iterable[EngineView], now_s: float = 0.0) -> None:
+        """Stores each engine's number of requests, as the broker reports it, and its progress.
 
         An engine without a report counts as one without requests of other clients. An engine's
         window is halved if requests wait there in two reports in a row, and the number of its
@@ -146,6 +173,10 @@ class Router:
         for key, load in self._loads.items():
             view = known.get(key)
             total, waiting = (view.in_flight, view.waiting) if view is not None else (0, 0)
+            if view is not None and view.core_phase:
+                load.waiting = waiting
+                if view.core_step != load.step:
+                    load.step, load.progress_s = view.core_step, now_s
             load.others = max(0, total - max(load.peaks))
             load.peaks = (load.in_flight, *load.peaks[:_PEAKS])
             queued, load.queued = load.queued, total if waiting else 0
@@ -166,27 +197,64 @@ class Router:
         Returns:
             The engine; None if the request must wait.
         """
-        able = self.samplers
-        if avoid:
-            able = {name: load for name, load in able.items() if name not in avoid} or able
-        if session is None:
-            return _take(able.values(), sequences, now_s)
-        name = self._place(session, able)
-        return _take([able[name]], sequences, now_s) if name is not None else None
+        able = self.able(avoid)
+        if session is not None:
+            name = self.place(session, avoid)
+            able = {name: able[name]} if name is not None else {}
+        for load in sorted(able.values(), key=lambda e: (e.fill, e.route.engine)):
+            if load.has_room(sequences, now_s):
+                load.take(sequences)
+                return load
+        return None
 
-    def pick_prefill(self, now_s: float, avoid: Collection[str] = ()) -> EngineLoad | None:
-        """Chooses the least loaded prefill engine for one sequence; None if all are busy.
+    def able(self, avoid: Collection[str] = ()) -> dict[str, EngineLoad]:
+        """Returns the engines that sample, without those to avoid unless there are no others."""
+        if not avoid:
+            return self.samplers
+        rest = {name: load for name, load in self.samplers.items() if name not in avoid}
+        return rest or self.samplers
+
+    def too_short(self, length: int) -> frozenset[str]:
+        """Returns the engines that take fewer than ``length`` tokens of prompt and output."""
+        if not 0 < self.limits.max_model_len < length:
+            return frozenset()
+        return frozenset(name for name, e in self.engines.items() if e.is_too_short(length))
+
+    def avoiding(self, avoid: frozenset[str], length: int) -> frozenset[str]:
+        """Adds the engines that take too few tokens to those that failed a request.
 
         Args:
-            now_s: the time, in seconds.
-            avoid: engines that must not be chosen.
+            avoid: engines that failed the request; left out of the result if no others remain.
+            length: how many tokens the request's prompt and output may have together.
         """
-        return _take(self.prefills(avoid), 1, now_s)
+        short = self.too_short(length)
+        if not short or self.samplers.keys() <= short | avoid:
+            return short or avoid
+        return short | avoid
 
-    def prefills(self, avoid: Collection[str] = ()) -> list[EngineLoad]:
+    def limits_of(self, prompt: int, max_tokens: int | None) -> RequestLimits:
+        """Returns the limits of a request: those of the engines that may run it.
+
+        Args:
+            prompt: how many tokens the prompt has.
+            max_tokens: how many tokens the output may have. None: as many as each engine takes
+                that takes the prompt.
+        """
+        limits = [load.route.limits for load in self.samplers.values()]
+        lengths = [each.max_model_len for each in limits]
+        roomy = [length for length in lengths if length > prompt]
+        if max_tokens is not None or not roomy:
+            longest = 0 if 0 in lengths else max(lengths, default=0)
+        else:
+            longest = min(roomy)
+        slots = [each.slots for each in limits]
+        most = 0 if 0 in slots else max(slots, default=0)
+        return replace(self.limits, max_model_len=longest, slots=most)
+
+    def prefills(self, avoid: Collection[str] = ()) -> dict[str, EngineLoad]:
         """Returns all prefill engines except those in ``avoid``."""
-        found = (load for load in self.engines.values() if load.route.pd_role == "prefill")
-        return [load for load in found if load.route.engine not in avoid]
+        found = self.engines.items()
+        return {n: e for n, e in found if e.route.pd_role == "prefill" and n not in avoid}
 
     def release(self, load: EngineLoad, sequences: int) -> None:
         """Records that sequences are no longer in flight on an engine."""
@@ -205,11 +273,6 @@ class Router:
             load.held_until_s = now_s + load.hold_s
             load.hold_s = min(2 * load.hold_s, _LONGEST_HOLD_S)
 
-    def next_release_s(self, now_s: float) -> float | None:
-        """Returns when the first held engine gets requests again; None if none is held."""
-        held = [load.held_until_s for load in self.engines.values() if load.held_until_s > now_s]
-        return min(held, default=None)
-
     def finish_session(self, session: str) -> None:
         """Ends a session, so that its engine has room for another one."""
         engine = self._sessions.pop(session, None)
@@ -220,7 +283,14 @@ class Router:
         """Returns the name of a session's engine, or None."""
         return self._sessions.get(session)
 
-    def _place(self, session: str, able: dict[str, EngineLoad]) -> str | None:
+    def place(self, session: str, avoid: Collection[str] = ()) -> str | None:
+        """Returns the name of a session's engine, which is chosen now if it has none.
+
+        Args:
+            session: the session.
+            avoid: as in :meth:`able`.
+        """
+        able = self.able(avoid)
         last = self._sessions.get(session)
         if last is not None and last in able:
             self._sessions.move_to_end(session)
@@ -240,6 +310,165 @@ class Router:
         return chosen
 
 
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """A request that waits for an engine.
+
+    Attributes:
+        client: who takes turns with others.
+        session: the request's session, or None.
+        sequences: how many sequences the request has.
+        avoid: names of engines that failed the request.
+        since_s: since when the request waits, in seconds.
+        granted: the engine; None: no engine is left that may be chosen.
+        queue: where the request waits; None: nowhere any more.
+    """
+
+    client: str
+    session: str | None
+    sequences: int
+    avoid: frozenset[str]
+    since_s: float
+    granted: asyncio.Future[EngineLoad | None]
+    queue: Queue | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Turn:
+    """A client's requests in a queue; ``number``: when it got its place among the clients."""
+
+    number: int
+    waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
+
+
+@dataclass(eq=False, slots=True)
+class Queue:
+    """Requests that may run on the same engines."""
+
+    key: QueueKey
+    engines: Collection[str]
+    turns: OrderedDict[str, _Turn] = field(default_factory=OrderedDict)
+
+
+class WaitingRequests:
+    """The requests that wait, each in a queue."""
+
+    def __init__(self) -> None:
+        self._queues: dict[QueueKey, Queue] = {}
+        self._shared: dict[QueueKey, Queue] = {}  # the queues of more than one engine
+        self._arrivals: OrderedDict[Waiter, None] = OrderedDict()
+        self._turns = 0
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
+
+    def add(self, waiter: Waiter, key: QueueKey, engines: Collection[str]) -> bool:
+        """Adds a request to a queue; returns False if others wait there, so that it waits, too.
+
+        Args:
+            waiter: the request.
+            key: the queue's key.
+            engines: the names of the engines that the requests of this queue may run on.
+        """
+        queue = self._queues.get(key)
+        is_first = queue is None
+        if queue is None:
+            queue = self._queues[key] = Queue(key, engines)
+            if not key[0]:
+                self._shared[key] = queue
+        turn = queue.turns.get(waiter.client)
+        if turn is None:
+            turn = queue.turns[waiter.client] = _Turn(self._next_turn())
+        turn.waiters[waiter] = None
+        waiter.queue = queue
+        self._arrivals.setdefault(waiter)
+        return is_first
+
+    def first(self, engine: str) -> Waiter | None:
+        """Returns the request whose turn it is at an engine, whether there is room or not."""
+        own = self._queues.get((engine, frozenset()))
+        queues = [own] if own is not None else []
+        queues += [queue for queue in self._shared.values() if engine in queue.engines]
+        heads = [head for queue in queues if (head := self._head(queue)) is not None]
+        return min(heads, key=lambda head: head[0])[1] if heads else None
+
+    def remove(self, waiter: Waiter) -> None:
+        """Removes a request; does nothing if it has left already.
+
+        If the request was granted an engine, its client is behind the others afterwards.
+        """
+        queue = waiter.queue
+        if queue is None:
+            return
+        waiter.queue = None
+        del self._arrivals[waiter]
+        turn = queue.turns[waiter.client]
+        del turn.waiters[waiter]
+        if not turn.waiters:
+            del queue.turns[waiter.client]
+        elif waiter.granted.done() and not waiter.granted.cancelled():
+            turn.number = self._next_turn()
+            queue.turns.move_to_end(waiter.client)
+        if not queue.turns:
+            del self._queues[queue.key]
+            self._shared.pop(queue.key, None)
+
+    @property
+    def oldest_s(self) -> float:
+        """Since when the oldest request waits, in seconds; infinite if there is none."""
+        return next(iter(self._arrivals)).since_s if self._arrivals else math.inf
+
+    def pop_since(self, at_s: float) -> Iterator[Waiter]:
+        """Removes and yields the requests that have waited since ``at_s`` or longer."""
+        while self.oldest_s <= at_s:
+            waiter = next(iter(self._arrivals))
+            self.remove(waiter)
+            yield waiter
+
+    def reroute(
+        self,
+        place: Callable[[Waiter], tuple[QueueKey, Collection[str]]],
+        routed: Collection[str],
+    ) -> list[Waiter]:
+        """Moves requests whose engine has left the routes; others keep their turns.
+
+        Args:
+            place: returns a request's queue, and the engines of that queue.
+            routed: the names of the engines that have queues of their own.
+
+        Returns:
+            The requests that no engine may take.
+        """
+        moved: list[Waiter] = []
+        lost: list[Waiter] = []
+        for key, queue in list(self._queues.items()):
+            waiters = [waiter for turn in queue.turns.values() for waiter in turn.waiters]
+            if key[0] == "":
+                queue.engines = place(waiters[0])[1]
+                lost += () if queue.engines else waiters
+            elif key[0] not in routed:
+                del self._queues[key]
+                self._shared.pop(key, None)
+                moved += waiters
+        for waiter in moved:
+            self.add(waiter, *place(waiter))
+        return lost
+
+    def _head(self, queue: Queue) -> tuple[int, Waiter] | None:
+        """Returns a queue's first request and the number of its turn; drops those that left."""
+        while queue.turns:
+            turn = next(iter(queue.turns.values()))
+            waiter = next(iter(turn.waiters))
+            if not waiter.granted.done():
+                return turn.number, waiter
+            self.remove(waiter)
+        return None
+
+    def _next_turn(self) -> int:
+        self._turns += 1
+        return self._turns
+
+
 def _strictest(limits: Collection[RequestLimits]) -> RequestLimits:
     def least(values: Iterable[int]) -> int:
         return min((value for value in values if value), default=0)
@@ -250,16 +479,6 @@ def _strictest(limits: Collection[RequestLimits]) -> RequestLimits:
         slots=least(each.slots for each in limits),
         exact_seeds=all(each.exact_seeds for each in limits),
     )
-
-
-def _take(able: Iterable[EngineLoad], sequences: int, now_s: float) -> EngineLoad | None:
-    """Chooses the least loaded engine with room for these sequences, and adds them there."""
-    for load in sorted(able, key=lambda e: (e.fill, e.route.engine)):
-        if load.has_room(sequences, now_s):
-            load.in_flight += sequences
-            load.peaks = (max(load.peaks[0], load.in_flight), *load.peaks[1:])
-            return load
-    return None
 
 
 def _score(session: str, engine: str) -> bytes:

@@ -95,7 +95,7 @@ class Steps:
             update_id,
             options.mode,
             options.clear_cache,
-            self._lease_ms,
+            max(self._lease_ms, self.connection.least_lease_ms),
             int(self._timeout_s * 1000),
             int(options.wait_s * 1000),
             options.escalate,

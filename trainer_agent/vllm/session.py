@@ -41,7 +41,7 @@ from bus.errors import BusClosed, BusTimeout, UpdateFailed, UsageError, WavebusE
 from bus.messages import NackCode
 from bus.weight_transfer.allocation import ALONE
 from trainer_agent.bus_thread import wait_for
-from trainer_agent.failures import own_nack
+from trainer_agent.failures import own_nack, require_process
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.rank_sync import wait_for_rank_zero
 from trainer_agent.update.steps import first_error
@@ -222,6 +222,7 @@ class TrainerEngineSession:
     def _require_loop(self) -> asyncio.AbstractEventLoop:
         if self.loop is None:
             raise BusClosed("connect() the agent first, or use `with`")
+        require_process(self._connection.pid, self._connection.broker)
         return self.loop
 
     # -- the client's calls -----------------------------------------------------

@@ -35,4 +35,9 @@ class BrokerConfig:
         A pause must outlive the time to detect a lost peer, or an engine could run again while its
         group still counts it as paused.
         """
-        return 2 * self.peer_timeout_ms
+        return min_lease_ms(self.peer_timeout_ms)
+
+
+def min_lease_ms(peer_timeout_ms: int) -> int:
+    """Returns the shortest lease at a broker with this peer timeout, in ms."""
+    return 2 * peer_timeout_ms

@@ -94,6 +94,11 @@ class Link:
         self._next_ms = 0.0
         self._held_ms: float | None = None  # since when another peer holds the name or group
 
+    @property
+    def broker_boot(self) -> int:
+        """Identifies the broker's process; after a restart it is another number."""
+        return self._broker_boot
+
     def start(self, now_ms: float) -> list[Effect]:
         """Sends the first JOIN."""
         return self._ask(now_ms)

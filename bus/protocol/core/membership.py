@@ -55,6 +55,7 @@ UNDONE: Final = (
     *(Step.TRANSFER_INIT, Step.ARM, Step.START, Step.CHUNK, Step.FINISH, Step.PROBE, Step.COMMIT),
     Step.ABORT,
 )
+_LONGEST: Final = 6  # misses in a row; more count as many
 # The phases in which an engine may still execute a step; any other phase shows the step's end.
 _AT_IT: Final[dict[str, tuple[Phase, ...]]] = {
     **dict.fromkeys((Step.PAUSE_LOCAL, Step.PAUSE_GLOBAL, Step.RESUME), ("pausing", "resuming")),
@@ -90,6 +91,8 @@ class Peer:
             answer.
         joined_epoch: the epoch in the peer's JOIN: the last one it had received; 0: none.
         overdue: the step that the engine has not answered in time; empty: none.
+        missed: the step that the engine did not answer in time, ``misses`` times in a row.
+        out_until_ms: until then only the answer to that step ends the overdue state.
     """
 
     name: str
@@ -113,6 +116,9 @@ class Peer:
     is_unreachable: bool = False
     joined_epoch: int = 0
     overdue: str = ""
+    missed: str = ""
+    misses: int = 0
+    out_until_ms: float = 0.0
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -120,7 +126,7 @@ class Peer:
         join = Join(self.role, self.host, self.pid, self.facts, self.coordinator)
         return place_of(self.group, join)
 
-    def on_frame(self, now_ms: float, *, is_heartbeat: bool) -> None:
+    def on_frame(self, now_ms: float, message: Message) -> None:
         """Records a frame of the peer as a sign of life.
 
         The link of a peer that joins again may be cut in one direction: the broker receives the
@@ -129,24 +135,42 @@ class Peer:
 
         Args:
             now_ms: when the frame arrived.
-            is_heartbeat: whether the frame is a heartbeat.
+            message: the frame's message.
         """
-        if is_heartbeat:
+        if type(message) is Heartbeat:
             self.is_unreachable = False
+        elif self.missed and getattr(message, "step", "") == self.missed:
+            self.missed = ""
         if not self.is_unreachable:
             self.last_heard_ms = now_ms
+
+    def on_overdue(self, step: Step, now_ms: float, step_timeout_ms: float) -> None:
+        """Records that the engine has not answered a step in time.
+
+        An engine that misses one step again and again would cost each update that time. So it is
+        out for longer each time, unless it answers the step itself.
+        """
+        self.misses = self.misses + 1 if self.missed == step.value else 1
+        self.overdue = self.missed = step.value
+        self.out_until_ms = now_ms + step_timeout_ms * (4 ** (min(self.misses, _LONGEST) - 1) - 1)
 
     def answers(self, message: Message) -> bool:
         """Returns whether a message shows that the engine has ended its overdue step.
 
         Three messages do: the answer to the step, the answer to an ABORT that ends the step
-        (:data:`UNDONE`), and a heartbeat with a phase in which the step can't be running.
+        (:data:`UNDONE`), and a heartbeat with a phase in which the step can't be running. The last
+        two count from ``out_until_ms`` on.
         """
         step = getattr(message, "step", "")
         undone = step == Step.ABORT and type(message) is Ack and self.overdue in UNDONE
         at_it = _AT_IT.get(self.overdue)
         over = type(message) is Heartbeat and at_it is not None and message.phase not in at_it
-        return step == self.overdue or undone or over
+        return step == self.overdue or (self.may_return and (undone or over))
+
+    @property
+    def may_return(self) -> bool:
+        """Whether an overdue engine may take part again without an answer to its step."""
+        return self.last_heard_ms >= self.out_until_ms
 
     def view(self, now_ms: float) -> EngineView:
         """Returns the engine's entry in a status."""
@@ -267,6 +291,9 @@ class Membership:
             bucket=old.bucket if old is not None else None,
             is_unreachable=old is not None,
             overdue=old.overdue if old is not None else "",
+            missed=old.missed if old is not None else "",
+            misses=old.misses if old is not None else 0,
+            out_until_ms=old.out_until_ms if old is not None else 0.0,
         )
         if join.engine is not None:
             peer.phase = join.engine.phase

@@ -122,8 +122,8 @@ class Group(GroupState):
         if len(peers) == 1 or self.registry.is_incomplete(peer.name):
             return []
         ranks = [
-            m.PeerRank(name, facts.dp_rank, facts.peer_address, self.registry.engines[name].user)
-            for name, facts in self.registry.facts(peers).items()
+            m.PeerRank(n, f.dp_rank, f.peer_address, (e := self.registry.engines[n]).user, e.boot)
+            for n, f in self.registry.facts(peers).items()
         ]
         return [self.send(m.PeerRanks(tuple(ranks)), peers)]
 

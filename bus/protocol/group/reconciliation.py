@@ -62,7 +62,7 @@ def find_leftover(
         update.state is UpdateState.IDLE or update.update_id != beat.update_id
     ):
         return Abort(beat.update_id, "the bus knows nothing of this update"), alone
-    if peer.overdue in UNDONE and beat.phase not in _IN_UPDATE:
+    if peer.overdue in UNDONE and peer.may_return and beat.phase not in _IN_UPDATE:
         return Abort(beat.update_id, f"{peer.overdue} was not answered"), alone
     if _is_abandoned(state, peer, beat):
         return Resume(beat.update_id, state.version), alone

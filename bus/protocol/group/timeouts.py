@@ -4,7 +4,8 @@ These functions read a :class:`~bus.protocol.group.group_state.GroupState`, and 
 engines; :meth:`bus.protocol.group.group.Group.tick` acts on what they return.
 
 - A live engine that does not acknowledge a step for ``step_timeout_ms`` drops out and is overdue:
-  until it answers, it is not routable, and takes no part in new steps. A chunk's time starts when
+  until it answers, it is not routable, and takes no part in new steps. An engine that misses the
+  same step again and again is out for longer each time. A chunk's time starts when
   the trainer has sent the chunk. If the engine's core stands still, the log event says so (wedged).
 - An engine that is to join a communicator, and has been silent for half of ``peer_timeout_ms``,
   drops out in the same way, so that the trainer can open the transport without it.
@@ -68,7 +69,7 @@ def overdue_engines(
     for name in late:
         peer = state.registry.engines.get(name)
         wedged, restart = _check_wedged(state, peer, now_ms)
-        state.registry.on_overdue(name, barrier.step)
+        state.registry.on_overdue(name, barrier.step, now_ms, state.config.step_timeout_ms)
         failure = Failure(
             NackCode.TIMEOUT,
             f"{state.registry.last_heard(name, now_ms)} lives but has not acked "

@@ -149,10 +149,14 @@ class TrainerSession:
     def decline(
         self, trainer: Peer, msg_id: int, message: m.Message, failure: Failure
     ) -> list[Effect]:
-        """Refuses a command, with the reason."""
+        """Refuses a command, with the reason.
+
+        The refusal is kept for repeated requests, except that of an ARM without tensors, which the
+        trainer repeats with them.
+        """
         step = m.GROUP_STEPS.get(type(message), "")
         nack = failure.nack(step, getattr(message, "update_id", ""))
-        if trainer is self.owner:
+        if trainer is self.owner and nack.code is not m.NackCode.MANIFEST_UNKNOWN:
             self.answer_ids([msg_id], nack)
         fields = {
             "group": self._group,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import socket
 import warnings
 from contextlib import ExitStack, asynccontextmanager
@@ -338,59 +339,72 @@ def test_a_server_that_accepts_no_connection_is_said(monkeypatch: pytest.MonkeyP
     asyncio.run(scenario())
 
 
-def test_a_quiet_connection_is_closed_by_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that closes it may do so while a pause is on its way."""
-    monkeypatch.setattr(connection_http, "KEEP_ALIVE_S", 0.05)
+def test_each_call_has_a_connection_of_its_own() -> None:
+    """A server may close one that is kept alive while the next call is on its way."""
 
     async def scenario() -> None:
-        hung_up = asyncio.Event()
-
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            while await reader.readline():
-                while (await reader.readline()).strip():
-                    pass
-                writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}")
-            hung_up.set()
-            writer.close()
-
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            engine = VllmAdapter(HttpConnection(f"http://127.0.0.1:{port}", ready_timeout_s=2))
-            with pytest.raises(EngineError):
-                await engine.start()
-            await hung_up.wait()
-            await engine.close()
-
-    run(scenario())
-
-
-def test_a_connection_that_saw_a_failure_is_not_used_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Servers close it a moment later, perhaps when the next call has just taken it. What is
-    under way beside the failure goes on."""
-    monkeypatch.setattr(connection_http, "KEEP_ALIVE_S", 60.0)
-    waiting = asyncio.Event()
-
-    async def scenario() -> None:
-        server = Server(resume=None, pause=waiting, abort_requests=web.HTTPInternalServerError())
+        server = Server(resume=None)
         async with serving(server) as (engine, _):
             with pytest.raises(EngineError):
                 await engine.start()
             await engine.resume()
             await engine.resume()
-            kept, again = server.ports[-2:]
-            assert kept == again
-            pause = asyncio.create_task(engine.pause("keep", clear_cache=True))
-            await server.asked("pause")
-            with pytest.raises(EngineError):
-                await http(engine).post("/abort_requests")
-            failed, asked_for_health = server.ports[-2:]
-            assert failed != asked_for_health
-            await engine.resume()
-            assert server.ports[-1] not in (failed, kept)
-            waiting.set()
-            await pause
+            assert len(set(server.ports)) == len(server.ports)
+
+    run(scenario())
+
+
+@asynccontextmanager
+async def breaking(bytes_read: int) -> AsyncIterator[tuple[HttpConnection, list[str]]]:
+    """A server that breaks the first connection for a call after so many bytes; and the paths that
+    it was asked for."""
+    asked: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        asked.append(head.split()[1])
+        if asked == ["/collective_rpc"]:
+            await reader.readexactly(bytes_read)
+            writer.transport.abort()
+            return
+        length = re.search(r"content-length: (\d+)", head)
+        await reader.readexactly(int(length[1]) if length else 0)
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Length: 16\r\n"
+            b'Content-Type: application/json\r\n\r\n{"results": [5]}'
+        )
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        connection = HttpConnection(f"http://127.0.0.1:{port}")
+        try:
+            yield connection, asked
+        finally:
+            await connection.close()
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+def test_a_call_that_did_not_reach_the_server_is_sent_again() -> None:
+    """Its connection broke before the server had all of it."""
+
+    async def scenario() -> None:
+        async with breaking(1000) as (connection, asked):
+            assert await connection.ask("load", {"large": "x" * 2**24}) == [5]
+            assert asked == ["/collective_rpc"] * 2
+
+    run(scenario())
+
+
+def test_a_server_that_breaks_a_connection_and_answers_others_is_alive() -> None:
+    """The call may have been made, so it is not sent again."""
+
+    async def scenario() -> None:
+        async with breaking(2) as (connection, asked):
+            with pytest.raises(EngineError, match="the server lives") as found:
+                await connection.ask("load")
+            assert not isinstance(found.value, EngineDead)
+            assert asked == ["/collective_rpc", "/health"]
 
     run(scenario())
 

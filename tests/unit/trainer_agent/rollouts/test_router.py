@@ -93,9 +93,7 @@ def test_rejections_shrink_a_window_once_for_all_under_way_and_completions_grow_
         router.rejected(load, 1.0)
     assert load.window == 4
     assert picked(router, now_s=1.0) is None
-    held_until_s = router.next_release_s(1.0)
-    assert held_until_s is not None
-    assert picked(router, now_s=held_until_s) == "a"
+    assert picked(router, now_s=load.held_until_s) == "a"
     for _ in range(100):
         router.succeeded(load)
     assert load.window == 8
@@ -271,9 +269,8 @@ def test_sessions_stay_on_decode_engines_and_prompts_go_to_the_least_loaded_pref
     assert router.is_split
     assert {place(router, f"s{index}") for index in range(20)} == {"a", "b"}
     assert Counter(picked(router) for _ in range(5)) == {"a": 2, "b": 2, None: 1}
-    loads = [router.pick_prefill(0.0) for _ in range(5)]
-    assert Counter(load and load.route.engine for load in loads) == {"p": 2, "q": 2, None: 1}
-    assert router.pick_prefill(0.0, {"p", "q"}) is None
+    assert router.prefills().keys() == {"p", "q"}
+    assert router.prefills({"p", "q"}) == {}
     router.update(prefills)
     assert not router.is_split
     assert place_of(router, "s0") in ("p", "q")

@@ -21,6 +21,7 @@ from bus.messages import (
     PauseLocal,
     Resume,
     TransferInit,
+    UpdateFinish,
     UpdateStart,
     WaitEngines,
 )
@@ -677,6 +678,28 @@ def test_who_has_answered_too_late_returns_though_the_answer_is_lost(kind: type[
     assert group.registry.engines["e1"].overdue, "its answer is lost"
     scene.world.network.heal(late.route)
     assert scene.world.run_until(lambda: not group.registry.engines["e1"].overdue)
+
+
+@pytest.mark.parametrize("deaf_to", [UpdateStart, Arm, UpdateFinish])
+def test_an_engine_that_is_deaf_to_a_step_does_not_hold_up_each_update(
+    deaf_to: type[Message],
+) -> None:
+    """It answers ABORT, and so it takes part again; but after each time it is out for longer."""
+    scene = Scene(1, 1)
+    deaf, timeout_ms = scene.engine("e1"), scene.world.config.step_timeout_ms
+    deaf.behaviour.deaf_to = {deaf_to}
+    held_up = 0
+    for number in range(10):
+        begun_ms = scene.world.now_ms
+        scene.update(7 + number)
+        assert scene.settled().error is None
+        held_up += scene.world.now_ms - begun_ms >= timeout_ms
+        scene.world.run_for(3000.0)
+    assert held_up == 2
+    deaf.behaviour.deaf_to = set()
+    scene.world.run_for(4 * timeout_ms)
+    scene.update(30)
+    assert scene.settled().excluded == ()
 
 
 def test_an_update_waits_for_its_sender_and_for_no_engine() -> None:
