@@ -120,9 +120,9 @@ class RolloutRun:
             try:
                 if first.token_ids:
                     self._prepare(first, request.inexact(route.limits))
-                limits = [choice.begin_attempt(route.limits) for choice in choices][0]
+                begun = [choice.begin_attempt(route.limits) for choice in choices]
                 at = first.index, len(choices)
-                body = request.body(first.token_ids, *at, limits, first.attempts)
+                body = request.body(first.token_ids, *at, begun[0], first.attempts)
                 if route.pd_role == "decode" and len(choices) == 1:
                     prefiller = await self._prefill(body)
                 await self._read(choices, load, body)
