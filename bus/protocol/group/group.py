@@ -356,7 +356,9 @@ class Group(GroupState):
             event = "pause_failed"
         elif failure.code is m.NackCode.TRANSFER_CLOSED:  # an engine joined or left: reopen
             event = "transfer_closed"
-        level = "info" if event == "transfer_closed" else "warning"
+        elif failure.code is m.NackCode.DTYPE_KEPT:  # the trainer casts less, and arms again
+            event = "dtype_kept"
+        level = "info" if event in ("transfer_closed", "dtype_kept") else "warning"
         fields = failure_fields(step.value, failure, failed.chunk)
         effects: list[Effect] = [self.note(event, update_id, level, fields)]
         keys = [(step, failed.chunk)]
