@@ -32,7 +32,7 @@ def test_what_engines_keep_is_sent_as_it_is() -> None:
     assert (dtypes(cast), cast.is_lossy) == (["bfloat16", "bfloat16", "int64"], True)
     assert cast.keep(frozenset({"model.layers.*.mlp.gate.e_score_correction_bias"}))
     assert dtypes(cast) == ["bfloat16", "float32", "int64"]
-    assert len(dict(cast)[BIAS].unique()) == 256
+    assert len(set(dict(cast)[BIAS].tolist())) == 256
     assert cast.is_lossy
     again = CastSource(source(), "bfloat16", kept)
     assert dtypes(again) == ["bfloat16", "float32", "int64"]
