@@ -103,10 +103,8 @@ class EngineTransfer:
             field, found = "communicator", "the transport was made for another communicator"
         elif update.transfer and update.transfer != opened.update_id:
             field, found = "transfer", f"an earlier transport, {opened.update_id}, is open here"
-        elif not update.transfer and self._asked != (
-            opened,
-            self.epoch,
-        ):  # of a peer that is a version older
+        elif not update.transfer and self._asked != (opened, self.epoch):
+            # The trainer or the broker is one wire version older.
             field, found = "transfer", "the transport of an earlier trainer is open here"
         else:
             update.transfer = opened.update_id
