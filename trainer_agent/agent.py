@@ -361,7 +361,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
         async with self._suspend_catch_up(), self._updates.begin(ask, target) as update:
             engine_dtype = await self._connection.engine_dtype() if dtype == "engine" else ""
             if engine_dtype:
-                read = CastSource(read, engine_dtype, self._connection.kept_dtypes)
+                read = CastSource(read, engine_dtype, self._steps.kept_dtypes)
             stream = ChunkStream(
                 read, self._transport.sender, chunk_bytes=self.chunk_bytes, verify=self.verify
             )

@@ -56,7 +56,6 @@ class Connection:
         on_stale: called with the stale engines that lack the snapshot's version.
         on_routes: called with a group's name and its routes; rollout clients receive them.
         tensors_taken: how many tensors of the present update were read; heartbeats report it.
-        kept_dtypes: patterns of the names of tensors that engines keep in float32, as they said.
         lost_rank: the broker's NACK if another rank of the trainer is gone; else None.
     """
 
@@ -90,7 +89,6 @@ class Connection:
         self._progress_ms = 0.0  # when the last step was done
         self.delivery = GuaranteedDelivery(self)
         self.tensors_taken = 0
-        self.kept_dtypes: set[str] = set()
         self.lost_rank: Nack | None = None
 
     async def open(self) -> None:
