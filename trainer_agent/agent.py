@@ -337,8 +337,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             The version that the bus assigned. :attr:`last_update` has the details.
 
         Raises:
-            ManifestRefused: an engine's model doesn't take these tensors. Nothing was loaded, except
-                if a tied head differs from the embeddings: then engines are as after UpdateFailed.
+            ManifestRefused: an engine's model doesn't take these tensors. Nothing was loaded, but
+                if a tied head differs from the embeddings, engines are as after UpdateFailed.
             Refused: code ``draft_missing`` if an engine has no draft model; ``staging_refused`` if
                 staging is required and impossible.
             PauseFailed: as :meth:`paused`.
