@@ -76,6 +76,8 @@ class Manifest:
             the last one is the number of tensors.
         counts: in the manifest of a patch, how many elements of each tensor are sent, each with its
             index. Empty: full tensors are sent.
+        is_cast: whether the sender has cast tensors to the dtype of the engines' models, and wants
+            to know which of them an engine keeps in a wider one. Not a part of the digest.
     """
 
     names: tuple[str, ...]
@@ -83,6 +85,7 @@ class Manifest:
     shapes: tuple[tuple[int, ...], ...]
     chunk_ends: tuple[int, ...]
     counts: tuple[int, ...] = ()
+    is_cast: bool = False
 
     def __post_init__(self) -> None:
         """Checks that the fields agree.

@@ -303,9 +303,9 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             config: the model's configuration, if ``source`` is a state dict of transformers.
                 Models, and state dicts with a configuration, are sent as ``save_pretrained`` would
                 write them: fused experts are split into one tensor per expert, without a copy.
-            dtype: ``engine`` casts floating-point tensors to the dtype of the engines' model, chunk
-                by chunk on the tensors' own device. Checksums are of the cast tensors. ``source``
-                sends tensors as they are.
+            dtype: ``engine`` casts floating-point tensors to the dtypes of the engines' parameters,
+                chunk by chunk on the tensors' own device; checksums are of the cast tensors.
+                ``source`` sends tensors as they are.
             target: ``draft`` updates the draft model of the engines' speculative decoding. Tensors
                 that the draft shares with the model (embeddings, output head) are refused.
             label: your own name for these weights, in logs and status.
@@ -361,7 +361,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
                 return await follow_rank_zero(self._connection, read, number)
         async with self._suspend_catch_up(), self._updates.begin(ask, target) as update:
             engine_dtype = await self._connection.engine_dtype() if dtype == "engine" else ""
-            read = CastSource(read, engine_dtype) if engine_dtype else read
+            if engine_dtype:
+                read = CastSource(read, engine_dtype, self._steps.kept_dtypes)
             stream = ChunkStream(
                 read, self._transport.sender, chunk_bytes=self.chunk_bytes, verify=self.verify
             )
@@ -369,8 +370,7 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             stream.plan.check_finite = check_finite
             stream.on_released = on_sent
             if self._snapshot is not None and target == "model":
-                begin = self._snapshot.begin
-                update.copy = stream.copy = await anyio.to_thread.run_sync(begin, stream.plan.metas)
+                stream.make_copy = self._snapshot.begin
             return (await send_stream(update, stream, self._transport, self._steps, label)).version
 
     async def send_weights(

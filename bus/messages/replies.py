@@ -96,6 +96,7 @@ class NackCode(StrEnum):
     OTHER_BASE = "other_base"
     BACKEND_MISSING = "backend_missing"
     DRAFT_MISSING = "draft_missing"
+    DTYPE_KEPT = "dtype_kept"
     KV_CONNECTOR_REFUSED = "kv_connector_refused"
     TRANSFER_CLOSED = "transfer_closed"
     TRANSFER_FAILED = "transfer_failed"

@@ -130,6 +130,8 @@ class Arm(Message):
         staging: how the update may be staged; None: it is loaded in a pause.
         default_quorum: True: the user has not chosen ``quorum``, so the broker raises it to all DP
             groups if some engines prefill for others.
+        is_cast: True: the trainer has cast tensors to the dtype of the engines' models, and an
+            engine that keeps one in float32 refuses with ``dtype_kept``.
         transfer: the id of the TRANSFER_INIT that opened the transport. An engine that has any
             other transport open refuses with ``transfer_closed``. Empty: from a peer that is one
             wire version older.
@@ -154,6 +156,7 @@ class Arm(Message):
     staging: Staging | None = None
     default_quorum: bool = False
     transfer: UpdateId = ""
+    is_cast: bool = False
 
     def without_tensors(self) -> Arm:
         """Returns the same ARM with the digest in place of the tensors."""

@@ -127,7 +127,8 @@ class WorkerClient:
         """
         self._caches.require_updatable()
         described = manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends
-        arm = operations.ArmManifest(*described, target, manifest.counts, staging)
+        asked = target, manifest.counts, staging, manifest.is_cast
+        arm = operations.ArmManifest(*described, *asked)
         of_model = target == "model" and not self._adapter
         before, self._armed = self._armed, None
         digest = manifest.digest() if of_model and staging and before == manifest else ""

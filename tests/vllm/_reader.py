@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 READ_MODELS = "tests_read_models"
+READ_FLOAT32 = "tests_read_float32"
 # What a layer calls the width of its input: sharded, whole, or an output head's.
 WIDTHS = ("input_size_per_partition", "input_size", "embedding_dim")
 
@@ -19,6 +20,15 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase  # noqa: PLC0415 - only where there is a vLLM
 
     setattr(WorkerBase, READ_MODELS, _read)
+    setattr(WorkerBase, READ_FLOAT32, _read_float32)
+
+
+def _read_float32(worker: Any) -> dict[str, list[float]]:
+    """Its model's parameters and buffers that are float32, by their names."""
+    model = worker.get_model()
+    every = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    wide = {name: each for name, each in every.items() if str(each.dtype) == "torch.float32"}
+    return {name: each.detach().flatten().tolist() for name, each in wide.items()}
 
 
 def _read(worker: Any) -> dict[str, dict[str, str]]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
@@ -22,8 +23,12 @@ from sidecar import Sidecar
 from sidecar.vllm.inprocess_engine import VllmEngine
 from tests.support.broker import a_broker
 from tests.vllm._families import FAMILIES, POSITIONS, Family
+from tests.vllm._reader import READ_FLOAT32
 from tests.vllm._vllm import PROMPT, async_llm, boot_environment, engine_args, require_vllm
 from trainer_agent import TrainerAgent
+
+if TYPE_CHECKING:
+    from trainer_agent.options import How
 
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -59,6 +64,36 @@ def test_families_serve_what_two_updates_bring(family: Family, tmp_path: Path) -
     assert len(set(map(tuple, tokens))) == len(SEEDS), "the weights make a difference"
     served = asyncio.run(_updated(family, tmp_path, models))
     assert _equal(served, expected, 0.0 if family.differs else TOLERANCE)
+
+
+@pytest.mark.parametrize("how", ["paused", "staged"])
+def test_a_cast_loses_nothing_that_the_engine_keeps(tmp_path: Path, how: How) -> None:
+    """A trainer in float32, an engine in bfloat16, whose router has a bias in float32: by two
+    updates, of which the second knows what the first was told."""
+    engine = next(each for each in FAMILIES if each.model_type == "glm4_moe")
+    engine = replace(engine, dtype="bfloat16")
+    engine.save(engine.model(0), tmp_path / "0")
+    trained = [replace(engine, dtype="float32").model(seed) for seed in (1, 2)]
+
+    async def scenario() -> None:
+        async with (
+            async_llm(boot_environment(tmp_path), _args(engine, tmp_path, 0)) as llm,
+            a_broker() as (_, broker),
+            TrainerAgent(broker, group="policy", verify="full", keep_last=True) as agent,
+            Sidecar(VllmEngine(llm), broker=broker, group="policy", name="e0"),
+        ):
+            await agent.wait_for_engines(1)
+            for model in trained:
+                await agent.update_weights(model, dtype="engine", how=how)
+                (kept,) = await llm.collective_rpc(READ_FLOAT32)
+                sent = dict(model.named_buffers())
+                biases = {n: b for n, b in sent.items() if n.endswith("e_score_correction_bias")}
+                assert biases
+                for name, bias in biases.items():
+                    assert kept[name] == bias.tolist()
+                    assert bias.bfloat16().tolist() != bias.tolist()
+
+    asyncio.run(scenario())
 
 
 async def _updated(family: Family, folder: Path, models: list[Any]) -> list[Answer]:

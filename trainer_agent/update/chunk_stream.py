@@ -13,26 +13,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import anyio.lowlevel
 import torch
 
-from bus.errors import BusTimeout, UpdateFailed, WavebusError, refusal
+from bus.errors import BusTimeout, Refused, UpdateFailed, WavebusError, refusal
+from bus.kept_dtypes import kept_patterns
 from bus.messages import ChunkSent, NackCode, Step
 from bus.protocol.trainer.chunk_window import ChunkWindow
 from trainer_agent.failures import own_nack
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.update.steps import flat_task_group, run_to_end
 from trainer_agent.weights.any_source import as_source
+from trainer_agent.weights.cast import CastSource
 from trainer_agent.weights.source import Devices, as_described, tensor_metas
 from trainer_agent.weights.wrappers import require_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from bus.manifest import TensorMeta
     from bus.messages import Verify
     from bus.weight_transfer.base import Sender
     from trainer_agent.connection import Connection
@@ -64,6 +67,7 @@ class ChunkStream:
         all_sent: set when the last chunk and its CHUNK_SENT are sent.
         on_released: called once, when the trainer may modify the source's tensors: when the last
             one is in a buffer, or, without buffers, when engines have loaded all.
+        make_copy: makes ``copy`` for the tensors that engines have armed; None: nothing is copied.
         copy: receives a copy of every tensor; None: nothing is copied.
         connection: the trainer's connection. Its ``timeout_s`` limits how long the source may take
             for one tensor.
@@ -72,12 +76,11 @@ class ChunkStream:
     def __init__(
         self, source: WeightSource, sender: Sender, *, chunk_bytes: int, verify: Verify
     ) -> None:
-        metas = tensor_metas(source.metadata())
-        require_whole(metas)
-        self.plan = UpdatePlan.of_source(metas, chunk_bytes=chunk_bytes)
-        self.buffer_bytes = self.plan.buffer_bytes(sender)
+        self._source = source
+        self._chunk_bytes = chunk_bytes
         self._remaining = iter(source)
-        self._tensors = as_described(self.plan.metas, self._remaining)
+        self.make_copy: Callable[[Sequence[TensorMeta]], WeightsCopy] | None = None
+        self._make_plan(sender, is_cast=isinstance(source, CastSource) and source.is_lossy)
         self._take_lock = threading.Lock()
         self._taken = 0  # tensors read from the source
         self._is_stuck = False  # a thread still waits in the source
@@ -91,6 +94,28 @@ class ChunkStream:
         self.copy: WeightsCopy | None = None
         self.on_released: Callable[[], None] = do_nothing
         self.verify: Verify = verify if sender.is_bit_exact else "unsupported"
+
+    def _make_plan(self, sender: Sender, *, is_cast: bool) -> None:
+        metas = tensor_metas(self._source.metadata())
+        require_whole(metas)
+        self.plan = UpdatePlan.of_source(metas, chunk_bytes=self._chunk_bytes)
+        self.plan.manifest = replace(self.plan.manifest, is_cast=is_cast)
+        self.buffer_bytes = self.plan.buffer_bytes(sender)
+        self._tensors = as_described(self.plan.metas, self._remaining)
+
+    def cast_less(self, refused: Refused) -> bool:
+        """Plans again after a refusal by an engine that keeps tensors in a wider dtype.
+
+        Returns:
+            Whether the refusal was that; False: nothing has changed.
+        """
+        if refused.code is not NackCode.DTYPE_KEPT or not isinstance(self._source, CastSource):
+            return False
+        check_finite = self.plan.check_finite
+        changed = self._source.keep(kept_patterns(refused.nack.detail))
+        self._make_plan(self._sender, is_cast=changed and self._source.is_lossy)
+        self.plan.check_finite = check_finite
+        return True
 
     async def fill(self) -> None:
         """Fills the sender's buffers with the first chunks of the source, and sends nothing yet."""
@@ -283,9 +308,19 @@ async def send_stream(
         label: the trainer's own name of the weights.
     """
     stream.connection = steps.connection
-    await transport.open(stream.buffer_bytes)
-    reopen = functools.partial(transport.reopen, stream.buffer_bytes)
-    await transport.arm(update, stream.plan, label, reopen)
+    is_armed = False
+    while not is_armed:
+        await transport.open(stream.buffer_bytes)
+        reopen = functools.partial(transport.reopen, stream.buffer_bytes)
+        try:
+            await transport.arm(update, stream.plan, label, reopen)
+            is_armed = True
+        except Refused as refused:
+            if not stream.cast_less(refused):
+                raise
+    if stream.make_copy is not None:
+        copy = await anyio.to_thread.run_sync(stream.make_copy, stream.plan.metas)
+        update.copy = stream.copy = copy
     await update.release_ranks(stream.drain)
     await stream.fill()
     try:

@@ -52,11 +52,13 @@ class Steps:
     Attributes:
         version: the greatest version that the bus has reported.
         window: the state of the trainer's pause.
+        kept_dtypes: patterns of the names of tensors that engines keep in float32, as they said.
     """
 
     def __init__(self, connection: Connection, *, lease_ms: int, timeout_s: float) -> None:
         self.version = 0
         self.window = PauseWindow()
+        self.kept_dtypes: set[str] = set()
         self.connection = connection
         self._lease_ms = lease_ms
         self._timeout_s = timeout_s

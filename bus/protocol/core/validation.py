@@ -22,7 +22,12 @@ def manifest_of(message: Arm) -> Manifest:
     """
     try:
         manifest = Manifest(
-            message.names, message.dtypes, message.shapes, message.chunk_ends, message.counts
+            message.names,
+            message.dtypes,
+            message.shapes,
+            message.chunk_ends,
+            message.counts,
+            message.is_cast,
         )
     except ValueError as error:
         field, _, detail = str(error).partition(": ")

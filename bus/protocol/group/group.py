@@ -354,9 +354,9 @@ class Group(GroupState):
         event = "sleep_failed" if step in SLEEP_STEPS else "update_failed"
         if step in PAUSE_STEPS:
             event = "pause_failed"
-        elif failure.code is m.NackCode.TRANSFER_CLOSED:  # an engine joined or left: reopen
-            event = "transfer_closed"
-        level = "info" if event == "transfer_closed" else "warning"
+        elif failure.code in (m.NackCode.TRANSFER_CLOSED, m.NackCode.DTYPE_KEPT):  # it arms again
+            event = "dtype_kept" if failure.code is m.NackCode.DTYPE_KEPT else "transfer_closed"
+        level = "info" if event in ("transfer_closed", "dtype_kept") else "warning"
         fields = failure_fields(step.value, failure, failed.chunk)
         effects: list[Effect] = [self.note(event, update_id, level, fields)]
         keys = [(step, failed.chunk)]

@@ -225,6 +225,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
             self.staging,
             request.default_quorum,
             transfer,
+            manifest.is_cast,
         )
         return self._wake() if self._window.state is PauseWindowState.ASLEEP else self._ask_arm()
 

@@ -44,7 +44,7 @@ from bus.weight_transfer.allocation import StagingCapacity  # noqa: TC001 - as a
 # The worker's method that carries out an operation. Its argument is ``operation``; it returns
 # :class:`Done`, as a dict.
 PERFORM: Final = "wavebus_perform"
-PROTOCOL: Final = 12
+PROTOCOL: Final = 13
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -102,6 +102,7 @@ class ArmManifest(_Strict, frozen=True, tag="arm"):
             :class:`bus.manifest.Manifest` describe them.
         target: what the update replaces: the model, or its draft model.
         staging: the options of a staged update; None if it is loaded in a pause.
+        is_cast: as :class:`bus.manifest.Manifest`.
     """
 
     names: TensorNames
@@ -111,6 +112,7 @@ class ArmManifest(_Strict, frozen=True, tag="arm"):
     target: Target
     counts: Counts
     staging: Staging | None = None
+    is_cast: bool = False
 
 
 class Start(_Strict, frozen=True, tag="start"):

@@ -110,6 +110,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         used: indices of the tensors that filled something.
         copies: by index of a tensor, the copies that were made from it.
         fills: the constants that the loader wrote.
+        widened: indices of the tensors that fill a float32 parameter in a narrower dtype.
         beyond_copies: the first operation that a copy plan can't repeat, and its tensor; empty if
             there was none.
     """
@@ -134,6 +135,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for meta in metas
         ]
         self.used: set[int] = set()
+        self.widened: set[int] = set()
         self.copies: dict[int, list[TracedCopy]] = {}
         self.fills: list[TracedFill] = []
         self.beyond_copies = ""
@@ -279,6 +281,8 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"dtype {meta.dtype}, but the model's {name} is {dtype}; vLLM would "
                 'cast it silently: update_weights(..., dtype="engine") casts it in the trainer',
             )
+        if of_tensor and dtype == "float32" and meta.dtype in _NARROW:
+            self.widened.add(index)
         self.used.add(index)
         regions = self._writes.setdefault(name, {})
         owner = regions.setdefault(_region(target), index)
@@ -290,6 +294,7 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what .item() becomes
+_NARROW = frozenset({"bfloat16", "float16"})
 _FILLS = frozenset(
     {
         torch.ops.aten.fill_.Scalar,

@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from bus.errors import EngineError, UsageError
+from bus.kept_dtypes import kept_refusal
 from bus.lora import PREFIX as ADAPTERS
 from bus.lora import adapter_of, check_adapter_name
 from bus.manifest import Manifest
@@ -354,7 +355,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
         described = operation.names, operation.dtypes, operation.shapes
         try:
-            manifest = Manifest(*described, operation.chunk_ends, operation.counts)
+            sent = operation.counts, operation.is_cast
+            manifest = Manifest(*described, operation.chunk_ends, *sent)
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
         target = operation.target
@@ -370,6 +372,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         else:
             loadable = self._loadable[target]
             trace = loadable.checker.check(manifest)
+            if manifest.is_cast and trace.widened:
+                raise kept_refusal([trace.metas[index].name for index in sorted(trace.widened)])
             if not manifest.counts:  # a patch is always loaded by vLLM's loader
                 loadable.plans.on_armed(manifest, trace)
         if self._last_manifest is None or self._last_manifest.manifest != manifest:
