@@ -686,7 +686,7 @@ def test_chat_comes_in_parts_and_ends_before_its_last_token(reasons: bool, parts
             }
             assert said == {"content": "it is so", "reasoning": "because" * reasons}
             assert joined(streamed)["token_ids"] == choice["token_ids"]
-            whole = [kind for kind, given in asked if kind == "derender" and "stream" not in given]
+            whole = [kind for kind, sent in asked if kind == "derender" and "stream" not in sent]
             assert len(whole) == (not parts), "a message that came in parts is made again"
 
     run(main())
