@@ -7,7 +7,7 @@ engines; :meth:`bus.protocol.group.group.Group.tick` acts on what they return.
   until it answers, it is not routable, and takes no part in new steps. An engine that misses the
   same step again and again is out for longer each time. A chunk's time starts when
   the trainer has sent the chunk. If the engine's core stands still, the log event says so (wedged).
-- An engine that is to join a communicator, and has been silent for half of ``peer_timeout_ms``,
+- An engine that is asked to join a communicator, and then silent for half of ``peer_timeout_ms``,
   drops out in the same way, so that the trainer can open the transport without it.
 - If a step waits for the trainer alone, and the trainer makes no progress for twice
   ``step_timeout_ms``, the update is aborted. Each command is progress, and so is each tensor taken
@@ -52,9 +52,11 @@ def late_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> list[
         barrier.messages[0], "communicator", 0
     ):
         return []
-    engines, since_ms = state.registry.engines, now_ms - state.config.peer_timeout_ms / 2
+    if now_ms - barrier.asked_ms <= state.config.peer_timeout_ms / 2:
+        return []
+    engines = state.registry.engines
     waiting = [engines[name] for name in sorted(barrier.waiting) if name in engines]
-    return [peer.name for peer in waiting if peer.last_heard_ms < since_ms]
+    return [peer.name for peer in waiting if peer.last_heard_ms < barrier.asked_ms]
 
 
 def overdue_engines(

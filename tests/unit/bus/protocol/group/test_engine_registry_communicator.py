@@ -173,6 +173,7 @@ def test_an_engine_that_is_silent_holds_up_no_new_communicator(*, communicates: 
         bench.say(name, boot, ack(Step.TRANSFER_INIT, "t1"))
         engines[name].last_heard_ms = half_ms
     engine = engines[FOUR[-1][0]]
+    engine.last_heard_ms = -1.0
     bench.broker.tick(half_ms)
     assert not engine.overdue
     effects = bench.broker.tick(half_ms + 1)
