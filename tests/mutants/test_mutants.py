@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[1]
 PATCHES: Final = sorted(HERE.glob("*.patch"))
-COPIED: Final = ("bus", "sidecar", "trainer_agent", "tests", "pyproject.toml")
+COPIED: Final = ("bus", "sidecar", "trainer_agent", "tests", "examples", "pyproject.toml")
 # Two thirds of a suite's processor time are imports. So each is forked from a process that has
 # imported what is not wavebus.
 TEMPLATE: Final = Template(
