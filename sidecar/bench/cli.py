@@ -158,7 +158,7 @@ def show(name: str, plan: Any, *, as_json: bool, loop: LoopChoice = "auto") -> N
         assert this is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
         async with Bench(kind, getattr(plan, "logs", None)) as running:
-            figures: dict[str, Any] = await module.measure(running, plan)
+            figures: dict[str, Any] = await running.complete(module.measure(running, plan))
         return figures
 
     try:

@@ -10,7 +10,7 @@ import resource
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
@@ -19,7 +19,7 @@ import click
 from bus.errors import UsageError, WavebusError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from bus.runtime.event_loop import LoopChoice
 
@@ -41,7 +41,7 @@ class Worker:
 
     :mod:`sidecar.bench.programs.__main__` describes programs and their answers. ``log`` gets the
     process's stderr. After ``answer_s`` seconds without an answer, or ``grace_s`` seconds without
-    an end, the process counts as stuck.
+    an end, the process counts as stuck. ``may_end`` is set when the bench ends the process itself.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Worker:
     log: IO[bytes]
     answer_s: float
     grace_s: float
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def ask(self, method: str, **arguments: Any) -> Any:
         """Calls a method of the object that the program has returned; returns the result.
@@ -74,19 +75,24 @@ class Worker:
             async with asyncio.timeout(self.answer_s):
                 line = await self.process.stdout.readline()
         if not line:
-            self.log.seek(0)
-            tail = self.log.read()[-2000:].decode(errors="replace").strip()
-            raise BenchFailed(f"{self.name} ended or is stuck:\n{tail}")
+            raise BenchFailed(f"{self.name} ended or is stuck:\n{self.tail()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def tail(self) -> str:
+        """Returns the end of the process's log."""
+        self.log.seek(0)
+        return self.log.read()[-2000:].decode(errors="replace").strip()
+
     async def kill(self) -> None:
         """Ends the process by SIGKILL, and waits for its end."""
+        self.may_end.set()
         await kill(self.process)
 
     async def end(self) -> None:
         """Ends the process by closing its stdin, and kills it if that takes too long."""
         assert self.process.stdin is not None
+        self.may_end.set()
         self.process.stdin.close()
         try:
             with contextlib.suppress(TimeoutError):
@@ -114,10 +120,33 @@ class Bench(contextlib.AsyncExitStack):
         super().__init__()
         self.loop: LoopChoice = loop
         self.logs = logs
+        self._ended: asyncio.Queue[Worker] = asyncio.Queue()
+        self._watches: set[asyncio.Task[None]] = set()
 
     async def part(self) -> Bench:
         """Returns a bench for a part of this run; its processes may end earlier."""
-        return await self.enter_async_context(Bench(self.loop, self.logs))
+        part = Bench(self.loop, self.logs)
+        part._ended = self._ended
+        return await self.enter_async_context(part)
+
+    async def complete(self, measuring: Coroutine[Any, Any, T]) -> T:
+        """Returns the result of ``measuring``, unless a process ends meanwhile.
+
+        Raises:
+            BenchFailed: a process has ended, which the bench did not end. Others may wait for it
+                for ever.
+        """
+        result, ended = asyncio.ensure_future(measuring), asyncio.ensure_future(self._ended.get())
+        try:
+            await asyncio.wait((result, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                gone = ended.result()
+                raise BenchFailed(f"{gone.name} has ended:\n{gone.tail()}")
+        finally:
+            for each in (result, ended):
+                each.cancel()
+            await asyncio.gather(result, ended, return_exceptions=True)
+        return result.result()
 
     def folder(self) -> Path:
         """Makes a temporary folder, which is removed when the block ends."""
@@ -159,7 +188,15 @@ class Bench(contextlib.AsyncExitStack):
         )
         started = Worker(name, process, log, answer_s, grace_s)
         self.push_async_callback(started.end)
+        watch = asyncio.create_task(self._watch(started))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
         return started
+
+    async def _watch(self, started: Worker) -> None:
+        await started.process.wait()
+        if not started.may_end.is_set():
+            self._ended.put_nowait(started)
 
     async def start(self, program: str, **how: Any) -> tuple[Worker, dict[str, Any]]:
         """Starts a process as :meth:`launch` does; returns it with its first answer."""

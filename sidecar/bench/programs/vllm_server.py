@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import bus.log
+from bus.errors import WavebusError
 from bus.vllm_payloads import is_loaded_on_receipt
 from sidecar.bench.programs.call_times import CallTimes
 from sidecar.sidecar import Sidecar
@@ -17,7 +19,7 @@ from sidecar.vllm.engine import VllmAdapter
 from sidecar.vllm.plugin import operations, worker_rpc
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
     from contextlib import AsyncExitStack
 
 _BOOT_S: Final = 300.0
@@ -94,8 +96,11 @@ async def vllm_server(
         argv, env={**os.environ, **own, **variables}, ready_timeout_s=_BOOT_S
     )
     if not broker:
-        stack.push_async_callback(process.stop)
-        return SimpleNamespace(hello={"url": await process.start()})
+        alone = HttpConnection(server=process)
+        stack.push_async_callback(alone.close)
+        hello = {"url": await process.start()}
+        end_with(stack, alone.died(lambda: None))
+        return SimpleNamespace(hello=hello)
     name = server or f"engine-{group}"
     connection = TimedConnection(process)
     sidecar = await stack.enter_async_context(
@@ -110,7 +115,29 @@ async def vllm_server(
     await sidecar.joined()
     assert sidecar.info is not None
     connection.hello = {"url": sidecar.info.endpoint}
+    end_with(stack, sidecar.run())
     return connection
+
+
+def end_with(stack: AsyncExitStack, death: Coroutine[Any, Any, object]) -> None:
+    """Ends this program when its engine dies, so that the bench does not wait for the engine.
+
+    Args:
+        stack: ends the watch.
+        death: returns, or raises, when the engine has died.
+    """
+    program = asyncio.current_task()
+    assert program is not None
+
+    async def watch() -> None:
+        try:
+            reason = str(await death)
+        except WavebusError as error:
+            reason = str(error)
+        bus.log.logger().error("engine_died", reason=reason)
+        program.cancel()
+
+    stack.callback(asyncio.create_task(watch()).cancel)
 
 
 def foreign_plugins() -> list[str]:

@@ -67,6 +67,31 @@ def test_a_process_is_asked_by_method() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+def test_a_process_that_ends_ends_the_bench() -> None:
+    """Others may wait for it for ever; one that the bench ends itself does not count."""
+
+    async def scenario() -> None:
+        async with Bench("asyncio") as bench:
+
+            async def measure() -> None:
+                ours, _ = await bench.start("broker", name="ours")
+                await ours.kill()
+                other, _ = await bench.start("broker", name="other")
+                other.process.kill()
+                await asyncio.Event().wait()
+
+            with pytest.raises(BenchFailed, match=r"^other has ended:"):
+                await bench.complete(measure())
+
+            async def succeed() -> str:
+                await bench.start("broker")
+                return "done"
+
+            assert await bench.complete(succeed()) == "done"
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 @pytest.mark.ci
 def test_every_program_stands_in_the_module_of_its_name() -> None:
     """As processes of the benches look for it; other modules there are parts of programs."""
