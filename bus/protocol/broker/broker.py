@@ -125,7 +125,7 @@ class Broker:
                 self._refuse(route, envelope.id, failure, now_ms),
             ]
         peer.last_seq = envelope.seq
-        peer.on_frame(now_ms, message)
+        peer.on_frame(now_ms, type(message) is m.Heartbeat, getattr(message, "step", ""))
         group = self.groups.get(peer.group)
         back = group.take_back(peer, message, now_ms) if group and peer.overdue else []
         if type(message) is m.Ack:

@@ -126,7 +126,7 @@ class Peer:
         join = Join(self.role, self.host, self.pid, self.facts, self.coordinator)
         return place_of(self.group, join)
 
-    def on_frame(self, now_ms: float, message: Message) -> None:
+    def on_frame(self, now_ms: float, is_heartbeat: bool, step: str) -> None:
         """Records a frame of the peer as a sign of life.
 
         The link of a peer that joins again may be cut in one direction: the broker receives the
@@ -135,24 +135,30 @@ class Peer:
 
         Args:
             now_ms: when the frame arrived.
-            message: the frame's message.
+            is_heartbeat: whether the frame is a heartbeat.
+            step: the step that the frame answers; empty: none.
         """
-        if type(message) is Heartbeat:
+        if is_heartbeat:
             self.is_unreachable = False
-        elif self.missed and getattr(message, "step", "") == self.missed:
+        elif self.missed and step == self.missed:
             self.missed = ""
         if not self.is_unreachable:
             self.last_heard_ms = now_ms
 
-    def on_overdue(self, step: Step, now_ms: float, step_timeout_ms: float) -> None:
+    def on_overdue(self, step: Step, now_ms: float, waited_ms: float) -> None:
         """Records that the engine has not answered a step in time.
 
         An engine that misses one step again and again would cost each update that time. So it is
         out for longer each time, unless it answers the step itself.
+
+        Args:
+            step: the step.
+            now_ms: the time.
+            waited_ms: how long the others have waited for the answer.
         """
         self.misses = self.misses + 1 if self.missed == step.value else 1
         self.overdue = self.missed = step.value
-        self.out_until_ms = now_ms + step_timeout_ms * (4 ** (min(self.misses, _LONGEST) - 1) - 1)
+        self.out_until_ms = now_ms + waited_ms * (4 ** (min(self.misses, _LONGEST) - 1) - 1)
 
     def answers(self, message: Message) -> bool:
         """Returns whether a message shows that the engine has ended its overdue step.

@@ -206,11 +206,11 @@ class EngineRegistry:
         peer.phase = _PHASE_FOUND.get(ack.outcome) or after.get(ack.step, peer.phase)
         self.changes += was_out and peer.phase not in UNROUTABLE
 
-    def on_overdue(self, name: str, step: Step, now_ms: float, step_timeout_ms: float) -> None:
+    def on_overdue(self, name: str, step: Step, now_ms: float, waited_ms: float) -> None:
         """Marks an engine that has not answered ``step`` in time as overdue."""
         self.changes += 1
         if name in self.engines:
-            self.engines[name].on_overdue(step, now_ms, step_timeout_ms)
+            self.engines[name].on_overdue(step, now_ms, waited_ms)
 
     def on_answered(self, peer: Peer) -> None:
         """Ends the overdue state of an engine that has answered."""

@@ -71,12 +71,13 @@ def overdue_engines(
     for name in late:
         peer = state.registry.engines.get(name)
         wedged, restart = _check_wedged(state, peer, now_ms)
-        state.registry.on_overdue(name, barrier.step, now_ms, state.config.step_timeout_ms)
+        waited_ms = now_ms - barrier.asked_ms
+        state.registry.on_overdue(name, barrier.step, now_ms, waited_ms)
+        lives = "lives but " if peer and peer.last_heard_ms >= barrier.asked_ms else ""
         failure = Failure(
             NackCode.TIMEOUT,
-            f"{state.registry.last_heard(name, now_ms)} lives but has not acked "
-            f"{step_name(barrier.step, barrier.chunk)} for "
-            f"{now_ms - barrier.asked_ms:.0f} ms{wedged}",
+            f"{state.registry.last_heard(name, now_ms)} {lives}has not acked "
+            f"{step_name(barrier.step, barrier.chunk)} for {waited_ms:.0f} ms{wedged}",
             peer=name,
         )
         fields = {"peer": name, "step": barrier.step.value, "detail": failure.detail}
