@@ -7,7 +7,6 @@ all. An end that leaves meanwhile ends the meeting for all.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import secrets
 import selectors
@@ -81,14 +80,17 @@ class Listener:
         self._token = token
         self.met: dict[int, EndLink] = {}
         self._closed = False
+        self._barrier: EntryBarrier | None = None
         self._meeting = False
         self.port: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Stops listening; a :meth:`meet` in another thread raises."""
+        """Stops listening, and closes the barrier; a :meth:`meet` in another thread raises."""
         self._closed = True
         if not self._meeting:
             self._socket.close()
+        if self._barrier is not None:
+            self._barrier.close()
 
     def meet(
         self, place: RankAssignment, greeting: str, *, timeout_s: float, silence_s: float
@@ -149,22 +151,28 @@ class Listener:
             raise
         for link in strangers:
             link.connection.close()
-        return EntryBarrier(links, said, silence_s=silence_s)
+        self._barrier = made = EntryBarrier(links, said, silence_s=silence_s)
+        if self._closed:
+            made.close()
+        return made
 
     def _name_of(self, rank: int) -> str:
         of = [(first, name) for name, first in self._first_ranks.items() if first <= rank]
         return f"{max(of)[1]}, rank {rank}" if of else f"rank {rank}"
 
     def _accept(self, selector: selectors.BaseSelector, strangers: list[EndLink]) -> None:
-        with contextlib.suppress(OSError):
+        try:
             connection, address = self._socket.accept()
-            if len(strangers) >= _MAX_STRANGERS:
-                connection.close()
-                return
-            connection.setblocking(False)
-            _set_options(connection)
-            strangers.append(EndLink(connection, str(address)))
-            selector.register(connection, selectors.EVENT_READ, strangers[-1])
+        except OSError:  # it left again, or this process has no descriptor left
+            time.sleep(BEAT_S)
+            return
+        if len(strangers) >= _MAX_STRANGERS:  # the oldest has had its time
+            selector.unregister(strangers[0].connection)
+            strangers.pop(0).connection.close()
+        connection.setblocking(False)
+        _set_options(connection)
+        strangers.append(EndLink(connection, str(address)))
+        selector.register(connection, selectors.EVENT_READ, strangers[-1])
 
 
 def connect(
@@ -250,6 +258,8 @@ def _read_hello(
         return f"rank {rank} is not free"
     if len(link.received) < _HELLO.size + length:
         return None
+    if len(link.received) > _HELLO.size + length:
+        return "it says more than its greeting"
     greeting = link.received[_HELLO.size :].decode(errors="replace")
     link.received.clear()
     return rank, greeting

@@ -33,11 +33,13 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -78,13 +80,26 @@ class EndLink:
     Attributes:
         announced: the last collective that the other end announced (of a root: released).
         asked_s: since when the other end has not answered; 0: it has.
+        questioned_s: when it was last asked.
     """
 
     connection: socket.socket
     name: str
     announced: int = 0
     asked_s: float = 0.0
+    questioned_s: float = 0.0
     received: bytearray = field(default_factory=bytearray)
+
+
+_barriers: weakref.WeakSet[EntryBarrier] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for barrier in list(_barriers):
+        barrier.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 class EntryBarrier:
@@ -96,8 +111,8 @@ class EntryBarrier:
         greetings: what the ends said when they met, by rank.
         silence_s: how long an end may leave a question unanswered while others wait inside a
             collective, in seconds.
-        on_lost: called once, with the reason, when this end is lost. It runs in the thread that
-            watches, after all connections were closed.
+        on_lost: called with the reason when this end is lost. It runs in the thread that watches,
+            after all connections were shut; or in the thread that sets it, if that is too late.
 
     Attributes:
         greetings: as given.
@@ -115,7 +130,7 @@ class EntryBarrier:
         self._links = links
         self._is_root = 0 not in links
         self._silence_s = silence_s
-        self.on_lost = on_lost
+        self._on_lost = on_lost
         self._changed = threading.Condition()
         self._lost = ""
         self._announced = 0
@@ -124,7 +139,28 @@ class EntryBarrier:
         self._wake, self._woken = socket.socketpair()
         for each in (self._wake, self._woken, *(link.connection for link in links.values())):
             each.setblocking(False)
+        _barriers.add(self)
         threading.Thread(target=self._watch, name="wavebus-barrier", daemon=True).start()
+
+    @property
+    def on_lost(self) -> Callable[[str], None]:
+        """What is called when this end is lost."""
+        return self._on_lost
+
+    @on_lost.setter
+    def on_lost(self, call: Callable[[str], None]) -> None:
+        with self._changed:
+            self._on_lost, lost = call, self._lost
+        if lost:
+            call(lost)
+
+    def forget(self) -> None:
+        """Closes the connections of a forked child, in which no thread uses them.
+
+        Else the other ends would not notice the death of this process while the child lives.
+        """
+        for each in (self._wake, self._woken, *(link.connection for link in self._links.values())):
+            each.close()
 
     def announce(self, timeout_s: float, patience_s: float) -> CollectiveEntry:
         """Announces that this end will enter the next collective.
@@ -228,7 +264,12 @@ class EntryBarrier:
 
     def _send(self, link: EndLink, kind: bytes, number: int = 0) -> None:
         with contextlib.suppress(OSError):  # the watching thread sees what is wrong
-            link.connection.send(_FRAME.pack(kind, number))
+            try:
+                whole = link.connection.send(_FRAME.pack(kind, number)) == _FRAME.size
+            except BlockingIOError:
+                whole = False
+            if not whole:  # the other end reads nothing any more
+                link.connection.shutdown(socket.SHUT_RDWR)
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -237,23 +278,30 @@ class EntryBarrier:
     # -- the watching thread ---------------------------------------------------------------
 
     def _watch(self) -> None:
-        with self._wake, self._woken, selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
-            for link in self._links.values():
-                selector.register(link.connection, selectors.EVENT_READ, link)
-            looked_s = time.monotonic()
-            while not self._lost:
-                busy = self._inside or any(link.asked_s for link in self._links.values())
-                for key, _ in selector.select(BEAT_S if busy else None):
-                    if key.data is None:
-                        self._woken.recv(4096)
-                    elif not self._read(key.data):
-                        self._fail(f"{key.data.name} is closed or gone")
-                now = time.monotonic()
-                self._look(now, stood_still=now - looked_s > self._silence_s / 2)
-                looked_s = now
+        try:
+            with self._wake, self._woken, selectors.DefaultSelector() as selector:
+                selector.register(self._woken, selectors.EVENT_READ)
+                for link in self._links.values():
+                    selector.register(link.connection, selectors.EVENT_READ, link)
+                while not self._lost:
+                    self._watch_once(selector)
+        finally:
             for link in self._links.values():
                 link.connection.close()
+
+    def _watch_once(self, selector: selectors.BaseSelector) -> None:
+        before_s = time.monotonic()
+        busy = bool(self._inside) or any(link.asked_s for link in self._links.values())
+        ready = selector.select(BEAT_S if busy else None)
+        now = time.monotonic()
+        stood_s = now - before_s if busy and now - before_s > BEAT_S + self._silence_s / 2 else 0.0
+        for key, _ in ready:
+            if key.data is None:
+                self._woken.recv(4096)
+            elif not self._read(key.data):
+                own = f"; this process had stood still for {stood_s:.1f} s" if stood_s else ""
+                self._fail(f"{key.data.name} is closed or gone{own}")
+        self._look(now, stood_still=bool(stood_s))
 
     def _read(self, link: EndLink) -> bool:
         """Takes what an end has sent; returns False if its connection has ended."""
@@ -270,11 +318,10 @@ class EntryBarrier:
         whole = len(link.received) // _FRAME.size * _FRAME.size
         frames = bytes(link.received[:whole])
         del link.received[:whole]
-        for kind, number in _FRAME.iter_unpack(frames):
-            self._take(link, kind, number)
-        return True
+        return all(self._take(link, *frame) for frame in _FRAME.iter_unpack(frames))
 
-    def _take(self, link: EndLink, kind: bytes, number: int) -> None:
+    def _take(self, link: EndLink, kind: bytes, number: int) -> bool:
+        """Handles a frame; returns False if no end of this kind sends it."""
         if kind == (_READY if self._is_root else _GO):
             with self._changed:
                 link.announced = max(link.announced, number)
@@ -283,6 +330,9 @@ class EntryBarrier:
             self._send(link, _ANSWER)
             if self._is_root:  # whoever asks waits inside for an end that only the root can ask
                 self._ask(time.monotonic())
+        elif kind != _ANSWER:
+            return False
+        return True
 
     def _look(self, now: float, *, stood_still: bool) -> None:
         """Asks the other ends if a collective takes long; gives up if it can't end any more."""
@@ -301,8 +351,8 @@ class EntryBarrier:
 
     def _ask(self, now: float) -> None:
         for link in self._links.values():
-            if not link.asked_s:
-                link.asked_s = now
+            if not link.asked_s and now - link.questioned_s >= BEAT_S:
+                link.asked_s = link.questioned_s = now
                 self._send(link, _ASK)
 
     def _fail(self, reason: str) -> None:

@@ -91,7 +91,8 @@ class _Communicator:
                 work.wait(timedelta(seconds=_LOOK_S))
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    work.wait()  # raises what broke it, unless it has ended only just now
+                    return
             else:
                 return
             if self._barrier.is_lost:
@@ -125,9 +126,15 @@ def _join(init: GlooInit, place: RankAssignment, point: MeetingPoint | None) -> 
         options._timeout = timedelta(milliseconds=init.timeout_ms)  # noqa: SLF001
         here = rendezvous.address_towards(init.host)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]  # noqa: SLF001
+        if point is not None:  # the others wait in the store for an end that is lost
+            barrier.on_lost = lambda _: point.close()
         group = dist.ProcessGroupGloo(store, place.rank, place.world_size, options)
-    except BaseException:
-        barrier.close()
+    except BaseException as error:
+        try:
+            if isinstance(error, RuntimeError) and barrier.wait_lost(_LOSS_S):
+                barrier.require()  # it knows who is lost
+        finally:
+            barrier.close()
         raise
     return _Communicator(group, barrier)
 
@@ -175,9 +182,10 @@ class GlooSender(Sender):
                 f"not all {self._place.world_size - 1} ends of the engines came to "
                 f"{init.host}:{init.port}: {rendezvous.reason(error)}"
             ) from error
-        self._communicator = met
-        if self._init is not init:  # closed meanwhile
+        if self._init is not init:  # closed meanwhile, and perhaps opened again
             met.close()
+            return
+        self._communicator = met
 
     @override
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:

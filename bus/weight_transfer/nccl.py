@@ -104,9 +104,10 @@ class NcclSender(Sender):
                 f"not all {self._place.world_size - 1} ends of the engines came to "
                 f"{init.host}:{init.port}: {nccl_communicator.reason(error)}"
             ) from error
-        self._communicator = met
-        if self._init is not init:  # closed meanwhile
+        if self._init is not init:  # closed meanwhile, and perhaps opened again
             met.close()
+            return
+        self._communicator = met
 
     @override
     def put(self, seq: int, tensors: Sequence[torch.Tensor]) -> bytes:

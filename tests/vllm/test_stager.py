@@ -12,6 +12,7 @@ from torch import nn
 from bus.errors import EngineError
 from bus.messages import NackCode, Staging
 from sidecar.transfer.chunk_receiver import ChunkReceiver
+from sidecar.transfer.unloaded import UnloadedTensors
 from sidecar.vllm.plugin.loading.plan_cache import PlanCache
 from sidecar.vllm.plugin.loading.staged_weights import StagedWeights
 from sidecar.vllm.plugin.loading.staging_buffers import StagingBuffers
@@ -42,7 +43,10 @@ def stager_of(model: Whole) -> Stager:
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
     plans = PlanCache(config, model, CPU, "", any_rank=lambda flags: flags)
     plans.on_armed(manifest_of(weights(0), 2), trace_of(Whole("meta"), weights(0)))
-    loadable: Any = SimpleNamespace(plans=plans, staged=StagedWeights(model, CPU))
+    unloaded = UnloadedTensors("", lambda _: None)
+    loadable: Any = SimpleNamespace(
+        plans=plans, staged=StagedWeights(model, CPU), unloaded=unloaded
+    )
     engine: Any = SimpleNamespace()
     return Stager(loadable, ChunkReceiver(CPU), config, CPU, engine)
 

@@ -7,6 +7,7 @@ greets as a receiver does, and then answers nothing.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -244,6 +245,72 @@ def test_an_end_that_answers_may_be_slow() -> None:
         root.finish(entries[0])
         receiver.finish(entries[1])
         take_both(met)
+
+
+def test_an_end_is_asked_ten_times_a_second_at_most() -> None:
+    """However soon it answers: a receiver that answers at once counts the questions."""
+    with meeting(2, silent=(1,)) as met:
+        bare, frame = met.bare[1], entry_barrier._FRAME
+        bare.settimeout(LIMIT_S)
+        bare.sendall(frame.pack(entry_barrier._READY, 1))
+        entry = met.ends[0].announce(LIMIT_S, LIMIT_S)
+        with met.ends[0].entering(entry):
+            pass
+        greetings = barrier_links._LENGTH.unpack(receive(bare, barrier_links._LENGTH.size))[0]
+        receive(bare, greetings)
+        assert receive(bare, frame.size) == frame.pack(entry_barrier._GO, 1)
+        asked_s = []
+        for _ in range(4):
+            assert receive(bare, frame.size) == frame.pack(entry_barrier._ASK, 0)
+            asked_s.append(time.monotonic())
+            bare.sendall(frame.pack(entry_barrier._ANSWER, 0))
+        link = met.ends[0]._links[1]
+        assert link.questioned_s - entry.entered_s >= len(asked_s) * entry_barrier.BEAT_S * 0.99
+
+
+def receive(bare: socket.socket, size: int) -> bytes:
+    read = b""
+    while len(read) < size:
+        read += bare.recv(size - len(read))
+    return read
+
+
+def test_a_loss_before_anybody_looks_is_told_to_who_looks_first() -> None:
+    with meeting(2) as met:
+        first = Lost(met.ends[1])
+        met.ends[0].close()
+        first.wait()
+        assert Lost(met.ends[1]).wait() == first.reason
+
+
+def test_a_forked_child_keeps_no_connection_open() -> None:
+    """The death of its parent is noticed at once, though the child lives on."""
+    with meeting(2) as met:
+        lost = Lost(met.ends[1])
+        done, wait = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(wait)
+            os.read(done, 1)  # until the parent has seen the loss, or has ended
+            os._exit(0)
+        os.close(done)
+        try:
+            # What the kernel does when a process dies: its descriptors are closed, no more.
+            for link in met.ends[0]._links.values():
+                os.dup2(wait, link.connection.fileno())
+            assert lost.wait() == "the trainer's end is closed or gone"
+        finally:
+            os.close(wait)
+            for link in met.ends[0]._links.values():
+                link.connection.close()
+            os.waitpid(child, 0)
+
+
+def test_an_end_that_sends_something_else_is_lost() -> None:
+    with meeting(2, silent=(1,)) as met:
+        lost = Lost(met.ends[0])
+        met.bare[1].sendall(entry_barrier._FRAME.pack(b"x", 1))
+        assert lost.wait() == "e0, rank 1 () is closed or gone"
 
 
 def take_both(met: Meeting) -> None:
