@@ -90,16 +90,43 @@ class EndLink:
     questioned_s: float = 0.0
     received: bytearray = field(default_factory=bytearray)
 
+    def send(self, kind: bytes, number: int = 0) -> None:
+        """Sends a frame; cuts the connection if the other end reads nothing any more."""
+        with contextlib.suppress(OSError):  # the watching thread sees what is wrong
+            try:
+                whole = self.connection.send(_FRAME.pack(kind, number)) == _FRAME.size
+            except BlockingIOError:
+                whole = False
+            if not whole:
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+    def receive(self) -> list[tuple[bytes, int]] | None:
+        """Returns the frames that have come, or None if the connection has ended."""
+        try:
+            some = self.connection.recv(4096)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not some:
+            return None
+        self.asked_s = 0.0
+        self.received += some
+        whole = len(self.received) // _FRAME.size * _FRAME.size
+        frames = bytes(self.received[:whole])
+        del self.received[:whole]
+        return list(_FRAME.iter_unpack(frames))
+
 
 _barriers: weakref.WeakSet[EntryBarrier] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _discard_all() -> None:
     for barrier in list(_barriers):
-        barrier.forget()
+        barrier.discard()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_discard_all)
 
 
 class EntryBarrier:
@@ -154,7 +181,7 @@ class EntryBarrier:
         if lost:
             call(lost)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Closes the connections of a forked child, in which no thread uses them.
 
         Else the other ends would not notice the death of this process while the child lives.
@@ -177,7 +204,7 @@ class EntryBarrier:
             self._announced += 1
             entry = CollectiveEntry(self._announced, patience_s, timeout_s)
             if not self._is_root:
-                self._send(self._links[0], _READY, entry.number)
+                self._links[0].send(_READY, entry.number)
         return entry
 
     @contextlib.contextmanager
@@ -204,7 +231,7 @@ class EntryBarrier:
             self._inside.append(entry)
             if self._is_root:
                 for link in self._links.values():
-                    self._send(link, _GO, entry.number)
+                    link.send(_GO, entry.number)
         self._wake_up()
         yield
 
@@ -262,15 +289,6 @@ class EntryBarrier:
         links = self._links.values()
         return [link.name for link in links if link.announced < entry.number]
 
-    def _send(self, link: EndLink, kind: bytes, number: int = 0) -> None:
-        with contextlib.suppress(OSError):  # the watching thread sees what is wrong
-            try:
-                whole = link.connection.send(_FRAME.pack(kind, number)) == _FRAME.size
-            except BlockingIOError:
-                whole = False
-            if not whole:  # the other end reads nothing any more
-                link.connection.shutdown(socket.SHUT_RDWR)
-
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
             self._wake.send(b"w")
@@ -305,20 +323,8 @@ class EntryBarrier:
 
     def _read(self, link: EndLink) -> bool:
         """Takes what an end has sent; returns False if its connection has ended."""
-        try:
-            some = link.connection.recv(4096)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        if not some:
-            return False
-        link.asked_s = 0.0
-        link.received += some
-        whole = len(link.received) // _FRAME.size * _FRAME.size
-        frames = bytes(link.received[:whole])
-        del link.received[:whole]
-        return all(self._take(link, *frame) for frame in _FRAME.iter_unpack(frames))
+        frames = link.receive()
+        return frames is not None and all(self._take(link, *frame) for frame in frames)
 
     def _take(self, link: EndLink, kind: bytes, number: int) -> bool:
         """Handles a frame; returns False if no end of this kind sends it."""
@@ -327,7 +333,7 @@ class EntryBarrier:
                 link.announced = max(link.announced, number)
                 self._changed.notify_all()
         elif kind == _ASK:
-            self._send(link, _ANSWER)
+            link.send(_ANSWER)
             if self._is_root:  # whoever asks waits inside for an end that only the root can ask
                 self._ask(time.monotonic())
         elif kind != _ANSWER:
@@ -353,7 +359,7 @@ class EntryBarrier:
         for link in self._links.values():
             if not link.asked_s and now - link.questioned_s >= BEAT_S:
                 link.asked_s = link.questioned_s = now
-                self._send(link, _ASK)
+                link.send(_ASK)
 
     def _fail(self, reason: str) -> None:
         if not self._lost:
