@@ -24,7 +24,8 @@ stays stale.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
 from bus.lora import adapter_of
 from bus.protocol.core.access import outside_bounds
@@ -34,7 +35,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bus.messages import Arm
+    from bus.protocol.core.membership import Peer
     from bus.protocol.group.engine_registry import EngineRegistry
+
+# Far below the bound of versions (:func:`bus.protocol.core.access.outside_bounds`).
+LARGEST_GAP: Final = 2**16
 
 
 class GroupVersion:
@@ -48,14 +53,23 @@ class GroupVersion:
     The median leaves out a DP group if one of its sidecars is new, so that its JOIN has epoch 0, or
     has joined with closed admission, as a stale engine does. If no other DP group is there, the
     median is over all.
+
+    A restarted broker doesn't know which numbers the earlier one gave to engines that are now out
+    of reach. The trainer does if it is still the same. Else, the first number leaves out up to
+    :data:`LARGEST_GAP` others, by the update's id, so that hardly one is given twice.
+
+    Attributes:
+        value: the version.
+        is_committed: whether a commit has set it.
+        assigned: the update and its version, assigned last.
     """
 
     def __init__(self) -> None:
         self.value = 0
         self.is_committed = False
-        self.assigned: tuple[str, int] = ("", 0)  # the update and its version, assigned last
+        self.assigned: tuple[str, int] = ("", 0)
 
-    def assign(self, update_id: str, asked: int, reported: Iterable[int]) -> int:
+    def assign(self, update_id: str, asked: int, members: Iterable[Peer], known_epoch: int) -> int:
         """Assigns the version of an update: above the group's, and above its engines'.
 
         An update that is armed again after a refusal keeps its version, so that a late ARM can't
@@ -64,8 +78,10 @@ class GroupVersion:
         Args:
             update_id: the update.
             asked: the version that the trainer asks to exceed; 0 for none.
-            reported: the versions that the update's engines serve. A version too far above the
-                group's is ignored here; the engine that serves it refuses the update.
+            members: the update's engines. A version too far above the group's is ignored here; the
+                engine that serves it refuses the update.
+            known_epoch: the epoch that the trainer knew when it took the group. An engine that knew
+                a later one has outlived the broker that gave it, and that broker's trainer.
 
         Raises:
             Declined: ``asked`` is too far above the group's version.
@@ -75,8 +91,12 @@ class GroupVersion:
             raise Declined(refused)
         last_id, version = self.assigned
         if last_id != update_id or version <= self.value:
-            above = (each for each in reported if not outside_bounds("", each, self.value))
-            version = max(self.value, version, asked, *above) + 1
+            engines = tuple(members)
+            served = [each.version for each in engines]
+            above = (each for each in served if not outside_bounds("", each, self.value))
+            outlived = any(each.joined_epoch > known_epoch for each in engines)
+            gap = crc32(update_id.encode()) % LARGEST_GAP if outlived and not last_id else 0
+            version = max(self.value, version, asked, *above) + 1 + gap
         self.assigned = (update_id, version)
         return version
 

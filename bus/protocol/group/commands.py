@@ -367,8 +367,10 @@ class Commands:
         self._manifest = manifest
         asked = message
         if not message.scope:
-            reported = [self._state.registry.engines[name].version for name in members]
-            version = self._state.served.assign(message.update_id, message.version, reported)
+            peers = [self._state.registry.engines[name] for name in members]
+            known_epoch = self._state.session.known_epoch
+            served = self._state.served
+            version = served.assign(message.update_id, message.version, peers, known_epoch)
             asked = replace(message, version=version)
         self._state.registry.on_arm(members, self._state.version)
         arming = self._state.update.arm(asked, members, now_ms, staging)

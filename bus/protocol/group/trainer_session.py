@@ -56,6 +56,7 @@ class TrainerSession:
             the epoch that the owner was granted.
         owner: the trainer that owns the group; None: no trainer does.
         granted_epoch: the epoch that the owner was granted.
+        known_epoch: the epoch that the owner knew from an earlier broker, or an earlier ownership.
         waiters: the WAIT_ENGINES that wait for engines, by request id, with their deadlines.
     """
 
@@ -63,6 +64,7 @@ class TrainerSession:
         self.epoch = 0
         self.owner: Peer | None = None
         self.granted_epoch = 0
+        self.known_epoch = 0
         self._group = group
         self._discard_requests()
 
@@ -92,6 +94,7 @@ class TrainerSession:
         if old is None:
             self.epoch += 1
             self.granted_epoch = self.epoch
+            self.known_epoch = trainer.joined_epoch
             self._discard_requests()
         self.owner = trainer
         return None
