@@ -1,5 +1,5 @@
 """Trainers, engines and brokers come and go while transports are open: no engine reads, stages or
-commits what another sender has left in its memory."""
+commits what another sender has left in its memory, and no version is two sets of weights."""
 
 from __future__ import annotations
 
@@ -109,6 +109,7 @@ class TransferPlay(Play):
                 if isinstance(sent, Nack) and sent.code is NackCode.TRANSFER_CLOSED:
                     self.reach[f"not open at ARM: {sent.field}"] += 1
         super().end()
+        self.watch.check_versions()  # also where several brokers gave them
 
     def _add_trainer(self, name: str) -> SimTrainer:
         trainer = super()._add_trainer(name)
