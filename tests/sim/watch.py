@@ -202,7 +202,7 @@ class Watch:
         return waits and any(note.event == "lease_undecided" for note in engine.notes)
 
     def check_versions(self) -> None:
-        """One version is one set of weights. (Not if nobody is left who knew the earlier broker.)"""
+        """One version is one set of weights, if someone is left who knew the earlier broker."""
         for version, payloads in self._payloads.items():
             if len(payloads) > 1:
                 raise InvariantViolation(f"version {version} is weights {sorted(payloads)}")
