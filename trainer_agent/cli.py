@@ -1,4 +1,4 @@
-"""The commands `wavebus demo` and `wavebus rollouts`."""
+"""The commands `wavebus demo` and `wavebus gateway`."""
 
 from __future__ import annotations
 
@@ -98,11 +98,17 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 @dataclass(frozen=True)
-class RolloutsPlan(GroupPlan):
-    """Options of ``wavebus rollouts``."""
+class GatewayPlan(GroupPlan):
+    """Options of ``wavebus gateway``."""
 
     listen: str = option(
         "127.0.0.1:8000", "Where to serve; port 0 takes any free one.", metavar="HOST:PORT"
+    )
+    read_only: bool = option(False, "Serve generation alone: no pauses, no updates.", is_flag=True)
+    silence_s: float = option(
+        300.0,
+        "After so many seconds without a call, a pause ends, and an update is undone.",
+        type=click.FloatRange(min=1.0),
     )
     tokenizer: str | None = option(
         None,
@@ -122,19 +128,24 @@ class RolloutsPlan(GroupPlan):
     )
 
 
-@click.command(short_help="Serve generation over HTTP, whatever happens to engines.")
-@options_of(RolloutsPlan)
+@click.command(short_help="Serve a group over HTTP as if it were one vLLM.")
+@options_of(GatewayPlan)
 @key_options
 @log_options
-def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
-    """Serve a group's engines to OpenAI clients at one address.
+def gateway(plan: GatewayPlan, keys: Keys) -> None:
+    """Serve a group's engines at one address, with the routes of one vLLM.
 
-    A request survives updates, pauses and dead engines: it continues on another engine with the
-    tokens that it has. Routes: /inference/v1/generate as vLLM has it, /v1/completions,
+    Requests survive updates, pauses and dead engines: a request continues on another engine with
+    the tokens that it has. Routes: /inference/v1/generate as vLLM has it, /v1/completions,
     /v1/chat/completions, /v1/models and /health. Requests of one session (header X-Session-ID, or
     field session_id) go to one engine. Users (field user, or else connections) take turns while
-    requests wait. Prints its URL once it listens. Beyond loopback it needs --api-key, or
-    --insecure.
+    requests wait.
+
+    Trainers that update one vLLM over HTTP update the group: /pause, /resume, /sleep, /wake_up,
+    /init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update and
+    those around them. The first such call makes the gateway the group's trainer.
+
+    Prints its URL once it listens. Beyond loopback it needs --api-key, or --insecure.
     """
     listen = plan.listen
     try:
@@ -146,26 +157,25 @@ def rollouts(plan: RolloutsPlan, keys: Keys) -> None:
     if not (plan.api_key or keys.insecure or is_loopback_host(host)):
         raise UsageError(
             f"--listen {listen}: others can reach it: give --api-key, or --insecure to let anyone "
-            "generate"
+            "use the engines"
         )
-    from trainer_agent.rollouts import client, front  # noqa: PLC0415 - after --help
+    from trainer_agent.gateway import server  # noqa: PLC0415 - after --help
 
     _raise_file_limit()
     loaded = _load_tokenizer(plan.tokenizer) if plan.tokenizer is not None else None
 
     async def main(stop: asyncio.Event) -> None:
-        async with (
-            client.RolloutClient(
-                plan.broker,
-                group=plan.group,
-                tokenizer=loaded,
-                api_key=plan.engine_api_key,
-                key=keys.key,
-                broker_key=keys.broker_key,
-                insecure=keys.insecure,
-            ) as rollouts,
-            front.serve(rollouts, host, port, tokenizer=loaded, api_key=plan.api_key) as url,
-        ):
+        async with server.serve(
+            plan.broker,
+            plan.group,
+            host,
+            port,
+            keys=keys,
+            tokenizer=loaded,
+            api_key=plan.api_key,
+            engine_api_key=plan.engine_api_key,
+            silence_s=None if plan.read_only else plan.silence_s,
+        ) as url:
             await _warn_of_empty_group(plan, keys)
             announce(url)
             await stop.wait()
@@ -180,7 +190,7 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _warn_of_empty_group(plan: RolloutsPlan, keys: Keys) -> None:
+async def _warn_of_empty_group(plan: GatewayPlan, keys: Keys) -> None:
     """Logs a warning if the group has no engine, as after a mistyped ``--group``."""
     try:
         status = await fetch_status(plan.broker, timeout_s=_STATUS_S, security=keys.security())

@@ -53,7 +53,13 @@ _WRITTEN_AT_ONCE: Final = 4096  # tokens, in the event loop
 class _Front:
     """The handlers of the routes."""
 
-    def __init__(self, client: RolloutClient, tokenizer: Any, api_key: str) -> None:
+    def __init__(
+        self,
+        client: RolloutClient,
+        tokenizer: Any,
+        api_key: str,
+        more_routes: Sequence[web.RouteDef] = (),
+    ) -> None:
         self._client = client
         self._tokenizer = tokenizer
         routes = [
@@ -63,6 +69,7 @@ class _Front:
             web.get("/v1/models", self._models),
             web.get("/v1/models/{name:.+}", self._model),
             web.get("/health", self._health),
+            *more_routes,
         ]
         self.server = HttpServer(
             routes,
@@ -109,7 +116,7 @@ class _Front:
         if not isinstance(prompt, str):
             return prompt
         if self._tokenizer is None:
-            raise UsageError("prompt: a text needs `wavebus rollouts --tokenizer`")
+            raise UsageError("prompt: a text needs `wavebus gateway --tokenizer`")
         return await encode(self._tokenizer, prompt, "prompt", await self._client.most_tokens())
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
@@ -324,7 +331,13 @@ def _answer_exception(http: web.Request, error: Exception) -> web.Response | Non
 
 @contextlib.asynccontextmanager
 async def serve(
-    client: RolloutClient, host: str, port: int, *, tokenizer: Any = None, api_key: str = ""
+    client: RolloutClient,
+    host: str,
+    port: int,
+    *,
+    tokenizer: Any = None,
+    api_key: str = "",
+    more_routes: Sequence[web.RouteDef] = (),
 ) -> AsyncIterator[str]:
     """Serves a connected client over HTTP during a block; yields the base URL.
 
@@ -334,11 +347,12 @@ async def serve(
         port: the port; 0 chooses a free one.
         tokenizer: the client's tokenizer, if it has one.
         api_key: the bearer token that requests must have; empty: none.
+        more_routes: further routes to serve.
 
     Raises:
         UsageError: the address can't be used.
     """
-    server = _Front(client, tokenizer, api_key).server
+    server = _Front(client, tokenizer, api_key, more_routes).server
     try:
         try:
             url = await server.start(host, port)

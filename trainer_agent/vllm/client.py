@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bus.messages import Target
     from trainer_agent.options import UpdateOptions
+    from trainer_agent.update.plan import UpdatePlan
     from trainer_agent.vllm.session import TrainerEngineSession
 
 
@@ -56,7 +57,7 @@ class BusWeightSyncClient:
         self._session.require_rank_zero()
         if self._session.is_patching:
             patch = self._session.next_patch.take()
-            self._session.call(lambda: self._session.start(patch, self._options, self._target))
+            self._start(patch, reads_source=False)
             return
         try:
             plan = self._session.source_plan()
@@ -64,7 +65,11 @@ class BusWeightSyncClient:
             refused = error
             self._session.call(lambda: self._session.refuse(refused, self._options))
             raise
-        self._session.call(lambda: self._session.start(plan, self._options, self._target))
+        self._start(plan, reads_source=True)
+
+    def _start(self, plan: UpdatePlan, *, reads_source: bool) -> None:
+        session, options, target = self._session, self._options, self._target
+        session.call(lambda: session.start(plan, options, target, reads_source=reads_source))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Announces the chunk that ``update_info`` describes.

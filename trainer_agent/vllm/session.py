@@ -277,6 +277,11 @@ class TrainerEngineSession:
             await self._undo_unfinished()
             self._transport.invalidate()
 
+    async def undo(self) -> None:
+        """Aborts an update that was not finished."""
+        async with self._step_lock:
+            await self._undo_unfinished()
+
     async def refuse(self, error: BaseException, options: UpdateOptions) -> None:
         """Begins an update and ends it with ``error``, which the other ranks raise as well."""
         async with self._step_lock:
@@ -284,17 +289,28 @@ class TrainerEngineSession:
             await self._updates.begin(options).end(error)
 
     async def start(
-        self, plan: UpdatePlan, options: UpdateOptions, target: Target = "model"
+        self,
+        plan: UpdatePlan,
+        options: UpdateOptions,
+        target: Target = "model",
+        *,
+        reads_source: bool,
     ) -> None:
-        """Arms every engine for an update, and starts the pause in the background."""
+        """Arms every engine for an update, and starts the pause in the background.
+
+        Args:
+            plan: the tensors to send.
+            options: the update's options.
+            target: the model or the draft model.
+            reads_source: whether the trainer engine sends this agent's source, on every rank. Else
+                rank 0 alone sends what it has: patches, or the tensors of a client over HTTP.
+        """
         async with self._step_lock:
             await self._undo_unfinished()
-            source = self._source
-            patch = bool(plan.base)
-            assert patch or source is not None, "the plan is its"
             async with self._suspend_catch_up():
-                update = self._updates.begin(options, target, alone=patch)
-            sends = None if patch or source is None else source.tensors(shards=self._is_sharding)
+                update = self._updates.begin(options, target, alone=not reads_source)
+            source = self._source if reads_source else None
+            sends = None if source is None else source.tensors(shards=self._is_sharding)
             current = ClientUpdate(update, plan, sends, self.loop)
             self._current = current
             self._begun.set()

@@ -150,7 +150,7 @@ KeyRole: TypeAlias = Literal["trainer", "engine", "observer", "scheduler"]
 Verbs: TypeAlias = frozenset[type[Message]]
 
 JOINS_AS: Final[dict[KeyRole, frozenset[Role]]] = {
-    "trainer": frozenset({"trainer", "follower"}),
+    "trainer": frozenset({"trainer", "follower", "observer"}),
     "engine": frozenset({"engine", "booting", "coordinator"}),
     "observer": frozenset({"observer"}),
     "scheduler": frozenset({"scheduler"}),

@@ -36,7 +36,7 @@ MAY: dict[str, set[str]] = {
     "scheduler": EVERYBODY | {"ROUTES_TAKEN"},
 }
 KEY_MAY: dict[str, set[str]] = {
-    "trainer": MAY["trainer"] | MAY["follower"],
+    "trainer": MAY["trainer"] | MAY["follower"] | MAY["observer"],
     "engine": MAY["engine"] | MAY["coordinator"],
     "observer": EVERYBODY | {"ROUTES_TAKEN"},
     "scheduler": EVERYBODY | {"ROUTES_TAKEN"},

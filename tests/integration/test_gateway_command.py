@@ -1,4 +1,4 @@
-"""`wavebus rollouts`: generation over HTTP, before engines that are killed and updated."""
+"""`wavebus gateway`: generation over HTTP, before engines that are killed and updated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILES = 128
 
 
 def front_command(bus: Bus) -> list[str]:
-    command = [sys.executable, "-m", "bus.cli.main", "rollouts"]
+    command = [sys.executable, "-m", "bus.cli.main", "gateway"]
     return [*command, "--broker", bus.address, "--listen", "127.0.0.1:0"]
 
 
@@ -99,21 +99,21 @@ def test_it_says_at_its_start_that_a_group_has_no_engine(bus: Bus) -> None:
     """As one of a mistyped name; it names those that have."""
     bus.sidecar("e0")
     options = ("--broker", bus.address, "--listen", "127.0.0.1:0")
-    with wavebus("rollouts", *options, "--group", "polcy") as empty:
+    with wavebus("gateway", *options, "--group", "polcy") as empty:
         line = empty.wait_event("no_engine_yet", group="polcy")
         assert line["groups"] == ["policy"]
         empty.first_line()
-    with wavebus("rollouts", *options) as full:
+    with wavebus("gateway", *options) as full:
         full.first_line()
         assert full.stop() == 0
         assert "no_engine_yet" not in full.all_text()
 
 
 def test_beyond_loopback_it_needs_a_key_or_an_insecure_will() -> None:
-    shown = run_wavebus("rollouts", "--listen", "0.0.0.0:0")
+    shown = run_wavebus("gateway", "--listen", "0.0.0.0:0")
     assert (shown.returncode, "--api-key" in shown.stderr) == (2, True)
     for address in ("8000", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):
-        assert run_wavebus("rollouts", "--listen", address).returncode == 2
+        assert run_wavebus("gateway", "--listen", address).returncode == 2
 
 
 def test_half_sent_requests_do_not_shut_it(bus: Bus) -> None:

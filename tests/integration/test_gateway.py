@@ -1,0 +1,253 @@
+"""`wavebus gateway`: the calls with which trainers control one vLLM, made to a group."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import perturbed
+from tests.support.procs import run_wavebus, wavebus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from tests.integration.conftest import Bus
+
+PROMPT = [5, 9, 77]
+
+
+class Gateway:
+    """The gateway of a bus, and a client that calls it."""
+
+    def __init__(self, bus: Bus, *options: str) -> None:
+        command = ("gateway", "--broker", bus.address, "--listen", "127.0.0.1:0", *options)
+        self.process = bus.add(wavebus(*command))
+        self.url = self.process.first_line()
+        self._bus = bus
+
+    def call(self, path: str, body: Any = None, *, method: str = "POST") -> tuple[int, Any]:
+        """The status and the answer; the body is JSON, or none."""
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        asked = Request(f"{self.url}{path}", data, headers, method=method)
+        try:
+            with urlopen(asked, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except HTTPError as error:
+            return error.code, json.load(error)
+
+    def get(self, path: str) -> Any:
+        status, answer = self.call(path, method="GET")
+        assert status == 200, answer
+        return answer
+
+    def generate(self) -> tuple[list[int], str]:
+        """The tokens of a greedy request, and the version of the last one."""
+        params = {"max_tokens": 6, "temperature": 0.0}
+        asked = {"token_ids": PROMPT, "sampling_params": params}
+        status, answer = self.call("/inference/v1/generate", asked)
+        assert status == 200, answer
+        [choice] = answer["choices"]
+        return choice["token_ids"], choice["weight_versions"][-1]["version"]
+
+    def phases(self) -> set[str]:
+        """The phases of all engines, as the broker sees them."""
+        shown = run_wavebus("status", "--broker", self._bus.address, "--json")
+        [group] = json.loads(shown.stdout)["groups"]
+        return {each["phase"] for each in group["engines"]}
+
+
+@pytest.fixture
+def gateway(bus: Bus) -> Gateway:
+    bus.sidecar("e0")
+    bus.sidecar("e1")
+    return Gateway(bus)
+
+
+def weights(bus: Bus) -> dict[str, Tensor]:
+    return load_file(bus.checkpoint.folder / "model.safetensors")
+
+
+@pytest.fixture
+def changed(bus: Bus, tmp_path: Path) -> Callable[[int], str]:
+    """Writes the checkpoint with other weights into a folder, in two files with an index."""
+
+    def write(seed: int) -> str:
+        folder = tmp_path / f"step-{seed}"
+        folder.mkdir()
+        tensors = perturbed(weights(bus), seed)
+        names = sorted(tensors)
+        parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for file, mine in parts.items():
+            save_file({name: tensors[name] for name in mine}, folder / file)
+        index = {"weight_map": {name: file for file, mine in parts.items() for name in mine}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file({"left_over": tensors[names[0]]}, folder / "old.safetensors")
+        return str(folder)
+
+    return write
+
+
+def message(answer: Any) -> str:
+    text: str = answer["error"]["message"]
+    return text
+
+
+def test_a_pause_is_one_pause_however_often_it_is_asked_for(gateway: Gateway) -> None:
+    assert gateway.call("/resume") == (200, {"status": "resumed"})
+    assert gateway.get("/is_paused") == {"is_paused": False}
+    for _ in range(2):
+        assert gateway.call("/pause?mode=keep&clear_cache=false") == (200, {"status": "paused"})
+        assert gateway.get("/is_paused") == {"is_paused": True}
+        assert gateway.phases() == {"paused"}
+    for _ in range(2):
+        assert gateway.call("/resume") == (200, {"status": "resumed"})
+        assert gateway.phases() == {"running"}
+    gateway.generate()
+
+
+def test_a_folder_of_safetensors_updates_the_group(
+    gateway: Gateway, changed: Callable[[int], str]
+) -> None:
+    """The five routes of a trainer that writes its weights to a file system."""
+    assert gateway.get("/weight_info") == {"weight_version": "default"}
+    before, version = gateway.generate()
+    assert version == "0"
+    folder = changed(7)
+    assert gateway.call("/pause?mode=keep&clear_cache=false")[0] == 200
+    assert gateway.call("/update_weights", {"weight_dir": folder}) == (
+        200,
+        {"message": "Weights updated"},
+    )
+    assert gateway.call("/resume")[0] == 200
+    after, version = gateway.generate()
+    assert (version, gateway.get("/weight_info")) == ("1", {"weight_version": folder})
+    assert after != before
+    # Without a pause, and the same weights again: the same tokens.
+    assert gateway.call("/update_weights", {"weight_dir": folder})[0] == 200
+    assert gateway.generate() == (after, "2")
+
+
+def test_what_is_wrong_with_a_folder_is_said_and_nothing_changes(
+    gateway: Gateway, changed: Callable[[int], str], tmp_path: Path
+) -> None:
+    status, answer = gateway.call("/update_weights", {"weight_dir": str(tmp_path / "none")})
+    assert (status, "no safetensors" in message(answer)) == (400, True)
+    folder = changed(3)
+    index = tmp_path / "step-3" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "old.safetensors"}}))
+    status, answer = gateway.call("/update_weights", {"weight_dir": folder})
+    assert (status, "left_over" in message(answer)) == (400, True)
+    index.write_text("[]")
+    assert gateway.call("/update_weights", {"weight_dir": folder})[0] == 400
+    assert gateway.call("/update_weights", {"weight_dir": None})[0] == 400
+    assert gateway.generate()[1] == "0"
+
+
+def test_calls_out_of_order_are_refused_and_those_repeated_are_not(gateway: Gateway) -> None:
+    """A finish after a failed update commits nothing."""
+    assert gateway.call("/finish_weight_update")[0] == 409
+    info = {"names": ["x"], "dtype_names": ["float32"], "shapes": [[2]]}
+    assert gateway.call("/update_weights", {"update_info": info})[0] == 409
+    for _ in range(2):
+        assert gateway.call("/start_weight_update", {"is_checkpoint_format": True}) == (
+            200,
+            {"message": "Weight update started"},
+        )
+    status, answer = gateway.call("/update_weights", {"update_info": info})
+    assert status == 409, answer
+    for _ in range(2):
+        status, again = gateway.call("/finish_weight_update", {})
+        assert (status, message(answer) in message(again)) == (409, True)
+    assert gateway.call("/start_weight_update")[0] == 200
+    assert gateway.call("/finish_weight_update")[0] == 200  # no tensor was sent
+    assert gateway.generate()[1] == "0"
+    pickled = {"update_info": info | {"ipc_handles_pickled": "gASV"}}
+    assert gateway.call("/start_weight_update")[0] == 200
+    status, answer = gateway.call("/update_weights", pickled)
+    assert (status, "pickles" in message(answer)) == (400, True)
+
+
+def test_engines_that_were_not_booted_for_a_transport_say_so(gateway: Gateway) -> None:
+    assert gateway.get("/get_world_size") == {"world_size": 2}
+    assert gateway.get("/get_world_size?include_dp=false") == {"world_size": 2}
+    init = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3}
+    status, answer = gateway.call("/init_weight_transfer_engine", {"init_info": init})
+    assert (status, "e0" in message(answer)) == (400, True)
+
+
+def test_a_client_that_forgets_its_pause_does_not_stop_the_group(bus: Bus) -> None:
+    bus.sidecar("e0")
+    gateway = Gateway(bus, "--silence-s", "1")
+    assert gateway.call("/pause?mode=keep")[0] == 200
+    gateway.process.wait_event("client_silent", group="policy")
+    bus.broker.wait_event("resumed")
+    gateway.generate()
+    assert gateway.get("/is_paused") == {"is_paused": False}
+    assert gateway.call("/pause?mode=keep")[0] == 200
+    assert gateway.call("/resume")[0] == 200
+
+
+def test_a_gateway_that_dies_in_a_pause_does_not_stop_the_group(bus: Bus) -> None:
+    bus.sidecar("e0")
+    gateway = Gateway(bus)
+    assert gateway.call("/pause?mode=keep")[0] == 200
+    gateway.process.kill()
+    bus.broker.wait_event("resumed")
+    Gateway(bus, "--read-only").generate()
+
+
+def test_a_group_that_sleeps_wakes_as_one_vllm_does(gateway: Gateway) -> None:
+    """Asleep without a pause before, the last wake resumes; else the resume does."""
+    assert gateway.call("/sleep?level=1") == (200, {"status": "sleeping", "level": 1})
+    assert gateway.get("/is_sleeping") == {"is_sleeping": True}
+    assert gateway.phases() == {"asleep"}
+    assert gateway.call("/wake_up?tags=weights") == (
+        200,
+        {"status": "sleeping", "tags": ["weights"]},
+    )
+    assert gateway.call("/wake_up?tags=kv_cache") == (
+        200,
+        {"status": "awake", "tags": ["kv_cache"]},
+    )
+    assert gateway.phases() == {"running"}
+    assert gateway.call("/pause?mode=keep")[0] == 200
+    assert gateway.call("/sleep?level=1")[0] == 200
+    assert gateway.call("/wake_up") == (200, {"status": "awake", "tags": None})
+    assert gateway.get("/is_paused") == {"is_paused": True}
+    assert gateway.call("/resume")[0] == 200
+    gateway.generate()
+    assert gateway.call("/sleep?level=7")[0] == 400
+    assert gateway.call("/sleep?level=x")[0] == 400
+    assert gateway.call("/wake_up?tags=all")[0] == 400
+    assert gateway.call("/pause?mode=never")[0] == 400
+
+
+def test_another_trainer_of_the_group_is_named(bus: Bus) -> None:
+    bus.sidecar("e0")
+    first, second = Gateway(bus), Gateway(bus)
+    assert first.call("/pause?mode=keep")[0] == 200
+    status, answer = second.call("/pause?mode=keep")
+    assert (status, "is held by trainer" in message(answer)) == (409, True)
+    assert first.call("/resume")[0] == 200
+
+
+def test_read_only_it_serves_no_control(bus: Bus) -> None:
+    bus.sidecar("e0")
+    gateway = Gateway(bus, "--read-only")
+    assert gateway.call("/pause?mode=keep")[0] == 404
+    gateway.generate()
+
+
+def test_code_of_clients_is_not_run(gateway: Gateway) -> None:
+    status, answer = gateway.call("/collective_rpc", {"method": "__reduce__"})
+    assert (status, "runs no code" in message(answer)) == (501, True)
+    assert gateway.call("/collective_rpc", {"method": ["x"]})[0] == 501

@@ -1,0 +1,1 @@
+"""The gateway: serves vLLM's routes of one server for a whole group of engines."""

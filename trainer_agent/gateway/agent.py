@@ -1,0 +1,132 @@
+"""The gateway's trainer agent, whose caller is at the other end of an HTTP connection."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+from bus.messages import Sleep, Wake
+from trainer_agent.agent import TrainerAgent
+from trainer_agent.options import PauseOptions, UpdateOptions
+from trainer_agent.update.plan import UpdatePlan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bus.manifest import TensorMeta
+    from bus.messages import GroupStatus, PauseMode, SleepLevel, Target
+    from bus.weight_transfer.allocation import World
+
+_ONE_CHUNK: Final = sys.maxsize
+
+
+class GatewayAgent(TrainerAgent):
+    """Adds to the trainer agent what vLLM's routes need: calls without a block around them."""
+
+    _hold: AsyncExitStack | None = None
+    _pause_id = ""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether this agent holds its group in a pause."""
+        return self._hold is not None
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Pauses the group until :meth:`resume`.
+
+        Args:
+            mode: as :meth:`TrainerAgent.paused`.
+            clear_cache: as :meth:`TrainerAgent.paused`.
+
+        Raises:
+            PauseFailed: as :meth:`TrainerAgent.paused`.
+            UsageError: the group is paused already.
+        """
+        async with AsyncExitStack() as stack:
+            ack = await stack.enter_async_context(self.paused(mode=mode, clear_cache=clear_cache))
+            self._pause_id = ack.update_id
+            self._hold = stack.pop_all()
+
+    async def resume(self) -> None:
+        """Ends the pause, if there is one. Engines that sleep wake up."""
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            await hold.aclose()
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Frees memory of the engines, in the pause.
+
+        Args:
+            level: as :meth:`TrainerAgent.asleep`.
+
+        Raises:
+            Refused: as :meth:`TrainerAgent.asleep`.
+        """
+        await self._steps.step(Sleep(self._pause_id, level))
+
+    async def wake_weights(self) -> None:
+        """Allocates the weights' memory again; KV caches wait for the end of the pause."""
+        await self._steps.step(Wake(self._pause_id))
+
+    async def workers(self) -> World:
+        """Returns the members of a communicator of the trainer and all workers of the group."""
+        return await self._transport.plan()
+
+    async def group_status(self) -> GroupStatus | None:
+        """Returns the broker's view of the group; None before it has a member."""
+        status = await self.status()
+        return next((each for each in status.groups if each.name == self.group), None)
+
+    async def open_native(self, info: Mapping[str, Any]) -> None:
+        """Makes every engine join the communicator of a client that sends over vLLM's own backend.
+
+        Args:
+            info: vLLM's ``init_info``, with the rank of the first worker.
+
+        Raises:
+            UsageError: the sizes don't fit the group, or its engines were not started for this.
+            UpdateFailed: an engine could not join.
+        """
+        await self._engine_session.init(dict(info), None)
+
+    async def close_native(self) -> None:
+        """Aborts an update that was not finished, and stops using the client's transport."""
+        await self._engine_session.shutdown()
+
+    async def start_native(self, metas: Sequence[TensorMeta], target: Target) -> None:
+        """Checks the tensors on every engine, arms and pauses the engines, and has them wait.
+
+        Args:
+            metas: all tensors of the update, in the order of sending.
+            target: the model or the draft model.
+
+        Raises:
+            ManifestRefused: an engine's model doesn't take these tensors. No engine has entered a
+                collective.
+            Refused: an engine or the broker refused.
+        """
+        plan = UpdatePlan.of_source(metas, chunk_bytes=_ONE_CHUNK)
+        options = UpdateOptions(PauseOptions())
+        await self._engine_session.start(plan, options, target, reads_source=False)
+
+    async def receive_native(self, info: Mapping[str, Any]) -> None:
+        """Has every engine receive and load the tensors; returns when all have.
+
+        Args:
+            info: vLLM's ``update_info``.
+        """
+        await self._engine_session.update(dict(info))
+
+    async def commit_native(self, label: str) -> int:
+        """Makes every engine serve the new weights, and returns their version.
+
+        Args:
+            label: the client's own name of the weights.
+        """
+        await self._engine_session.finish(label)
+        return self._steps.version
+
+    async def undo_native(self) -> None:
+        """Aborts the update that was begun, if any; the engines serve what they had."""
+        await self._engine_session.undo()

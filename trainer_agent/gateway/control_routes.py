@@ -1,0 +1,259 @@
+"""vLLM's routes for RL training, served for a group. docs/gateway.md lists them.
+
+An error is answered once: 400 if the call is wrong, 409 if it doesn't fit what is under way or what
+has failed, 504 if the bus or an engine didn't answer in time. Never 500, 502 or 503: some clients
+repeat a call after these, and then hide its text.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from aiohttp import web
+
+from bus.errors import BusClosed, BusTimeout, ManifestRefused, UsageError, WavebusError
+from bus.messages import PauseMode
+from trainer_agent.gateway.updates import Caller, Conflict
+from trainer_agent.options import check_choice
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from trainer_agent.gateway.pauses import ClientPauses
+    from trainer_agent.gateway.updates import ClientUpdates
+
+    Answer = dict[str, Any] | str
+    Call = Callable[[web.Request], Awaitable[Answer]]
+
+_STATUSES: Final = (
+    (Conflict, 409),
+    ((UsageError, ManifestRefused), 400),
+    ((BusTimeout, BusClosed), 504),
+    (WavebusError, 409),
+)
+_TYPES: Final = {400: "BadRequestError", 409: "ConflictError", 501: "NotImplementedError"}
+_TRUE: Final = ("true", "1", "yes", "on")
+_FALSE: Final = ("false", "0", "no", "off")
+
+
+class NotOffered(WavebusError):
+    """A route of vLLM that a group doesn't have; the text says what to use."""
+
+
+class ControlRoutes:
+    """The handlers.
+
+    Args:
+        pauses: carries out pauses.
+        updates: carries out updates.
+    """
+
+    def __init__(self, pauses: ClientPauses, updates: ClientUpdates) -> None:
+        self._pauses = pauses
+        self._updates = updates
+
+    def routes(self) -> list[web.RouteDef]:
+        """Returns the routes."""
+        posts: dict[str, Call] = {
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/sleep": self._sleep,
+            "/wake_up": self._wake_up,
+            "/reset_prefix_cache": self._reset_prefix_cache,
+            "/init_weight_transfer_engine": self._init,
+            "/shutdown_weight_transfer_engine": self._shut_down,
+            "/start_weight_update": self._start,
+            "/start_draft_weight_update": self._start_draft,
+            "/update_weights": self._update,
+            "/finish_weight_update": self._finish,
+            "/update_weight_version": self._name,
+            "/v1/load_lora_adapter": self._load_adapter,
+            "/skyrl/v1/load_lora_adapter": self._load_adapter_named,
+            "/load_lora_adapter": self._load_adapter_named,
+            "/collective_rpc": self._call_all,
+        }
+        gets: dict[str, Call] = {
+            "/is_paused": self._is_paused,
+            "/is_sleeping": self._is_sleeping,
+            "/get_world_size": self._world_size,
+            "/weight_info": self._weight_info,
+        }
+        return [
+            *(web.post(path, _answering(call)) for path, call in posts.items()),
+            *(web.get(path, _answering(call)) for path, call in gets.items()),
+        ]
+
+    # -- pauses -----------------------------------------------------------------------
+
+    async def _pause(self, http: web.Request) -> Answer:
+        mode: Any = http.query.get("mode", "abort")
+        check_choice("mode", mode, PauseMode)
+        await self._pauses.pause(mode, clear_cache=_flag(http, "clear_cache", default=True))
+        return {"status": "paused"}
+
+    async def _resume(self, _: web.Request) -> Answer:
+        await self._pauses.resume()
+        return {"status": "resumed"}
+
+    async def _is_paused(self, _: web.Request) -> Answer:
+        return {"is_paused": self._pauses.is_paused}
+
+    async def _sleep(self, http: web.Request) -> Answer:
+        mode: Any = http.query.get("mode", "abort")
+        check_choice("mode", mode, PauseMode)
+        text = http.query.get("level", "1")
+        if not text.isdecimal():
+            raise UsageError(f"level={text!r}: 0, 1 or 2")
+        await self._pauses.sleep(int(text), mode)
+        return {"status": "sleeping", "level": int(text)}
+
+    async def _wake_up(self, http: web.Request) -> Answer:
+        tags = tuple(http.query.getall("tags", []))
+        await self._pauses.wake(tags)
+        status = "sleeping" if self._pauses.is_asleep else "awake"
+        return {"status": status, "tags": list(tags) or None}
+
+    async def _is_sleeping(self, _: web.Request) -> Answer:
+        return {"is_sleeping": self._pauses.is_asleep}
+
+    async def _reset_prefix_cache(self, _: web.Request) -> Answer:
+        await self._pauses.reset_prefix_cache()
+        return {"success": True}
+
+    # -- updates ------------------------------------------------------------------------
+
+    async def _world_size(self, http: web.Request) -> Answer:
+        include_dp = _flag(http, "include_dp", default=True)
+        return {"world_size": await self._updates.world_size(include_dp=include_dp)}
+
+    async def _init(self, http: web.Request) -> Answer:
+        await self._updates.open(_part(await _body(http), "init_info"))
+        return {"message": "Weight transfer initialized"}
+
+    async def _shut_down(self, _: web.Request) -> Answer:
+        await self._updates.close_transport()
+        return {"message": "Weight transfer shut down"}
+
+    async def _start(self, http: web.Request) -> Answer:
+        self._updates.start("model", _caller(http))
+        return {"message": "Weight update started"}
+
+    async def _start_draft(self, http: web.Request) -> Answer:
+        self._updates.start("draft", _caller(http))
+        return {"message": "Draft weight update started"}
+
+    async def _update(self, http: web.Request) -> Answer:
+        body = await _body(http)
+        if "weight_dir" in body:
+            await self._updates.send_folder(_text(body, "weight_dir"))
+        else:
+            await self._updates.receive(_part(body, "update_info"))
+        return {"message": "Weights updated"}
+
+    async def _finish(self, http: web.Request) -> Answer:
+        body = await _body(http)
+        label = "" if body.get("weight_version") is None else _text(body, "weight_version")
+        await self._updates.finish(label)
+        return {"message": "Weight update finished"}
+
+    async def _weight_info(self, _: web.Request) -> Answer:
+        return {"weight_version": self._updates.label or "default"}
+
+    async def _name(self, http: web.Request) -> Answer:
+        self._updates.label = _text(await _body(http), "new_version")
+        return {"success": True, "new_version": self._updates.label}
+
+    async def _load_adapter(self, http: web.Request) -> Answer:
+        name, _ = await self._send_adapter(http)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def _load_adapter_named(self, http: web.Request) -> Answer:
+        name, version = await self._send_adapter(http)
+        return {"status": "ok", "lora_name": name, "lora_int_id": version}
+
+    async def _send_adapter(self, http: web.Request) -> tuple[str, int]:
+        body = await _body(http)
+        name, folder = _text(body, "lora_name"), _text(body, "lora_path")
+        return name, await self._updates.send_adapter(name, folder)
+
+    # -- what is not offered --------------------------------------------------------------
+
+    async def _call_all(self, http: web.Request) -> Answer:
+        body = await _body(http)
+        method, kwargs = body.get("method"), body.get("kwargs") or {}
+        if method == "skyrl_sleep_for_weight_sync":
+            await self._pauses.sleep(1, "keep")
+        elif method == "skyrl_wake_for_weight_sync":
+            await self._pauses.wake(tuple(kwargs.get("tags") or ()))
+        else:
+            raise NotOffered(
+                f"method {method!r}: a group runs no code of its clients; use the routes for "
+                "pauses, sleep and updates"
+            )
+        return {"results": [None]}
+
+
+def _answering(call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def handle(http: web.Request) -> web.Response:
+        try:
+            answer = await call(http)
+        except NotOffered as error:
+            return error_of(501, str(error))
+        except WavebusError as error:
+            return error_of(next(s for kind, s in _STATUSES if isinstance(error, kind)), str(error))
+        if isinstance(answer, str):
+            return web.Response(text=answer)
+        return web.json_response(answer)
+
+    return handle
+
+
+def error_of(status: int, text: str) -> web.Response:
+    """Returns an error in vLLM's form."""
+    kind = _TYPES.get(status, "TimeoutError")
+    error = {"message": text, "type": kind, "param": None, "code": status}
+    return web.json_response({"error": error}, status=status)
+
+
+def _caller(http: web.Request) -> Caller:
+    transport = http.transport
+    peer = transport.get_extra_info("peername") if transport is not None else None
+    address = f"{peer[0]}:{peer[1]}" if peer else "a client"
+    return Caller(address, lambda: transport is None or transport.is_closing(), transport)
+
+
+def _flag(http: web.Request, name: str, *, default: bool) -> bool:
+    text = http.query.get(name)
+    if text is None:
+        return default
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise UsageError(f"{name}={text!r}: true or false")
+    return text.lower() in _TRUE
+
+
+async def _body(http: web.Request) -> dict[str, Any]:
+    raw = await http.read()
+    if not raw.strip():
+        return {}
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"body: no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise UsageError("body: a JSON object is needed")
+    return body
+
+
+def _part(body: dict[str, Any], name: str) -> dict[str, Any]:
+    part = body.get(name)
+    if not isinstance(part, dict):
+        raise UsageError(f"{name}: an object is needed")
+    return part
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    text = body.get(name)
+    if not isinstance(text, str) or not text:
+        raise UsageError(f"{name}: a text is needed")
+    return text

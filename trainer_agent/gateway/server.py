@@ -1,0 +1,85 @@
+"""Serves the routes of one vLLM for a group: those for requests, and those for training."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from trainer_agent.gateway.agent import GatewayAgent
+from trainer_agent.gateway.client_session import ClientSession
+from trainer_agent.gateway.control_routes import ControlRoutes
+from trainer_agent.gateway.pauses import ClientPauses
+from trainer_agent.gateway.updates import ClientUpdates
+from trainer_agent.options import LEASE_MS
+from trainer_agent.rollouts import client, front
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from bus.cli.options import Keys
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    broker: str,
+    group: str,
+    host: str,
+    port: int,
+    *,
+    keys: Keys,
+    tokenizer: Any = None,
+    api_key: str = "",
+    engine_api_key: str | None = None,
+    silence_s: float | None = None,
+) -> AsyncIterator[str]:
+    """Serves a group over HTTP during a block; yields the base URL.
+
+    Args:
+        broker: the broker's address.
+        group: the group of engines.
+        host: the host name or address to listen on.
+        port: the port; 0 chooses a free one.
+        keys: the keys for the broker.
+        tokenizer: a tokenizer, for texts; None: none.
+        api_key: the bearer token that requests must have; empty: none.
+        engine_api_key: the engines' own API key.
+        silence_s: after how many seconds without a call a client's pause or update ends; None: no
+            routes for training.
+
+    Raises:
+        UsageError: the address can't be used.
+        BusTimeout: no broker answers.
+    """
+
+    def make_agent() -> GatewayAgent:
+        return GatewayAgent(
+            broker,
+            group=group,
+            key=keys.key,
+            broker_key=keys.broker_key,
+            insecure=keys.insecure,
+        )
+
+    async with contextlib.AsyncExitStack() as stack:
+        rollouts = await stack.enter_async_context(
+            client.RolloutClient(
+                broker,
+                group=group,
+                tokenizer=tokenizer,
+                api_key=engine_api_key,
+                key=keys.key,
+                broker_key=keys.broker_key,
+                insecure=keys.insecure,
+            )
+        )
+        routes = []
+        if silence_s is not None:
+            session = ClientSession(make_agent, silence_s=silence_s, lease_s=LEASE_MS / 1000)
+            stack.push_async_callback(session.close)
+            updates = ClientUpdates(session)
+            routes = ControlRoutes(ClientPauses(session, updates), updates).routes()
+        yield await stack.enter_async_context(
+            front.serve(
+                rollouts, host, port, tokenizer=tokenizer, api_key=api_key, more_routes=routes
+            )
+        )

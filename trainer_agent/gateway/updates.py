@@ -1,0 +1,318 @@
+"""Carries out a client's updates.
+
+Clients repeat calls that may have succeeded, call finish after a failed update, and disconnect in
+the middle of it::
+
+    state      call                       next       then
+    NONE       start                      STARTED    nothing is known of the tensors yet
+    STARTED    start, of the same client  STARTED    the same answer
+    STARTED    update_weights             LOADING    ARM with the tensors, pause, the transfer
+    STARTED    finish                     NONE       nothing was sent
+    LOADING    finish                     DONE       UPDATE_FINISH, COMMIT
+    LOADING    the call fails, or its     FAILED     ABORT; engines serve what they had
+               client disconnects
+    LOADING    resume, silence            FAILED     the same
+    FAILED     finish, update_weights     FAILED     refused, with the update's error
+    FAILED     start                      STARTED
+    DONE       finish                     DONE       the same answer
+    DONE       start                      STARTED
+
+Invariants:
+
+- No update is committed of which a call has failed.
+- A start is refused while an update of another client is under way, or a call is at work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+from bus.errors import UsageError, WavebusError
+from bus.manifest import TensorMeta
+from trainer_agent.gateway.folder import FolderSource, read_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from bus.messages import Target
+    from trainer_agent.gateway.agent import GatewayAgent
+    from trainer_agent.gateway.client_session import ClientSession
+
+_PICKLED: Final = "ipc_handles_pickled"
+
+
+class Conflict(WavebusError):
+    """A call doesn't fit what is under way, or what has failed."""
+
+
+class Stage(Enum):
+    """How far a client's update is."""
+
+    STARTED = "started"
+    LOADING = "loading"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who made a call.
+
+    Attributes:
+        address: its address, for texts.
+        is_gone: whether its connection has ended.
+        connection: identifies the connection.
+    """
+
+    address: str
+    is_gone: Callable[[], bool]
+    connection: object
+
+
+@dataclass(slots=True)
+class ClientUpdate:
+    """An update of the client, from its start to its finish."""
+
+    target: Target
+    caller: Caller
+    since_s: float
+    stage: Stage = Stage.STARTED
+    error: str = ""
+
+    def __str__(self) -> str:
+        age_s = time.monotonic() - self.since_s
+        return f"an update of {self.caller.address}, begun {age_s:.0f} s ago"
+
+
+class ClientUpdates:
+    """The updates of HTTP clients, one at a time.
+
+    Args:
+        session: the membership of the bus.
+
+    Attributes:
+        label: the client's own name of the weights that were committed last; empty: none.
+    """
+
+    def __init__(self, session: ClientSession) -> None:
+        self.label = ""
+        self._session = session
+        self._update: ClientUpdate | None = None
+        self._has_finished = False  # the last update; it may be finished again
+        self._finishing: asyncio.Task[None] | None = None
+        self._manifests: dict[Target, list[TensorMeta]] = {}  # of the open communicator
+        session.is_loading = self._is_loading
+        session.undo = self._undo
+
+    # -- the transport --------------------------------------------------------------
+
+    async def world_size(self, *, include_dp: bool) -> int:
+        """Returns how many workers the group's engines have.
+
+        Args:
+            include_dp: whether each rank of a DP group counts; else one of each.
+        """
+        async with self._session.call() as agent:
+            world = await agent.workers()
+            if include_dp:
+                return world.size - world.senders
+            ranks = world.first_ranks
+            status = await agent.group_status()
+            of_first: dict[str, str] = {}
+            for each in status.engines if status else ():
+                of_first.setdefault(each.dp_group, each.name)
+            bounds = sorted(ranks.values())
+            after = dict(zip(bounds, [*bounds[1:], world.size], strict=True))
+            first = set(of_first.values())
+            return sum(after[rank] - rank for name, rank in ranks.items() if name in first)
+
+    async def open(self, info: Mapping[str, Any]) -> None:
+        """Makes every engine join the client's communicator.
+
+        Args:
+            info: vLLM's ``init_info``.
+
+        Raises:
+            Conflict: an update is under way.
+            UsageError: the sizes don't fit the group, or its engines were not started for this.
+        """
+        self._require_no_update()
+        async with self._session.call() as agent:
+            self._manifests.clear()
+            await agent.open_native(info)
+
+    async def close_transport(self) -> None:
+        """Closes the client's communicator."""
+        async with self._session.call() as agent:
+            self._manifests.clear()
+            await agent.close_native()
+
+    # -- updates ----------------------------------------------------------------------
+
+    def start(self, target: Target, caller: Caller) -> None:
+        """Begins an update. A client that repeats it, or has begun one before and is gone, may.
+
+        Raises:
+            Conflict: another client's update is under way.
+        """
+        update = self._update
+        if update is not None and update.stage is not Stage.FAILED:
+            same = update.caller.connection is caller.connection or update.caller.is_gone()
+            if not same or self._session.is_busy:
+                raise Conflict(f"{update} is under way")
+            if update.stage is Stage.STARTED and update.target == target:
+                return
+        self._has_finished = False
+        self._update = ClientUpdate(target, caller, time.monotonic())
+
+    async def receive(self, info: Mapping[str, Any]) -> None:
+        """Has all engines check, receive and load the tensors of the update.
+
+        Args:
+            info: vLLM's ``update_info``.
+
+        Raises:
+            Conflict: no update was begun, or it has failed.
+            ManifestRefused: an engine's model doesn't take these tensors; none has entered a
+                collective.
+            WavebusError: the update has failed. Engines serve what they had.
+        """
+        update = self._require_update()
+        async with self._session.call() as agent:
+            if update is not self._update or update.stage is not Stage.STARTED:
+                raise Conflict(
+                    f"{update} has its tensors already: send all in one call, or finish first"
+                )
+            update.stage = Stage.LOADING
+            try:
+                metas = self._metas(info, update.target)
+                await agent.start_native(metas, update.target)
+                await agent.receive_native(info)
+            except BaseException as error:
+                self._manifests.pop(update.target, None)
+                self._fail(update, str(error) or "its client disconnected")
+                raise
+            self._manifests[update.target] = metas
+
+    def _metas(self, info: Mapping[str, Any], target: Target) -> list[TensorMeta]:
+        if _PICKLED in info:
+            raise UsageError(f"update_info: {_PICKLED}: pickles that come over HTTP are not read")
+        try:
+            names, dtypes, shapes = info["names"], info["dtype_names"], info["shapes"]
+            metas = [
+                TensorMeta(name, dtype, tuple(shape))
+                for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"update_info: {error!r}: names, dtype_names and shapes") from error
+        # From 0.33 on vLLM's trainer engine says once what it sends over a communicator.
+        if not metas and target not in self._manifests:
+            raise UsageError("update_info: no tensors are named, and none were named before")
+        return metas or self._manifests[target]
+
+    async def finish(self, label: str) -> None:
+        """Commits the update: all engines serve the new weights when this returns.
+
+        It goes on if the client disconnects, and a repeated call gets the same answer.
+
+        Args:
+            label: the client's own name of the weights.
+
+        Raises:
+            Conflict: no update was begun, or it has failed.
+        """
+        if self._finishing is None:
+            if self._update is None and self._has_finished:
+                return
+            update = self._require_update()
+            if update.stage is Stage.STARTED:
+                self._update = None
+                return
+            self._finishing = asyncio.create_task(self._commit(update, label))
+            self._finishing.add_done_callback(self._on_finished)
+        await asyncio.shield(self._finishing)
+
+    def _on_finished(self, task: asyncio.Task[None]) -> None:
+        self._finishing = None
+        if not task.cancelled():
+            task.exception()  # the client that waits gets it
+
+    async def _commit(self, update: ClientUpdate, label: str) -> None:
+        async with self._session.call() as agent:
+            try:
+                version = await agent.commit_native(label)
+            except BaseException as error:
+                self._fail(update, str(error))
+                raise
+        self._update, self._has_finished, self.label = None, True, label or str(version)
+
+    async def send_folder(self, folder: str) -> int:
+        """Sends the safetensors of a folder as one update, and returns its version.
+
+        Args:
+            folder: the folder, on this host.
+
+        Raises:
+            Conflict: an update is under way.
+            UsageError: there are no safetensors.
+        """
+        self._require_no_update()
+        source = FolderSource(folder)
+        async with self._session.call() as agent:
+            version = await agent.update_weights(source, label=folder, how="auto")
+        self.label = folder
+        return version
+
+    async def send_adapter(self, name: str, folder: str) -> int:
+        """Sends the LoRA adapter in a folder to all engines, and returns its version.
+
+        Args:
+            name: the adapter's name, which requests give as ``model``.
+            folder: the folder, on this host, as PEFT saves it.
+
+        Raises:
+            Conflict: an update is under way.
+            UsageError: there is no adapter.
+        """
+        self._require_no_update()
+        tensors, config = await asyncio.to_thread(read_adapter, folder)
+        async with self._session.call() as agent:
+            return await agent.update_adapter(name, tensors, config=config)
+
+    # -- checks -----------------------------------------------------------------------
+
+    def _fail(self, update: ClientUpdate, error: str) -> None:
+        update.stage, update.error = Stage.FAILED, error
+
+    def _require_update(self) -> ClientUpdate:
+        update = self._update
+        if update is None:
+            raise Conflict("no update is under way: start_weight_update comes first")
+        if update.stage is Stage.FAILED:
+            raise Conflict(f"the update failed, and engines serve what they had: {update.error}")
+        return update
+
+    def _require_no_update(self) -> None:
+        update = self._update
+        if update is not None and update.stage is not Stage.FAILED:
+            raise Conflict(f"{update} is under way")
+
+    def require_not_loading(self) -> None:
+        """Checks that no update has begun on the bus.
+
+        Raises:
+            Conflict: one has.
+        """
+        if self._is_loading():
+            raise Conflict(f"{self._update} is under way")
+
+    def _is_loading(self) -> bool:
+        return self._update is not None and self._update.stage is Stage.LOADING
+
+    async def _undo(self, agent: GatewayAgent, reason: str) -> None:
+        if self._update is not None:
+            self._fail(self._update, reason)
+        await agent.undo_native()
