@@ -68,7 +68,6 @@ REPLACED_IN_NAMES = {
     "lifeline": "rank_liveness",
     "door": "admission",
     "doors": "admission",
-    "gateway": "coordinator",
     "holder": "owner",
     "lane": "staging_channel",
     "lanes": "staging_channels",
@@ -81,8 +80,6 @@ REPLACED_IN_NAMES = {
 
 # The same in prose: docstrings, comments, texts and docs, as whole words.
 REPLACED_IN_PROSE = (
-    "gateway",
-    "gateways",
     "hold page",
     "holder",
     "holders",

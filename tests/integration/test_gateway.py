@@ -73,7 +73,8 @@ def gateway(bus: Bus) -> Gateway:
 
 
 def weights(bus: Bus) -> dict[str, Tensor]:
-    return load_file(bus.checkpoint.folder / "model.safetensors")
+    tensors: dict[str, Tensor] = load_file(bus.checkpoint.folder / "model.safetensors")
+    return tensors
 
 
 @pytest.fixture
