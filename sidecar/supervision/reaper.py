@@ -61,8 +61,8 @@ def main(arguments: list[str]) -> int:
         arguments: ``PARENT_PID GRACE_S COMMAND...``.
     """
     parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
-    # Blocked signals wait until `sigwait` takes them. A wait for a handler would miss one that comes
-    # while the process is stopped, or just before the wait.
+    # Blocked signals wait until `sigwait` takes them. A wait for a handler would miss a signal that
+    # comes while the process is stopped, or just before the wait.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDING, signal.SIGCHLD))
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
