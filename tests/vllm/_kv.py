@@ -40,6 +40,7 @@ LIMIT_S = 600.0
 TOKENS = 40
 CLIENTS = 5
 HITS = "vllm:external_prefix_cache_hits_total"
+OWN_HITS = "vllm:prefix_cache_hits_total"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting{"
 GREEDY = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
@@ -48,7 +49,7 @@ BLOCK = 32
 BLOCKS = 18
 LENGTH = BLOCK * BLOCKS
 FEW_BLOCKS = (
-    *("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS + 1)),
+    *("--num-gpu-blocks-override", str(BLOCKS + 1)),
     *("--max-model-len", str(LENGTH)),
 )
 
@@ -93,6 +94,8 @@ class Served:
         argv = server_argv(
             checkpoint.folder,
             *("--disable-uvicorn-access-log", "--enable-prefix-caching"),
+            # By default a CPU's blocks are longer than the tests' prompts, and are never found.
+            *("--block-size", str(BLOCK)),
             *("--kv-transfer-config", json.dumps(connector), *server),
         )
         self.sidecars = []

@@ -16,6 +16,7 @@ from tests.vllm._kv import (
     BOOT_S,
     GREEDY,
     HITS,
+    OWN_HITS,
     PREFILL_AND_DECODE,
     TOKENS,
     Served,
@@ -100,7 +101,9 @@ def test_kept_keys_and_values_that_name_no_version_are_found_by_no_later_request
             for loses_salt in (False, True, False):
                 found = await pair.answer(http, prompt, loses_salt=loses_salt)
                 assert pair.check(prompt, found) == {version}
+            before = await pair.metric(http, OWN_HITS)
             assert pair.check(prompt, await pair.decode(http, prompt)) == {version}
+            assert await pair.metric(http, OWN_HITS) > before
 
     run(main())
 
