@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"can't start {command[0]}: {error.strerror}\n")
         return 127
 
-    received = signal.SIGCHLD
+    received: int = signal.SIGCHLD
     while received == signal.SIGCHLD and child.poll() is None:
         received = signal.sigwait((*ENDING, signal.SIGCHLD))
     if child.poll() is None and received != signal.SIGQUIT:
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _prepare_child(unblocked: set[signal.Signals]) -> None:
+def _prepare_child(unblocked: set[int | signal.Signals]) -> None:
     """Gives the command its signals, and a SIGKILL when the reaper dies."""
     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     die_with_parent(signal.SIGKILL)
