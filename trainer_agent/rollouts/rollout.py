@@ -271,10 +271,9 @@ class RolloutRun:
         Raises:
             RequestPoisoned, RolloutFailed: the request has failed.
         """
-        has_gained = any(choice.gained for choice in choices)
         if cut is not None:
-            self._blamed.add(load, cut, begun_s, has_gained=has_gained)
-        elif not has_gained and not any(choice.done for choice in choices):
+            self._blamed.add(load, cut, begun_s, has_gained=any(each.gained for each in choices))
+        elif not any(choice.done or choice.gained for choice in choices):
             self._pool.router.rejected(load, self._pool.now_s())
         if cut is not None and any(choice.failures >= FAILURES for choice in choices):
             raise RolloutFailed(
