@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 import threading
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeAlias, TypeVar
 
 import anyio
@@ -67,15 +67,45 @@ def event_loop_thread() -> Iterator[BlockingPortal]:
 
 
 def wait_for(future: Future[T]) -> T:
-    """Waits for a future's result, and handles signals meanwhile.
+    """Waits for a future's result, and handles signals meanwhile."""
+    wait_for_any(future)
+    return future.result()
+
+
+def wait_for_any(*futures: Future[Any]) -> None:
+    """Waits until one of some futures is done, and handles signals meanwhile.
 
     Python runs signal handlers in the main thread, between two steps of its code. If another thread
     receives the signal, or the main thread receives it just before it starts to wait, nothing ends
     the wait. So the wait is interrupted regularly.
     """
-    while not future.done():
-        wait([future], timeout=_SIGNALS_S)
-    return future.result()
+    while not any(future.done() for future in futures):
+        wait(futures, _SIGNALS_S, FIRST_COMPLETED)
+
+
+@contextlib.contextmanager
+def _entered(portal: BlockingPortal, make: Callable[[], Client]) -> Iterator[Client]:
+    """Makes a client in the portal's event loop, and enters it for the length of a block.
+
+    Signals are handled while the client is entered and left, which may take long; anyio's
+    ``wrap_async_context_manager`` would not handle one that another thread receives.
+    """
+    entered: Future[Client] = Future()
+    leaving = anyio.Event()
+
+    async def stay() -> None:
+        client = make()
+        async with client:
+            entered.set_result(client)
+            await leaving.wait()
+
+    staying = portal.start_task_soon(stay)
+    wait_for_any(entered, staying)
+    if not entered.done():
+        staying.result()
+    yield entered.result()
+    portal.call(leaving.set)
+    wait_for(staying)
 
 
 class BusThread(Generic[Client]):
@@ -99,8 +129,7 @@ class BusThread(Generic[Client]):
         with contextlib.ExitStack() as stack:
             self._portal = stack.enter_context(event_loop_thread())
             self._pid = os.getpid()
-            self._client = self._portal.call(self._make)
-            stack.enter_context(self._portal.wrap_async_context_manager(self._client))
+            self._client = stack.enter_context(_entered(self._portal, self._make))
             self._stack = stack.pop_all()
         return self
 

@@ -156,18 +156,9 @@ class GlooSender(Sender):
     def open(self, chunk_bytes: int, world: World) -> bytes:
         self.close()
         room = max(chunk_bytes, 1)
-        timeout_s = rendezvous.chunk_timeout_s(room)
-        self._point = point = rendezvous.MeetingPoint.open(world, timeout_s)
+        self._point = rendezvous.MeetingPoint.open(world, room, self.prefetch_depth)
         self._buffers = [torch.empty(room, dtype=torch.uint8) for _ in range(self.prefetch_depth)]
-        self._init = GlooInit(
-            world.address,
-            point.store.port,
-            point.listener.port,
-            point.token,
-            room,
-            self.prefetch_depth,
-            timeout_s * 1000,
-        )
+        self._init = GlooInit(**self._point.params)
         self._place = RankAssignment(world.number, world.size, 0)
         return encode(self._init)
 

@@ -68,7 +68,6 @@ class NcclSender(Sender):
         # A stream of its own, so that packing and checksums never wait for a broadcast.
         self._stream = torch.cuda.Stream(self._gpu)  # type: ignore[no-untyped-call]
         room = max(chunk_bytes, 1) if self.packed else 0
-        timeout_s = rendezvous.chunk_timeout_s(room)
         try:
             self._buffers = [
                 torch.empty(room, dtype=torch.uint8, device=self._gpu)
@@ -79,17 +78,8 @@ class NcclSender(Sender):
                 f"{self._gpu} has no room for {self.prefetch_depth} chunks of {room} bytes: "
                 "lower chunk_bytes or buffers, or send with packed=False"
             ) from error
-        self._point = point = rendezvous.MeetingPoint.open(world, timeout_s)
-        self._init = NcclInit(
-            world.address,
-            point.store.port,
-            point.listener.port,
-            point.token,
-            room,
-            self.prefetch_depth,
-            timeout_s * 1000,
-            nccl_version(),
-        )
+        self._point = rendezvous.MeetingPoint.open(world, room, self.prefetch_depth)
+        self._init = NcclInit(**self._point.params, version=nccl_version())
         self._place = RankAssignment(world.number, world.size, 0)
         return encode(self._init)
 

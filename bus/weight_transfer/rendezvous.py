@@ -55,27 +55,29 @@ class MeetingPoint:
     Attributes:
         store: torch's store, a ``TCPStore``, which ends with the last reference to it.
         listener: where the ends meet.
-        token: the secret that they show there.
+        params: the fields of :class:`~bus.weight_transfer.formats.GlooInit`, by name.
     """
 
     store: Any
     listener: barrier_links.Listener
-    token: bytes
+    params: dict[str, Any]
 
     @classmethod
-    def open(cls, world: World, timeout_s: float) -> MeetingPoint:
+    def open(cls, world: World, chunk_bytes: int, buffers: int) -> MeetingPoint:
         """Opens a store and a listener on one address.
 
         A store that torch opens by itself would listen on all addresses.
 
         Args:
             world: the communicator: the address and ports to listen on, and its engines.
-            timeout_s: how long the store's operations may take, in seconds.
+            chunk_bytes: size of one buffer in bytes; 0 if chunks are sent unpacked.
+            buffers: how many chunks may be in flight.
 
         Raises:
             WavebusError: it can't listen there.
         """
         token = barrier_links.new_token()
+        timeout_s = chunk_timeout_s(chunk_bytes)
         try:
             listening = barrier_links.create_server(world.address, world.ports[0])
             with listening:  # if the next one fails
@@ -92,7 +94,16 @@ class MeetingPoint:
                 )
         except (RuntimeError, OSError) as error:
             raise WavebusError(f"can't listen at {world.address}: {error}") from error
-        return cls(store, listener, token)
+        params = {
+            "host": world.address,
+            "port": store.port,
+            "barrier_port": listener.port,
+            "token": token,
+            "chunk_bytes": chunk_bytes,
+            "buffers": buffers,
+            "timeout_ms": timeout_s * 1000,
+        }
+        return cls(store, listener, params)
 
     def close(self) -> None:
         """Stops listening at both ports; a meeting in another thread raises."""

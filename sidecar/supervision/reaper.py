@@ -30,7 +30,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -40,6 +39,8 @@ SHARED = "/dev/shm/"  # noqa: S108 - where Linux has the names
 # is removed elsewhere.
 THEIRS = ("psm_", "sem.mp-", "vllm_dist_", "torch_")
 GONE_S = 5.0  # how long killed processes may take to end
+# Signals that end the command.
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ARGUMENTS = 3
 
 
@@ -60,15 +61,9 @@ def main(arguments: list[str]) -> int:
         arguments: ``PARENT_PID GRACE_S COMMAND...``.
     """
     parent, grace_s, command = int(arguments[0]), float(arguments[1]), arguments[2:]
-    stop = threading.Event()
-    received: list[int] = []
-
-    def note(signum: int, _frame: object) -> None:
-        received.append(signum)
-        stop.set()
-
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(signum, note)
+    # Blocked signals wait until `sigwait` takes them. A wait for a handler would miss a signal that
+    # comes while the process is stopped, or just before the wait.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDING, signal.SIGCHLD))
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:
         return 128 + signal.SIGTERM  # the parent died before the prctl call
@@ -76,26 +71,29 @@ def main(arguments: list[str]) -> int:
         child = subprocess.Popen(  # noqa: S603 - the user's own command
             command,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGKILL),  # noqa: PLW1509 - one thread here
+            preexec_fn=lambda: _prepare_child(unblocked),  # noqa: PLW1509 - one thread here
         )
     except OSError as error:
         sys.stderr.write(f"can't start {command[0]}: {error.strerror}\n")
         return 127
 
-    def watch() -> None:
-        child.wait()
-        stop.set()
-
-    threading.Thread(target=watch, daemon=True).start()
-    stop.wait()
-    if child.poll() is None and signal.SIGQUIT not in received:
-        _kill_group(child.pid, received[0] if received else signal.SIGTERM)
+    received: int = signal.SIGCHLD
+    while received == signal.SIGCHLD and child.poll() is None:
+        received = signal.sigwait((*ENDING, signal.SIGCHLD))
+    if child.poll() is None and received != signal.SIGQUIT:
+        _kill_group(child.pid, received)
         _kill_group(child.pid, signal.SIGCONT)  # a stopped process can't handle the signal
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(grace_s)
     _clean_up(child.pid)
     code = child.wait()
     return code if code >= 0 else 128 - code
+
+
+def _prepare_child(unblocked: set[int | signal.Signals]) -> None:
+    """Gives the command its signals, and a SIGKILL when the reaper dies."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    die_with_parent(signal.SIGKILL)
 
 
 def _clean_up(group: int) -> None:

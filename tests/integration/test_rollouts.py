@@ -559,6 +559,30 @@ def test_one_engine_that_a_request_kills_again_and_again_is_spared() -> None:
     assert len(asked) == 2
 
 
+def test_an_engine_that_is_still_dying_has_died_once() -> None:
+    """Until the routes are without it, another attempt may come to its socket; here none other can
+    take the request."""
+    asked: list[int] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(1)
+        if len(asked) == 1:
+            response: web.StreamResponse = await then(event(78), cut=True)(request)
+            return response
+        if len(asked) == 2:
+            assert request.transport is not None
+            request.transport.abort()
+        return await honest(request)
+
+    async def main() -> None:
+        async with clients_of(answer) as client:
+            done = await client.generate(PROMPT, {"max_tokens": 5})
+            ends = [each.ended_by for each in done.choices[0].attempts]
+            assert ends == ["died", "died", "length"]
+
+    run(main())
+
+
 def test_one_death_that_all_choices_see_is_one() -> None:
     both, asked = asyncio.Barrier(2), list[int]()
 

@@ -18,6 +18,7 @@ import aiohttp
 
 from sidecar.supervision.launch import free_port
 from sidecar.vllm.core_state import parse_version
+from sidecar.vllm.plugin.core.kv_versions import TAG
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.oracle import Span, foreign_tokens
 from tests.support.processes import children, descendants, process_of_vllm, runs
@@ -27,7 +28,7 @@ from trainer_agent import TrainerAgent
 from trainer_agent.rollouts.attempt import GENERATE, prefill
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -39,6 +40,7 @@ LIMIT_S = 600.0
 TOKENS = 40
 CLIENTS = 5
 HITS = "vllm:external_prefix_cache_hits_total"
+OWN_HITS = "vllm:prefix_cache_hits_total"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting{"
 GREEDY = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
@@ -47,7 +49,7 @@ BLOCK = 32
 BLOCKS = 18
 LENGTH = BLOCK * BLOCKS
 FEW_BLOCKS = (
-    *("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS + 1)),
+    *("--num-gpu-blocks-override", str(BLOCKS + 1)),
     *("--max-model-len", str(LENGTH)),
 )
 
@@ -92,6 +94,8 @@ class Served:
         argv = server_argv(
             checkpoint.folder,
             *("--disable-uvicorn-access-log", "--enable-prefix-caching"),
+            # By default a CPU's blocks are longer than the tests' prompts, and are never found.
+            *("--block-size", str(BLOCK)),
             *("--kv-transfer-config", json.dumps(connector), *server),
         )
         self.sidecars = []
@@ -110,22 +114,34 @@ class Served:
             self.broker.wait_event("peer_joined", timeout_s=BOOT_S, role="engine")
 
     @contextlib.asynccontextmanager
-    async def clients(self) -> AsyncIterator[tuple[TrainerAgent, aiohttp.ClientSession]]:
-        """Who sends weights, and who asks: the engines are there, and it is known where."""
+    async def clients(
+        self, **options: Any
+    ) -> AsyncIterator[tuple[TrainerAgent, aiohttp.ClientSession]]:
+        """Who sends weights, and who asks: the engines are there, and it is known where.
+
+        ``options`` are the trainer agent's.
+        """
         # vLLM closes connections that are idle for 5 s, perhaps just when the next request is sent.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with (
-            TrainerAgent(self.address) as agent,
+            TrainerAgent(self.address, **options) as agent,
             aiohttp.ClientSession(connector=connector) as http,
         ):
             for view in await agent.wait_for_engines(len(self.asked), timeout_s=BOOT_S):
                 self.urls[view.name] = view.endpoint
             yield agent, http
 
-    async def update(self, agent: TrainerAgent, *, seed: int = 0, **how: Any) -> int:
-        """Commit weights that no version has had; all engines have them."""
+    async def update(
+        self,
+        agent: TrainerAgent,
+        *,
+        seed: int = 0,
+        source: Callable[[Mapping[str, Tensor]], Any] = dict,
+        **how: Any,
+    ) -> int:
+        """Commit weights that no version has had, by way of ``source``; all engines have them."""
         new = perturbed(self.checkpoint.weights, seed=seed or len(self.weights))
-        version = await agent.update_weights(new, **how)
+        version = await agent.update_weights(source(new), **how)
         assert agent.last_update is not None
         assert not agent.last_update.excluded
         self.weights[version] = new
@@ -157,10 +173,14 @@ class Served:
         assert len(choice["token_ids"]) == tokens
         return choice
 
-    async def answer(self, http: aiohttp.ClientSession, prompt: Sequence[int]) -> dict[str, Any]:
-        """As a client would; the choice."""
-        alone = len(self.asked) == 1
-        return await self.decode(http, prompt, None if alone else await self.prefill(http, prompt))
+    async def answer(
+        self, http: aiohttp.ClientSession, prompt: Sequence[int], *, loses_salt: bool = False
+    ) -> dict[str, Any]:
+        """As a client would, maybe by way of a router that drops the salt; the choice."""
+        params = None if len(self.asked) == 1 else await self.prefill(http, prompt)
+        if params is not None and loses_salt:
+            del params[TAG]
+        return await self.decode(http, prompt, params)
 
     def check(self, prompt: Sequence[int], choice: Mapping[str, Any]) -> set[int]:
         """Every token is that of the version it is labelled with, with all before it; which
@@ -208,6 +228,7 @@ class Served:
         *,
         seed: int,
         clear_cache: bool = True,
+        lost_salts: float = 0.0,
         **how: Any,
     ) -> Counter[str]:
         """Update while clients ask one thing after the other: nobody is turned away, no engine
@@ -217,18 +238,25 @@ class Served:
         it is those that are checked that were sent after a commit and ended before the next. Where
         caches are cleared, there are more than ``updates`` until one has met a request.
 
+        Args:
+            lost_salts: the share of requests whose salt is dropped on the way to the decode engine.
+
         Returns:
-            How many ``updates``, ``requests`` and checked ``tokens`` there were.
+            How many ``updates``, ``requests``, ``lost_salts`` and checked ``tokens`` there were.
         """
         came: asyncio.Queue[tuple[int, Sequence[int], dict[str, Any]]] = asyncio.Queue()
         done = asyncio.Event()
+        found = Counter[str]()
 
         async def client(number: int) -> None:
+            draw = random.Random(number)
             for prompt in prompts(CLIENTS * seed + number):
                 if done.is_set():
                     return
-                newest = max(self.weights)
-                came.put_nowait((newest, prompt, await self.answer(http, prompt)))
+                newest, loses_salt = max(self.weights), draw.random() < lost_salts
+                found["lost_salts"] += loses_salt
+                answer = await self.answer(http, prompt, loses_salt=loses_salt)
+                came.put_nowait((newest, prompt, answer))
 
         between = (2 if clear_cache else 3) * CLIENTS
         ended: list[tuple[int, Sequence[int], dict[str, Any]]] = []
@@ -243,7 +271,7 @@ class Served:
             ended += [await came.get() for _ in range(between)]
             done.set()
         ended += [came.get_nowait() for _ in range(came.qsize())]
-        found = Counter(updates=made, requests=len(ended))
+        found.update(updates=made, requests=len(ended))
         for answer in ended:
             newest, prompt, choice = answer
             labels = {parse_version(span["version"]) for span in choice["weight_versions"]}

@@ -37,11 +37,11 @@ from trainer_agent.rollouts.front_request import SESSION_HEADER, FrontRequest
 from trainer_agent.rollouts.text import encode, in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 
     from trainer_agent.rollouts.chat import Chat
     from trainer_agent.rollouts.client import RolloutClient
-    from trainer_agent.rollouts.results import Completion, TokenDelta
+    from trainer_agent.rollouts.results import Choice, Completion, TokenDelta
 
     Deltas = asyncio.Queue[tuple[int, TokenDelta] | None]
 
@@ -130,9 +130,10 @@ class _Front:
     ) -> web.StreamResponse:
         writer = AnswerWriter(asked, self._tokenizer)
         if asked.is_stream:
-            return await self._stream(http, asked, writer, prompts, chat)
+            stream = _Stream(http, asked, writer, prompts, chat, self._tokenizer)
+            return await stream.answer(partial(self.generate, asked, prompts))
         done = await self.generate(asked, prompts, None)
-        choices = [choice for each in done for choice in each.choices]
+        choices = _choices(done)
         messages, names = await chat.named_messages(done[0]) if chat else ([{}] * len(choices), {})
 
         def write() -> bytes:
@@ -146,34 +147,6 @@ class _Front:
         is_long = sum(len(choice.token_ids) for choice in choices) > _WRITTEN_AT_ONCE
         body = await in_thread(write) if is_long else write()
         return web.Response(body=body, content_type="application/json")
-
-    async def _stream(
-        self,
-        http: web.Request,
-        asked: FrontRequest,
-        writer: AnswerWriter,
-        prompts: list[Any],
-        chat: Chat | None,
-    ) -> web.StreamResponse:
-        deltas: Deltas = asyncio.Queue()
-        finish = asyncio.ensure_future(self.generate(asked, prompts, deltas))
-        finish.add_done_callback(lambda _: deltas.put_nowait(None))
-        stream = _Stream(http, asked, writer, prompts, chat, self._tokenizer)
-        try:
-            while batch := await _next_batch(deltas):
-                await stream.send(batch)
-            await stream.end(await finish)
-        except WavebusError as error:
-            if not stream.response.prepared:
-                raise
-            answer = _answer_exception(http, error)
-            await stream.write(f"data: {answer.text if answer else ''}\n\n".encode())
-        finally:
-            finish.cancel()
-            await asyncio.wait([finish])
-        await stream.write(b"data: [DONE]\n\n")
-        await stream.response.write_eof()
-        return stream.response
 
     async def generate(
         self, asked: FrontRequest, prompts: list[Any], deltas: Deltas | None
@@ -234,9 +207,39 @@ class _Stream:
         )
         self._ended: set[int] = set()
         self._shown: set[int] = set()  # prompts, by the index of the choice
-        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
 
-    async def send(self, batch: Sequence[tuple[int, TokenDelta]]) -> None:
+    async def answer(
+        self, generate: Callable[[Deltas], Coroutine[Any, Any, list[Completion]]]
+    ) -> web.StreamResponse:
+        """Sends what ``generate`` makes, and an error as the last event.
+
+        Args:
+            generate: generates for all prompts, and puts new tokens into the queue as they come.
+
+        Raises:
+            WavebusError: nothing has been sent yet.
+        """
+        deltas: Deltas = asyncio.Queue()
+        finish = asyncio.ensure_future(generate(deltas))
+        finish.add_done_callback(lambda _: deltas.put_nowait(None))
+        try:
+            while batch := await _next_batch(deltas):
+                await self._send_batch(batch)
+            await self._end(await finish)
+        except WavebusError as error:
+            if not self._response.prepared:
+                raise
+            answer = _answer_exception(self._http, error)
+            await self._write(f"data: {answer.text if answer else ''}\n\n".encode())
+        finally:
+            finish.cancel()
+            await asyncio.wait([finish])
+        await self._write(b"data: [DONE]\n\n")
+        await self._response.write_eof()
+        return self._response
+
+    async def _send_batch(self, batch: Sequence[tuple[int, TokenDelta]]) -> None:
         """Sends new tokens, with the numbers of their prompts."""
         parts = []
         for number, delta in batch:
@@ -274,11 +277,11 @@ class _Stream:
         if index not in self._shown and (of_choice or not self._shown):
             prompt = [self._prompts[index // self._asked.params.get("n", 1)]]
         self._shown.add(index)
-        await self.write(self._writer.frame([shown | (end or {})], None, prompt))
+        await self._write(self._writer.frame([shown | (end or {})], None, prompt))
 
-    async def end(self, done: list[Completion]) -> None:
+    async def _end(self, done: list[Completion]) -> None:
         """Sends what comes last: rests of texts, messages with tool calls, usage."""
-        choices = [choice for each in done for choice in each.choices]
+        choices = _choices(done)
         for index, choice in enumerate(choices):
             if self._by_engine and index not in self._ended:
                 await self._send_part(index, self._messages[index].due(ended=choice))
@@ -294,12 +297,12 @@ class _Stream:
                 fields = {"content": text}
             await self._send(index, None, text, fields, None, ending(choice, message))
         if self._asked.with_usage:
-            await self.write(self._writer.frame([], _usage(done)))
+            await self._write(self._writer.frame([], _usage(done)))
 
-    async def write(self, raw: bytes) -> None:
+    async def _write(self, raw: bytes) -> None:
         """Sends bytes."""
-        await self.response.prepare(self._http)
-        await self.response.write(raw)
+        await self._response.prepare(self._http)
+        await self._response.write(raw)
 
 
 async def _next_batch(deltas: Deltas) -> list[tuple[int, TokenDelta]]:
@@ -316,9 +319,13 @@ async def _next_batch(deltas: Deltas) -> list[tuple[int, TokenDelta]]:
     return batch
 
 
+def _choices(done: Sequence[Completion]) -> list[Choice]:
+    return [choice for each in done for choice in each.choices]
+
+
 def _usage(done: Sequence[Completion]) -> dict[str, int]:
     given = sum(len(each.prompt_token_ids) for each in done)
-    made = sum(len(choice.token_ids) for each in done for choice in each.choices)
+    made = sum(len(choice.token_ids) for choice in _choices(done))
     return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 
 

@@ -272,7 +272,7 @@ class RolloutRun:
             RequestPoisoned, RolloutFailed: the request has failed.
         """
         if cut is not None:
-            self._blamed.add(load, cut, begun_s)
+            self._blamed.add(load, cut, begun_s, has_gained=any(each.gained for each in choices))
         elif not any(choice.done or choice.gained for choice in choices):
             self._pool.router.rejected(load, self._pool.now_s())
         if cut is not None and any(choice.failures >= FAILURES for choice in choices):
@@ -297,18 +297,21 @@ class _Blamed:
     def __init__(self, request_id: str, pool: EnginePool) -> None:
         self._request_id = request_id
         self._pool = pool
-        # The engines that died while they ran the request, by name and endpoint, and when.
-        self._died: list[tuple[str, str, float]] = []
+        # The engines that died while they ran the request: name and endpoint, when, and since
+        # which routes they were there.
+        self._died: list[tuple[str, str, float, int]] = []
         self.avoid = frozenset[str]()
         self.last = ""
 
-    def add(self, load: EngineLoad, cut: Cut, begun_s: float) -> None:
+    def add(self, load: EngineLoad, cut: Cut, begun_s: float, *, has_gained: bool = False) -> None:
         """Records that an engine's answer was cut off; the request avoids the engine afterwards.
 
         Args:
             load: the engine.
             cut: how the answer ended.
             begun_s: when the attempt began. Attempts that ran at the same time see one death.
+            has_gained: whether the attempt gave a token. An engine that has given none since its
+                death, and has not returned to the routes, is still dying.
 
         Raises:
             RequestPoisoned: it is the second death of an engine.
@@ -320,11 +323,12 @@ class _Blamed:
         if cut.how not in ("rejected", "unfetched"):
             self.avoid |= {engine}
         if cut.how != "died" or any(
-            (name, url) == (engine, endpoint) and begun_s <= when_s
-            for name, url, when_s in self._died
+            (name, url) == (engine, endpoint)
+            and (begun_s <= when_s or (load.since == since and not has_gained))
+            for name, url, when_s, since in self._died
         ):
             return
-        self._died.append((engine, endpoint, self._pool.now_s()))
+        self._died.append((engine, endpoint, self._pool.now_s(), load.since))
         if len(self._died) >= _POISONED:
             names = ", ".join(sorted(name for name, *_ in self._died))
             raise RequestPoisoned(

@@ -72,6 +72,7 @@ class EngineLoad:
         step: the number of the core's last step, in that report.
         progress_s: when the engine was last seen to give any request a token, in seconds.
         newest_s: when the latest of the requests began that got a first token since the last look.
+        since: the revision of the routes to which the engine came, or returned after a death.
     """
 
     route: Route
@@ -87,6 +88,7 @@ class EngineLoad:
     step: int = 0
     progress_s: float = 0.0
     newest_s: float = 0.0
+    since: int = 0
 
     @property
     def slots(self) -> int:
@@ -150,7 +152,7 @@ class Router:
                 key, EngineLoad(route, float(route.limits.slots or _UNKNOWN_SLOTS))
             )
             if route.engine not in self.engines:
-                load.held_until_s = 0.0  # it is back
+                load.held_until_s, load.since = 0.0, self.revision  # it is back
             load.route = route
             now[route.engine] = load
         self.engines = now

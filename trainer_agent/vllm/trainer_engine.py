@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from bus.errors import UsageError
 from bus.weight_transfer.allocation import ALONE, World
 from bus.weight_transfer.registry import make_sender
+from trainer_agent.bus_thread import wait_for, wait_for_any
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.vllm import payloads
 from trainer_agent.weights.source import tensor_metas
@@ -148,20 +149,20 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
 
     def _meet(self, info: dict[str, Any]) -> None:
         """Makes engines open their ends, while this end waits to connect to them."""
-
-        def stop_waiting(opening: Future[None]) -> None:
-            if opening.exception() is not None:
-                self._sender.close()
-
-        with ThreadPoolExecutor(1) as calls:
-            opening = calls.submit(self.client.init_weight_transfer_engine, info)
-            opening.add_done_callback(stop_waiting)
+        threads = ThreadPoolExecutor(2)
+        try:
+            opening = threads.submit(self.client.init_weight_transfer_engine, info)
             try:
-                self._sender.meet()
+                _wait_for_both(threads.submit(self._sender.meet), opening)
             except Exception:
-                opening.result()  # raises the engines' own error, if there is one
+                wait_for(opening)  # raises the engines' own error, if there is one
                 raise
-            opening.result()
+            wait_for(opening)
+        except BaseException:
+            self._sender.close()  # ends the meeting, and lets engines give up
+            raise
+        finally:
+            threads.shutdown(wait=False)
 
     # -- one update -----------------------------------------------------------------
 
@@ -200,16 +201,16 @@ class WavebusTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             moves.shutdown(wait=False, cancel_futures=True)
 
     def _wait_until_applied(self, seq: int, applied: Future[None]) -> None:
-        applied.result()
+        wait_for(applied)
         self._sender.on_taken(seq)
 
 
-def _wait_for_both(moving: Future[None], applied: Future[None]) -> None:
-    """Waits until a chunk is sent; stops waiting if engines refuse it."""
-    wait((moving, applied), return_when=FIRST_COMPLETED)
+def _wait_for_both(moving: Future[None], answered: Future[None]) -> None:
+    """Waits until this end's part of a collective is done; stops waiting if engines refuse it."""
+    wait_for_any(moving, answered)
     if not moving.done():
-        applied.result()
-    moving.result()
+        answered.result()
+    wait_for(moving)
 
 
 # The factory is global and raises if this module is loaded again.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import linecache
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import anyio
 import pytest
 from anyio.from_thread import BlockingPortal
 
+from tests.support.interrupts import waits_for_a_lock
 from tests.support.procs import ROOT
 from trainer_agent.bus_thread import BusThread
 
@@ -100,12 +100,6 @@ def test_a_call_that_is_interrupted_while_it_is_started_has_ended(
         assert thread.client.seen == ([] if before else ["work", "CancelledError"])
 
 
-def waits_for_a_lock(thread: int) -> bool:
-    """Before that, a thread would handle the signal at its next step."""
-    frame = sys._current_frames()[thread]
-    return "waiter.acquire(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-
-
 def test_a_signal_that_another_thread_receives_interrupts_a_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -126,6 +120,34 @@ def test_a_signal_that_another_thread_receives_interrupts_a_call(
             with pytest.raises(KeyboardInterrupt):
                 thread.work()
             assert thread.client.seen == ["work", "CancelledError"]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("where", ["__aenter__", "__aexit__"])
+def test_a_signal_that_another_thread_receives_ends_connecting_and_closing(where: str) -> None:
+    """A broker that does not answer takes long; the caller does not wait for that."""
+    caller, ended = threading.get_ident(), list[str]()
+
+    async def interrupting(self: Client, *_: object) -> Client:
+        while not waits_for_a_lock(caller):  # noqa: ASYNC110 - no event tells
+            await anyio.sleep(0.01)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        try:
+            await anyio.sleep(LONG_S)
+        except BaseException as error:
+            ended.append(type(error).__name__)
+            raise
+        ended.append("it was waited for")
+        return self
+
+    slow: Any = type("Slow", (Client,), {where: interrupting})
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread = Thread(slow())
+        with pytest.raises(KeyboardInterrupt), thread:
+            assert where == "__aexit__"
+        assert ended == ["CancelledError"]
     finally:
         signal.signal(signal.SIGINT, before)
 

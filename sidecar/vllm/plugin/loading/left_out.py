@@ -6,6 +6,7 @@ its modalities, a tower is a placeholder without weights. A trainer's model has 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from sidecar.vllm.plugin.loading.loader_trace import refused
@@ -29,22 +30,33 @@ def left_out_refusal(model: torch.nn.Module, name: str, names: Iterable[str]) ->
         names: the trainer's names of all tensors of the update.
 
     Returns:
-        The error, which says what to leave out; None if the tensor belongs to no such part.
+        The error, which says all that is to be left out; None if the tensor belongs to no such
+        part.
     """
+    stages = {
+        path: getattr(module, "stage_name", path)
+        for path, module in model.named_modules()
+        if type(module).__name__ == _PLACEHOLDER
+    }
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    own = name if mapper is None else mapper._map_name(name)  # noqa: SLF001 - there is no other
-    for path, module in model.named_modules():
-        inside = own is not None and own.startswith(f"{path}.")
-        if type(module).__name__ != _PLACEHOLDER or not inside:
-            continue
+
+    def left_out(given: str) -> tuple[str, str] | None:
+        """Returns the part to which a tensor belongs, and the beginning of the part's names."""
+        own = given if mapper is None else mapper._map_name(given)  # noqa: SLF001 - the only way
+        path = next((each for each in stages if own is not None and own.startswith(f"{each}.")), "")
+        if not path:
+            return None
         rest = own.removeprefix(f"{path}.")
-        prefix = name.removesuffix(rest) if name.endswith(rest) else name
-        count = sum(each.startswith(prefix) for each in names)
-        stage = getattr(module, "stage_name", path)
-        return refused(
-            name,
-            f"this engine was started without its {stage}, as with --limit-mm-per-prompt of 0: "
-            f"leave out the {count} tensors whose names begin with {prefix}, or start the engine "
-            "with it",
-        )
-    return None
+        return path, given.removesuffix(rest) if given.endswith(rest) else given
+
+    mine = left_out(name)
+    if mine is None:
+        return None
+    found = Counter(part for part in map(left_out, names) if part is not None)
+    prefixes = " or ".join(dict.fromkeys(prefix for _, prefix in found))
+    return refused(
+        name,
+        f"this engine was started without its {stages[mine[0]]}, as with --limit-mm-per-prompt of "
+        f"0: leave out the {found.total()} tensors whose names begin with {prefixes}, or start the "
+        "engine with it",
+    )

@@ -100,16 +100,8 @@ class Meeting:
 
     def __init__(self, size: int = 2, silence_s: float = LIMIT_S) -> None:
         world = World(1, size, LOCAL)
-        self.point = rendezvous.MeetingPoint.open(world, LIMIT_S)
-        self.init = GlooInit(
-            LOCAL,
-            self.point.store.port,
-            self.point.listener.port,
-            self.point.token,
-            1,
-            1,
-            60_000,
-        )
+        self.point = rendezvous.MeetingPoint.open(world, 1, 1)
+        self.init = GlooInit(**{**self.point.params, "timeout_ms": 60_000})
         self.size, self.silence_s = size, silence_s
         self.gpus = [Gpu() for _ in range(size)]
         self.groups: dict[int, AsNccl] = {}

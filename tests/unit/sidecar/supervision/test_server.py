@@ -319,3 +319,40 @@ def test_a_killed_server_leaves_no_name_in_shared_memory(tmp_path: Path) -> None
         (shared / unknown).unlink()
 
     run(scenario())
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_reaper_that_was_stopped_ends_when_it_is_told_to_meanwhile() -> None:
+    """Of a stopped process, any thread may receive the signal. So half of them would miss it, if a
+    second thread watched the command."""
+
+    async def scenario() -> None:
+        program = "import signal; print(flush=True); signal.pause()"
+        guards = [
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, str(Path(guard_module.__file__))),
+                *(str(os.getpid()), "60", sys.executable, "-c", program),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            for _ in range(8)
+        ]
+        for guard in guards:
+            assert guard.stdout is not None
+            await guard.stdout.readline()
+            guard.send_signal(signal.SIGSTOP)
+            while not is_stopped(guard.pid):  # noqa: ASYNC110 - the kernel offers no event
+                await anyio.sleep(0.01)
+            guard.terminate()
+            guard.send_signal(signal.SIGCONT)
+        try:
+            codes = await asyncio.wait_for(asyncio.gather(*(each.wait() for each in guards)), 60)
+        finally:
+            for guard in guards:
+                if guard.returncode is None:
+                    guard.kill()
+        assert codes == [128 + signal.SIGTERM] * len(guards)
+
+    run(scenario())

@@ -10,7 +10,8 @@ import anyio
 import pytest
 import torch
 
-from bus.errors import UpdateFailed, WavebusError
+from bus.errors import Refused, UpdateFailed, WavebusError
+from bus.kept_dtypes import kept_refusal
 from bus.messages import GroupAck, NackCode, Step
 from bus.weight_transfer.base import Sender
 from trainer_agent.connection import Connection
@@ -19,6 +20,7 @@ from trainer_agent.update.chunk_stream import ChunkStream
 from trainer_agent.update.steps import Steps
 from trainer_agent.update.transport import Transport
 from trainer_agent.weights.any_source import as_source
+from trainer_agent.weights.cast import CastSource
 from trainer_agent.weights.source import PairSource
 
 if TYPE_CHECKING:
@@ -122,6 +124,32 @@ def test_a_chunk_that_can_not_be_sent_fails_the_update(which: str) -> None:
         assert (nack.update_id, nack.step, nack.chunk) == ("u1", "chunk", 0)
 
     asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+
+def test_a_cast_is_planned_again_with_what_engines_keep() -> None:
+    """After each refusal that names such tensors, and after no other one. If a refusal names none
+    that is new, engines are not asked about it again."""
+    sent = {name: torch.ones(4) for name in ("l.0.A_log", "l.1.A_log", "l.0.scale", "norm")}
+    source = CastSource(as_source(sent), "bfloat16")
+    stream = ChunkStream(source, Queueing(), chunk_bytes=64, verify="off")
+
+    def dtypes() -> list[str]:
+        return [meta.dtype for meta in stream.plan.metas]
+
+    def refuses(code: NackCode, *names: str) -> bool:
+        detail = kept_refusal(names).detail if names else "unknown: the model has no such tensor"
+        return stream.cast_less(Refused(own_nack(code, detail)))
+
+    assert stream.plan.manifest.is_cast
+    assert not refuses(NackCode.MANIFEST_REFUSED)
+    assert dtypes() == ["bfloat16"] * 4
+    assert refuses(NackCode.DTYPE_KEPT, "l.0.A_log")
+    assert dtypes() == ["float32", "float32", "bfloat16", "bfloat16"]
+    assert refuses(NackCode.DTYPE_KEPT, "l.0.scale")
+    assert dtypes() == ["float32", "float32", "float32", "bfloat16"]
+    assert stream.plan.manifest.is_cast
+    assert refuses(NackCode.DTYPE_KEPT, "l.0.scale")
+    assert not stream.plan.manifest.is_cast
 
 
 class Busy(Sender):

@@ -7,7 +7,12 @@ from torch import nn
 
 from sidecar.vllm.plugin.loading.left_out import left_out_refusal
 
-NAMES = ("model.visual.a.weight", "model.visual.b.weight", "model.language_model.norm.weight")
+NAMES = (
+    "model.visual.a.weight",
+    "model.visual.b.weight",
+    "model.language_model.norm.weight",
+    "model.projector.weight",
+)
 
 
 class StageMissingLayer(nn.Module):
@@ -31,15 +36,20 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.visual = StageMissingLayer()
+        self.projector = StageMissingLayer()
         self.language_model = nn.LayerNorm(2)
 
 
-def test_a_tower_that_is_not_there_is_named_by_the_trainers_names() -> None:
-    error = left_out_refusal(Model(), NAMES[0], NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[3]])
+def test_a_tower_that_is_not_there_is_named_by_the_trainers_names(name: str) -> None:
+    """One refusal says all that is to be left out, whichever tensor it concerns."""
+    error = left_out_refusal(Model(), name, NAMES)
     assert error is not None
-    assert error.tensor == NAMES[0]
+    assert error.tensor == name
     assert "without its vision_tower, as with --limit-mm-per-prompt of 0" in error.detail
-    assert "leave out the 2 tensors whose names begin with model.visual." in error.detail
+    assert (
+        "leave out the 3 tensors whose names begin with model.visual. or model.projector., or"
+    ) in error.detail
 
 
 @pytest.mark.parametrize("name", [NAMES[2], "model.visually", "model.visual.dropped"])
