@@ -20,6 +20,7 @@ from trainer_agent.options import check_choice
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from trainer_agent.gateway.group import ClientGroup
     from trainer_agent.gateway.pauses import ClientPauses
     from trainer_agent.gateway.updates import ClientUpdates
 
@@ -46,12 +47,14 @@ class ControlRoutes:
 
     Args:
         pauses: carries out pauses.
-        updates: carries out updates.
+        updates: carries out updates whose tensors the client sends.
+        group: sends what lies in files, and counts workers.
     """
 
-    def __init__(self, pauses: ClientPauses, updates: ClientUpdates) -> None:
+    def __init__(self, pauses: ClientPauses, updates: ClientUpdates, group: ClientGroup) -> None:
         self._pauses = pauses
         self._updates = updates
+        self._group = group
 
     def routes(self) -> list[web.RouteDef]:
         """Returns the routes."""
@@ -125,7 +128,7 @@ class ControlRoutes:
 
     async def _world_size(self, http: web.Request) -> Answer:
         include_dp = _flag(http, "include_dp", default=True)
-        return {"world_size": await self._updates.world_size(include_dp=include_dp)}
+        return {"world_size": await self._group.world_size(include_dp=include_dp)}
 
     async def _init(self, http: web.Request) -> Answer:
         await self._updates.open(_part(await _body(http), "init_info"))
@@ -146,7 +149,7 @@ class ControlRoutes:
     async def _update(self, http: web.Request) -> Answer:
         body = await _body(http)
         if "weight_dir" in body:
-            await self._updates.send_folder(_text(body, "weight_dir"))
+            await self._group.send_folder(_text(body, "weight_dir"))
         else:
             await self._updates.receive(_part(body, "update_info"))
         return {"message": "Weights updated"}
@@ -175,7 +178,7 @@ class ControlRoutes:
     async def _send_adapter(self, http: web.Request) -> tuple[str, int]:
         body = await _body(http)
         name, folder = _text(body, "lora_name"), _text(body, "lora_path")
-        return name, await self._updates.send_adapter(name, folder)
+        return name, await self._group.send_adapter(name, folder)
 
     # -- what is not offered --------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_agent.gateway.agent import GatewayAgent
 from trainer_agent.gateway.client_session import ClientSession
 from trainer_agent.gateway.control_routes import ControlRoutes
+from trainer_agent.gateway.group import ClientGroup
 from trainer_agent.gateway.pauses import ClientPauses
 from trainer_agent.gateway.updates import ClientUpdates
 from trainer_agent.options import LEASE_MS
@@ -77,7 +78,8 @@ async def serve(
             session = ClientSession(make_agent, silence_s=silence_s, lease_s=LEASE_MS / 1000)
             stack.push_async_callback(session.close)
             updates = ClientUpdates(session)
-            routes = ControlRoutes(ClientPauses(session, updates), updates).routes()
+            pauses, files = ClientPauses(session, updates), ClientGroup(session, updates)
+            routes = ControlRoutes(pauses, updates, files).routes()
         yield await stack.enter_async_context(
             front.serve(
                 rollouts, host, port, tokenizer=tokenizer, api_key=api_key, more_routes=routes

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import UsageError, WavebusError
 from bus.manifest import TensorMeta
-from trainer_agent.gateway.folder import FolderSource, read_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -49,7 +48,7 @@ class Conflict(WavebusError):
     """A call doesn't fit what is under way, or what has failed."""
 
 
-class Stage(Enum):
+class HttpStage(Enum):
     """How far a client's update is."""
 
     STARTED = "started"
@@ -73,13 +72,13 @@ class Caller:
 
 
 @dataclass(slots=True)
-class ClientUpdate:
-    """An update of the client, from its start to its finish."""
+class HttpUpdate:
+    """An update of an HTTP client, from its start to its finish."""
 
     target: Target
     caller: Caller
     since_s: float
-    stage: Stage = Stage.STARTED
+    stage: HttpStage = HttpStage.STARTED
     error: str = ""
 
     def __str__(self) -> str:
@@ -100,7 +99,7 @@ class ClientUpdates:
     def __init__(self, session: ClientSession) -> None:
         self.label = ""
         self._session = session
-        self._update: ClientUpdate | None = None
+        self._update: HttpUpdate | None = None
         self._has_finished = False  # the last update; it may be finished again
         self._finishing: asyncio.Task[None] | None = None
         self._manifests: dict[Target, list[TensorMeta]] = {}  # of the open communicator
@@ -108,26 +107,6 @@ class ClientUpdates:
         session.undo = self._undo
 
     # -- the transport --------------------------------------------------------------
-
-    async def world_size(self, *, include_dp: bool) -> int:
-        """Returns how many workers the group's engines have.
-
-        Args:
-            include_dp: whether each rank of a DP group counts; else one of each.
-        """
-        async with self._session.call() as agent:
-            world = await agent.workers()
-            if include_dp:
-                return world.size - world.senders
-            ranks = world.first_ranks
-            status = await agent.group_status()
-            of_first: dict[str, str] = {}
-            for each in status.engines if status else ():
-                of_first.setdefault(each.dp_group, each.name)
-            bounds = sorted(ranks.values())
-            after = dict(zip(bounds, [*bounds[1:], world.size], strict=True))
-            first = set(of_first.values())
-            return sum(after[rank] - rank for name, rank in ranks.items() if name in first)
 
     async def open(self, info: Mapping[str, Any]) -> None:
         """Makes every engine join the client's communicator.
@@ -139,7 +118,7 @@ class ClientUpdates:
             Conflict: an update is under way.
             UsageError: the sizes don't fit the group, or its engines were not started for this.
         """
-        self._require_no_update()
+        self.require_none()
         async with self._session.call() as agent:
             self._manifests.clear()
             await agent.open_native(info)
@@ -159,14 +138,14 @@ class ClientUpdates:
             Conflict: another client's update is under way.
         """
         update = self._update
-        if update is not None and update.stage is not Stage.FAILED:
+        if update is not None and update.stage is not HttpStage.FAILED:
             same = update.caller.connection is caller.connection or update.caller.is_gone()
             if not same or self._session.is_busy:
                 raise Conflict(f"{update} is under way")
-            if update.stage is Stage.STARTED and update.target == target:
+            if update.stage is HttpStage.STARTED and update.target == target:
                 return
         self._has_finished = False
-        self._update = ClientUpdate(target, caller, time.monotonic())
+        self._update = HttpUpdate(target, caller, time.monotonic())
 
     async def receive(self, info: Mapping[str, Any]) -> None:
         """Has all engines check, receive and load the tensors of the update.
@@ -182,11 +161,11 @@ class ClientUpdates:
         """
         update = self._require_update()
         async with self._session.call() as agent:
-            if update is not self._update or update.stage is not Stage.STARTED:
+            if update is not self._update or update.stage is not HttpStage.STARTED:
                 raise Conflict(
                     f"{update} has its tensors already: send all in one call, or finish first"
                 )
-            update.stage = Stage.LOADING
+            update.stage = HttpStage.LOADING
             try:
                 metas = self._metas(info, update.target)
                 await agent.start_native(metas, update.target)
@@ -228,7 +207,7 @@ class ClientUpdates:
             if self._update is None and self._has_finished:
                 return
             update = self._require_update()
-            if update.stage is Stage.STARTED:
+            if update.stage is HttpStage.STARTED:
                 self._update = None
                 return
             self._finishing = asyncio.create_task(self._commit(update, label))
@@ -240,7 +219,7 @@ class ClientUpdates:
         if not task.cancelled():
             task.exception()  # the client that waits gets it
 
-    async def _commit(self, update: ClientUpdate, label: str) -> None:
+    async def _commit(self, update: HttpUpdate, label: str) -> None:
         async with self._session.call() as agent:
             try:
                 version = await agent.commit_native(label)
@@ -249,55 +228,27 @@ class ClientUpdates:
                 raise
         self._update, self._has_finished, self.label = None, True, label or str(version)
 
-    async def send_folder(self, folder: str) -> int:
-        """Sends the safetensors of a folder as one update, and returns its version.
-
-        Args:
-            folder: the folder, on this host.
-
-        Raises:
-            Conflict: an update is under way.
-            UsageError: there are no safetensors.
-        """
-        self._require_no_update()
-        source = FolderSource(folder)
-        async with self._session.call() as agent:
-            version = await agent.update_weights(source, label=folder, how="auto")
-        self.label = folder
-        return version
-
-    async def send_adapter(self, name: str, folder: str) -> int:
-        """Sends the LoRA adapter in a folder to all engines, and returns its version.
-
-        Args:
-            name: the adapter's name, which requests give as ``model``.
-            folder: the folder, on this host, as PEFT saves it.
-
-        Raises:
-            Conflict: an update is under way.
-            UsageError: there is no adapter.
-        """
-        self._require_no_update()
-        tensors, config = await asyncio.to_thread(read_adapter, folder)
-        async with self._session.call() as agent:
-            return await agent.update_adapter(name, tensors, config=config)
-
     # -- checks -----------------------------------------------------------------------
 
-    def _fail(self, update: ClientUpdate, error: str) -> None:
-        update.stage, update.error = Stage.FAILED, error
+    def _fail(self, update: HttpUpdate, error: str) -> None:
+        update.stage, update.error = HttpStage.FAILED, error
 
-    def _require_update(self) -> ClientUpdate:
+    def _require_update(self) -> HttpUpdate:
         update = self._update
         if update is None:
             raise Conflict("no update is under way: start_weight_update comes first")
-        if update.stage is Stage.FAILED:
+        if update.stage is HttpStage.FAILED:
             raise Conflict(f"the update failed, and engines serve what they had: {update.error}")
         return update
 
-    def _require_no_update(self) -> None:
+    def require_none(self) -> None:
+        """Checks that no update is under way.
+
+        Raises:
+            Conflict: one is.
+        """
         update = self._update
-        if update is not None and update.stage is not Stage.FAILED:
+        if update is not None and update.stage is not HttpStage.FAILED:
             raise Conflict(f"{update} is under way")
 
     def require_not_loading(self) -> None:
@@ -310,7 +261,7 @@ class ClientUpdates:
             raise Conflict(f"{self._update} is under way")
 
     def _is_loading(self) -> bool:
-        return self._update is not None and self._update.stage is Stage.LOADING
+        return self._update is not None and self._update.stage is HttpStage.LOADING
 
     async def _undo(self, agent: GatewayAgent, reason: str) -> None:
         if self._update is not None:

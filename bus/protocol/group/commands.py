@@ -368,9 +368,8 @@ class Commands:
         asked = message
         if not message.scope:
             peers = [self._state.registry.engines[name] for name in members]
-            known_epoch = self._state.session.known_epoch
-            served = self._state.served
-            version = served.assign(message.update_id, message.version, peers, known_epoch)
+            known = self._state.session.known_epoch
+            version = self._state.served.assign(message.update_id, message.version, peers, known)
             asked = replace(message, version=version)
         self._state.registry.on_arm(members, self._state.version)
         arming = self._state.update.arm(asked, members, now_ms, staging)
