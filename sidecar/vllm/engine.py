@@ -244,7 +244,7 @@ class VllmAdapter(WorkerClient):
         """Connects all workers to the sender; returns how many chunks may be received ahead."""
         prefetch_depth = await super().open_transfer(backend, params, place)
         if adapter := adapter_of(backend):
-            await self._vllm.open_adapter(adapter, params)
+            await self._vllm.open_adapter(adapter)
         return prefetch_depth
 
     async def probe(
