@@ -173,7 +173,7 @@ class InProcessConnection:
         """Calls a method of the workers or the core; see :meth:`WorkerConnection.ask`."""
         return await _call(self._llm.collective_rpc(method, kwargs=kwargs or {}))
 
-    async def open_adapter(self, name: str) -> None:
+    async def check_adapter(self, name: str) -> None:
         """Does nothing: an ``AsyncLLM`` takes adapters of any name."""
 
     async def load_adapter(self, name: str, path: str) -> None:

@@ -40,8 +40,8 @@ class AdapterRoutes:
         self._url = url
         self._known = False
 
-    async def open(self, name: str) -> None:
-        """Checks that the server can load a LoRA adapter; changes nothing in it.
+    async def check(self, name: str) -> None:
+        """Checks that the server can load a LoRA adapter, and whether it has one of that name.
 
         Args:
             name: the adapter's name.

@@ -42,6 +42,9 @@ class WorkerConnection(Protocol):
             A list with each worker's answer; for methods that the core answers, with the core's.
         """
 
+    async def check_adapter(self, name: str) -> None:
+        """Checks that vLLM can load a LoRA adapter of this name, before each update of it."""
+
     async def load_adapter(self, name: str, path: str) -> None:
         """Makes vLLM load a LoRA adapter again, from the tensors that workers received.
 
@@ -130,9 +133,11 @@ class WorkerClient:
 
         Raises:
             EngineError: code ``manifest_refused``, ``draft_missing``, ``kv_connector_refused`` or
-                ``staging_refused``.
+                ``staging_refused``; for an adapter also as :meth:`WorkerConnection.check_adapter`.
         """
         self._caches.require_updatable()
+        if self._adapter:
+            await self._connection.check_adapter(self._adapter)
         described = manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends
         asked = target, manifest.counts, staging, manifest.is_cast
         arm = operations.ArmManifest(*described, *asked)

@@ -48,7 +48,7 @@ STEPS: dict[str, Callable[[AdapterRoutes], Awaitable[None]]] = {
 def run(routes: Routes, *steps: str) -> None:
     async def scenario() -> None:
         adapters = AdapterRoutes(routes, "http://here")
-        await adapters.open("mine")
+        await adapters.check("mine")
         for step in steps:
             await STEPS[step](adapters)
 
@@ -104,7 +104,7 @@ def test_what_the_server_fails_with_is_told(step: str) -> None:
 
     async def scenario() -> None:
         adapters = AdapterRoutes(routes, "http://here")
-        await adapters.open("mine")
+        await adapters.check("mine")
         routes.answers |= {LOAD: (500, "no room"), UNLOAD: (500, "no room")}
         await STEPS[step](adapters)
 

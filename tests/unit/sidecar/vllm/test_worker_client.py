@@ -91,6 +91,9 @@ class Workers:
         if self._fails is not None and isinstance(told, self._fails):
             raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH)
 
+    async def check_adapter(self, name: str) -> None:
+        self.told.append(f"check {name}")
+
     async def load_adapter(self, name: str, path: str) -> None:
         self.told.append(f"load {name} from {path}")
 
@@ -381,8 +384,8 @@ def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
 def test_an_adapter_is_collected_by_the_workers_and_loaded_by_vllm(
     closed: list[WorkerClient | StagingChannelServer],
 ) -> None:
-    """When its last chunk has come, and under a path that no other update has. It needs no
-    session."""
+    """When its last chunk has come, and under a path that no other update has. Over one transport
+    it comes any number of times, and vLLM is looked at each time. It needs no session."""
     workers = Workers()
     client = client_of(workers, closed)
     mine = adapter_backend("mine")
@@ -394,9 +397,10 @@ def test_an_adapter_is_collected_by_the_workers_and_loaded_by_vllm(
         workers,
         client._hello(facts(), cores=1),
         client.open_transfer(mine, b"", NO_RANK),
-        client.arm(manifest, "model"),
     )
+    assert told(workers, client.arm(manifest, "model"))[0] == "check mine"
     steps = (
+        client.arm(manifest, "model"),
         client.start_update(recover=False, target="model"),
         client.receive(chunks[0]),
         client.load(0, "full", (7,)),
@@ -407,6 +411,10 @@ def test_an_adapter_is_collected_by_the_workers_and_loaded_by_vllm(
         client.restore("model"),
     )
     assert told(workers, *steps) == [
+        "check mine",
+        operations.ArmManifest(
+            manifest.names, manifest.dtypes, manifest.shapes, (1, 2), "model", ()
+        ),
         operations.ReceiveChunk(0, mine, b"h"),
         operations.LoadAdapter(0, "full", (7,)),
         operations.ReceiveChunk(1, mine, b"h"),
