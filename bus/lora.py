@@ -1,9 +1,8 @@
-"""The wire form of one LoRA adapter's update: one chunk, a folder on tmpfs.
+"""The wire form of a LoRA adapter's update: tensors over any transfer backend, beside a config.
 
-The backend ``lora:policy-lora``, for example, carries only the adapter ``policy-lora``. The trainer
-writes it as PEFT does, into a folder of :data:`bus.weight_transfer.formats.SHM_FOLDER` that
-only its user may enter; engines of the same host read it by its path. ``TransferInit.params`` and
-``WeightChunkMeta.handle`` are both an :class:`AdapterFolder`.
+The backend ``lora:policy-lora``, for example, brings only the adapter ``policy-lora``. Its tensors
+travel as a model's do, in chunks, over the backend of the trainer's agent. So they reach engines on
+every host that this backend reaches. ``TransferInit.params`` is an :class:`AdapterInit`.
 
 An update of an adapter can be undone until it is committed, because engines keep the previous one.
 So an engine that drops out of the update never serves a partial adapter.
@@ -18,22 +17,25 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from bus.errors import UsageError
-from bus.locked_paths import SHM_PREFIX
 
 PREFIX: Final = "lora:"
-FOLDER_PREFIX: Final = f"{SHM_PREFIX}lora-"
-CONFIG_FILE: Final = "adapter_config.json"
-WEIGHTS_FILE: Final = "adapter_model.safetensors"
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterFolder:
-    """The location of an adapter: the folder's name, and its config's SHA-256 in hex."""
+class AdapterInit:
+    """What an engine needs before the tensors of an adapter.
 
-    folder: Annotated[str, Meta(max_length=128, pattern=r"^wavebus-lora-[A-Za-z0-9_-]+\Z")]
-    config_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    Attributes:
+        backend: the transfer backend that carries the tensors.
+        params: the parameters of that backend's sender.
+        config: PEFT's ``adapter_config``, as JSON.
+    """
+
+    backend: Annotated[str, Meta(min_length=1, max_length=64)]
+    params: bytes
+    config: Annotated[bytes, Meta(max_length=MAX_CONFIG_BYTES)]
 
 
 def check_adapter_name(name: str) -> str:
@@ -50,7 +52,7 @@ def check_adapter_name(name: str) -> str:
 
 
 def adapter_backend(name: str) -> str:
-    """Returns the transfer backend that carries the adapter ``name``.
+    """Returns the transfer backend that brings the adapter ``name``.
 
     Raises:
         UsageError: the name is no valid name of an adapter.
@@ -59,5 +61,5 @@ def adapter_backend(name: str) -> str:
 
 
 def adapter_of(backend: str) -> str:
-    """Returns the adapter that a transfer backend carries; empty for a model's weights."""
+    """Returns the adapter that a transfer backend brings; empty for a model's weights."""
     return backend.removeprefix(PREFIX) if backend.startswith(PREFIX) else ""

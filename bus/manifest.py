@@ -56,12 +56,14 @@ class Chunk:
         backend: the backend that transfers it.
         tensors: its tensors, in order.
         handle: the backend's own data (see :mod:`bus.weight_transfer.formats`).
+        update_id: the update; the same for all engines, and for no other update.
     """
 
     seq: int
     backend: str
     tensors: tuple[TensorMeta, ...]
     handle: bytes
+    update_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

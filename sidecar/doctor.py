@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 from bus.cli.doctor import Check, feature_checks
 from bus.errors import EngineError
 from bus.locked_paths import SHM_PREFIX
-from bus.lora import FOLDER_PREFIX
 from bus.messages import REFUSED
 from bus.vllm_versions import TESTED, unsupported_reason, untested_reason
 from bus.weight_transfer.formats import SHM_FOLDER
@@ -97,7 +96,7 @@ def _shared_memory() -> Check:
 
 def _leftovers() -> Check:
     found = Path(SHM_FOLDER).glob(f"{SHM_PREFIX}*")
-    left = sorted(p.name for p in found if p.is_file() or p.name.startswith(FOLDER_PREFIX))
+    left = sorted(path.name for path in found if path.is_file())
     if not left:
         return Check("left segments", "ok", "none")
     return Check(

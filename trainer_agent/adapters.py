@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from bus.errors import UsageError
 from trainer_agent.options import WAIT_S, PauseOptions, UpdateOptions, check_weights
-from trainer_agent.update.lora import Adapter, send_adapter
+from trainer_agent.update.chunk_stream import ChunkStream, send_stream
+from trainer_agent.update.lora import Adapter
 
 if TYPE_CHECKING:
     import contextlib
@@ -26,6 +27,7 @@ class Adapters:
     """
 
     ranks: int
+    chunk_bytes: int
     verify: Verify
     _steps: Steps
     _transport: Transport
@@ -47,8 +49,8 @@ class Adapters:
     ) -> int:
         """Sends a LoRA adapter to every engine, where it replaces its previous version.
 
-        The model's weights stay as they are. Engines read the adapter from a folder on tmpfs, so
-        they must run on this host.
+        The model's weights stay as they are. The adapter travels over the agent's backend, so it
+        reaches the engines that :meth:`update_weights` reaches.
 
         Args:
             adapter: the adapter's name. HTTP clients send it as ``model``, and
@@ -86,7 +88,12 @@ class Adapters:
         check_weights(label)
         pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
         async with self._suspend_catch_up(), self._updates.begin(UpdateOptions(pause)) as update:
-            report = await send_adapter(
-                fresh, update, self._transport, self._steps, label=label, verify=self.verify
+            stream = ChunkStream(
+                fresh.source,
+                self._transport.sender_for(fresh),
+                chunk_bytes=self.chunk_bytes,
+                verify=self.verify,
+                of_model=False,
             )
-        return report.version
+            update.on_end = stream.close
+            return (await send_stream(update, stream, self._transport, self._steps, label)).version

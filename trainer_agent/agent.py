@@ -363,9 +363,8 @@ class TrainerAgent(Pauses, Adapters, VllmApi):
             engine_dtype = await self._connection.engine_dtype() if dtype == "engine" else ""
             if engine_dtype:
                 read = CastSource(read, engine_dtype, self._steps.kept_dtypes)
-            stream = ChunkStream(
-                read, self._transport.sender, chunk_bytes=self.chunk_bytes, verify=self.verify
-            )
+            sender = self._transport.sender_for(None)
+            stream = ChunkStream(read, sender, chunk_bytes=self.chunk_bytes, verify=self.verify)
             update.on_end = stream.close
             stream.plan.check_finite = check_finite
             stream.on_released = on_sent

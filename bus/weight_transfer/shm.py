@@ -19,7 +19,6 @@ import fcntl
 import mmap
 import os
 import secrets
-import shutil
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -30,7 +29,6 @@ from typing_extensions import override  # torch requires it
 from bus import locked_paths
 from bus.errors import WavebusError
 from bus.locked_paths import SHM_PREFIX
-from bus.lora import FOLDER_PREFIX
 from bus.weight_transfer.base import Receiver, Sender
 from bus.weight_transfer.formats import (
     SHM_FOLDER,
@@ -235,7 +233,7 @@ class _Segment:
 
 
 def sweep(folder: Path = Path(SHM_FOLDER)) -> list[str]:
-    """Removes segments and adapter folders whose process has died.
+    """Removes segments whose process has died.
 
     Args:
         folder: where to look.
@@ -243,13 +241,9 @@ def sweep(folder: Path = Path(SHM_FOLDER)) -> list[str]:
     Returns:
         The names that were removed.
     """
-    # Other folders with that prefix have the shared pages of engine cores.
+    # Folders with that prefix have the shared pages of engine cores.
     segments = (path for path in folder.glob(f"{SHM_PREFIX}*") if path.is_file())
-    adapters = folder.glob(f"{FOLDER_PREFIX}*/")
-    return [
-        *locked_paths.sweep(segments, lambda left: left.unlink(missing_ok=True)),
-        *locked_paths.sweep(adapters, lambda left: shutil.rmtree(left, ignore_errors=True)),
-    ]
+    return locked_paths.sweep(segments, lambda left: left.unlink(missing_ok=True))
 
 
 class ShmReceiver(Receiver):
@@ -316,8 +310,8 @@ def _map_segment(name: str, size_bytes: int) -> torch.Tensor:
         descriptor = os.open(os.path.join(SHM_FOLDER, name), os.O_RDWR | os.O_CLOEXEC)  # noqa: PTH118
     except OSError as error:
         raise transfer_failed(
-            f"can't open shared memory {name}: {error.strerror}; "
-            "trainer and engine must run on one host, as one user"
+            f"can't open shared memory {name}: {error.strerror}; trainer and engine must "
+            "run on one host, as one user; gloo and nccl reach engines on other hosts"
         ) from error
     try:
         actual_bytes = os.fstat(descriptor).st_size

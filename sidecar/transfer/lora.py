@@ -1,125 +1,68 @@
-"""Receives a LoRA adapter through the folder in shared memory where its trainer wrote it.
-
-The tensors are copied, so a received adapter no longer needs the folder.
-"""
+"""Receives a LoRA adapter: its config, and its tensors, chunk by chunk, into CPU memory."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
-from bus.lora import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE, AdapterFolder
-from bus.weight_transfer.base import Receiver
-from bus.weight_transfer.formats import SHM_FOLDER, decode_received, transfer_failed
+from bus.errors import EngineError, UsageError
+from bus.lora import AdapterInit, check_adapter_name
+from bus.messages import NackCode
+from bus.weight_transfer.formats import decode_received, transfer_failed
 
 if TYPE_CHECKING:
     import torch
 
-    from bus.manifest import TensorMeta
-    from bus.weight_transfer.allocation import RankAssignment
+    from bus.weight_transfer.packing import Tensors
 
 
-class LoraReceiver(Receiver):
-    """The receiver for LoRA adapters, which reads one at a time into CPU memory.
+class IncomingAdapter:
+    """One LoRA adapter that a trainer sends, any number of times, over one open transport.
+
+    Args:
+        name: the adapter's name.
+        params: the encoded :class:`bus.lora.AdapterInit` of the trainer.
 
     Attributes:
-        config: PEFT's ``adapter_config``, as the trainer wrote it.
-    """
-
-    is_owned = True
-
-    def __init__(self) -> None:
-        self.config: dict[str, Any] = {}
-        self._folder: AdapterFolder | None = None
-
-    @property
-    def path(self) -> str:
-        """The adapter's folder; empty if none is open."""
-        return "" if self._folder is None else str(_path(self._folder))
-
-    def open(self, params: bytes, place: RankAssignment) -> None:  # noqa: ARG002 - all are equal
-        """Connects to the adapter that the trainer wrote, and reads its config.
-
-        Args:
-            params: names the adapter's folder, as the sender encoded it.
-            place: ignored, because every worker reads the same files.
-
-        Raises:
-            EngineError: code ``transfer_failed``: the config is missing, or not the one that was
-                written.
-        """
-        self._folder = None
-        folder = decode_received(params, AdapterFolder)
-        self.config = _read_config(folder)
-        self._folder = folder
-
-    def receive(
-        self, tensors: tuple[TensorMeta, ...], handle: bytes
-    ) -> list[tuple[str, torch.Tensor]]:
-        """Reads the adapter's tensors from its file, and copies them.
-
-        Args:
-            tensors: names, dtypes and shapes of the tensors to read.
-            handle: names the adapter's folder, which must be the one that was opened.
-
-        Returns:
-            ``(name, tensor)`` pairs, without tensors that the file lacks.
-
-        Raises:
-            EngineError: code ``transfer_failed``: the file can't be read, or is another adapter's.
-        """
-        folder = decode_received(handle, AdapterFolder)
-        if folder != self._folder:
-            raise transfer_failed(f"the adapter in {folder.folder} is not the one that was opened")
-        self.config = _read_config(folder)
-        try:
-            with safe_open(_path(folder) / WEIGHTS_FILE, framework="pt") as file:
-                names = set(file.keys())
-                return [
-                    (meta.name, file.get_tensor(meta.name).clone())
-                    for meta in tensors
-                    if meta.name in names
-                ]
-        except (OSError, SafetensorError) as error:
-            raise transfer_failed(f"{WEIGHTS_FILE} in {folder.folder}: {error}") from error
-
-    def close(self) -> None:
-        """Ends the use of the folder, which belongs to the trainer."""
-        self._folder = None
-
-
-def _path(folder: AdapterFolder) -> Path:
-    return Path(SHM_FOLDER) / folder.folder
-
-
-def _read_config(folder: AdapterFolder) -> dict[str, Any]:
-    """Returns the config, if it is the one that the trainer wrote.
+        name: as given.
+        config: PEFT's ``adapter_config``.
+        backend: the transfer backend that carries the tensors.
+        params: the parameters of that backend's sender.
 
     Raises:
-        EngineError: code ``transfer_failed``; the config is missing or another one.
+        EngineError: code ``malformed``: the name is invalid; ``transfer_failed``: ``params`` is.
     """
-    try:
-        with (_path(folder) / CONFIG_FILE).open("rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise transfer_failed(
-            f"can't read {_path(folder) / CONFIG_FILE}: {error.strerror}; trainer and engine must "
-            "run on one host, as one user"
-        ) from error
-    found = hashlib.sha256(text).hexdigest()
-    if found != folder.config_sha256:
-        raise transfer_failed(
-            f"{CONFIG_FILE} in {folder.folder} is not what was written: SHA-256 {found}, expected "
-            f"{folder.config_sha256}"
-        )
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise transfer_failed(f"{CONFIG_FILE} in {folder.folder}: {error}") from error
-    if not isinstance(config, dict):
-        raise transfer_failed(f"{CONFIG_FILE} in {folder.folder}: not a JSON object")
-    return config
+
+    def __init__(self, name: str, params: bytes) -> None:
+        try:
+            self.name = check_adapter_name(name)
+        except UsageError as error:
+            raise EngineError(str(error), code=NackCode.MALFORMED) from error
+        init = decode_received(params, AdapterInit)
+        try:
+            config = json.loads(init.config)
+        except ValueError as error:
+            raise transfer_failed(f"the config of {name}: {error}") from error
+        if not isinstance(config, dict):
+            raise transfer_failed(f"the config of {name}: not a JSON object")
+        self.config: dict[str, Any] = config
+        self.backend, self.params = init.backend, init.params
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Drops the tensors that an update which failed has left."""
+        self._tensors = {}
+
+    def add(self, received: Tensors) -> None:
+        """Copies the tensors of one chunk into CPU memory.
+
+        Args:
+            received: ``(name, tensor)`` pairs, in the transport's buffers.
+        """
+        for name, tensor in received:
+            self._tensors[name] = tensor.to("cpu", copy=True)
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Returns all tensors that have come since :meth:`begin`, by name, and keeps none."""
+        tensors, self._tensors = self._tensors, {}
+        return tensors

@@ -298,7 +298,7 @@ class HttpConnection(VllmHttpClient):
         self._has_died = False
         self._ready_timeout_s = ready_timeout_s
         adapters = AdapterRoutes(self.status_of, self._url)
-        self.open_adapter = adapters.open
+        self.check_adapter = adapters.check
         self.load_adapter = adapters.load
         self.drop_adapter = adapters.drop
 

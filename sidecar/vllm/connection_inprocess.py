@@ -16,7 +16,7 @@ import anyio
 from bus.errors import EngineDead, EngineError
 from sidecar.engine import ProbeResult
 from sidecar.supervision.server import DEV_MODE, complete_command
-from sidecar.vllm.lora_routes import adapter_id, adapter_path
+from sidecar.vllm.lora_routes import adapter_id
 from sidecar.vllm.worker_client import engine_error
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ class InProcessConnection:
         self.settled: dict[str, Any] = {}
         self._llm = async_llm
         self._routes = HttpRoutes(async_llm, serve) if serve is not None else None
-        self._adapter_path = ""  # of the adapter that is being updated
 
     async def open(self) -> None:
         """Does nothing: the caller has started the ``AsyncLLM``."""
@@ -174,15 +173,14 @@ class InProcessConnection:
         """Calls a method of the workers or the core; see :meth:`WorkerConnection.ask`."""
         return await _call(self._llm.collective_rpc(method, kwargs=kwargs or {}))
 
-    async def open_adapter(self, name: str, params: bytes) -> None:  # noqa: ARG002 - any name will do
-        """Remembers the folder of a LoRA adapter, which ``params`` names."""
-        self._adapter_path = adapter_path(params)
+    async def check_adapter(self, name: str) -> None:
+        """Does nothing: an ``AsyncLLM`` takes adapters of any name."""
 
-    async def load_adapter(self, name: str) -> None:
+    async def load_adapter(self, name: str, path: str) -> None:
         """Makes vLLM load the LoRA adapter of this name again, by ``AsyncLLM.add_lora``."""
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - see software_version()
 
-        arguments = (name, adapter_id(name), self._adapter_path)
+        arguments = (name, adapter_id(name), path)
         await _call(self._llm.add_lora(LoRARequest(*arguments, load_inplace=True)))
         self.loaded[name] = LoRARequest(*arguments)
 

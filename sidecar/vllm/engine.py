@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import anyio
 
 from bus.errors import EngineError
-from bus.lora import adapter_of
 from bus.vllm_versions import require_supported, untested_reason
 from sidecar.engine import START_ANSWER_S, EngineInfo, answers_within
 from sidecar.vllm.admission import AdmissionControl
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from bus.messages import PauseMode, ProbeResult, SleepLevel
-    from bus.weight_transfer.allocation import RankAssignment
     from sidecar.shared_pages.core_status import CoreStatusView
     from sidecar.shared_pages.pause_lease import AbandonedPause, LeaseOutcome, PauseLease
     from sidecar.vllm.connection_http import HttpConnection
@@ -239,13 +237,6 @@ class VllmAdapter(WorkerClient):
         """Drops keys, values and prefix cache: in the cores, or else by vLLM's own calls."""
         if not await self._caches.clear() and not await self._vllm.reset_caches():
             raise EngineError("vLLM could not drop its prefix cache: some of it is in use")
-
-    async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
-        """Connects all workers to the sender; returns how many chunks may be received ahead."""
-        prefetch_depth = await super().open_transfer(backend, params, place)
-        if adapter := adapter_of(backend):
-            await self._vllm.open_adapter(adapter, params)
-        return prefetch_depth
 
     async def probe(
         self,

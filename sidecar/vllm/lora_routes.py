@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import EngineError
 from bus.keys import API_KEY_VARIABLE
-from bus.lora import AdapterFolder
 from bus.messages import NackCode
-from bus.weight_transfer.formats import SHM_FOLDER, decode
 from sidecar.vllm.worker_client import engine_error
 
 if TYPE_CHECKING:
@@ -23,15 +20,6 @@ UNLOAD: Final = "/v1/unload_lora_adapter"
 MODELS: Final = "/v1/models"
 SWITCH: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _LARGEST_ID: Final = 2**31 - 1
-
-
-def adapter_path(params: bytes) -> str:
-    """Returns the path of a LoRA adapter's folder in shared memory.
-
-    Args:
-        params: names the folder, as the sender encoded it.
-    """
-    return os.path.join(SHM_FOLDER, decode(params, AdapterFolder).folder)  # noqa: PTH118 - for vLLM
 
 
 def adapter_id(name: str) -> int:
@@ -50,15 +38,13 @@ class AdapterRoutes:
     def __init__(self, status_of: Callable[..., Awaitable[tuple[int, str]]], url: str) -> None:
         self._status_of = status_of
         self._url = url
-        self._path = ""
         self._known = False
 
-    async def open(self, name: str, params: bytes) -> None:
-        """Checks that the server can load a LoRA adapter; changes nothing in it.
+    async def check(self, name: str) -> None:
+        """Checks that the server can load a LoRA adapter, and whether it has one of that name.
 
         Args:
             name: the adapter's name.
-            params: names the adapter's folder, as the sender encoded it.
 
         Raises:
             EngineError: code ``backend_missing``: the server has no such routes, or they need its
@@ -86,11 +72,10 @@ class AdapterRoutes:
                 code=NackCode.MALFORMED,
             )
         self._known = name in cards
-        self._path = adapter_path(params)
 
-    async def load(self, name: str) -> None:
-        """Makes the server load the opened adapter, for requests whose model is ``name``."""
-        body = {"lora_name": name, "lora_path": self._path, "load_inplace": True}
+    async def load(self, name: str, path: str) -> None:
+        """Makes the server load an adapter again, for requests whose model is ``name``."""
+        body = {"lora_name": name, "lora_path": path, "load_inplace": True}
         await self._post(LOAD, body)
 
     async def drop(self, name: str) -> None:

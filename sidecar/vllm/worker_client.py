@@ -15,6 +15,7 @@ from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity, combine, require_capacity
 from sidecar.vllm.cache_control import CacheControl
 from sidecar.vllm.plugin import operations, worker_rpc
+from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 from sidecar.vllm.staging_channel import StagingChannels
 
 if TYPE_CHECKING:
@@ -41,8 +42,16 @@ class WorkerConnection(Protocol):
             A list with each worker's answer; for methods that the core answers, with the core's.
         """
 
-    async def load_adapter(self, name: str) -> None:
-        """Makes vLLM load a LoRA adapter again, from the tensors that workers received."""
+    async def check_adapter(self, name: str) -> None:
+        """Checks that vLLM can load a LoRA adapter of this name, before each update of it."""
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Makes vLLM load a LoRA adapter again, from the tensors that workers received.
+
+        Args:
+            name: the adapter's name.
+            path: the path by which vLLM tells this version from others.
+        """
 
     async def drop_adapter(self, name: str) -> None:
         """Undoes :meth:`load_adapter` in vLLM, after the workers have undone theirs."""
@@ -52,7 +61,8 @@ class WorkerClient:
     """The update half of a vLLM adapter: calls the plugin in one engine's workers.
 
     It has the update's methods of :class:`sidecar.engine.Engine`. Each is one call of vLLM, but
-    loading a LoRA adapter takes two, and loading what was loaded on receipt takes none. The client
+    loading the last chunk of a LoRA adapter takes two, and loading what was loaded on receipt takes
+    none. The client
     keeps little state of an update: the workers know whether an update session is open, so a
     restarted sidecar can recover it.
 
@@ -66,7 +76,7 @@ class WorkerClient:
     def __init__(self, connection: WorkerConnection) -> None:
         self._connection = connection
         self._caches = CacheControl(connection.ask)
-        self._adapter = ""
+        self._adapter = self._adapter_path = ""
         self._load_comes_with_receive = False
         self._staged = False
         self._manifest: Manifest | None = None  # the manifest that was armed last
@@ -111,7 +121,7 @@ class WorkerClient:
         opened = operations.Open(backend, params, place.communicator, place.world_size, place.rank)
         theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
         self._adapter = ""
-        by_core = not self._has_channels or theirs or adapter or self._load_comes_with_receive
+        by_core = not self._has_channels or theirs or self._load_comes_with_receive
         done = await (self._perform if by_core else self._channels.perform)(opened)
         self._adapter, self._load_comes_with_receive = adapter, theirs
         return min(each.ahead for each in done)
@@ -123,9 +133,11 @@ class WorkerClient:
 
         Raises:
             EngineError: code ``manifest_refused``, ``draft_missing``, ``kv_connector_refused`` or
-                ``staging_refused``.
+                ``staging_refused``; for an adapter also as :meth:`WorkerConnection.check_adapter`.
         """
         self._caches.require_updatable()
+        if self._adapter:
+            await self._connection.check_adapter(self._adapter)
         described = manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends
         asked = target, manifest.counts, staging, manifest.is_cast
         arm = operations.ArmManifest(*described, *asked)
@@ -160,6 +172,7 @@ class WorkerClient:
                 f"chunk {seq} is not the one of the armed manifest",
                 code=NackCode.TRANSFER_FAILED,
             )
+        self._adapter_path = ADAPTER_PATHS + chunk.update_id
         receive = operations.ReceiveChunk(seq, chunk.backend, chunk.handle)
         await (self._channels.perform if self._staged else self._perform)(receive)
 
@@ -184,7 +197,9 @@ class WorkerClient:
             verify, sums = "off", ()
         if self._adapter:
             await self._perform(operations.LoadAdapter(seq, verify, sums))
-            await self._connection.load_adapter(self._adapter)
+            assert self._manifest is not None
+            if seq + 1 == self._manifest.chunks:
+                await self._connection.load_adapter(self._adapter, self._adapter_path)
         else:
             await self._perform(operations.LoadChunk(seq, verify, sums))
 

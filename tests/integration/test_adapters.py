@@ -1,13 +1,12 @@
-"""LoRA adapters over the bus: engines that only read them, and one that has none."""
+"""LoRA adapters over the bus: engines that only collect them, and one that has none."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,11 +14,14 @@ import torch
 from bus.errors import Refused, UpdateFailed, UsageError
 from bus.lora import adapter_of
 from bus.messages import NackCode
+from bus.weight_transfer.allocation import StagingCapacity
+from bus.weight_transfer.registry import make_receiver
+from bus.weight_transfer.shm import ShmReceiver
 from sidecar import Sidecar
 from sidecar.bench.programs.stub_engines import StubEngine
-from sidecar.transfer import check_delivered, check_sums
-from sidecar.transfer.lora import LoraReceiver
-from tests.support.adapters import folders
+from sidecar.transfer import check_sums
+from sidecar.transfer.chunk_receiver import ChunkReceiver
+from sidecar.transfer.lora import IncomingAdapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint
 from tests.support.serving import an_engine, assert_serve
@@ -28,7 +30,8 @@ from trainer_agent import TrainerAgent
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from bus.messages import EngineView, PauseMode, Target, Verify
+    from bus.manifest import Manifest
+    from bus.messages import EngineView, PauseMode, Staging, Target, Verify
     from bus.weight_transfer.allocation import RankAssignment
     from sidecar.engine import Chunk
 
@@ -46,19 +49,27 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     }
 
 
-class Reads(StubEngine):
-    """Reads adapters from their folders, and has the last one in the place of a model."""
+class Collects(StubEngine):
+    """Receives as a worker of vLLM does, and has the last adapter in the place of a model.
 
-    def __init__(self, *, fails: bool = False) -> None:
-        self.fails = fails
+    Attributes:
+        serves: the value of the adapter's tensors; None: it has no adapter.
+        opened: the backends that were opened.
+        chunks: how many chunks the last update had.
+    """
+
+    def __init__(self) -> None:
+        self.fails = False
         self.serves: float | None = None
         self.paused = False
         self.restored = asyncio.Event()
         self.resumed = asyncio.Event()
         self.opened: list[str] = []
+        self.chunks = 0
         self._before: float | None = None
-        self._receiver = LoraReceiver()
-        self._staged: list[tuple[str, torch.Tensor]] = []
+        self._incoming: IncomingAdapter | None = None
+        self._receiver = ChunkReceiver(torch.device("cpu"))
+        self._manifest: Manifest | None = None
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:  # noqa: ARG002
         self.paused = True
@@ -68,26 +79,52 @@ class Reads(StubEngine):
         self.paused = False
         self.resumed.set()
 
+    async def close(self) -> None:
+        self._receiver.close()
+
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
         self.opened.append(backend)
-        if adapter_of(backend):
-            self._receiver.open(params, place)
-        return 1
+        self._incoming, carrier = None, backend
+        if adapter := adapter_of(backend):
+            self._incoming = IncomingAdapter(adapter, params)
+            carrier, params = self._incoming.backend, self._incoming.params
+        receiver = make_receiver(carrier)
+        self._receiver.use(backend, receiver)
+        await asyncio.to_thread(receiver.open, params, place)
+        return receiver.prefetch_depth
+
+    async def arm(
+        self,
+        manifest: Manifest,
+        target: Target = "model",  # noqa: ARG002
+        staging: Staging | None = None,  # noqa: ARG002
+    ) -> StagingCapacity:
+        self._manifest, self._before = manifest, self.serves
+        self._receiver.clear()
+        if self._incoming is not None:
+            self._incoming.begin()
+        return StagingCapacity(why_not="a stub has no weights")
 
     async def receive(self, chunk: Chunk) -> None:
-        if adapter_of(chunk.backend):
-            self._staged = self._receiver.receive(chunk.tensors, chunk.handle)
-            check_delivered(chunk.backend, chunk.tensors, self._staged)
+        assert self._manifest is not None
+        chunks = [self._manifest.chunk(seq) for seq in range(self._manifest.chunks)]
+        self._receiver.begin(chunk.seq, chunks, chunk.backend, chunk.handle)
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
-        if self._staged:
-            check_sums(seq, self._staged, verify, sums)
-        self._before = self.serves
-        if self._staged:
-            self.serves = float(self._staged[0][1][0, 0])
-        self._staged = []
+        received = await asyncio.to_thread(self._receiver.take, seq)
+        check_sums(seq, received, verify, sums)
+        if self._incoming is not None:
+            self._incoming.add(received)
+        self._receiver.release(seq)
         if self.fails:
             raise RuntimeError("no room for it")
+        assert self._manifest is not None
+        self.chunks = self._manifest.chunks
+        if self._incoming is not None and seq + 1 == self.chunks:
+            whole = self._incoming.take()
+            assert tuple(whole) == self._manifest.names
+            [value] = {float(value) for tensor in whole.values() for value in tensor.flatten()}
+            self.serves = value
 
     async def restore(self, target: Target = "model") -> None:  # noqa: ARG002
         self.serves = self._before
@@ -105,7 +142,7 @@ async def engines_of(agent: TrainerAgent) -> dict[str, EngineView]:
 
 def test_every_engine_reads_the_adapter() -> None:
     """Between two updates of the model's weights, over the agent's own transport."""
-    first, second = Reads(), Reads()
+    first, second = Collects(), Collects()
 
     async def scenario() -> None:
         async with (
@@ -124,7 +161,6 @@ def test_every_engine_reads_the_adapter() -> None:
             assert (report.label, report.engines, report.verified) == ("three", 2, "full")
             assert report.size_bytes == 64
             assert (first.serves, second.serves) == (3.0, 3.0)
-            assert folders() == []
             assert await agent.update_weights(weights) == 3
             assert first.opened == second.opened == ["shm", f"lora:{NAME}", "shm"]
 
@@ -137,7 +173,7 @@ def test_a_trainer_engine_is_to_be_made_anew() -> None:
     async def scenario() -> None:
         async with (
             a_broker() as (_, broker),
-            Sidecar(Reads(), broker=broker, name="e0"),
+            Sidecar(Collects(), broker=broker, name="e0"),
             TrainerAgent(broker, name="trainer") as agent,
         ):
             await agent.wait_for_engines(1)
@@ -153,7 +189,7 @@ def test_a_trainer_engine_is_to_be_made_anew() -> None:
 def test_an_engine_that_fails_to_load_serves_the_one_before() -> None:
     """The other one goes on with the new one. Nobody is mixed, and nobody quarantined; the next
     update brings both to the same."""
-    good, bad = Reads(), Reads()
+    good, bad = Collects(), Collects()
 
     async def scenario() -> None:
         async with (
@@ -184,10 +220,9 @@ def test_an_engine_that_fails_to_load_serves_the_one_before() -> None:
 
 
 @pytest.mark.ci
-def test_a_trainer_that_is_killed_leaves_no_folder() -> None:
-    """Both engines have loaded, and none has committed: they go back, and run. What it left on
-    tmpfs goes with the next trainer's adapter."""
-    engines = [Reads(), Reads()]
+def test_a_trainer_that_is_killed_leaves_the_adapter_before() -> None:
+    """Both engines have loaded, and none has committed: they go back, and run."""
+    engines = [Collects(), Collects()]
 
     async def scenario() -> None:
         async with (
@@ -200,11 +235,8 @@ def test_a_trainer_that_is_killed_leaves_no_folder() -> None:
                 *(sys.executable, str(script), broker, "2"),
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
             )
-            told, _ = await dies.communicate()
-            assert dies.returncode == -9
-            [left] = told.decode().split()
+            assert await dies.wait() == -9
             for engine in engines:
                 await engine.restored.wait()
                 await engine.resumed.wait()
@@ -212,7 +244,6 @@ def test_a_trainer_that_is_killed_leaves_no_folder() -> None:
             async with TrainerAgent(broker, name="next") as agent:
                 await agent.wait_for_engines(2)
                 await agent.update_adapter(NAME, tensors(4.0), config=CONFIG)
-                assert left not in folders(dies.pid)
             assert [engine.serves for engine in engines] == [4.0, 4.0]
 
     run(scenario())
@@ -225,7 +256,7 @@ def test_an_embedded_engine_has_no_adapters(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with (
             a_broker() as (_, broker),
-            Sidecar(Reads(), broker=broker, name="reads"),
+            Sidecar(Collects(), broker=broker, name="reads"),
             an_engine(checkpoint, broker, "small") as engine,
             TrainerAgent(broker, name="trainer") as agent,
         ):
@@ -234,7 +265,6 @@ def test_an_embedded_engine_has_no_adapters(tmp_path: Path) -> None:
                 await agent.update_adapter(NAME, tensors(1.0), config=CONFIG)
             assert refused.value.code is NackCode.BACKEND_MISSING
             assert refused.value.nack.peer == "small"
-            assert folders() == []
             await assert_serve(checkpoint, checkpoint.weights, 0, engine)
             assert await agent.update_weights(checkpoint.weights) == 1
             await assert_serve(checkpoint, checkpoint.weights, 1, engine)
@@ -242,22 +272,106 @@ def test_an_embedded_engine_has_no_adapters(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_an_engine_of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks for the folder on a tmpfs of its own."""
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's host has another tmpfs than engines of this process."""
+    monkeypatch.setattr("bus.weight_transfer.shm.SHM_FOLDER", "/nonexistent")
+    monkeypatch.setattr("bus.weight_transfer.formats.SHM_FOLDER", "/nonexistent")
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_engines_of_other_hosts() -> None:
+    """They share no file with the trainer: the adapter comes over its backend, in chunks. Of one
+    transport, until the config changes, or a model takes its place."""
+    engines = [Collects(), Collects()]
+    other = {**CONFIG, "lora_alpha": 4}
 
     async def scenario() -> None:
         async with (
             a_broker() as (_, broker),
-            Sidecar(Reads(), broker=broker, name="elsewhere"),
+            Sidecar(engines[0], broker=broker, name="e0"),
+            Sidecar(engines[1], broker=broker, name="e1"),
+            TrainerAgent(broker, name="trainer", backend="gloo", chunk_bytes=32) as agent,
+        ):
+            await agent.wait_for_engines(2)
+            for value, config in ((1.0, CONFIG), (2.0, CONFIG), (3.0, other)):
+                await agent.update_adapter(NAME, tensors(value), config=config)
+                assert [(each.serves, each.chunks) for each in engines] == [(value, 2)] * 2
+            opened = [f"lora:{NAME}"] * 2
+            assert [each.opened for each in engines] == [opened] * 2
+            await agent.update_weights({"w": torch.zeros(4)})
+            assert [each.opened for each in engines] == [[*opened, "gloo"]] * 2
+            await agent.update_adapter(NAME, tensors(4.0), config=other)
+            assert [each.serves for each in engines] == [4.0] * 2
+
+    run(scenario())
+
+
+def test_an_engine_that_joins_gets_the_next_version() -> None:
+    """The transport that the others have open was made without it."""
+    first, second = Collects(), Collects()
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            Sidecar(first, broker=broker, name="e0"),
+            TrainerAgent(broker, name="trainer", backend="gloo") as agent,
+        ):
+            await agent.wait_for_engines(1)
+            await agent.update_adapter(NAME, tensors(1.0), config=CONFIG)
+            async with Sidecar(second, broker=broker, name="e1"):
+                await agent.wait_for_engines(2)
+                await agent.update_adapter(NAME, tensors(2.0), config=CONFIG)
+                assert (first.serves, second.serves) == (2.0, 2.0)
+
+    run(scenario())
+
+
+def test_an_engine_that_shared_memory_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named with what would reach it, before anything happens."""
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            Sidecar(Collects(), broker=broker, name="elsewhere"),
             TrainerAgent(broker, name="trainer") as agent,
         ):
             await agent.wait_for_engines(1)
-            monkeypatch.setattr("sidecar.transfer.lora.SHM_FOLDER", "/nonexistent")
-            with pytest.raises(Refused, match="run on one host") as refused:
+            opened = ShmReceiver.open
+
+            def from_another_host(receiver: ShmReceiver, params: bytes, place: Any) -> None:
+                with monkeypatch.context() as patch:
+                    patch.setattr("bus.weight_transfer.shm.SHM_FOLDER", "/nonexistent")
+                    opened(receiver, params, place)
+
+            monkeypatch.setattr(ShmReceiver, "open", from_another_host)
+            with pytest.raises(Refused, match="gloo and nccl reach engines on other") as refused:
                 await agent.update_adapter(NAME, tensors(1.0), config=CONFIG)
+            assert refused.value.code is NackCode.TRANSFER_FAILED
             assert refused.value.nack.peer == "elsewhere"
             assert refused.value.nack.step == "transfer_init"
-            assert folders() == []
+
+    run(scenario())
+
+
+def test_memory_that_is_not_packed_is_no_matter_of_an_adapter() -> None:
+    """A trainer that lends its weights packs its adapters, wherever their tensors are."""
+    engine = Collects()
+
+    async def scenario() -> None:
+        async with (
+            a_broker() as (_, broker),
+            Sidecar(engine, broker=broker, name="e0"),
+            TrainerAgent(broker, name="trainer", packed=False) as agent,
+        ):
+            await agent.wait_for_engines(1)
+            weights = {"w": torch.zeros(4)}
+            for value in (1.0, 2.0):
+                await agent.update_adapter(NAME, tensors(value), config=CONFIG)
+                assert agent._transport.sender.packed
+                assert engine.serves == value
+                await agent.update_weights(weights)
+                assert not agent._transport.sender.packed
 
     run(scenario())
 

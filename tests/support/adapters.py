@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
-from bus.lora import CONFIG_FILE, FOLDER_PREFIX, WEIGHTS_FILE
-from bus.weight_transfer.formats import SHM_FOLDER
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -34,8 +30,8 @@ class MadeAdapter:
     def save(self, folder: Path) -> Path:
         """As PEFT saves one; returns the folder."""
         folder.mkdir()
-        (folder / CONFIG_FILE).write_text(json.dumps(self.config))
-        save_file(self.tensors, folder / WEIGHTS_FILE)
+        (folder / "adapter_config.json").write_text(json.dumps(self.config))
+        save_file(self.tensors, folder / "adapter_model.safetensors")
         return folder
 
 
@@ -63,10 +59,3 @@ def make_adapter(
         "bias": "none",
     }
     return MadeAdapter(tensors, config, merged)
-
-
-def folders(pid: int | None = None) -> list[str]:
-    """Adapters that a process has on tmpfs, or has left there: this one, if no other is named.
-    Other tests have theirs meanwhile."""
-    pattern = f"{FOLDER_PREFIX}{pid or os.getpid()}-*"
-    return [path.name for path in Path(SHM_FOLDER).glob(pattern)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -18,9 +20,10 @@ from sidecar.vllm.connection_http import HttpConnection
 from sidecar.vllm.core_state import parse_version
 from sidecar.vllm.engine import VllmAdapter
 from tests.contract.engine_suite import Watch
-from tests.support.adapters import folders, make_adapter
+from tests.support.adapters import make_adapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
+from tests.support.procs import Proc
 from tests.vllm._vllm import (
     MAX_POSITIONS,
     PROMPT,
@@ -44,6 +47,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("de
 NAME, BASE = "policy-lora", "tiny"
 LIMIT_S = 600.0
 NOT_FOUND = 404
+# On CPUs a request without an adapter, beside one with, gets what lies in the last slot.
+LORA = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+# Runs a command with a tmpfs of its own, as on another host.
+ELSEWHERE = (
+    *("unshare", "--map-root-user", "--mount"),
+    *("sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"),
+)
 
 
 class Client:
@@ -82,9 +92,7 @@ class Client:
         return tokens, spans
 
 
-def test_adapters_of_a_server(  # noqa: PLR0915 - a server takes half a minute to boot
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One boot, one story: a first adapter that is given up, a first that stays, a second in the
     middle of requests, new weights below it, and a name that is the model's own."""
     checkpoint = make_checkpoint(tmp_path / "model", seed=1, max_positions=MAX_POSITIONS)
@@ -99,9 +107,7 @@ def test_adapters_of_a_server(  # noqa: PLR0915 - a server takes half a minute t
         raise RuntimeError("given up")
 
     async def scenario() -> None:
-        # On CPUs a request without an adapter, beside one with, gets what lies in the last slot.
-        lora = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
-        argv = server_argv(checkpoint.folder, *lora)
+        argv = server_argv(checkpoint.folder, *LORA)
         server = SupervisedServer(argv, env=environment)
         client = Client(server.base_url)
         async with (
@@ -143,7 +149,6 @@ def test_adapters_of_a_server(  # noqa: PLR0915 - a server takes half a minute t
             assert tokens[:cut] == reference(first.merged, cut)
             assert tokens[cut:] == reference(second.merged, count - cut, *tokens[:cut])
             assert (await plain)[0] == reference(checkpoint.weights, count)
-            assert folders() == []
 
             new = perturbed(checkpoint.weights, 3)
             latest = await agent.update_weights(new)
@@ -156,5 +161,38 @@ def test_adapters_of_a_server(  # noqa: PLR0915 - a server takes half a minute t
             with pytest.raises(Refused, match="the name of the model") as refused:
                 await agent.update_adapter(BASE, first.tensors, config=first.config)
             assert refused.value.code is NackCode.MALFORMED
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+
+def _can_be_elsewhere() -> bool:
+    return not subprocess.run([*ELSEWHERE, "true"], capture_output=True, check=False).returncode
+
+
+@pytest.mark.skipif(not _can_be_elsewhere(), reason="no namespaces for this user")
+def test_an_engine_of_another_host(tmp_path: Path) -> None:
+    """It can't see the trainer's tmpfs. Over shared memory it is refused, with what would reach
+    it, and goes on; over TCP it gets the adapter."""
+    checkpoint = make_checkpoint(tmp_path / "model", seed=1, max_positions=MAX_POSITIONS)
+    made = make_adapter(checkpoint.weights, 1)
+    expected = checkpoint.greedy(made.merged, PROMPT, 24)
+
+    async def scenario() -> None:
+        async with a_broker() as (_, address):
+            command = (sys.executable, "-m", "bus.cli.main", "sidecar", "--broker", address)
+            argv = server_argv(checkpoint.folder, *LORA)
+            environment = boot_environment(tmp_path / "plugin")
+            with Proc(*ELSEWHERE, *command, "--name", "e0", "--", *argv, env=environment):
+                async with TrainerAgent(address, name="near") as agent:
+                    await agent.wait_for_engines(1, timeout_s=LIMIT_S)
+                    with pytest.raises(Refused, match="gloo and nccl reach engines") as refused:
+                        await agent.update_adapter(NAME, made.tensors, config=made.config)
+                    assert refused.value.code is NackCode.TRANSFER_FAILED
+                    assert refused.value.nack.peer == "e0"
+                async with TrainerAgent(address, name="far", backend="gloo") as agent:
+                    [engine] = await agent.wait_for_engines(1)
+                    version = await agent.update_adapter(NAME, made.tensors, config=made.config)
+                    client = Client(engine.endpoint)
+                    assert await client.generate(NAME, 24) == (expected, [(version, 0, 24)])
 
     asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))

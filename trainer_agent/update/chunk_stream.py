@@ -61,6 +61,7 @@ class ChunkStream:
         sender: the trainer's end of the transport.
         chunk_bytes: the most bytes in one chunk. A larger tensor gets a chunk of its own.
         verify: how much of each tensor is verified by checksum.
+        of_model: whether the tensors are a model's weights, and not an adapter's.
 
     Attributes:
         plan: the manifest, made of the source's metadata.
@@ -74,9 +75,16 @@ class ChunkStream:
     """
 
     def __init__(
-        self, source: WeightSource, sender: Sender, *, chunk_bytes: int, verify: Verify
+        self,
+        source: WeightSource,
+        sender: Sender,
+        *,
+        chunk_bytes: int,
+        verify: Verify,
+        of_model: bool = True,
     ) -> None:
         self._source = source
+        self._of_model = of_model
         self._chunk_bytes = chunk_bytes
         self._remaining = iter(source)
         self.make_copy: Callable[[Sequence[TensorMeta]], WeightsCopy] | None = None
@@ -97,7 +105,8 @@ class ChunkStream:
 
     def _make_plan(self, sender: Sender, *, is_cast: bool) -> None:
         metas = tensor_metas(self._source.metadata())
-        require_whole(metas)
+        if self._of_model:
+            require_whole(metas)
         self.plan = UpdatePlan.of_source(metas, chunk_bytes=self._chunk_bytes)
         self.plan.manifest = replace(self.plan.manifest, is_cast=is_cast)
         self.buffer_bytes = self.plan.buffer_bytes(sender)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from bus.weight_transfer.base import Sender
+    from trainer_agent.update.lora import Adapter
     from trainer_agent.update.plan import UpdatePlan
     from trainer_agent.update.steps import Steps
     from trainer_agent.update.update import Update
@@ -50,7 +51,7 @@ class Transport:
         communicator: the number of the open transport's communicator.
         opening: the id of the TRANSFER_INIT that opened it, which tells it from any other one.
         is_foreign: whether the open transport is not the agent's own, but that of a vLLM trainer
-            engine or of an adapter.
+            engine.
     """
 
     def __init__(
@@ -76,6 +77,22 @@ class Transport:
         self._steps = steps
         self._buffer_bytes = 0
         self._scope = scope
+        self._adapter: Adapter | None = None  # what the transport is opened for; None: the model
+        self._packs_model = sender.packed
+
+    def sender_for(self, adapter: Adapter | None) -> Sender:
+        """Returns the sender of the next update, whose chunks are not planned yet.
+
+        An adapter is always packed, because its tensors may be on any device.
+
+        Args:
+            adapter: what the update brings; None: weights of a model.
+        """
+        before, self._adapter = self._adapter, adapter
+        if adapter is not before and (adapter is None or not adapter.opens_like(before)):
+            self.invalidate()  # engines open another transport in its place
+        self.sender.packed = self._packs_model or adapter is not None
+        return self.sender
 
     async def open(self, buffer_bytes: int) -> None:
         """Opens the agent's transport if it is closed or its buffers are below ``buffer_bytes``."""
@@ -94,12 +111,13 @@ class Transport:
             if self.sender.is_collective:
                 world = replace(await self.plan(), ports=self.ports)
             params = await run_to_end(self.sender.open, buffer_bytes, world)
+            backend, adapter = self.own_backend, self._adapter
+            if adapter is not None:
+                backend, params = adapter.backend, adapter.init(backend, params)
             try:
                 update_id = self._steps.new_id()
                 await self._meet_all(
-                    TransferInit(
-                        update_id, self.own_backend, params, world.number, 0, {}, self._scope
-                    )
+                    TransferInit(update_id, backend, params, world.number, 0, {}, self._scope)
                 )
                 break
             except Refused as refused:
@@ -107,15 +125,14 @@ class Transport:
                     raise
         self.sender.on_opened()
         self._buffer_bytes = buffer_bytes
-        self.backend = self.own_backend
+        self.backend = backend
         self.communicator = world.number
         self.opening = update_id
 
     async def open_foreign(self, init: TransferInit) -> None:
         """Makes engines open their ends of a transport that this agent's sender does not serve.
 
-        That is the transport of a vLLM trainer engine or of an adapter. The agent's own sender is
-        closed.
+        That is the transport of a vLLM trainer engine. The agent's own sender is closed.
 
         Args:
             init: the message to engines.

@@ -130,8 +130,8 @@ class EngineChunks:
             if self._metas and received - passed < (1 if theirs else self.prefetch_depth):
                 msg_id, meta = self._metas.popleft()
                 tensors = self._armed_manifest().chunk(meta.chunk)
-                receive = CallReceive(meta.chunk, self._backend, tensors, meta.handle)
-                self._queue.add(receive, msg_id)
+                chunk = meta.chunk, self._backend, tensors, meta.handle, self._update_id
+                self._queue.add(CallReceive(*chunk), msg_id)
             elif theirs and self._checks and passed < self._received:
                 msg_id, sent = self._checks.popleft()
                 self.applied += 1

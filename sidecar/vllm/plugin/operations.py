@@ -44,7 +44,7 @@ from bus.weight_transfer.allocation import StagingCapacity  # noqa: TC001 - as a
 # The worker's method that carries out an operation. Its argument is ``operation``; it returns
 # :class:`Done`, as a dict.
 PERFORM: Final = "wavebus_perform"
-PROTOCOL: Final = 13
+PROTOCOL: Final = 14
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -190,9 +190,9 @@ class ReleaseStaging(_Strict, frozen=True, tag="let_go"):
 
 
 class LoadAdapter(SentChunk, frozen=True, tag="load_adapter"):
-    """Replaces a LoRA adapter by the received one; keeps the old one for an undo.
+    """Keeps a received chunk of a LoRA adapter; the last one replaces the adapter.
 
-    Checksums are compared as for :class:`LoadChunk`.
+    The old adapter is kept for an undo. Checksums are compared as for :class:`LoadChunk`.
     """
 
 

@@ -58,6 +58,9 @@ NIXL_BASE: Final = f"{CONNECTORS}.v1.nixl.base_scheduler:NixlBaseConnectorSchedu
 TRANSFER_PACKAGE: Final = "vllm.distributed.weight_transfer"
 WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
 LORA_MANAGER: Final = "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager"
+# Where vLLM is told that adapters of the bus lie: no file can be there, and workers read none. The
+# id of the update follows, so that no two versions of an adapter share a prefix cache.
+ADAPTER_PATHS: Final = "/dev/null/wavebus-lora-"
 
 TAKES_RPC: Final = Takes(f"{PLAIN_CORE}.collective_rpc", "self, method, timeout, args, kwargs")
 TAKES_ABORTS: Final = Takes(

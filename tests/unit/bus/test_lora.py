@@ -1,14 +1,12 @@
-"""Names of adapters, and of the folders that they travel in."""
+"""Names of adapters, and what an engine gets before their tensors."""
 
 from __future__ import annotations
 
 import pytest
 
 from bus.errors import UsageError
-from bus.lora import AdapterFolder, adapter_backend, adapter_of
+from bus.lora import MAX_CONFIG_BYTES, AdapterInit, adapter_backend, adapter_of
 from bus.weight_transfer.formats import decode, encode
-
-DIGEST = "0" * 64
 
 
 def test_a_backend_for_each_adapter() -> None:
@@ -23,22 +21,19 @@ def test_a_name_that_is_malformed(name: str) -> None:
         adapter_backend(name)
 
 
-def test_a_handle_goes_there_and_back() -> None:
-    folder = AdapterFolder("wavebus-lora-ab_12", DIGEST)
-    assert decode(encode(folder), AdapterFolder) == folder
+def test_what_an_engine_gets_goes_there_and_back() -> None:
+    init = AdapterInit("gloo", b"\0params", b"{}")
+    assert decode(encode(init), AdapterInit) == init
 
 
 @pytest.mark.parametrize(
-    ("folder", "digest", "field"),
+    ("init", "field"),
     [
-        ("wavebus-12", DIGEST, "folder"),
-        ("wavebus-lora-../x", DIGEST, "folder"),
-        ("wavebus-lora-a/b", DIGEST, "folder"),
-        ("wavebus-lora-" + "a" * 120, DIGEST, "folder"),
-        ("wavebus-lora-a", "0" * 63, "config_sha256"),
-        ("wavebus-lora-a", "G" * 64, "config_sha256"),
+        (AdapterInit("", b"", b"{}"), "backend"),
+        (AdapterInit("b" * 65, b"", b"{}"), "backend"),
+        (AdapterInit("shm", b"", b" " * (MAX_CONFIG_BYTES + 1)), "config"),
     ],
 )
-def test_a_handle_that_leads_elsewhere(folder: str, digest: str, field: str) -> None:
+def test_what_an_engine_refuses(init: AdapterInit, field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        decode(encode(AdapterFolder(folder, digest)), AdapterFolder)
+        decode(encode(init), AdapterInit)

@@ -35,10 +35,9 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from bus.errors import EngineError, UsageError
+from bus.errors import EngineError
 from bus.kept_dtypes import kept_refusal
-from bus.lora import PREFIX as ADAPTERS
-from bus.lora import adapter_of, check_adapter_name
+from bus.lora import adapter_of
 from bus.manifest import Manifest
 from bus.messages import NackCode, Target
 from bus.vllm_payloads import engine_of
@@ -47,7 +46,7 @@ from bus.weight_transfer.cuda import synchronize
 from bus.weight_transfer.registry import make_receiver
 from sidecar.transfer import check_sums
 from sidecar.transfer.chunk_receiver import ChunkReceiver
-from sidecar.transfer.lora import LoraReceiver
+from sidecar.transfer.lora import IncomingAdapter
 from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.compat import BACKEND, shared_communicators
 from sidecar.vllm.plugin.loading.manifest_check import Blueprint, quiet_loading
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bus.weight_transfer.allocation import StagingCapacity
-    from bus.weight_transfer.base import Receiver
     from bus.weight_transfer.packing import Tensors
 
 __all__ = ["WavebusWeightTransferEngine"]
@@ -111,6 +109,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         own = TargetModel(model, built, device)
         self._loadable: dict[Target, TargetModel] = {"model": own}
         self._adapters = LoraAdapters.of(model)
+        self._incoming: IncomingAdapter | None = None  # None: the open transport is for a model
         self._index = worker_index(vllm_config.parallel_config)
         self.armed: ArmedUpdate | None = None  # the next update, or the current one
         self._last_manifest: ArmedManifest | None = None
@@ -290,6 +289,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             case operations.LoadAdapter():
                 self._load_adapter(operation)
             case operations.UndoAdapter(settled=settled):
+                if self._incoming is not None:
+                    self._receiver.clear()
                 self._adapters.undo(settled=settled)
             case operations.SettleAdapter():
                 self._adapters.settle()
@@ -324,26 +325,22 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _open(self, operation: operations.Open) -> None:
         if engine_of(operation.backend):
             raise not_this_engine(operation.backend)
+        backend, params, incoming = operation.backend, operation.params, None
+        if adapter := adapter_of(backend):
+            self._adapters.require_available()
+            incoming = IncomingAdapter(adapter, params)
+            backend, params = incoming.backend, incoming.params
         chunks = self._receiver
         receiver = chunks.receiver
-        if receiver is None or operation.backend != chunks.backend:
-            receiver = self._make_receiver(operation.backend)
+        if receiver is None or incoming is not None or operation.backend != chunks.backend:
+            receiver = make_receiver(backend, self.device)
             chunks.use(operation.backend, receiver)
+        self._incoming = incoming
         chunks.stop()
         self._stager.discard_transport()
         engine = RankAssignment(operation.communicator, operation.world_size, operation.first_rank)
         with shared_communicators():
-            receiver.open(operation.params, engine.of_worker(self._index))
-
-    def _make_receiver(self, backend: str) -> Receiver:
-        if not backend.startswith(ADAPTERS):
-            return make_receiver(backend, self.device)
-        try:
-            check_adapter_name(adapter_of(backend))
-        except UsageError as error:
-            raise EngineError(str(error), code=NackCode.MALFORMED) from error
-        self._adapters.require_available()
-        return LoraReceiver()
+            receiver.open(params, engine.of_worker(self._index))
 
     def _arm(self, operation: operations.ArmManifest) -> None:
         self.armed = None
@@ -360,10 +357,10 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
         target = operation.target
-        receiver = self._receiver.receiver
-        if isinstance(receiver, LoraReceiver):
-            self._adapters.check(receiver.config, manifest)
+        if self._incoming is not None:
+            self._adapters.check(self._incoming.config, manifest)
             self._adapters.begin()
+            self._incoming.begin()
         elif target not in self._loadable:
             raise EngineError(
                 "this worker has no draft model whose weights can be updated",
@@ -378,7 +375,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 loadable.plans.on_armed(manifest, trace)
         if self._last_manifest is None or self._last_manifest.manifest != manifest:
             self._last_manifest = ArmedManifest(manifest)
-        self._last_manifest.check_room(self._receiver.backend, receiver)
+        self._last_manifest.check_room(self._receiver.backend, self._receiver.receiver)
         self.armed = ArmedUpdate(self._last_manifest, target, operation.staging)
 
     def arm(self, operation: operations.ArmManifest) -> StagingCapacity:
@@ -413,7 +410,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._receiver.begin(operation.seq, chunks, operation.backend, operation.handle)
 
     def _loads_in_place(self) -> bool:
-        if isinstance(self._receiver.receiver, LoraReceiver):  # vLLM keeps adapters in CPU memory
+        if self._incoming is not None:  # it copies each chunk into CPU memory
             return True
         return self._loadable[self._target].plans.update is not None
 
@@ -455,19 +452,20 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._receiver.release(operation.seq)
 
     def _load_adapter(self, operation: operations.LoadAdapter) -> None:
-        receiver = self._receiver.receiver
+        incoming = self._incoming
 
         def check() -> None:
-            if not isinstance(receiver, LoraReceiver):
+            if incoming is None:
                 raise EngineError("no adapter is open", code=NackCode.WRONG_STATE)
 
         received = self._take(operation, check)
-        assert isinstance(receiver, LoraReceiver)
+        assert incoming is not None
         try:
-            name = adapter_of(self._receiver.backend)
-            self._adapters.load(name, receiver.config, dict(received))
+            incoming.add(received)
         finally:
-            self._receiver.clear()
+            self._receiver.release(operation.seq)
+        if operation.seq + 1 == require_armed(self.armed).manifest.chunks:
+            self._adapters.load(incoming.name, incoming.config, incoming.take())
 
 
 def _check_protocol(theirs: int) -> None:

@@ -6,25 +6,24 @@ adapter that was evicted, and after every update of the model's weights, which d
 in-place load makes vLLM load it again at every step. So an old request could replace the new
 adapter by an old one, and a path that no longer exists ends the engine.
 
-Therefore an update reads a path only once. From then on the worker keeps the tensors, by the
-adapter's name. Whenever vLLM loads an adapter of that name, under any id or path, it gets those
-tensors. Only a user who loads an adapter from a path outside the bus gets that path's adapter.
+Therefore the worker keeps the tensors that came over the bus, by the adapter's name. Whenever vLLM
+loads an adapter of that name, under any id or path, it gets those tensors. The path is only a name
+(:data:`sidecar.vllm.plugin.vllm_names.ADAPTER_PATHS`): no file is read or written. Only a user who
+loads an adapter from a path outside the bus gets that path's adapter.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from bus.errors import EngineError
-from bus.lora import FOLDER_PREFIX
 from bus.messages import NackCode
-from bus.weight_transfer.formats import SHM_FOLDER
 from sidecar.vllm.plugin import installation
+from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 from sidecar.vllm.plugin.worker.lora_check import check_adapter, peft_helper, weights_mapper
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     from bus.manifest import Manifest
-
-_OURS = os.path.join(SHM_FOLDER, FOLDER_PREFIX)  # noqa: PTH118 - a prefix of paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +184,7 @@ class LoraAdapters:
         """
         name, path = request.lora_name, request.lora_path
         self._ids.setdefault(name, set()).add(request.lora_int_id)
-        ours = path.startswith(_OURS)
+        ours = path.startswith(ADAPTER_PATHS)
         if not ours and not self._stepping:
             self._held.pop(name, None)
         held = self._held.get(name)

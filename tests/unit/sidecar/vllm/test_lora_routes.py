@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bus.errors import EngineError
-from bus.lora import AdapterFolder
 from bus.messages import NackCode
-from bus.weight_transfer.formats import SHM_FOLDER, encode
 from sidecar.vllm.lora_routes import LOAD, MODELS, UNLOAD, AdapterRoutes, adapter_id
 
-PARAMS = encode(AdapterFolder("wavebus-lora-x", "0" * 64))
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+PATH = "/nowhere/u7"
 NO_NAME = (400, "{\"error\": \"Both 'lora_name' and 'lora_path' must be provided.\"}")
 
 
@@ -38,12 +39,18 @@ class Routes:
         return self.answers[path]
 
 
+STEPS: dict[str, Callable[[AdapterRoutes], Awaitable[None]]] = {
+    "load": lambda adapters: adapters.load("mine", PATH),
+    "drop": lambda adapters: adapters.drop("mine"),
+}
+
+
 def run(routes: Routes, *steps: str) -> None:
     async def scenario() -> None:
         adapters = AdapterRoutes(routes, "http://here")
-        await adapters.open("mine", PARAMS)
+        await adapters.check("mine")
         for step in steps:
-            await getattr(adapters, step)("mine")
+            await STEPS[step](adapters)
 
     asyncio.run(scenario())
 
@@ -51,7 +58,7 @@ def run(routes: Routes, *steps: str) -> None:
 def test_it_is_loaded_in_place_by_its_path() -> None:
     routes = Routes({"tiny": None})
     run(routes, "load")
-    body = {"lora_name": "mine", "lora_path": f"{SHM_FOLDER}/wavebus-lora-x", "load_inplace": True}
+    body = {"lora_name": "mine", "lora_path": PATH, "load_inplace": True}
     assert routes.told[-1] == (LOAD, body)
 
 
@@ -97,9 +104,9 @@ def test_what_the_server_fails_with_is_told(step: str) -> None:
 
     async def scenario() -> None:
         adapters = AdapterRoutes(routes, "http://here")
-        await adapters.open("mine", PARAMS)
+        await adapters.check("mine")
         routes.answers |= {LOAD: (500, "no room"), UNLOAD: (500, "no room")}
-        await getattr(adapters, step)("mine")
+        await STEPS[step](adapters)
 
     with pytest.raises(EngineError, match="no room"):
         asyncio.run(scenario())

@@ -17,6 +17,7 @@ from bus.weight_transfer.allocation import NO_RANK, StagingCapacity
 from sidecar.engine import Chunk
 from sidecar.vllm.plugin import kv_connectors, operations, worker_rpc
 from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
+from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 from sidecar.vllm.worker_client import WorkerClient
 
 if TYPE_CHECKING:
@@ -90,8 +91,11 @@ class Workers:
         if self._fails is not None and isinstance(told, self._fails):
             raise EngineError("another sum", code=NackCode.CHECKSUM_MISMATCH)
 
-    async def load_adapter(self, name: str) -> None:
-        self.told.append(f"load {name}")
+    async def check_adapter(self, name: str) -> None:
+        self.told.append(f"check {name}")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        self.told.append(f"load {name} from {path}")
 
     async def drop_adapter(self, name: str) -> None:
         self.told.append(f"drop {name}")
@@ -260,8 +264,12 @@ def test_what_may_take_long_is_asked_of_lanes(
     ]
     client = client_of(workers, closed)
     told(workers, client._hello(facts(), cores=1))
-    assert asyncio.run(client.open_transfer("shm", b"", NO_RANK)) == 3
-    assert workers.by_lane == [operations.Open("shm", b"", 0, 1, 0)] * workers_there
+    for backend in (adapter_backend("mine"), "shm"):
+        assert asyncio.run(client.open_transfer(backend, b"", NO_RANK)) == 3
+        assert (
+            workers.by_lane[-workers_there:]
+            == [operations.Open(backend, b"", 0, 1, 0)] * workers_there
+        )
     told(workers, client.arm(MANIFEST, "model", MAY))
     arm = operations.ArmManifest(("a",), ("float32",), ((2,),), (1,), "model", (), MAY)
     assert workers.told == [arm]
@@ -270,7 +278,6 @@ def test_what_may_take_long_is_asked_of_lanes(
     told(workers, client.arm(MANIFEST, "draft", MAY))
     told(workers, client.arm(replace(MANIFEST, counts=(1,)), "model", MAY))
     told(workers, client.open_transfer("vllm:nccl", b"", NO_RANK))
-    told(workers, client.open_transfer(adapter_backend("mine"), b"", NO_RANK))
     assert workers.by_lane == []
     workers.forgets = True
     assert told(workers, client.arm(MANIFEST, "model", MAY)) == [arm] * (3 - workers_there)
@@ -374,27 +381,45 @@ def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
         assert told(workers, client.load(1)) == [operations.LoadChunk(1, "off", ())]
 
 
-def test_an_adapter_is_staged_by_the_workers_and_loaded_by_vllm(
+def test_an_adapter_is_collected_by_the_workers_and_loaded_by_vllm(
     closed: list[WorkerClient | StagingChannelServer],
 ) -> None:
-    """It needs no session."""
+    """When its last chunk has come, and under a path that no other update has. Over one transport
+    it comes any number of times, and vLLM is looked at each time. It needs no session."""
     workers = Workers()
     client = client_of(workers, closed)
+    mine = adapter_backend("mine")
+    manifest = replace(
+        MANIFEST, names=("a", "b"), dtypes=("int8",) * 2, shapes=((1,),) * 2, chunk_ends=(1, 2)
+    )
+    chunks = [Chunk(seq, mine, manifest.chunk(seq), b"h", "u7") for seq in range(2)]
     told(
         workers,
         client._hello(facts(), cores=1),
-        client.open_transfer(adapter_backend("mine"), b"", NO_RANK),
+        client.open_transfer(mine, b"", NO_RANK),
     )
+    assert told(workers, client.arm(manifest, "model"))[0] == "check mine"
     steps = (
+        client.arm(manifest, "model"),
         client.start_update(recover=False, target="model"),
+        client.receive(chunks[0]),
         client.load(0, "full", (7,)),
+        client.receive(chunks[1]),
+        client.load(1, "full", (8,)),
         client.finish_update(),
         client._settle(),
         client.restore("model"),
     )
     assert told(workers, *steps) == [
+        "check mine",
+        operations.ArmManifest(
+            manifest.names, manifest.dtypes, manifest.shapes, (1, 2), "model", ()
+        ),
+        operations.ReceiveChunk(0, mine, b"h"),
         operations.LoadAdapter(0, "full", (7,)),
-        "load mine",
+        operations.ReceiveChunk(1, mine, b"h"),
+        operations.LoadAdapter(1, "full", (8,)),
+        f"load mine from {ADAPTER_PATHS}u7",
         operations.SettleAdapter(),
         operations.UndoAdapter(settled=True),
         "drop mine",

@@ -10,9 +10,10 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 from sidecar.vllm.plugin.worker.lora import HeldAdapter, LoraAdapters
 
-OURS = "/dev/shm/wavebus-lora-a"
+OURS = f"{ADAPTER_PATHS}u2-a"
 THEIRS = "/models/adapter"
 
 
@@ -75,7 +76,7 @@ def test_whatever_path_a_request_has_it_gets_what_came_last(
     """Under each id that it was loaded under, it is loaded again."""
     load(adapters, 1)
     assert given(adapters) == (1, 7)
-    assert given(adapters, "/dev/shm/wavebus-lora-old", 8) == (1, 8)
+    assert given(adapters, f"{ADAPTER_PATHS}u1-a", 8) == (1, 8)
     adapters.settle()
     load(adapters, 2)
     assert sorted(manager.removed) == [7, 8]
