@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from bus.messages import Arm
     from bus.protocol.core.membership import Peer
     from bus.protocol.group.engine_registry import EngineRegistry
+    from bus.protocol.group.trainer_session import TrainerSession
 
 # Far below the bound of versions (:func:`bus.protocol.core.access.outside_bounds`).
 LARGEST_GAP: Final = 2**16
@@ -69,35 +70,34 @@ class GroupVersion:
         self.is_committed = False
         self.assigned: tuple[str, int] = ("", 0)
 
-    def assign(self, update_id: str, asked: int, members: Iterable[Peer], known_epoch: int) -> int:
+    def assign(self, arm: Arm, members: Iterable[Peer], session: TrainerSession) -> int:
         """Assigns the version of an update: above the group's, and above its engines'.
 
         An update that is armed again after a refusal keeps its version, so that a late ARM can't
         arm an engine for another version.
 
         Args:
-            update_id: the update.
-            asked: the version that the trainer asks to exceed; 0 for none.
+            arm: the trainer's request, with the version that it asks to exceed; 0 for none.
             members: the update's engines. A version too far above the group's is ignored here; the
                 engine that serves it refuses the update.
-            known_epoch: the epoch that the trainer knew when it took the group. An engine that knew
-                a later one has outlived the broker that gave it, and that broker's trainer.
+            session: the trainer's. An engine that knew a later epoch than the trainer when it took
+                the group has outlived another broker, and that broker's trainer.
 
         Raises:
-            Declined: ``asked`` is too far above the group's version.
+            Declined: the version asked for is too far above the group's version.
         """
-        refused = outside_bounds("version", asked, self.value)
+        refused = outside_bounds("version", arm.version, self.value)
         if refused is not None:
             raise Declined(refused)
         last_id, version = self.assigned
-        if last_id != update_id or version <= self.value:
+        if last_id != arm.update_id or version <= self.value:
             engines = tuple(members)
             served = [each.version for each in engines]
             above = (each for each in served if not outside_bounds("", each, self.value))
-            outlived = any(each.joined_epoch > known_epoch for each in engines)
-            gap = crc32(update_id.encode()) % LARGEST_GAP if outlived and not last_id else 0
-            version = max(self.value, version, asked, *above) + 1 + gap
-        self.assigned = (update_id, version)
+            outlived = any(each.joined_epoch > session.known_epoch for each in engines)
+            gap = crc32(arm.update_id.encode()) % LARGEST_GAP if outlived and not last_id else 0
+            version = max(self.value, version, arm.version, *above) + 1 + gap
+        self.assigned = (arm.update_id, version)
         return version
 
     def on_commit(self, version: int) -> None:

@@ -367,10 +367,9 @@ class Commands:
         self._manifest = manifest
         asked = message
         if not message.scope:
-            peers = [self._state.registry.engines[name] for name in members]
-            known = self._state.session.known_epoch
-            version = self._state.served.assign(message.update_id, message.version, peers, known)
-            asked = replace(message, version=version)
+            state = self._state
+            peers = [state.registry.engines[name] for name in members]
+            asked = replace(message, version=state.served.assign(message, peers, state.session))
         self._state.registry.on_arm(members, self._state.version)
         arming = self._state.update.arm(asked, members, now_ms, staging)
         return self._ask(msg_id, m.Step.ARM, arming)
