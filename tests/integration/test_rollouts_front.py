@@ -154,7 +154,7 @@ BAD = [
     ("/v1/completions", {"prompt": [1], "stop": ["x"] * 65}, "stop"),
     ("/v1/completions", {"prompt": [1], "logit_bias": {"\u00b2": 1}}, "logit_bias"),
     ("/v1/completions", {"prompt": [1], "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-    ("/v1/completions", {"prompt": [[1]] * 1025}, "prompt"),
+    ("/v1/completions", {"prompt": [[1]] * 16_385}, "prompt"),
     ("/v1/completions", b'{"prompt": [1', None),
     ("/v1/completions", b'{"prompt": ' + b"[" * 200_000, None),
     ("/v1/completions", b'{"prompt": [1], "metadata": ' + b'{"a":' * 200_000, None),
@@ -314,6 +314,33 @@ def test_the_key_is_asked_for() -> None:
                 assert done[0] == status
             async with http.get(f"{url}/health") as response:
                 assert response.status == 200
+
+    run(main())
+
+
+def test_control_routes_have_a_key_of_their_own() -> None:
+    """Which opens the other routes, too, also as the password of a URL."""
+
+    async def pause(_: web.Request) -> web.Response:
+        return web.json_response({"status": "paused"})
+
+    async def main() -> None:
+        keys = {"api_key": "data", "control_key": "control"}
+        routes = [web.post("/pause", pause)]
+        async with (
+            clients_of(honest) as client,
+            serve(client, "127.0.0.1", 0, control_routes=routes, **keys) as url,
+            aiohttp.ClientSession() as http,
+        ):
+            for user, control in (("x:data@", 401), ("x:control@", 200), ("x:other@", 401)):
+                base = url.replace("//", f"//{user}")
+                async with http.post(f"{base}/pause") as response:
+                    assert response.status == control
+                async with http.post(f"{url}/%70ause") as response:
+                    assert response.status == 401
+                body = {"prompt": PROMPT, "max_tokens": 1}
+                async with http.post(f"{base}/v1/completions", json=body) as response:
+                    assert response.status == (401 if "other" in user else 200)
 
     run(main())
 

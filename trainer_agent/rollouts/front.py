@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from bus.errors import NoEngine, UsageError, WavebusError
+from bus.runtime.http_access import HttpAccess
 from bus.runtime.http_server import HttpServer
 from trainer_agent.rollouts.attempt import UnknownModel
 from trainer_agent.rollouts.front_answer import (
@@ -46,14 +47,24 @@ if TYPE_CHECKING:
     Deltas = asyncio.Queue[tuple[int, TokenDelta] | None]
 
 _STATUSES: Final = ((UnknownModel, 404), (UsageError, 400), (NoEngine, 503), (WavebusError, 500))
-_MAX_BODY_BYTES: Final = 16 * 1024 * 1024
+# A whole batch of a trainer: 512 prompts of 8k tokens have 29 MiB, and 4 million values.
+_MAX_BODY_BYTES: Final = 64 * 1024 * 1024
+_MAX_VALUES: Final = 12_000_000
+_PARSED_AT_ONCE: Final = 1 << 20  # bytes, in the event loop
 _WRITTEN_AT_ONCE: Final = 4096  # tokens, in the event loop
 
 
 class _Front:
     """The handlers of the routes."""
 
-    def __init__(self, client: RolloutClient, tokenizer: Any, api_key: str) -> None:
+    def __init__(
+        self,
+        client: RolloutClient,
+        tokenizer: Any,
+        api_key: str,
+        control_key: str,
+        control_routes: Sequence[web.RouteDef],
+    ) -> None:
         self._client = client
         self._tokenizer = tokenizer
         routes = [
@@ -63,15 +74,18 @@ class _Front:
             web.get("/v1/models", self._models),
             web.get("/v1/models/{name:.+}", self._model),
             web.get("/health", self._health),
+            *control_routes,
         ]
+        control = {route.path for route in control_routes}
         self.server = HttpServer(
             routes,
             error_answer,
             _answer_exception,
             max_body_bytes=_MAX_BODY_BYTES,
-            api_key=api_key,
-            is_open="/health".__eq__,
-            is_strict=True,
+            max_values=_MAX_VALUES,
+            access=HttpAccess(
+                api_key, control_key, "/health".__eq__, control.__contains__, is_strict=True
+            ),
         )
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -91,7 +105,11 @@ class _Front:
         raise UnknownModel(f"model: {name!r:.200} does not exist")
 
     async def _parse(self, http: web.Request) -> FrontRequest:
-        asked = FrontRequest(http.path, http.headers.get(SESSION_HEADER), await http.read())
+        raw, header = await http.read(), http.headers.get(SESSION_HEADER)
+        if len(raw) > _PARSED_AT_ONCE:
+            asked = await in_thread(FrontRequest, http.path, header, raw)
+        else:
+            asked = FrontRequest(http.path, header, raw)
         peer = http.transport and http.transport.get_extra_info("peername")
         asked.client_id = asked.client_id or f"connection {peer}"
         return asked
@@ -324,7 +342,14 @@ def _answer_exception(http: web.Request, error: Exception) -> web.Response | Non
 
 @contextlib.asynccontextmanager
 async def serve(
-    client: RolloutClient, host: str, port: int, *, tokenizer: Any = None, api_key: str = ""
+    client: RolloutClient,
+    host: str,
+    port: int,
+    *,
+    tokenizer: Any = None,
+    api_key: str = "",
+    control_key: str = "",
+    control_routes: Sequence[web.RouteDef] = (),
 ) -> AsyncIterator[str]:
     """Serves a connected client over HTTP during a block; yields the base URL.
 
@@ -333,12 +358,15 @@ async def serve(
         host: the host name or address to listen on.
         port: the port; 0 chooses a free one.
         tokenizer: the client's tokenizer, if it has one.
-        api_key: the bearer token that requests must have; empty: none.
+        api_key: the bearer token, or the password, that requests must have; empty: none.
+        control_key: the one of control routes, which opens the other routes, too. Empty: control
+            routes need ``api_key``.
+        control_routes: routes that the same server has besides those of generation.
 
     Raises:
         UsageError: the address can't be used.
     """
-    server = _Front(client, tokenizer, api_key).server
+    server = _Front(client, tokenizer, api_key, control_key, control_routes).server
     try:
         try:
             url = await server.start(host, port)

@@ -102,6 +102,24 @@ def test_wrong_numbers_of_top_logprobs_are_refused(top: dict[str, Any]) -> None:
         parsed(CHAT, **top)
 
 
+def test_a_trainer_s_whole_batch_is_one_request() -> None:
+    """Prompts that are decoded one by one are the same as those decoded at once."""
+    prompts = [[number, *range(100_000, 100_600)] for number in range(1100)]
+    prompts[7] = []
+    assert parsed(prompt=prompts, n=2).prompts() == prompts
+    assert parsed(prompt=[1] * 1_000_000).prompts() == [[1] * 1_000_000]
+    texts = ["text" * 1000] * 1000
+    assert parsed(prompt=texts).prompts() == texts
+
+
+def test_the_values_of_a_field_are_bounded() -> None:
+    for field in ("prompt", "stop_token_ids"):
+        with pytest.raises(UsageError, match=f"^{field}: more than 3000000 values"):
+            parsed(**{field: [1] * 3_000_002})
+    with pytest.raises(UsageError, match=r"^prompt: 16385 prompts"):
+        parsed(prompt=[[1]] * 16_385).prompts()
+
+
 def test_the_docs_list_each_field() -> None:
     shown = DOCS.read_text(encoding="utf-8")
     names = [
