@@ -305,6 +305,36 @@ def test_chat_is_rendered_by_the_tokenizer_where_engines_do_not() -> None:
     run(main())
 
 
+def test_vllm_s_own_route_answers_in_its_own_form() -> None:
+    """Also with more log-probabilities than OpenAI's API has; the engine knows how many."""
+    refused: list[int] = []
+
+    async def likely(request: web.Request) -> web.StreamResponse:
+        wanted = (await request.json())["sampling_params"]["logprobs"]
+        if wanted > 100:
+            refused.append(wanted)
+            told = {"error": {"message": f"Requested {wanted}, at most 100", "code": 400}}
+            return web.json_response(told, status=400)
+        top = [{"token_id": each, "logprob": -each / 10} for each in range(1, 5)]
+        content = [{"logprob": -0.2, "top_logprobs": top}, {"logprob": -0.4, "top_logprobs": top}]
+        piece = {"index": 0, "token_ids": [2, 4], "finish_reason": "length"}
+        return await streamed(request, {"choices": [{**piece, "logprobs": {"content": content}}]})
+
+    async def main() -> None:
+        async with fronts_of(likely) as url:
+            body: dict[str, Any] = {"token_ids": PROMPT, "sampling_params": {"logprobs": 100}}
+            status, answer = await post(f"{url}/inference/v1/generate", body)
+            assert (status, answer["output_mode"]) == (200, "tokens")
+            content = answer["choices"][0]["logprobs"]["content"]
+            assert [(each["token_id"], each["rank"]) for each in content] == [(2, 2), (4, None)]
+            body["sampling_params"]["logprobs"] = 101
+            status, answer = await post(f"{url}/inference/v1/generate", body)
+            assert (status, refused) == (400, [101])
+            assert "at most 100" in answer["error"]["message"]
+
+    run(main())
+
+
 def test_the_key_is_asked_for() -> None:
     async def main() -> None:
         async with fronts_of(honest, api_key="secret") as url, aiohttp.ClientSession() as http:

@@ -53,6 +53,8 @@ class AnswerWriter:
         ident = secrets.token_hex(12)
         self._head = {"id": ident, "request_id": ident, "created": int(time.time())}
         is_chunk = request.is_stream and request.is_chat
+        if not request.kind:
+            self._head["output_mode"] = "tokens"
         self._head["object"] = request.kind + (".chunk" if is_chunk else "")
 
     def frame(
@@ -120,6 +122,9 @@ class AnswerWriter:
                 | {"top_logprobs": [self._named(*each) for each in top.items()]}
                 for token, logprob, top in zip(part.token_ids, logprobs, tops, strict=True)
             ]
+        if not self._request.kind:
+            for each, top in zip(content, tops, strict=True):
+                each["rank"] = _rank(each["logprob"], top)
         if self._request.kind != "text_completion":
             return {"content": content}
         tokens = [each["token"] for each in content]
@@ -144,6 +149,16 @@ class AnswerWriter:
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = name_token(self._tokenizer, token_id)
         return {"token": text, "token_id": token_id, "logprob": logprob, "bytes": raw}
+
+
+def _rank(logprob: float, top: Mapping[int, float]) -> int | None:
+    """Returns a token's rank in the vocabulary, from 1; None if the likeliest tokens don't show it.
+
+    An engine may list the sampled token among the likeliest, whatever its rank. So the last of the
+    list may have any rank.
+    """
+    rank = sum(each >= logprob for each in top.values())
+    return rank if 0 < rank < len(top) else None
 
 
 class StreamedText:

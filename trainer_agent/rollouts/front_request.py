@@ -63,7 +63,13 @@ _MOST_PROMPTS: Final = 16_384
 # Of one field, or of one prompt: they are decoded at once, which takes up to 0.1 µs for a value.
 _MOST_VALUES: Final = 3_000_000
 _PARTED: Final = 1 << 20  # bytes; a longer list of prompts is decoded prompt by prompt
-_MOST_LOGPROBS: Final = 20  # as OpenAI
+# Of the sampling parameters of vLLM's own route: they concern text, or ``stream`` decides them.
+_IDLE_PARAMS: Final[dict[str, tuple[Any, ...]]] = {
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True, False),
+    "output_kind": (0, 1, 2),
+}
 _LISTS: Final = re.compile(rb"\s*\[\s*\[")
 
 
@@ -118,8 +124,7 @@ class FrontRequest:
         field, self.kind = ROUTES[path]
         self.is_chat = field == "messages"
         body, common = _decode(raw, field)
-        if self.kind:  # an API in which null is the default
-            body = {n: v for n, v in body.items() if v is not None}
+        body = {n: v for n, v in body.items() if v is not None}
         self.prompt = body.pop(field, ())
         for name in _WITHOUT_EFFECT:
             body.pop(name, None)
@@ -140,6 +145,8 @@ class FrontRequest:
         self.chat_fields: dict[str, Any] = {}
         if self.is_chat:
             self.chat_fields = {n: body.pop(n) for n in _CHAT_FIELDS if n in body}
+        if not self.kind and "features" in body:  # of images, as engines have rendered them
+            self.extra["features"] = body.pop("features")
         self.params: dict[str, Any] = self._openai(body) if self.kind else _own(body)
 
     def _openai(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -160,8 +167,8 @@ class FrontRequest:
             body["logprobs"] = 0 if body["logprobs"] else None
         if "top_logprobs" in body:
             top = body.pop("top_logprobs")
-            if not isinstance(top, int) or not 0 < top <= _MOST_LOGPROBS:
-                raise UsageError(f"top_logprobs: a number from 0 to {_MOST_LOGPROBS}")
+            if not isinstance(top, int) or isinstance(top, bool) or top <= 0:
+                raise UsageError("top_logprobs: must be a number, at least 0")
             if body.get("logprobs") is None:
                 raise UsageError("top_logprobs: needs logprobs")
             body["logprobs"] = top
@@ -213,7 +220,11 @@ def _own(body: dict[str, Any]) -> dict[str, Any]:
     params = body.pop("sampling_params", {})
     if body or not isinstance(params, dict):
         raise UsageError(f"{min(body, default='sampling_params')}: no such field")
-    return params
+    return {
+        name: value
+        for name, value in params.items()
+        if value is not None and value not in _IDLE_PARAMS.get(name, ())
+    }
 
 
 def _session(header: str | None, common: _Common) -> str | None:
