@@ -18,6 +18,7 @@ import msgspec
 
 from bus.errors import BusClosed, RolloutFailed, UsageError
 from trainer_agent.rollouts.attempt import FAILURES, UNREACHABLE, Cut, read_bounded, refused
+from trainer_agent.rollouts.engine_survey import ask_each
 from trainer_agent.rollouts.request import make_request, plain_params, structured_outputs
 from trainer_agent.rollouts.results import ChatCompletion
 from trainer_agent.rollouts.text import check_length, flat_messages, in_thread
@@ -198,6 +199,10 @@ class ChatClient:
         Arguments, result and errors are those of :func:`ask_any`.
         """
         return await ask_any(self._pool, self._session(), path, body, avoid)
+
+    async def ask_each(self, path: str) -> dict[str, bytes]:
+        """Returns the answers of all routable engines to a GET, as :func:`ask_each`."""
+        return await ask_each(self._pool, self._session(), path)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:

@@ -2,13 +2,14 @@
 
 ===============================  ==========================================================
 ``POST /inference/v1/generate``  tokens in, tokens out, as vLLM's route
-``POST /v1/completions``         prompts as token ids; with a tokenizer, also as text
+``POST /v1/completions``         prompts as token ids, or as text
 ``POST /v1/chat/completions``    as :meth:`~trainer_agent.rollouts.client.RolloutClient.chat`
 ``GET /v1/models``               the answer of an engine; ``/v1/models/NAME``: one model
 ``GET /health``                  200 while an engine is routable, else 503; connections
 ===============================  ==========================================================
 
-All routes return choices in OpenAI's form, with ``token_ids``; the last event of a choice adds the
+Other routes of vLLM are those of :mod:`~trainer_agent.rollouts.routes.engine_routes`. All routes of
+generation return choices in OpenAI's form, with ``token_ids``; the last event of a choice adds the
 ``weight_versions`` and the reasons why it may be ``inexact``. A stream that fails ends with an
 error event. What takes long is bounded, or done in a thread: no request keeps others waiting.
 """
@@ -35,7 +36,8 @@ from trainer_agent.rollouts.front_answer import (
     error_answer,
 )
 from trainer_agent.rollouts.front_request import SESSION_HEADER, FrontRequest
-from trainer_agent.rollouts.text import encode, in_thread
+from trainer_agent.rollouts.routes.engine_routes import EngineRoutes
+from trainer_agent.rollouts.text import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -67,6 +69,7 @@ class _Front:
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
+        self._engines = EngineRoutes(client, tokenizer)
         routes = [
             web.post("/inference/v1/generate", self._generate),
             web.post("/v1/completions", self._complete),
@@ -74,6 +77,7 @@ class _Front:
             web.get("/v1/models", self._models),
             web.get("/v1/models/{name:.+}", self._model),
             web.get("/health", self._health),
+            *self._engines.routes,
             *control_routes,
         ]
         control = {route.path for route in control_routes}
@@ -124,11 +128,7 @@ class _Front:
         return await self._answer(http, asked, prompts)
 
     async def _tokens(self, prompt: Any) -> Any:
-        if not isinstance(prompt, str):
-            return prompt
-        if self._tokenizer is None:
-            raise UsageError("prompt: a text needs `wavebus rollouts --tokenizer`")
-        return await encode(self._tokenizer, prompt, "prompt", await self._client.most_tokens())
+        return await self._engines.tokens(prompt) if isinstance(prompt, str) else prompt
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         asked = await self._parse(http)

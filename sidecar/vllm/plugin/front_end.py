@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DATA_ROUTES: Final = frozenset(
     (
         *("/inference/v1/generate", "/v1/models", "/health", "/load", "/metrics", "/version"),
+        *("/tokenize", "/detokenize"),  # they read no state, and change none
         *("/v1/completions", "/v1/completions/render", "/v1/completions/derender"),
         *("/v1/chat/completions", "/v1/chat/completions/render", "/v1/chat/completions/derender"),
     )
