@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiohttp import web
 
@@ -37,16 +37,19 @@ from trainer_agent.rollouts.front_answer import (
 )
 from trainer_agent.rollouts.front_request import SESSION_HEADER, FrontRequest
 from trainer_agent.rollouts.routes.engine_routes import EngineRoutes
+from trainer_agent.rollouts.routes.prompt_parts import PromptPart, PromptParts, prompt_alone
 from trainer_agent.rollouts.text import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 
     from trainer_agent.rollouts.chat import Chat
     from trainer_agent.rollouts.client import RolloutClient
     from trainer_agent.rollouts.results import Completion, TokenDelta
 
     Deltas = asyncio.Queue[tuple[int, TokenDelta] | None]
+
+_Result = TypeVar("_Result")
 
 _STATUSES: Final = ((UnknownModel, 404), (UsageError, 400), (NoEngine, 503), (WavebusError, 500))
 # A whole batch of a trainer: 512 prompts of 8k tokens have 29 MiB, and 4 million values.
@@ -70,6 +73,7 @@ class _Front:
         self._client = client
         self._tokenizer = tokenizer
         self._engines = EngineRoutes(client, tokenizer)
+        self._parts = PromptParts(client, tokenizer)
         routes = [
             web.post("/inference/v1/generate", self._generate),
             web.post("/v1/completions", self._complete),
@@ -142,6 +146,10 @@ class _Front:
         writer = AnswerWriter(asked, self._tokenizer)
         if asked.is_stream:
             return await self._stream(http, asked, writer, prompts, chat)
+        parts: list[PromptPart] = []
+        if asked.echo or asked.scored_logprobs is not None:
+            pairs = zip(asked.prompts(), prompts, strict=True)
+            parts = await _all(self._parts.find(asked, *pair) for pair in pairs)
         done = await self.generate(asked, prompts, None)
         choices = [choice for each in done for choice in each.choices]
         messages, names = await chat.named_messages(done[0]) if chat else ([{}] * len(choices), {})
@@ -152,10 +160,17 @@ class _Front:
                 | ending(choice, message)
                 for index, (choice, message) in enumerate(zip(choices, messages, strict=True))
             ]
-            return writer.frame(whole, _usage(done), [each.prompt_token_ids for each in done])
+            fields = {}
+            if parts and not asked.kind:
+                fields["prompt_logprobs"] = parts[0].logprobs
+            elif parts:
+                for index, shown in enumerate(whole):
+                    parts[index * len(parts) // len(whole)].add_to(shown, writer.named)
+            prompts = [each.prompt_token_ids for each in done]
+            return writer.frame(whole, _usage(done), prompts, fields)
 
         is_long = sum(len(choice.token_ids) for choice in choices) > _WRITTEN_AT_ONCE
-        body = await in_thread(write) if is_long else write()
+        body = await in_thread(write) if is_long or parts else write()
         return web.Response(body=body, content_type="application/json")
 
     async def _stream(
@@ -196,6 +211,8 @@ class _Front:
             prompts: the tokens of the prompts.
             deltas: gets new tokens as they come, with the number of the prompt; None: not streamed.
         """
+        if asked.is_prompt_alone:
+            return [prompt_alone(asked, each) for each in prompts]
 
         def run(number: int, prompt: Any) -> Coroutine[Any, Any, Completion]:
             return self._client.generate(
@@ -210,13 +227,7 @@ class _Front:
                 **asked.extra,
             )
 
-        tasks = [asyncio.ensure_future(run(*each)) for each in enumerate(prompts)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        return await _all(run(*each) for each in enumerate(prompts))
 
 
 class _Stream:
@@ -311,6 +322,17 @@ class _Stream:
         """Sends bytes."""
         await self.response.prepare(self._http)
         await self.response.write(raw)
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Runs coroutines at once, and returns their results; one error cancels all."""
+    tasks = [asyncio.ensure_future(each) for each in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def _next_batch(deltas: Deltas) -> list[tuple[int, TokenDelta]]:

@@ -117,6 +117,10 @@ class FrontRequest:
         with_usage: whether a stream ends with the usage.
         with_ids: whether the answer shows the token ids of the prompt.
         with_names: whether the answer names tokens by their text.
+        echo: whether the answer repeats the prompt.
+        is_prompt_alone: whether the answer has the prompt alone, and no tokens.
+        scored_logprobs: how many log-probabilities the answer has in each place of the prompt, or
+            None. Of ``/v1/completions``, ``logprobs`` are those of a repeated prompt, too.
     """
 
     def __init__(self, path: str, header: str | None, raw: bytes) -> None:
@@ -147,7 +151,14 @@ class FrontRequest:
             self.chat_fields = {n: body.pop(n) for n in _CHAT_FIELDS if n in body}
         if not self.kind and "features" in body:  # of images, as engines have rendered them
             self.extra["features"] = body.pop("features")
+        self.echo = self.is_prompt_alone = False
         self.params: dict[str, Any] = self._openai(body) if self.kind else _own(body)
+        self.scored_logprobs = None if self.is_chat else _scored(self.params)
+        if self.echo and self.scored_logprobs is None:
+            self.scored_logprobs = self.params.get("logprobs")
+        for name, value in (("echo", self.echo), ("prompt_logprobs", self.scored_logprobs)):
+            if self.is_stream and value is not None and value is not False:
+                raise UsageError(f"{name}: not in a stream")
 
     def _openai(self, body: dict[str, Any]) -> dict[str, Any]:
         """Returns the sampling parameters of a request of OpenAI's API."""
@@ -160,7 +171,13 @@ class FrontRequest:
             if grammar is not None:
                 body.setdefault("structured_outputs", grammar)
         if not self.is_chat:
-            return {"max_tokens": 16, **body}  # OpenAI's default
+            body = {"max_tokens": 16, **body}  # OpenAI's default
+            self.echo = body.pop("echo", False)
+            if not isinstance(self.echo, bool):
+                raise UsageError("echo: must be true or false")
+            if self.echo and body["max_tokens"] == 0:
+                body["max_tokens"], self.is_prompt_alone = 1, True
+            return body
         if "max_completion_tokens" in body:
             body["max_tokens"] = body.pop("max_completion_tokens")
         if isinstance(body.get("logprobs"), bool):  # a number says how many others are wanted
@@ -225,6 +242,14 @@ def _own(body: dict[str, Any]) -> dict[str, Any]:
         for name, value in params.items()
         if value is not None and value not in _IDLE_PARAMS.get(name, ())
     }
+
+
+def _scored(params: dict[str, Any]) -> int | None:
+    """Returns ``prompt_logprobs`` of sampling parameters, and removes it there."""
+    count = params.pop("prompt_logprobs", None)
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
+        raise UsageError("prompt_logprobs: must be a number")
+    return count
 
 
 def _session(header: str | None, common: _Common) -> str | None:

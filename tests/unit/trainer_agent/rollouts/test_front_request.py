@@ -58,8 +58,8 @@ def test_sampling_parameters_of_trainers_pass_on_vllm_s_own_route() -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        *({"echo": True}, {"suffix": "x"}, {"best_of": 3}, {"modalities": ["audio"]}),
-        *({"audio": {}}, {"functions": [{}]}, {"prompt_logprobs": 1}, {"use_beam_search": True}),
+        *({"suffix": "x"}, {"best_of": 3}, {"modalities": ["audio"]}),
+        *({"audio": {}}, {"functions": [{}]}, {"use_beam_search": True}),
         *({"web_search_options": {}}, {"verbosity": "low"}, {"nonsense": 0}),
     ],
 )
@@ -139,6 +139,41 @@ def test_the_values_of_a_field_are_bounded() -> None:
             parsed(COMPLETIONS, **{field: [1] * 3_000_002})
     with pytest.raises(UsageError, match=r"^prompt: 16385 prompts"):
         parsed(prompt=[[1]] * 16_385).prompts()
+
+
+@pytest.mark.parametrize("field", [{"echo": True}, {"prompt_logprobs": 1}])
+def test_chat_shows_nothing_of_its_prompt(field: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=rf"^sampling_params\.{min(field)}: no such field"):
+        check(parsed(CHAT, **field).params)
+
+
+@pytest.mark.parametrize(
+    ("fields", "scored", "is_prompt_alone"),
+    [
+        ({"logprobs": 2}, None, False),
+        ({"prompt_logprobs": 0}, 0, False),
+        ({"echo": True, "logprobs": 2}, 2, False),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 3}, 3, False),
+        ({"echo": True, "max_tokens": 0}, None, True),
+    ],
+)
+def test_what_a_completion_shows_of_its_prompt(
+    fields: dict[str, Any], scored: int | None, is_prompt_alone: bool
+) -> None:
+    asked = parsed(**fields)
+    assert (asked.scored_logprobs, asked.is_prompt_alone) == (scored, is_prompt_alone)
+    check(asked.params)
+    if "max_tokens" not in fields and scored is not None:
+        with pytest.raises(UsageError, match=r"^(echo|prompt_logprobs): not in a stream"):
+            parsed(**fields, stream=True)
+
+
+@pytest.mark.parametrize(
+    "field", [{"echo": 1}, {"prompt_logprobs": "x"}, {"prompt_logprobs": True}]
+)
+def test_malformed_fields_of_the_prompt_are_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^{min(field)}: must be"):
+        parsed(**field)
 
 
 def test_the_docs_list_each_field() -> None:
