@@ -121,6 +121,12 @@ class GatewayPlan(GroupPlan):
         "The bearer token that requests must have.  [env: WAVEBUS_API_KEY]",
         envvar="WAVEBUS_API_KEY",
     )
+    control_key: str = option(
+        "",
+        "The bearer token of routes that pause or update; it opens the others, too.  "
+        "[env: WAVEBUS_CONTROL_KEY]",
+        envvar="WAVEBUS_CONTROL_KEY",
+    )
     engine_api_key: str | None = option(
         None,
         "The engines' own API key, if they have one.  [env: VLLM_API_KEY]",
@@ -145,7 +151,8 @@ def gateway(plan: GatewayPlan, keys: Keys) -> None:
     /init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update and
     those around them. The first such call makes the gateway the group's trainer.
 
-    Prints its URL once it listens. Beyond loopback it needs --api-key, or --insecure.
+    Prints its URL once it listens. Beyond loopback it needs --api-key and --control-key, or
+    --insecure. A client without an option for a key sends it as http://x:KEY@HOST:PORT.
     """
     listen = plan.listen
     try:
@@ -154,10 +161,11 @@ def gateway(plan: GatewayPlan, keys: Keys) -> None:
         host = port = None
     if host is None or port is None:
         raise UsageError(f"--listen {listen}: a host and a port are needed, as 127.0.0.1:8000")
-    if not (plan.api_key or keys.insecure or is_loopback_host(host)):
+    is_locked = plan.api_key and (plan.control_key or plan.read_only)
+    if not (is_locked or keys.insecure or is_loopback_host(host)):
         raise UsageError(
-            f"--listen {listen}: others can reach it: give --api-key, or --insecure to let anyone "
-            "use the engines"
+            f"--listen {listen}: others can reach it: give --api-key and --control-key (or "
+            "--read-only), or --insecure to let anyone use the engines"
         )
     from trainer_agent.gateway import server  # noqa: PLC0415 - after --help
 
@@ -173,6 +181,7 @@ def gateway(plan: GatewayPlan, keys: Keys) -> None:
             keys=keys,
             tokenizer=loaded,
             api_key=plan.api_key,
+            control_key=plan.control_key,
             engine_api_key=plan.engine_api_key,
             silence_s=None if plan.read_only else plan.silence_s,
         ) as url:

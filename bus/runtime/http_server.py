@@ -1,19 +1,17 @@
 """Serves HTTP handlers, so that no client keeps the others out.
 
 It bounds the number of connections, the time that a request may take to arrive and an answer to be
-read, and how many values the JSON of a body may have. It refuses what a web page could send to a
-server without a key. What requests mean is left to the handlers.
+read, and how many values the JSON of a body may have. ``http_access`` decides which requests are
+refused by their headers. What requests mean is left to the handlers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Handler
 
+    from bus.runtime.http_access import HttpAccess
+
 # The first request of a connection, with its body; the next one; reading an answer.
 HEADERS_S: Final = 10.0
 BODY_S: Final = 60.0
@@ -32,14 +32,13 @@ IDLE_S: Final = 30.0
 UNREAD_S: Final = 60.0
 _NEVER_S: Final = 1e6  # aiohttp's own timer
 # Decoding a value takes up to 0.1 µs, a list or an object up to 1 µs, and nothing else runs then.
-_MAX_VALUES: Final = 3_000_000
-_MAX_NESTED: Final = 500_000
+MAX_VALUES: Final = 3_000_000
+MAX_NESTED: Final = 500_000
+_COUNTED_AT_ONCE: Final = 1 << 20  # bytes, in the event loop: less than a millisecond
 # Of the descriptors that are free at the start, half are for clients: each may need an engine.
 _KEPT_BACK: Final = 32
 _FEWEST: Final = 4
 _MOST: Final = 16_384
-# Browsers send these to any server, without asking it first.
-_OF_PAGES: Final = ("", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded")
 _REFUSED_AT_ONCE: Final = 64
 _SPARED_S: Final = 1.0  # a connection this young may have sent a request
 _LINGER_S: Final = 1.0
@@ -62,10 +61,8 @@ class HttpServer:
         answer_error: makes the answer from a request, a status and a text.
         answer_exception: makes the answer to what a handler has raised; None: it is a bug.
         max_body_bytes: the greatest size of a body.
-        api_key: the bearer token that requests must have; empty: none.
-        is_open: whether a path needs no key.
-        is_strict: refuses requests without a key if their Host is another than loopback (a page may
-            have given its own name this address), or if their type is one that any page may send.
+        max_values: how many values the JSON of a body may have.
+        access: whom the server answers.
 
     Attributes:
         limit: the greatest number of connections.
@@ -78,17 +75,15 @@ class HttpServer:
         answer_exception: Callable[[web.Request, Exception], web.Response | None],
         *,
         max_body_bytes: int,
-        api_key: str = "",
-        is_open: Callable[[str], bool],
-        is_strict: bool = False,
+        max_values: int = MAX_VALUES,
+        access: HttpAccess,
     ) -> None:
         self._app = web.Application(client_max_size=max_body_bytes, middlewares=[self._handle])
         self._app.add_routes(routes)
         self._answer_error = answer_error
         self._answer_exception = answer_exception
-        self._bearer = f"Bearer {api_key}".encode() if api_key else b""
-        self._is_open = is_open
-        self._is_strict = is_strict
+        self._access = access
+        self._max_values = max_values
         self._is_local = False
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -156,21 +151,14 @@ class HttpServer:
         """Returns the answer to a request whose headers are reason enough to refuse it."""
         if request.match_info.http_exception is not None:
             return None
-        headers = request.headers
-        if self._bearer:
-            given = headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not self._is_open(request.path) and not hmac.compare_digest(given, self._bearer):
-                return self._answer_error(request, 401, "the API key is missing or wrong")
-        elif "Origin" in headers:
-            return self._answer_error(request, 403, "Origin: web pages need an API key")
-        elif self._is_strict:
-            if self._is_local and not _names_loopback(request.host):
-                text = f"Host: {request.host!r:.99} is no name of loopback; use one, or an API key"
-                return self._answer_error(request, 403, text)
-            kind = request.content_type if "Content-Type" in headers else ""
-            if request.method == "POST" and kind in _OF_PAGES:
-                return self._answer_error(request, 415, "Content-Type: must be application/json")
-        return None
+        # The route's own path: no spelling of a path may change which key it needs.
+        resource = request.match_info.route.resource
+        refusal = self._access.refusal(
+            *(request.method, resource.canonical if resource else "", request.headers),
+            has_body=request.body_exists,
+            is_local=self._is_local,
+        )
+        return self._answer_error(request, *refusal) if refusal else None
 
     async def _answer(
         self, request: web.Request, connection: _Connection, handler: Handler
@@ -186,8 +174,7 @@ class HttpServer:
         except web.HTTPException as error:
             return self._answer_error(request, error.status, error.text or error.reason)
         self._idle.pop(connection, None)
-        nested = raw.count(b"[") + raw.count(b"{") + raw.count(b":")
-        if nested > _MAX_NESTED or raw.count(b",") > _MAX_VALUES:
+        if await self._has_too_many_values(raw):
             return self._answer_error(request, 413, "the body has too many values")
         try:
             return await handler(request)
@@ -205,6 +192,13 @@ class HttpServer:
             if request.writer.output_size:  # a part of another answer is sent
                 raise ConnectionResetError from error
             return answer
+
+    async def _has_too_many_values(self, raw: bytes) -> bool:
+        if len(raw) <= _COUNTED_AT_ONCE:
+            nested, values = _count(raw)
+        else:
+            nested, values = await asyncio.to_thread(_count, raw)
+        return nested > MAX_NESTED or values > self._max_values
 
     def admit(self, connection: _Connection) -> bool:
         """Counts a new connection, and cuts an idle one off if that is needed.
@@ -350,9 +344,11 @@ def _connection_limit() -> int:
     return min(_MOST, max(_FEWEST, (soft - _KEPT_BACK) // 2))
 
 
-def _names_loopback(host: str) -> bool:
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    return is_loopback_host(name) or name.endswith(".localhost")
+def _count(raw: bytes) -> tuple[int, int]:
+    """Returns how many lists and objects the JSON of a body may have, and how many values."""
+    nested = values = 0
+    for start in range(0, len(raw), _COUNTED_AT_ONCE):  # other threads run in between
+        part = start, start + _COUNTED_AT_ONCE
+        nested += raw.count(b"[", *part) + raw.count(b"{", *part) + raw.count(b":", *part)
+        values += raw.count(b",", *part)
+    return nested, values

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from bus.errors import EngineError
 from bus.rejection import is_closed_message
+from bus.runtime.http_access import HttpAccess
 from bus.runtime.http_server import HttpServer
 from sidecar.embedded.http_messages import (
     BadRequest,
@@ -90,8 +91,7 @@ class DataPlane:
             _answer_error,
             _answer_exception,
             max_body_bytes=MAX_BODY_BYTES,
-            api_key=api_key,
-            is_open=lambda path: not path.startswith(_GUARDED),
+            access=HttpAccess(api_key, is_open=lambda path: not path.startswith(_GUARDED)),
         )
 
     async def start(self) -> str:

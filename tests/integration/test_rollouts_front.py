@@ -154,7 +154,7 @@ BAD = [
     ("/v1/completions", {"prompt": [1], "stop": ["x"] * 65}, "stop"),
     ("/v1/completions", {"prompt": [1], "logit_bias": {"\u00b2": 1}}, "logit_bias"),
     ("/v1/completions", {"prompt": [1], "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-    ("/v1/completions", {"prompt": [[1]] * 1025}, "prompt"),
+    ("/v1/completions", {"prompt": [[1]] * 16_385}, "prompt"),
     ("/v1/completions", b'{"prompt": [1', None),
     ("/v1/completions", b'{"prompt": ' + b"[" * 200_000, None),
     ("/v1/completions", b'{"prompt": [1], "metadata": ' + b'{"a":' * 200_000, None),
@@ -305,6 +305,36 @@ def test_chat_is_rendered_by_the_tokenizer_where_engines_do_not() -> None:
     run(main())
 
 
+def test_vllm_s_own_route_answers_in_its_own_form() -> None:
+    """Also with more log-probabilities than OpenAI's API has; the engine knows how many."""
+    refused: list[int] = []
+
+    async def likely(request: web.Request) -> web.StreamResponse:
+        wanted = (await request.json())["sampling_params"]["logprobs"]
+        if wanted > 100:
+            refused.append(wanted)
+            told = {"error": {"message": f"Requested {wanted}, at most 100", "code": 400}}
+            return web.json_response(told, status=400)
+        top = [{"token_id": each, "logprob": -each / 10} for each in range(1, 5)]
+        content = [{"logprob": -0.2, "top_logprobs": top}, {"logprob": -0.4, "top_logprobs": top}]
+        piece = {"index": 0, "token_ids": [2, 4], "finish_reason": "length"}
+        return await streamed(request, {"choices": [{**piece, "logprobs": {"content": content}}]})
+
+    async def main() -> None:
+        async with fronts_of(likely) as url:
+            body: dict[str, Any] = {"token_ids": PROMPT, "sampling_params": {"logprobs": 100}}
+            status, answer = await post(f"{url}/inference/v1/generate", body)
+            assert (status, answer["output_mode"]) == (200, "tokens")
+            content = answer["choices"][0]["logprobs"]["content"]
+            assert [(each["token_id"], each["rank"]) for each in content] == [(2, 2), (4, None)]
+            body["sampling_params"]["logprobs"] = 101
+            status, answer = await post(f"{url}/inference/v1/generate", body)
+            assert (status, refused) == (400, [101])
+            assert "at most 100" in answer["error"]["message"]
+
+    run(main())
+
+
 def test_the_key_is_asked_for() -> None:
     async def main() -> None:
         async with fronts_of(honest, api_key="secret") as url, aiohttp.ClientSession() as http:
@@ -314,6 +344,33 @@ def test_the_key_is_asked_for() -> None:
                 assert done[0] == status
             async with http.get(f"{url}/health") as response:
                 assert response.status == 200
+
+    run(main())
+
+
+def test_control_routes_have_a_key_of_their_own() -> None:
+    """Which opens the other routes, too, also as the password of a URL."""
+
+    async def pause(_: web.Request) -> web.Response:
+        return web.json_response({"status": "paused"})
+
+    async def main() -> None:
+        keys = {"api_key": "data", "control_key": "control"}
+        routes = [web.post("/pause", pause)]
+        async with (
+            clients_of(honest) as client,
+            serve(client, "127.0.0.1", 0, control_routes=routes, **keys) as url,
+            aiohttp.ClientSession() as http,
+        ):
+            for user, control in (("x:data@", 401), ("x:control@", 200), ("x:other@", 401)):
+                base = url.replace("//", f"//{user}")
+                async with http.post(f"{base}/pause") as response:
+                    assert response.status == control
+                async with http.post(f"{url}/%70ause") as response:
+                    assert response.status == 401
+                body = {"prompt": PROMPT, "max_tokens": 1}
+                async with http.post(f"{base}/v1/completions", json=body) as response:
+                    assert response.status == (401 if "other" in user else 200)
 
     run(main())
 

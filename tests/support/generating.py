@@ -30,7 +30,7 @@ async def generating(answer: Answer | Mapping[str, Answer]) -> AsyncIterator[str
     app = web.Application()
     answers = {"/inference/v1/generate": answer} if callable(answer) else answer
     for path, each in answers.items():
-        app.router.add_post(path, each)
+        app.router.add_route("*", path, each)
     async with test_utils.TestServer(app) as server:
         yield str(server.make_url("")).rstrip("/")
 

@@ -30,6 +30,7 @@ async def serve(
     keys: Keys,
     tokenizer: Any = None,
     api_key: str = "",
+    control_key: str = "",
     engine_api_key: str | None = None,
     silence_s: float | None = None,
 ) -> AsyncIterator[str]:
@@ -42,7 +43,9 @@ async def serve(
         port: the port; 0 chooses a free one.
         keys: the keys for the broker.
         tokenizer: a tokenizer, for texts; None: none.
-        api_key: the bearer token that requests must have; empty: none.
+        api_key: the bearer token, or the password, that requests must have; empty: none.
+        control_key: the one of the routes for training, which opens the others, too; empty: they
+            need ``api_key``.
         engine_api_key: the engines' own API key.
         silence_s: after how many seconds without a call a client's pause or update ends; None: no
             routes for training.
@@ -82,6 +85,12 @@ async def serve(
             routes = ControlRoutes(pauses, updates, files).routes()
         yield await stack.enter_async_context(
             front.serve(
-                rollouts, host, port, tokenizer=tokenizer, api_key=api_key, more_routes=routes
+                rollouts,
+                host,
+                port,
+                tokenizer=tokenizer,
+                api_key=api_key,
+                control_key=control_key,
+                control_routes=routes,
             )
         )

@@ -18,6 +18,7 @@ import msgspec
 
 from bus.errors import BusClosed, RolloutFailed, UsageError
 from trainer_agent.rollouts.attempt import FAILURES, UNREACHABLE, Cut, read_bounded, refused
+from trainer_agent.rollouts.engine_survey import ask_each
 from trainer_agent.rollouts.request import make_request, plain_params, structured_outputs
 from trainer_agent.rollouts.results import ChatCompletion
 from trainer_agent.rollouts.text import check_length, flat_messages, in_thread
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _ROUTE: Final = "/v1/chat/completions"
 _TEXT_ROUTE: Final = "/v1/completions"
 _OK: Final = 200
+_DEADLY: Final = 2  # engines may die of one request
 # Options of a tokenizer's method ``apply_chat_template``, not of the template.
 _OWN_OPTIONS: Final = frozenset(
     (
@@ -55,6 +57,8 @@ async def ask_any(
     path: str,
     body: Any = None,
     avoid: set[str] | None = None,
+    place: tuple[str | None, str] | None = None,
+    kind: Any = Any,
 ) -> Any:
     """Requests JSON from a routable engine, and from another one if that fails.
 
@@ -64,6 +68,9 @@ async def ask_any(
         path: the route.
         body: the JSON to POST. Default: a GET.
         avoid: names of engines to ask only if there are no others; those that fail are added.
+        place: the session and the client of a request that computes on the engine. It waits for its
+            turn, and two engines at most may fail it.
+        kind: the type of the answer.
 
     Returns:
         The answer; None if engines have no such route.
@@ -71,16 +78,18 @@ async def ask_any(
     Raises:
         UsageError: the engine refuses the request as invalid.
         NoEngine: no engine is available.
-        RolloutFailed: five engines in a row failed.
+        RolloutFailed: five engines in a row failed; with ``place``, two.
     """
     avoid = set() if avoid is None else avoid
     failures, refused_s = 0, 0.0
+    sequences, most = (1, _DEADLY) if place else (0, FAILURES)
     method, raw_body = ("GET", None) if body is None else ("POST", _encode(body))
     headers = {"Content-Type": "application/json"} if body is not None else None
     timeout = aiohttp.ClientTimeout(pool.stall_s, sock_connect=http.timeout.sock_connect)
     while True:
-        load = pool.router.pick(None, 0, pool.now_s(), avoid)
-        load = load or await pool.acquire(None, 0, frozenset(avoid))
+        load = None if place else pool.router.pick(None, 0, pool.now_s(), avoid)
+        session, client = place or (None, "")
+        load = load or await pool.acquire(session, sequences, frozenset(avoid), client)
         url = load.route.endpoint + path
         try:
             async with http.request(
@@ -92,7 +101,7 @@ async def ask_any(
             ) as response:
                 raw = await read_bounded(response)
             if response.status == _OK:
-                return msgspec.json.decode(raw)
+                return msgspec.json.decode(raw, type=kind)
             if response.status in _CLOSED or b"Not Found" in raw:
                 return None
             cut = refused(response.status, raw)
@@ -107,6 +116,9 @@ async def ask_any(
             *(msgspec.DecodeError, UnicodeDecodeError, RecursionError),
         ) as error:
             cut = Cut("died", f"{type(error).__name__}: {error}")
+        finally:
+            if sequences:
+                pool.release(load, sequences)
         avoid.add(load.route.engine)
         if cut.how in ("rejected", "unreachable"):
             pool.router.rejected(load, pool.now_s())
@@ -114,8 +126,8 @@ async def ask_any(
             await pool.require_engines(refused_s, f"{load.route.engine} at {url}: {cut}")
         else:
             failures += 1
-        if failures == FAILURES:
-            raise RolloutFailed(f"five engines failed; the last, at {url}: {cut}")
+        if failures == most:
+            raise RolloutFailed(f"{most} engines failed; the last, at {url}: {cut}")
 
 
 def _encode(body: Any) -> bytes:
@@ -198,6 +210,16 @@ class ChatClient:
         Arguments, result and errors are those of :func:`ask_any`.
         """
         return await ask_any(self._pool, self._session(), path, body, avoid)
+
+    async def ask_placed(
+        self, path: str, body: Any, place: tuple[str | None, str], kind: Any
+    ) -> Any:
+        """Requests JSON as :meth:`ask` does, when it is the turn of a session and a client."""
+        return await ask_any(self._pool, self._session(), path, body, None, place, kind)
+
+    async def ask_each(self, path: str) -> dict[str, bytes]:
+        """Returns the answers of all routable engines to a GET, as :func:`ask_each`."""
+        return await ask_each(self._pool, self._session(), path)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:

@@ -2,13 +2,14 @@
 
 ===============================  ==========================================================
 ``POST /inference/v1/generate``  tokens in, tokens out, as vLLM's route
-``POST /v1/completions``         prompts as token ids; with a tokenizer, also as text
+``POST /v1/completions``         prompts as token ids, or as text
 ``POST /v1/chat/completions``    as :meth:`~trainer_agent.rollouts.client.RolloutClient.chat`
 ``GET /v1/models``               the answer of an engine; ``/v1/models/NAME``: one model
 ``GET /health``                  200 while an engine is routable, else 503; connections
 ===============================  ==========================================================
 
-All routes return choices in OpenAI's form, with ``token_ids``; the last event of a choice adds the
+Other routes of vLLM are those of :mod:`~trainer_agent.rollouts.routes.engine_routes`. All routes of
+generation return choices in OpenAI's form, with ``token_ids``; the last event of a choice adds the
 ``weight_versions`` and the reasons why it may be ``inexact``. A stream that fails ends with an
 error event. What takes long is bounded, or done in a thread: no request keeps others waiting.
 """
@@ -19,11 +20,12 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from aiohttp import web
 
 from bus.errors import NoEngine, UsageError, WavebusError
+from bus.runtime.http_access import HttpAccess
 from bus.runtime.http_server import HttpServer
 from trainer_agent.rollouts.attempt import UnknownModel
 from trainer_agent.rollouts.front_answer import (
@@ -34,10 +36,12 @@ from trainer_agent.rollouts.front_answer import (
     error_answer,
 )
 from trainer_agent.rollouts.front_request import SESSION_HEADER, FrontRequest
-from trainer_agent.rollouts.text import encode, in_thread
+from trainer_agent.rollouts.routes.engine_routes import EngineRoutes
+from trainer_agent.rollouts.routes.prompt_parts import PromptPart, PromptParts, prompt_alone
+from trainer_agent.rollouts.text import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from trainer_agent.rollouts.chat import Chat
     from trainer_agent.rollouts.client import RolloutClient
@@ -45,8 +49,13 @@ if TYPE_CHECKING:
 
     Deltas = asyncio.Queue[tuple[int, TokenDelta] | None]
 
+_Result = TypeVar("_Result")
+
 _STATUSES: Final = ((UnknownModel, 404), (UsageError, 400), (NoEngine, 503), (WavebusError, 500))
-_MAX_BODY_BYTES: Final = 16 * 1024 * 1024
+# A whole batch of a trainer: 512 prompts of 8k tokens have 29 MiB, and 4 million values.
+_MAX_BODY_BYTES: Final = 64 * 1024 * 1024
+_MAX_VALUES: Final = 12_000_000
+_PARSED_AT_ONCE: Final = 1 << 20  # bytes, in the event loop
 _WRITTEN_AT_ONCE: Final = 4096  # tokens, in the event loop
 
 
@@ -58,10 +67,13 @@ class _Front:
         client: RolloutClient,
         tokenizer: Any,
         api_key: str,
-        more_routes: Sequence[web.RouteDef] = (),
+        control_key: str,
+        control_routes: Sequence[web.RouteDef],
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
+        self._engines = EngineRoutes(client, tokenizer)
+        self._parts = PromptParts(client, tokenizer)
         routes = [
             web.post("/inference/v1/generate", self._generate),
             web.post("/v1/completions", self._complete),
@@ -69,16 +81,19 @@ class _Front:
             web.get("/v1/models", self._models),
             web.get("/v1/models/{name:.+}", self._model),
             web.get("/health", self._health),
-            *more_routes,
+            *self._engines.routes,
+            *control_routes,
         ]
+        control = {route.path for route in control_routes}
         self.server = HttpServer(
             routes,
             error_answer,
             _answer_exception,
             max_body_bytes=_MAX_BODY_BYTES,
-            api_key=api_key,
-            is_open="/health".__eq__,
-            is_strict=True,
+            max_values=_MAX_VALUES,
+            access=HttpAccess(
+                api_key, control_key, "/health".__eq__, control.__contains__, is_strict=True
+            ),
         )
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -98,7 +113,11 @@ class _Front:
         raise UnknownModel(f"model: {name!r:.200} does not exist")
 
     async def _parse(self, http: web.Request) -> FrontRequest:
-        asked = FrontRequest(http.path, http.headers.get(SESSION_HEADER), await http.read())
+        raw, header = await http.read(), http.headers.get(SESSION_HEADER)
+        if len(raw) > _PARSED_AT_ONCE:
+            asked = await in_thread(FrontRequest, http.path, header, raw)
+        else:
+            asked = FrontRequest(http.path, header, raw)
         peer = http.transport and http.transport.get_extra_info("peername")
         asked.client_id = asked.client_id or f"connection {peer}"
         return asked
@@ -113,11 +132,7 @@ class _Front:
         return await self._answer(http, asked, prompts)
 
     async def _tokens(self, prompt: Any) -> Any:
-        if not isinstance(prompt, str):
-            return prompt
-        if self._tokenizer is None:
-            raise UsageError("prompt: a text needs `wavebus gateway --tokenizer`")
-        return await encode(self._tokenizer, prompt, "prompt", await self._client.most_tokens())
+        return await self._engines.tokens(prompt) if isinstance(prompt, str) else prompt
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         asked = await self._parse(http)
@@ -132,6 +147,10 @@ class _Front:
         if asked.is_stream:
             stream = _Stream(http, asked, writer, prompts, chat, self._tokenizer)
             return await stream.answer(partial(self.generate, asked, prompts))
+        parts: list[PromptPart] = []
+        if asked.echo or asked.scored_logprobs is not None:
+            pairs = zip(asked.prompts(), prompts, strict=True)
+            parts = await _all(self._parts.find(asked, *pair) for pair in pairs)
         done = await self.generate(asked, prompts, None)
         choices = _choices(done)
         messages, names = await chat.named_messages(done[0]) if chat else ([{}] * len(choices), {})
@@ -142,10 +161,17 @@ class _Front:
                 | ending(choice, message)
                 for index, (choice, message) in enumerate(zip(choices, messages, strict=True))
             ]
-            return writer.frame(whole, _usage(done), [each.prompt_token_ids for each in done])
+            fields = {}
+            if parts and not asked.kind:
+                fields["prompt_logprobs"] = parts[0].logprobs
+            elif parts:
+                for index, shown in enumerate(whole):
+                    parts[index * len(parts) // len(whole)].add_to(shown, writer.named)
+            prompts = [each.prompt_token_ids for each in done]
+            return writer.frame(whole, _usage(done), prompts, fields)
 
         is_long = sum(len(choice.token_ids) for choice in choices) > _WRITTEN_AT_ONCE
-        body = await in_thread(write) if is_long else write()
+        body = await in_thread(write) if is_long or parts else write()
         return web.Response(body=body, content_type="application/json")
 
     async def generate(
@@ -158,6 +184,8 @@ class _Front:
             prompts: the tokens of the prompts.
             deltas: gets new tokens as they come, with the number of the prompt; None: not streamed.
         """
+        if asked.is_prompt_alone:
+            return [prompt_alone(asked, each) for each in prompts]
 
         def run(number: int, prompt: Any) -> Coroutine[Any, Any, Completion]:
             return self._client.generate(
@@ -172,13 +200,7 @@ class _Front:
                 **asked.extra,
             )
 
-        tasks = [asyncio.ensure_future(run(*each)) for each in enumerate(prompts)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        return await _all(run(*each) for each in enumerate(prompts))
 
 
 class _Stream:
@@ -305,6 +327,17 @@ class _Stream:
         await self._response.write(raw)
 
 
+async def _all(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Runs coroutines at once, and returns their results; one error cancels all."""
+    tasks = [asyncio.ensure_future(each) for each in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 async def _next_batch(deltas: Deltas) -> list[tuple[int, TokenDelta]]:
     """Returns all tokens that have come; empty at the end."""
     batch = []
@@ -344,7 +377,8 @@ async def serve(
     *,
     tokenizer: Any = None,
     api_key: str = "",
-    more_routes: Sequence[web.RouteDef] = (),
+    control_key: str = "",
+    control_routes: Sequence[web.RouteDef] = (),
 ) -> AsyncIterator[str]:
     """Serves a connected client over HTTP during a block; yields the base URL.
 
@@ -353,13 +387,15 @@ async def serve(
         host: the host name or address to listen on.
         port: the port; 0 chooses a free one.
         tokenizer: the client's tokenizer, if it has one.
-        api_key: the bearer token that requests must have; empty: none.
-        more_routes: further routes to serve.
+        api_key: the bearer token, or the password, that requests must have; empty: none.
+        control_key: the one of control routes, which opens the other routes, too. Empty: control
+            routes need ``api_key``.
+        control_routes: routes that the same server has besides those of generation.
 
     Raises:
         UsageError: the address can't be used.
     """
-    server = _Front(client, tokenizer, api_key, more_routes).server
+    server = _Front(client, tokenizer, api_key, control_key, control_routes).server
     try:
         try:
             url = await server.start(host, port)

@@ -7,6 +7,7 @@ import secrets
 import time
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -53,6 +54,8 @@ class AnswerWriter:
         ident = secrets.token_hex(12)
         self._head = {"id": ident, "request_id": ident, "created": int(time.time())}
         is_chunk = request.is_stream and request.is_chat
+        if not request.kind:
+            self._head["output_mode"] = "tokens"
         self._head["object"] = request.kind + (".chunk" if is_chunk else "")
 
     def frame(
@@ -60,6 +63,7 @@ class AnswerWriter:
         choices: list[dict[str, Any]],
         usage: dict[str, int] | None = None,
         prompts: Sequence[Sequence[int]] | None = None,
+        fields: Mapping[str, Any] = MappingProxyType({}),
     ) -> bytes:
         """Encodes an answer, or one event of a stream.
 
@@ -67,6 +71,7 @@ class AnswerWriter:
             choices: the choices.
             usage: how many tokens were used; None: not yet known.
             prompts: the token ids of the prompts of these choices; None: they are not shown.
+            fields: other fields of the answer.
         """
         model = self._request.extra.get("model", "")
         rest = {"model": model, "choices": choices, "usage": usage}
@@ -77,7 +82,7 @@ class AnswerWriter:
                     choice["prompt_token_ids"] = prompts[index // each]
             else:
                 rest["prompt_token_ids"] = prompts[0]
-        raw = msgspec.json.encode({**self._head, **rest})
+        raw = msgspec.json.encode({**self._head, **rest, **fields})
         return b"data: " + raw + b"\n\n" if self._request.is_stream else raw
 
     def choice(
@@ -116,10 +121,13 @@ class AnswerWriter:
             ]
         else:
             content = [
-                self._named(token, logprob)
-                | {"top_logprobs": [self._named(*each) for each in top.items()]}
+                self.named(token, logprob)
+                | {"top_logprobs": [self.named(*each) for each in top.items()]}
                 for token, logprob, top in zip(part.token_ids, logprobs, tops, strict=True)
             ]
+        if not self._request.kind:
+            for each, top in zip(content, tops, strict=True):
+                each["rank"] = _rank(each["logprob"], top)
         if self._request.kind != "text_completion":
             return {"content": content}
         tokens = [each["token"] for each in content]
@@ -141,9 +149,20 @@ class AnswerWriter:
             "text_offset": offsets,
         }
 
-    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def named(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        """Returns a token with its name and its log-probability, which may be unknown."""
         text, raw = name_token(self._tokenizer, token_id)
         return {"token": text, "token_id": token_id, "logprob": logprob, "bytes": raw}
+
+
+def _rank(logprob: float, top: Mapping[int, float]) -> int | None:
+    """Returns a token's rank in the vocabulary, from 1; None if the likeliest tokens don't show it.
+
+    An engine may list the sampled token among the likeliest, whatever its rank. So the last of the
+    list may have any rank.
+    """
+    rank = sum(each >= logprob for each in top.values())
+    return rank if 0 < rank < len(top) else None
 
 
 class StreamedText:

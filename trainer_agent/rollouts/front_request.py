@@ -6,6 +6,7 @@ A field that changes nothing here passes; one that would be ignored is refused, 
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -58,8 +59,18 @@ _IDLE: Final[dict[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-_MOST_PROMPTS: Final = 1024  # as vLLM
-_MOST_LOGPROBS: Final = 20  # as OpenAI
+_MOST_PROMPTS: Final = 16_384
+# Of one field, or of one prompt: they are decoded at once, which takes up to 0.1 µs for a value.
+_MOST_VALUES: Final = 3_000_000
+_PARTED: Final = 1 << 20  # bytes; a longer list of prompts is decoded prompt by prompt
+# Of the sampling parameters of vLLM's own route: they concern text, or ``stream`` decides them.
+_IDLE_PARAMS: Final[dict[str, tuple[Any, ...]]] = {
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True, False),
+    "output_kind": (0, 1, 2),
+}
+_LISTS: Final = re.compile(rb"\s*\[\s*\[")
 
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,15 +117,18 @@ class FrontRequest:
         with_usage: whether a stream ends with the usage.
         with_ids: whether the answer shows the token ids of the prompt.
         with_names: whether the answer names tokens by their text.
+        echo: whether the answer repeats the prompt.
+        is_prompt_alone: whether the answer has the prompt alone, and no tokens.
+        scored_logprobs: how many log-probabilities the answer has in each place of the prompt, or
+            None. Of ``/v1/completions``, ``logprobs`` are those of a repeated prompt, too.
     """
 
     def __init__(self, path: str, header: str | None, raw: bytes) -> None:
         self.path = path
         field, self.kind = ROUTES[path]
         self.is_chat = field == "messages"
-        body, common = _decode(raw)
-        if self.kind:  # an API in which null is the default
-            body = {n: v for n, v in body.items() if v is not None}
+        body, common = _decode(raw, field)
+        body = {n: v for n, v in body.items() if v is not None}
         self.prompt = body.pop(field, ())
         for name in _WITHOUT_EFFECT:
             body.pop(name, None)
@@ -135,7 +149,16 @@ class FrontRequest:
         self.chat_fields: dict[str, Any] = {}
         if self.is_chat:
             self.chat_fields = {n: body.pop(n) for n in _CHAT_FIELDS if n in body}
+        if not self.kind and "features" in body:  # of images, as engines have rendered them
+            self.extra["features"] = body.pop("features")
+        self.echo = self.is_prompt_alone = False
         self.params: dict[str, Any] = self._openai(body) if self.kind else _own(body)
+        self.scored_logprobs = None if self.is_chat else _scored(self.params)
+        if self.echo and self.scored_logprobs is None:
+            self.scored_logprobs = self.params.get("logprobs")
+        for name, value in (("echo", self.echo), ("prompt_logprobs", self.scored_logprobs)):
+            if self.is_stream and value is not None and value is not False:
+                raise UsageError(f"{name}: not in a stream")
 
     def _openai(self, body: dict[str, Any]) -> dict[str, Any]:
         """Returns the sampling parameters of a request of OpenAI's API."""
@@ -148,15 +171,21 @@ class FrontRequest:
             if grammar is not None:
                 body.setdefault("structured_outputs", grammar)
         if not self.is_chat:
-            return {"max_tokens": 16, **body}  # OpenAI's default
+            body = {"max_tokens": 16, **body}  # OpenAI's default
+            self.echo = body.pop("echo", False)
+            if not isinstance(self.echo, bool):
+                raise UsageError("echo: must be true or false")
+            if self.echo and body["max_tokens"] == 0:
+                body["max_tokens"], self.is_prompt_alone = 1, True
+            return body
         if "max_completion_tokens" in body:
             body["max_tokens"] = body.pop("max_completion_tokens")
         if isinstance(body.get("logprobs"), bool):  # a number says how many others are wanted
             body["logprobs"] = 0 if body["logprobs"] else None
         if "top_logprobs" in body:
             top = body.pop("top_logprobs")
-            if not isinstance(top, int) or not 0 < top <= _MOST_LOGPROBS:
-                raise UsageError(f"top_logprobs: a number from 0 to {_MOST_LOGPROBS}")
+            if not isinstance(top, int) or isinstance(top, bool) or top <= 0:
+                raise UsageError("top_logprobs: must be a number, at least 0")
             if body.get("logprobs") is None:
                 raise UsageError("top_logprobs: needs logprobs")
             body["logprobs"] = top
@@ -177,13 +206,30 @@ class FrontRequest:
         return self.prompt
 
 
-def _decode(raw: bytes) -> tuple[dict[str, Any], _Common]:
+def _decode(raw: bytes, field: str) -> tuple[dict[str, Any], _Common]:
+    """Returns the fields of a body, of which ``field`` is the prompt.
+
+    Long prompts are decoded one by one: other threads run in between.
+    """
     try:
-        body = msgspec.json.decode(raw, type=dict[str, Any])
+        parts = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        body = {}
+        for name, part in parts.items():
+            prompts = [part]
+            if is_list := name == field and len(part) > _PARTED and bool(_LISTS.match(part)):
+                prompts = msgspec.json.decode(part, type=list[msgspec.Raw])
+            values = [_value(name, each) for each in prompts]
+            body[name] = values if is_list else values[0]
         own = {each: body.pop(each) for each in _Common.__struct_fields__ if each in body}
         return body, msgspec.convert(own, _Common)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(named("", error).lstrip(".: ")) from None
+
+
+def _value(name: str, raw: msgspec.Raw) -> Any:
+    if len(raw) > _MOST_VALUES and bytes(raw).count(b",") > _MOST_VALUES:
+        raise UsageError(f"{name}: more than {_MOST_VALUES} values")
+    return msgspec.json.decode(raw)
 
 
 def _own(body: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +237,19 @@ def _own(body: dict[str, Any]) -> dict[str, Any]:
     params = body.pop("sampling_params", {})
     if body or not isinstance(params, dict):
         raise UsageError(f"{min(body, default='sampling_params')}: no such field")
-    return params
+    return {
+        name: value
+        for name, value in params.items()
+        if value is not None and value not in _IDLE_PARAMS.get(name, ())
+    }
+
+
+def _scored(params: dict[str, Any]) -> int | None:
+    """Returns ``prompt_logprobs`` of sampling parameters, and removes it there."""
+    count = params.pop("prompt_logprobs", None)
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
+        raise UsageError("prompt_logprobs: must be a number")
+    return count
 
 
 def _session(header: str | None, common: _Common) -> str | None:

@@ -82,7 +82,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     include_stop_str_in_output: bool = False
     stop_token_ids: list[_Token] | None = None
     ignore_eos: bool = False
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0

@@ -125,6 +125,10 @@ class HfTokenizer:
         text: str = self._loaded.decode(token_ids, skip_special_tokens=True)
         return text
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, with the special ones, as vLLM's ``/detokenize``."""
+        return str(self._loaded.decode(token_ids, skip_special_tokens=False))
+
     def name(self, token_id: int) -> tuple[str, list[int]]:
         """Returns a token's text and bytes, also of a special token or a part of a character."""
         text: str = self._loaded.decode([token_id], skip_special_tokens=False)

@@ -2,12 +2,14 @@
 
 vLLM's API key protects ``/v1`` and ``/inference``. It does not protect the RL routes, which pause
 an engine and replace its weights. So if a server listens beyond loopback, clients of other hosts
-may use only the routes in :data:`DATA_ROUTES`.
+may use only the routes in :data:`DATA_ROUTES`. Of ``/server_info`` they get a few settings, without
+the environment of the engine.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -16,10 +18,19 @@ if TYPE_CHECKING:
 DATA_ROUTES: Final = frozenset(
     (
         *("/inference/v1/generate", "/v1/models", "/health", "/load", "/metrics", "/version"),
+        *("/tokenize", "/detokenize"),  # they read no state, and change none
         *("/v1/completions", "/v1/completions/render", "/v1/completions/derender"),
         *("/v1/chat/completions", "/v1/chat/completions/render", "/v1/chat/completions/derender"),
     )
 )
+# What clients of other hosts get of ``vllm_config``: what trainers' clients read of it.
+_SERVER_INFO: Final = "/server_info"
+_SHOWN: Final[dict[str, tuple[str, ...]]] = {
+    "model_config": ("model", "served_model_name", "dtype", "max_model_len"),
+    "parallel_config": (*("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"),),
+    "lora_config": ("max_lora_rank", "max_loras"),
+    "weight_transfer_config": ("backend",),
+}
 # uvicorn reads a client's address from such a header if it trusts the peer.
 _FORWARDED: Final = (b"x-forwarded-for", b"forwarded")
 _REFUSAL: Final = b"this route is for clients on the engine's host alone"
@@ -71,11 +82,42 @@ class DataRoutesOnly:
         kind = scope["type"]
         if kind == "lifespan" or scope["path"] in DATA_ROUTES or _is_local(scope):
             await self._app(scope, receive, send)
+        elif kind == "http" and scope["path"] == _SERVER_INFO and scope.get("method") == "GET":
+            await self._send_shown_info(scope, receive, send)
         elif kind == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             await send({"type": "http.response.start", "status": 403, "headers": []})
             await send({"type": "http.response.body", "body": _REFUSAL})
+
+    async def _send_shown_info(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Answers ``/server_info`` with the settings in :data:`_SHOWN`."""
+        status, raw = 500, bytearray()
+
+        async def gather(message: dict[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            raw.extend(message.get("body", b""))
+
+        await self._app({**scope, "query_string": b"config_format=json"}, receive, gather)
+        body = json.dumps(_shown_info(bytes(raw)) if status == 200 else {}).encode()  # noqa: PLR2004
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _shown_info(raw: bytes) -> dict[str, Any]:
+    config = json.loads(raw)["vllm_config"]
+    shown = {
+        part: {name: config[part][name] for name in names if name in config[part]}
+        if isinstance(config.get(part), dict)
+        else None
+        for part, names in _SHOWN.items()
+    }
+    return {"vllm_config": shown, "vllm_env": {}, "system_env": {}}
 
 
 def _is_local(scope: dict[str, Any]) -> bool:

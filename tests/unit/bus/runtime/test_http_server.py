@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from bus.runtime import http_server
+from bus.runtime.http_access import HttpAccess
 from bus.runtime.http_server import HttpServer
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def run(main: Any) -> None:
 class Doubling:
     """A server that doubles a number."""
 
-    def __init__(self, api_key: str = "") -> None:
+    def __init__(self, api_key: str = "", **limits: int) -> None:
         self.asked = asyncio.Event()
         self.go_on = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -39,18 +40,21 @@ class Doubling:
                 web.post("/wait", self._wait),
                 web.post("/flood", self._flood),
                 web.post("/bug", self._bug),
+                web.post("/empty", self._empty),
+                web.get("/empty", self._empty),
                 web.get("/health", self._health),
             ],
             lambda _, status, text: web.json_response({"error": text}, status=status),
             lambda *_: None,
-            max_body_bytes=1 << 24,
-            api_key=api_key,
-            is_open="/health".__eq__,
-            is_strict=True,
+            **{"max_body_bytes": 1 << 24, **limits},
+            access=HttpAccess(api_key, is_open="/health".__eq__, is_strict=True),
         )
 
     async def _double(self, http: web.Request) -> web.Response:
         return web.json_response(2 * (await http.json()))
+
+    async def _empty(self, http: web.Request) -> web.Response:
+        return web.json_response(len(await http.read()))
 
     async def _wait(self, _: web.Request) -> web.Response:
         self.asked.set()
@@ -76,10 +80,10 @@ class Doubling:
 
 @contextlib.asynccontextmanager
 async def doubling(
-    api_key: str = "", limit: int | None = None
+    api_key: str = "", limit: int | None = None, **limits: int
 ) -> AsyncIterator[tuple[Doubling, int]]:
     """A server and its port."""
-    served = Doubling(api_key)
+    served = Doubling(api_key, **limits)
     url = await served.server.start("127.0.0.1", 0)
     if limit is not None:
         served.server.limit = limit
@@ -199,6 +203,36 @@ def test_a_body_is_bounded_before_it_is_read_as_json() -> None:
             assert (await answer(port, post("/double", b" " * (17 << 20))))[0] == 413
             assert (await answer(port, post("/bug", b"1"))) == (500, {"error": "KeyError: 'bug'"})
             assert await answer(port, post("/double", b"1")) == (200, 2)
+
+    run(main())
+
+
+def test_a_server_chooses_its_own_bounds() -> None:
+    async def main() -> None:
+        whole = b"[" + b"1," * (4 * 10**6) + b"1]"
+        async with doubling(max_body_bytes=1 << 25, max_values=5 * 10**6) as (_, port):
+            assert (await answer(port, post("/empty", whole))) == (200, len(whole))
+            assert (await answer(port, post("/empty", b" " * (1 << 25) + b"1")))[0] == 413
+            more = b"[" + b"1," * (5 * 10**6 + 1) + b"1]"
+            assert (await answer(port, post("/empty", more)))[0] == 413
+
+    run(main())
+
+
+def test_requests_of_libraries_without_a_body_pass() -> None:
+    """A POST has no type then; a GET may have a body."""
+
+    async def main() -> None:
+        async with doubling() as (_, port):
+            host = b"Host: 0.0.0.0:8000\r\n"
+            assert await answer(port, post("/empty", b"", host)) == (200, 0)
+            raw = b"POST /empty HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            assert await answer(port, raw) == (200, 0)
+            chunked = host + b"Transfer-Encoding: chunked\r\n"
+            raw = b"POST /empty HTTP/1.1\r\n%b\r\n1\r\n1\r\n0\r\n\r\n" % chunked
+            assert (await answer(port, raw))[0] == 415
+            raw = b"GET /empty HTTP/1.1\r\n%bContent-Length: 2\r\n\r\n{}" % JSON
+            assert await answer(port, raw) == (200, 2)
 
     run(main())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +72,38 @@ def test_clients_of_other_hosts_get_data_routes_alone(
     ):
         assert asked(path, client, server) == [403, "http.response.body"]
     assert asked("/v1/realtime", client, server, "websocket") == ["websocket.close"]
+
+
+@pytest.mark.parametrize(("client", "is_whole"), [("192.0.2.3", False), (HERE, True)])
+def test_clients_of_other_hosts_get_no_environment(client: str, is_whole: bool) -> None:
+    config = {"model_config": {"dtype": "torch.bfloat16", "hf_token": "x"}, "lora_config": None}
+    whole = {"vllm_config": config, "vllm_env": {"VLLM_X": 1}, "system_env": {"a": "b"}}
+    queries: list[bytes] = []
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        queries.append(scope["query_string"])
+        raw = json.dumps(whole).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": raw[:9], "more_body": True})
+        await send({"type": "http.response.body", "body": raw[9:]})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/server_info", "headers": []}
+    scope |= {"client": (client, 5000), "server": (HERE, 8000), "query_string": b""}
+    asyncio.run(DataRoutesOnly(app)(scope, None, send))
+    told = json.loads(b"".join(each.get("body", b"") for each in sent))
+    if is_whole:
+        assert (told, queries) == (whole, [b""])
+        return
+    assert queries == [b"config_format=json"]
+    assert told["vllm_config"]["model_config"] == {"dtype": "torch.bfloat16"}
+    assert (
+        told["vllm_config"]["weight_transfer_config"] is told["vllm_config"]["lora_config"] is None
+    )
+    assert told["vllm_env"] == told["system_env"] == {}
 
 
 @pytest.mark.parametrize("header", ["x_forwarded_for", "forwarded"])

@@ -1,0 +1,42 @@
+"""Asks all routable engines the same, and returns the answers of those that answer in time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+
+from trainer_agent.rollouts.attempt import Cut, read_bounded
+
+if TYPE_CHECKING:
+    from trainer_agent.rollouts.engine_pool import EnginePool
+
+_OK: Final = 200
+_ANSWER_S: Final = 5.0
+
+
+async def ask_each(pool: EnginePool, http: aiohttp.ClientSession, path: str) -> dict[str, bytes]:
+    """Returns the bodies of all engines' answers to a GET, by the engines' names.
+
+    An engine is left out if its status is not 200, or if it does not answer within 5 s.
+
+    Args:
+        pool: the engines.
+        http: the client's session.
+        path: the route.
+    """
+    timeout = aiohttp.ClientTimeout(_ANSWER_S)
+
+    async def ask(url: str) -> bytes | None:
+        try:
+            async with http.get(url, timeout=timeout, allow_redirects=False) as response:
+                raw = await read_bounded(response)
+                return raw if response.status == _OK else None
+        except (aiohttp.ClientError, OSError, TimeoutError, Cut):
+            return None
+
+    engines = sorted((name, load.route.endpoint) for name, load in pool.router.engines.items())
+    answers = await asyncio.gather(*(ask(url + path) for _, url in engines))
+    pairs = zip(engines, answers, strict=True)
+    return {name: raw for (name, _), raw in pairs if raw is not None}
