@@ -90,9 +90,15 @@ def joined(store: Any, address: str, rank: int, size: int) -> Any:
 
 
 class NoStream:
-    """In place of a GPU's stream."""
+    """In place of a GPU's stream, or its event."""
 
     def synchronize(self) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def record(self, stream: object) -> None:
         pass
 
 

@@ -9,6 +9,7 @@ A value of :data:`BREAKS` plus its own rank makes a worker fail, once it has wri
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -29,10 +30,11 @@ class Gloo:
 
     def __init__(self, address: str, port: int, rank: int, size: int) -> None:
         self.breaks = False
+        self.group = SimpleNamespace(store=None, socket=None)  # which TRL's clients let go
         self._rank = rank
         self._group = join(address, port, rank, size)
 
-    def broadcast(self, tensor: Tensor, src: int, stream: object) -> None:  # noqa: ARG002 - a GPU's
+    def broadcast(self, tensor: Tensor, src: int, stream: object = None) -> None:  # noqa: ARG002 - a GPU's
         assert src == 0
         broadcast(self._group, tensor)
         if self._rank and tensor.is_floating_point():

@@ -1,0 +1,138 @@
+"""Trainers that know one vLLM update two by the gateway, with their own clients, as they are.
+
+``nccl`` goes over gloo (:mod:`tests.support.nccl_pair`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from bus.cli.options import Keys
+from tests.support import pair_plugin
+from tests.support.checkpoints import perturbed
+from tests.vllm._two import Two, booted_two
+from tests.vllm._vllm import require_vllm
+from trainer_agent.gateway.server import serve
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from torch import Tensor
+
+require_vllm()
+pytestmark = [pytest.mark.vllm, pytest.mark.ci, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    with booted_two(tmp_path_factory.mktemp("nccl"), "nccl", pair_plugin.NCCL) as tested:
+        pair_plugin.register_on_cpu("nccl")
+        yield tested
+
+
+@contextlib.asynccontextmanager
+async def served(two: Two) -> AsyncIterator[str]:
+    """The URL of a gateway before both engines."""
+    keys = Keys(None, None, insecure=False)
+    async with (
+        two.joined("here", "served") as broker,
+        serve(broker, "policy", "127.0.0.1", 0, keys=keys, silence_s=60.0) as url,
+    ):
+        yield url
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+async def ask(url: str, method: str = "GET") -> Any:
+    async with aiohttp.ClientSession() as http, http.request(method, url) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
+
+
+def vllm_source(weights: dict[str, Tensor]) -> Any:
+    """A state dict as a weight source of vLLM's, in the form of the release that is here."""
+    from vllm.distributed.weight_transfer.base import ParamMeta  # noqa: PLC0415
+
+    from tests.support.pair import PROPERTY_FORM  # noqa: PLC0415 - after require_vllm
+
+    def metas(_: object) -> list[Any]:
+        return [ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in weights.items()]
+
+    def tensors(_: object) -> Iterator[tuple[str, Tensor]]:
+        return iter(weights.items())
+
+    form = {"metadata": property(metas), "iter_full": tensors}
+    return type("Source", (), form if PROPERTY_FORM else {"metadata": metas, "__iter__": tensors})()
+
+
+def test_vllms_own_client_updates_both(two: Two) -> None:
+    """Its trainer engine over HTTP: as with one vLLM, but that all is checked first."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
+
+    first, second = perturbed(two.weights, 1), perturbed(two.weights, 2)
+    weights: dict[str, Tensor] = dict(first)
+
+    async def scenario() -> None:
+        async with served(two) as url:
+            size = (await ask(f"{url}/get_world_size"))["world_size"]
+            assert size == 3
+            info = NCCLTrainerInitInfo(
+                rank=0,
+                master_address="127.0.0.1", master_port=free_port(), world_size=1 + size
+            )
+            source = vllm_source(weights)
+            trainer = await asyncio.to_thread(
+                WeightTransferTrainerFactory.trainer_init,
+                info,
+                client=HTTPVLLMWeightSyncClient(url),
+                source=source,
+            )
+            for new in (first, second):
+                weights.update(new)
+                await ask(f"{url}/pause?mode=keep", "POST")
+                await asyncio.to_thread(trainer.send_weights)
+                await ask(f"{url}/resume", "POST")
+                await two.assert_serve(new)
+            await asyncio.to_thread(trainer.shutdown)
+
+    two.run(scenario())
+
+
+def test_trls_clients_update_both(two: Two) -> None:
+    """That of GRPO: every method that it has, and its own broadcast."""
+    from trl.generation.vllm_client import VLLMClient  # noqa: PLC0415 - only with vLLM
+
+    new = perturbed(two.weights, 3)
+    metas = [
+        (name, str(each.dtype).removeprefix("torch."), list(each.shape))
+        for name, each in new.items()
+    ]
+
+    def train(url: str) -> None:
+        client = VLLMClient(base_url=url, connection_timeout=60)
+        client.init_communicator(device="cuda")
+        client.update_named_params(metas, iter(new.items()))
+        client.reset_prefix_cache()
+        answer = client.generate([[5, 9, 77]], n=2, temperature=1.0, max_tokens=4, logprobs=0)
+        assert [len(each) for each in answer["completion_ids"]] == [4, 4]
+        client.close_communicator()
+
+    async def scenario() -> None:
+        async with served(two) as url:
+            await asyncio.to_thread(train, url)
+            await two.assert_serve(new)
+
+    two.run(scenario())
