@@ -36,6 +36,7 @@ from trainer_agent.rollouts.front_answer import (
     error_answer,
 )
 from trainer_agent.rollouts.front_request import SESSION_HEADER, FrontRequest
+from trainer_agent.rollouts.routes.completion_texts import make_texts
 from trainer_agent.rollouts.routes.engine_routes import EngineRoutes
 from trainer_agent.rollouts.routes.prompt_parts import PromptPart, PromptParts, prompt_alone
 from trainer_agent.rollouts.text import in_thread
@@ -153,10 +154,13 @@ class _Front:
         done = await self.generate(asked, prompts, None)
         choices = [choice for each in done for choice in each.choices]
         messages, names = await chat.named_messages(done[0]) if chat else ([{}] * len(choices), {})
+        texts = [choice.text or "" for choice in choices]
+        if asked.kind == "text_completion" and not (self._tokenizer or asked.with_ids):
+            texts, names = await make_texts(self._client, done, asked.extra.get("model"))
 
         def write() -> bytes:
             whole = [
-                writer.choice(index, choice, choice.text or "", message, names.get(index))
+                writer.choice(index, choice, texts[index], message, names.get(index))
                 | ending(choice, message)
                 for index, (choice, message) in enumerate(zip(choices, messages, strict=True))
             ]
