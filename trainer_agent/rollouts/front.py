@@ -170,10 +170,13 @@ class _Front:
             elif parts:
                 for index, shown in enumerate(whole):
                     parts[index * len(parts) // len(whole)].add_to(shown, writer.named)
-            prompts = [each.prompt_token_ids for each in done]
-            return writer.frame(whole, _usage(done), prompts, fields)
+            shown_prompts = [each.prompt_token_ids for each in done]
+            return writer.frame(whole, _usage(done), shown_prompts, fields)
 
-        is_long = sum(len(choice.token_ids) for choice in choices) > _WRITTEN_AT_ONCE
+        written = sum(len(choice.token_ids) for choice in choices)
+        if asked.with_ids:
+            written += sum(len(prompt) for prompt in prompts)
+        is_long = written > _WRITTEN_AT_ONCE
         body = await in_thread(write) if is_long or parts else write()
         return web.Response(body=body, content_type="application/json")
 
@@ -330,13 +333,18 @@ class _Stream:
 
 async def _all(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Runs coroutines at once, and returns their results; one error cancels all."""
-    tasks = [asyncio.ensure_future(each) for each in works]
+    tasks = []
     try:
+        for each in works:
+            tasks.append(asyncio.ensure_future(each))
+            # Each begins with a check of its prompt; hundreds of them would keep others waiting.
+            await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 async def _next_batch(deltas: Deltas) -> list[tuple[int, TokenDelta]]:
