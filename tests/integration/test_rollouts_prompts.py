@@ -109,6 +109,48 @@ def test_engines_detokenize_a_prompt_that_is_repeated() -> None:
     run(main())
 
 
+def test_engines_make_the_texts_of_a_front_without_a_tokenizer() -> None:
+    """And name its tokens; a request that shows token ids needs no text."""
+    asked: list[str] = []
+
+    async def derender(request: web.Request) -> web.StreamResponse:
+        asked.append("derender")
+        (given,) = (await request.json())["generate_responses"]
+        texts = ["".join(map(chr, each["token_ids"])) for each in given["choices"]]
+        choices = [{"index": at, "text": text} for at, text in enumerate(texts)]
+        response: web.StreamResponse = await answers({"choices": choices})(request)
+        return response
+
+    async def score(request: web.Request) -> web.StreamResponse:
+        if "prompt_logprobs" not in (await request.json())["sampling_params"]:
+            return await honest(request)
+        scores = [None, {"66": {"logprob": -1.0, "decoded_token": "B"}}]
+        response: web.StreamResponse = await answers({"prompt_logprobs": scores})(request)
+        return response
+
+    async def main() -> None:
+        e0 = {OWN: score, "/v1/completions/derender": derender}
+        e0["/detokenize"] = answers({"prompt": "AB"})
+        async with fronts_of(e0) as url:
+            body: dict[str, Any] = {"prompt": [[65, 66], [67]], "max_tokens": 2, "n": 2}
+            status, answer = await post(url + COMPLETIONS, body)
+            assert status == 200, answer
+            assert [each["text"] for each in answer["choices"]] == ["CD", "CD", "DE", "DE"]
+            asked.clear()
+            assert (await post(url + COMPLETIONS, body | {"return_token_ids": True}))[0] == 200
+            assert not asked
+            body = {"prompt": [65, 66], "max_tokens": 2, "echo": True, "logprobs": 0}
+            (choice,) = (await post(url + COMPLETIONS, body))[1]["choices"]
+            assert choice["text"] == "ABCD"
+            assert choice["logprobs"]["tokens"][:2] == ["A", "B"]
+            assert choice["logprobs"]["text_offset"][:3] == [0, 1, 2]
+        async with fronts_of(honest) as url:  # no engine decodes
+            (choice,) = (await post(url + COMPLETIONS, {"prompt": [65]}))[1]["choices"]
+            assert choice["text"] == ""
+
+    run(main())
+
+
 def test_a_prompt_of_which_two_engines_die_is_sent_to_no_third() -> None:
     """One engine's death moves it; what engines refuse, or don't know, is refused by its name."""
     asked: list[Any] = []

@@ -90,8 +90,7 @@ def test_vllms_own_client_updates_both(two: Two) -> None:
             size = (await ask(f"{url}/get_world_size"))["world_size"]
             assert size == 3
             info = NCCLTrainerInitInfo(
-                rank=0,
-                master_address="127.0.0.1", master_port=free_port(), world_size=1 + size
+                rank=0, master_address="127.0.0.1", master_port=free_port(), world_size=1 + size
             )
             source = vllm_source(weights)
             trainer = await asyncio.to_thread(

@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 
 from bus.errors import UsageError
@@ -100,8 +101,93 @@ def test_chat_by_the_routes_of_a_server(reasons: bool, tmp_path: Path) -> None:
                         await of_openai(ask, reasons)
                         for fields in ASKED:
                             await as_vllm(ask, direct, fields)
+                        if not reasons:
+                            await as_vllm_s_routes(url, server.base_url)
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+# Requests that the front answers as the server itself.
+POSTS: list[tuple[str, dict[str, Any]]] = [
+    ("/tokenize", {"prompt": "hi"}),
+    ("/tokenize", {"prompt": "hi", "add_special_tokens": False, "return_token_strs": True}),
+    ("/tokenize", {"messages": MESSAGES}),
+    ("/detokenize", {"tokens": PROMPT}),
+    ("/v1/completions", {"prompt": "hi", **GREEDY}),
+    ("/v1/completions", {"prompt": [PROMPT, PROMPT[:3]], **GREEDY, "n": 2, "prompt_logprobs": 3}),
+    ("/v1/completions", {"prompt": "hi", **GREEDY, "echo": True}),
+    ("/v1/completions", {"prompt": PROMPT, **GREEDY, "echo": True, "logprobs": 2}),
+    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 1}),
+    (
+        "/inference/v1/generate",
+        {
+            "token_ids": PROMPT,
+            "features": None,
+            "sampling_params": {
+                "temperature": 0.0,
+                "max_tokens": 3,
+                "prompt_logprobs": 2,
+                "logprobs": 0,
+                "skip_special_tokens": True,
+                "output_kind": 2,
+                "stop": None,
+                "top_k": -1,
+            },
+        },
+    ),
+    ("/v1/completions", {"prompt": PROMPT, "logprobs": 5000}),
+    ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 5000}),
+    ("/tokenize", {"prompt": "hi", "model": "other"}),
+]
+
+
+def compared(value: Any) -> Any:
+    """What the answers of the front and of the server must have in common."""
+    if "error" in value:
+        return value["error"]["code"]
+    fields = ("tokens", "count", "token_strs", "prompt", "prompt_logprobs", "max_model_len")
+    shown = {name: value.get(name) for name in fields}
+    for at, choice in enumerate(value.get("choices", ())):
+        for name in ("token_ids", "finish_reason", "prompt_token_ids", "prompt_logprobs", "text"):
+            shown[f"{at}.{name}"] = choice.get(name)
+        logprobs = choice.get("logprobs") or {}
+        for name in ("token_logprobs", "tokens", "top_logprobs", "text_offset"):
+            shown[f"{at}.{name}"] = logprobs.get(name)
+    return {name: each for name, each in shown.items() if each is not None}
+
+
+async def as_vllm_s_routes(url: str, direct: str) -> None:
+    """The front has no tokenizer: engines make tokens and texts."""
+    async with aiohttp.ClientSession() as http:
+        for path, body in POSTS:
+            told = []
+            for base in (url, direct):
+                async with http.post(base + path, json=body) as response:
+                    told.append((response.status, compared(await response.json())))
+            (status, mine), (expected, other) = told
+            assert status == expected, (path, body)
+            if isinstance(other, dict):  # what the server says, the front says, too
+                mine = {name: mine[name] for name in other}
+            assert mine == other, (path, body)
+        for path in ("/version", "/server_info?config_format=json"):
+            async with http.get(url + path) as ours, http.get(direct + path) as theirs:
+                mine, other = await ours.json(), await theirs.json()
+                assert mine.keys() == other.keys()
+                if "vllm_config" in mine:
+                    dtype = mine["vllm_config"]["model_config"]["dtype"]
+                    assert dtype == other["vllm_config"]["model_config"]["dtype"]
+                else:
+                    assert mine == other
+        async with http.get(f"{url}/load") as response:
+            assert (await response.json()).keys() == {"server_load"}
+        async with http.get(f"{url}/metrics") as ours, http.get(f"{direct}/metrics") as theirs:
+            mine, other = await ours.text(), await theirs.text()
+        name = "vllm:generation_tokens_total{"
+        summed, own = (
+            [x for x in text.splitlines() if x.startswith(name)] for text in (mine, other)
+        )
+        assert [each.split()[-1] for each in summed] == [each.split()[-1] for each in own] != []
+        assert 'wavebus_engine="e0"' in mine
 
 
 async def of_the_client(client: RolloutClient) -> None:

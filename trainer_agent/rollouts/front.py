@@ -36,6 +36,7 @@ from trainer_agent.rollouts.front_answer import (
     error_answer,
 )
 from trainer_agent.rollouts.front_request import SESSION_HEADER, FrontRequest
+from trainer_agent.rollouts.routes.completion_texts import make_texts
 from trainer_agent.rollouts.routes.engine_routes import EngineRoutes
 from trainer_agent.rollouts.routes.prompt_parts import PromptPart, PromptParts, prompt_alone
 from trainer_agent.rollouts.text import in_thread
@@ -154,10 +155,13 @@ class _Front:
         done = await self.generate(asked, prompts, None)
         choices = _choices(done)
         messages, names = await chat.named_messages(done[0]) if chat else ([{}] * len(choices), {})
+        texts = [choice.text or "" for choice in choices]
+        if asked.kind == "text_completion" and not (self._tokenizer or asked.with_ids):
+            texts, names = await make_texts(self._client, done, asked.extra.get("model"))
 
         def write() -> bytes:
             whole = [
-                writer.choice(index, choice, choice.text or "", message, names.get(index))
+                writer.choice(index, choice, texts[index], message, names.get(index))
                 | ending(choice, message)
                 for index, (choice, message) in enumerate(zip(choices, messages, strict=True))
             ]
@@ -167,10 +171,13 @@ class _Front:
             elif parts:
                 for index, shown in enumerate(whole):
                     parts[index * len(parts) // len(whole)].add_to(shown, writer.named)
-            prompts = [each.prompt_token_ids for each in done]
-            return writer.frame(whole, _usage(done), prompts, fields)
+            shown_prompts = [each.prompt_token_ids for each in done]
+            return writer.frame(whole, _usage(done), shown_prompts, fields)
 
-        is_long = sum(len(choice.token_ids) for choice in choices) > _WRITTEN_AT_ONCE
+        written = sum(len(choice.token_ids) for choice in choices)
+        if asked.with_ids:
+            written += sum(len(prompt) for prompt in prompts)
+        is_long = written > _WRITTEN_AT_ONCE
         body = await in_thread(write) if is_long or parts else write()
         return web.Response(body=body, content_type="application/json")
 
@@ -329,13 +336,18 @@ class _Stream:
 
 async def _all(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Runs coroutines at once, and returns their results; one error cancels all."""
-    tasks = [asyncio.ensure_future(each) for each in works]
+    tasks = []
     try:
+        for each in works:
+            tasks.append(asyncio.ensure_future(each))
+            # Each begins with a check of its prompt; hundreds of them would keep others waiting.
+            await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 async def _next_batch(deltas: Deltas) -> list[tuple[int, TokenDelta]]:

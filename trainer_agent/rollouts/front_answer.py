@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _FIELD: Final = re.compile(
     r"(?:the engine refuses the request: )?([A-Za-z_][\w.-]*)(\[\d+\][\w.\[\]]*)?: "
 )
+_PARAMETER: Final = re.compile(r"\(parameter=([\w.]+)")  # of vLLM's own errors
 _TEXTS: Final = ("reasoning", "content")
 _GROWTH: Final = 16
 _KINDS: Final = {
@@ -312,10 +313,15 @@ def error_answer(request: web.Request, status: int, text: str) -> web.Response:
     if text.startswith("prompt_token_ids"):
         text = field + text.removeprefix("prompt_token_ids")
     text = text.replace("sampling_params.", "", 1) if kind else text
-    found = _FIELD.match(text) if status < 500 else None  # noqa: PLR2004 - HTTP's
+    found = None
+    if status < 500:  # noqa: PLR2004 - HTTP's
+        found = _FIELD.match(text) or _PARAMETER.search(text)
+    name = found and found[1]
+    if name == "logprobs" and field == "messages":
+        name = "top_logprobs"
     error = {"message": text, "type": _KINDS.get(status, "BadRequestError"), "code": status}
     # OpenAI's client would send again what two engines have died of.
     headers = {"x-should-retry": "false"} if status == 500 else None  # noqa: PLR2004 - HTTP's
     of_model = field and status == 404  # noqa: PLR2004 - HTTP's
-    error["param"] = "model" if of_model else found and found[1]
+    error["param"] = "model" if of_model else name
     return web.json_response({"error": error}, status=status, headers=headers)

@@ -33,6 +33,7 @@ class _Scored(msgspec.Struct):
 
 class _Score(msgspec.Struct):
     logprob: float
+    decoded_token: str | None = None
 
 
 _SCORES: Final = msgspec.json.Decoder(list[dict[int, _Score] | None])
@@ -46,11 +47,13 @@ class PromptPart:
         prompt: its tokens.
         text: its text, if the answer repeats it; else None.
         logprobs: the JSON of its log-probabilities, as vLLM writes it, or None.
+        is_named_by_engine: whether tokens have the names that the engine gave them.
     """
 
     prompt: Sequence[int]
     text: str | None
     logprobs: msgspec.Raw | None
+    is_named_by_engine: bool = False
 
     def add_to(self, choice: dict[str, Any], name: Callable[[int, Any], dict[str, Any]]) -> None:
         """Adds the prompt to a choice of ``/v1/completions``.
@@ -67,11 +70,16 @@ class PromptPart:
         if choice["logprobs"] is None or self.logprobs is None:
             return
         shown = choice["logprobs"]
+        scored = _SCORES.decode(self.logprobs)
         entries, likeliest = [], []
-        for token, scores in zip(self.prompt, _SCORES.decode(self.logprobs), strict=True):
-            own = None if scores is None or token not in scores else scores[token].logprob
-            top = [name(i, each.logprob) for i, each in (scores or {}).items()]
-            entries.append(name(token, own) | {"top_logprobs": top})
+        for token, scores in zip(self.prompt, scored, strict=True):
+            shown_scores = {
+                i: name(i, each.logprob) | self._engine_name(each.decoded_token)
+                for i, each in (scores or {}).items()
+            }
+            top = list(shown_scores.values())
+            own = shown_scores.get(token) or name(token, None) | self._first_name(scored)
+            entries.append(own | {"top_logprobs": top})
             likeliest.append({each["token"]: each["logprob"] for each in top} or None)
         offsets, length = [], 0
         for each in entries:
@@ -86,6 +94,21 @@ class PromptPart:
         }
         shown["text_offset"] = [length + each for each in shown["text_offset"]]
         choice["logprobs"] = {field: [*own, *shown[field]] for field, own in before.items()}
+
+    def _engine_name(self, text: str | None) -> dict[str, Any]:
+        if not self.is_named_by_engine or text is None:
+            return {}
+        return {"token": text, "bytes": list(text.encode())}
+
+    def _first_name(self, scored: Sequence[dict[int, _Score] | None]) -> dict[str, Any]:
+        """Returns the name of the first token, which has no score: the rest of the text."""
+        rest = ""
+        for token, scores in zip(self.prompt[1:], scored[1:], strict=True):
+            score = (scores or {}).get(token)
+            rest += (score and score.decoded_token) or ""
+        text = self.text or ""
+        first = text.removesuffix(rest)
+        return self._engine_name(first if 0 < len(first) == len(text) - len(rest) else None)
 
 
 class PromptParts:
@@ -115,9 +138,8 @@ class PromptParts:
         """
         text = await self._text(asked, given) if asked.echo else None
         count = asked.scored_logprobs
-        return PromptPart(
-            prompt, text, await self._score(asked, prompt, count) if count is not None else None
-        )
+        raw = await self._score(asked, prompt, count) if count is not None else None
+        return PromptPart(prompt, text, raw, asked.with_names and self._tokenizer is None)
 
     async def _text(self, asked: FrontRequest, given: Any) -> str:
         if asked.with_ids:  # as vLLM: the tokens are there
