@@ -127,6 +127,11 @@ class GatewayAgent(TrainerAgent):
         await self._engine_session.finish(label)
         return self._steps.version
 
+    @property
+    def has_update(self) -> bool:
+        """Whether an update has begun on the bus, and has neither ended nor failed."""
+        return self._updates.is_busy
+
     async def undo_native(self) -> None:
         """Aborts the update that was begun, if any; the engines serve what they had."""
         await self._engine_session.undo()

@@ -15,7 +15,7 @@ import bus.log
 from bus.errors import WavebusError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Callable
 
     from trainer_agent.gateway.agent import GatewayAgent
 
@@ -34,16 +34,14 @@ class ClientSession:
 
     Attributes:
         agent: the agent; None before the first call.
-        is_loading: whether an update has begun on the bus.
-        undo: undoes an update that has begun on the bus, for a reason.
+        on_undone: called with the reason when an update is undone.
     """
 
     def __init__(
         self, make_agent: Callable[[], GatewayAgent], *, silence_s: float, lease_s: float
     ) -> None:
         self.agent: GatewayAgent | None = None
-        self.is_loading: Callable[[], bool] = lambda: False
-        self.undo: Callable[[GatewayAgent, str], Awaitable[None]] | None = None
+        self.on_undone: Callable[[str], object] = lambda _: None
         self._make_agent = make_agent
         self._silence_s = silence_s
         self._lease_s = min(lease_s, silence_s)
@@ -56,6 +54,11 @@ class ClientSession:
     def is_busy(self) -> bool:
         """Whether a call is at work."""
         return self._lock.locked()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether an update has begun on the bus, and has neither ended nor failed."""
+        return self.agent is not None and self.agent.has_update
 
     async def close(self) -> None:
         """Leaves the bus, which undoes what is under way."""
@@ -90,8 +93,9 @@ class ClientSession:
 
     async def release(self, agent: GatewayAgent, reason: str) -> None:
         """Undoes an update that has begun, and ends the pause. The caller is within a call."""
-        if self.undo is not None and self.is_loading():
-            await self.undo(agent, reason)
+        if self.is_loading:
+            self.on_undone(reason)
+            await agent.undo_native()
         await agent.resume()
 
     async def _watch_silence(self) -> None:
@@ -99,7 +103,7 @@ class ClientSession:
             await asyncio.sleep(_TICK_S)
             if time.monotonic() < self._deadline_s or self.agent is None:
                 continue
-            if not (self.is_loading() or self.agent.is_paused):
+            if not (self.is_loading or self.agent.is_paused):
                 continue
             self._log.warning("client_silent", group=self.agent.group)
             try:

@@ -126,6 +126,6 @@ class ClientPauses:
         In a pause or an update nothing needs to be done: the next commit makes them unused.
         """
         async with self._session.call() as agent:
-            if not (agent.is_paused or self._session.is_loading()):
+            if not (agent.is_paused or self._session.is_loading):
                 await agent.pause("keep", clear_cache=True)
                 await agent.resume()

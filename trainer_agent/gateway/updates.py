@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from bus.messages import Target
-    from trainer_agent.gateway.agent import GatewayAgent
     from trainer_agent.gateway.client_session import ClientSession
 
 _PICKLED: Final = "ipc_handles_pickled"
@@ -103,8 +102,7 @@ class ClientUpdates:
         self._has_finished = False  # the last update; it may be finished again
         self._finishing: asyncio.Task[None] | None = None
         self._manifests: dict[Target, list[TensorMeta]] = {}  # of the open communicator
-        session.is_loading = self._is_loading
-        session.undo = self._undo
+        session.on_undone = self._on_undone
 
     # -- the transport --------------------------------------------------------------
 
@@ -257,13 +255,9 @@ class ClientUpdates:
         Raises:
             Conflict: one has.
         """
-        if self._is_loading():
+        if self._session.is_loading:
             raise Conflict(f"{self._update} is under way")
 
-    def _is_loading(self) -> bool:
-        return self._update is not None and self._update.stage is HttpStage.LOADING
-
-    async def _undo(self, agent: GatewayAgent, reason: str) -> None:
+    def _on_undone(self, reason: str) -> None:
         if self._update is not None:
             self._fail(self._update, reason)
-        await agent.undo_native()
