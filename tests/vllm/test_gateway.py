@@ -125,7 +125,14 @@ def test_trls_clients_update_both(two: Two) -> None:
         client.init_communicator(device="cuda")
         client.update_named_params(metas, iter(new.items()))
         client.reset_prefix_cache()
-        answer = client.generate([[5, 9, 77]], n=2, temperature=1.0, max_tokens=4, logprobs=0)
+        answer = client.generate(
+            [[5, 9, 77]],
+            n=2,
+            temperature=1.0,
+            max_tokens=4,
+            logprobs=0,
+            generation_kwargs={"ignore_eos": True},
+        )
         assert [len(each) for each in answer["completion_ids"]] == [4, 4]
         client.close_communicator()
 
