@@ -7,15 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.fork_server import ForkedProcess, can_fork
+from tests.support.fork_server import ForkedProcess, can_fork, run_forked
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.integration.conftest import Bus
 
 PROGRAM = """
@@ -87,3 +86,14 @@ def test_a_variable_of_the_interpreter_wants_a_process_of_its_own() -> None:
     assert can_fork(argv, {})
     assert not can_fork(argv, {"PYTHONHASHSEED": "1"})
     assert not can_fork((sys.executable, "-c", "pass"), {})
+
+
+def test_an_order_that_is_too_long_leaves_nothing_open(tmp_path: Path) -> None:
+    order = {"X": "x" * 1_000_000}
+    argv = (sys.executable, "-m", "bus.cli.main")
+    helped = run_forked((*argv, "--help"), env={}, cwd=tmp_path, timeout_s=60)  # the server stays
+    assert helped.returncode == 0
+    before = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises(OSError, match="Message too long"):
+        ForkedProcess(argv, env=order, cwd=tmp_path, stdin=subprocess.PIPE)
+    assert set(Path("/proc/self/fd").iterdir()) == before

@@ -85,6 +85,9 @@ class ForkedProcess:
         env: the whole environment.
         stdin: ``subprocess.PIPE``, or None for that of this process.
         template: what it finds imported.
+
+    Raises:
+        OSError: arguments and environment have more than some 200,000 characters.
     """
 
     def __init__(
@@ -108,14 +111,20 @@ class ForkedProcess:
             self.stdin = os.fdopen(mine, "w", encoding="utf-8")
         order: dict[str, Any] = {"argv": argv[1:], "env": dict(env), "cwd": str(cwd)}
         order["hang_up"] = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        ends = [its_in, its_out, its_err, its_status]
-        with _STARTING:
-            server = _server(os.getpid(), template)
-        socket.send_fds(server, [json.dumps(order).encode()], ends)
-        for end in filter(None, ends):
-            os.close(end)
         self._lock = threading.Lock()
-        self.pid = self._read_number()
+        with contextlib.ExitStack() as undo:
+            for stream in filter(None, (self.stdin, self.stdout, self.stderr)):
+                undo.push(stream)
+            undo.callback(os.close, self._status)
+            with contextlib.ExitStack() as given:
+                for end in filter(None, (its_in, its_out, its_err, its_status)):
+                    given.callback(os.close, end)
+                with _STARTING:
+                    server = _server(os.getpid(), template)
+                ends = [its_in, its_out, its_err, its_status]
+                socket.send_fds(server, [json.dumps(order).encode()], ends)
+            self.pid = self._read_number()
+            undo.pop_all()
 
     def poll(self) -> int | None:
         """Its exit code, or None while it runs; negative: the signal that ended it."""
