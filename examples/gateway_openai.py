@@ -3,9 +3,9 @@
 python examples/gateway_openai.py                   # a minute, two embedded engines
 python examples/gateway_openai.py --seconds 600 --engines 4
 
-It needs no GPU, but `wavebus[openai]`. It starts a broker, engines and `wavebus gateway`. The client
-calls chat and completions, streamed and whole, and repeats no failed call. Meanwhile a trainer sends
-new weights again and again, and one engine gets SIGKILL and is started again.
+It needs no GPU, but `wavebus[openai]`. It starts a broker, engines and `wavebus gateway`. The
+client calls chat and completions, streamed and whole, and repeats no failed call. Meanwhile a
+trainer sends new weights again and again, and one engine gets SIGKILL and is started again.
 
 At the end every token is checked. Each answer must have exactly the tokens that were asked for, and
 the text of these tokens. An engine reports the log-probability of each token and the version of the
@@ -189,7 +189,7 @@ class Trainer:
         while not until.is_set():
             with torch.no_grad():
                 for weight in self._policy.parameters():
-                    weight += 0.02 * torch.randn_like(weight)
+                    weight.add_(torch.randn_like(weight), alpha=0.02)
             await self.update()
             await asyncio.sleep(AGAIN_S)
 

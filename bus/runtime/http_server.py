@@ -44,6 +44,8 @@ _SPARED_S: Final = 1.0  # a connection this young may have sent a request
 _LINGER_S: Final = 1.0
 _LOG_EVERY_S: Final = 10.0
 _SHUTDOWN_S: Final = 1.0
+# Of the event loop, until the handler of a request begins that is in the socket already.
+_PASSES: Final = 5
 _FULL: Final = (
     b'{"error":{"message":"too many connections","type":"ServiceUnavailableError","code":503}}'
 )
@@ -267,7 +269,7 @@ class _Connection(web.RequestHandler):
 
     def __init__(self, owner: HttpServer, runner: Any) -> None:
         self._owner = owner
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._raw: asyncio.Transport | None = None
         self._is_admitted = False
@@ -279,7 +281,7 @@ class _Connection(web.RequestHandler):
         """Cuts the connection off in ``limit_s``, unless another limit is set before; None: no."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._later(limit_s) if limit_s is not None else None
+        self._timer = self._later(limit_s, self._check_slow) if limit_s is not None else None
 
     def abort(self) -> None:
         """Closes the connection at once."""
@@ -318,7 +320,7 @@ class _Connection(web.RequestHandler):
     def pause_writing(self) -> None:
         """Notes that the client does not read its answer."""
         super().pause_writing()
-        self._unread = self._later(UNREAD_S)
+        self._unread = self._later(UNREAD_S, self._on_slow)
 
     def resume_writing(self) -> None:
         """Notes that the client reads again."""
@@ -326,8 +328,15 @@ class _Connection(web.RequestHandler):
         if self._unread is not None:
             self._unread.cancel()
 
-    def _later(self, limit_s: float) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(limit_s, self._on_slow)
+    def _later(self, limit_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(limit_s, act)
+
+    def _check_slow(self, passes: int = _PASSES) -> None:
+        """Cuts the client off, unless its request is there and the event loop was the slow one."""
+        if passes:
+            self._timer = asyncio.get_running_loop().call_soon(self._check_slow, passes - 1)
+        else:
+            self._on_slow()
 
     def _on_slow(self) -> None:
         self._owner.count("slow")

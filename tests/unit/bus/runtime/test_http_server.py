@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -190,6 +191,26 @@ def test_what_does_not_come_in_time_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
             await served.cancelled.wait()
             await close(writer)
             assert served.server.load["slow"] == 5
+
+    run(main())
+
+
+def test_a_client_is_not_cut_off_because_the_server_was_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its request was there in time, but the event loop read nothing for longer than the limit."""
+    monkeypatch.setattr(http_server, "HEADERS_S", 0.1)
+
+    async def main() -> None:
+        async with doubling() as (served, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            while not served.server.load["connections"]:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0)
+            writer.write(post("/double", b"21"))  # it is sent at once
+            time.sleep(0.2)  # noqa: ASYNC251 - the loop is busy
+            assert (await reader.readuntil(b"\r\n")).split()[1] == b"200"
+            await close(writer)
+            assert served.server.load["slow"] == 0
 
     run(main())
 
