@@ -69,7 +69,7 @@ class Calls:
     def __init__(self, url: str, seed: int) -> None:
         # A call that fails is lost: the client does not repeat it.
         self._model = ""
-        self._client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
+        self._client: Any = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
         self._chance = random.Random(seed)  # noqa: S311 - no secret
         self.counts: Counter[str] = Counter()
         self.lost: Counter[str] = Counter()

@@ -19,7 +19,7 @@ import bus.log
 from bus.net import http_url, is_loopback_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from aiohttp.typedefs import Handler
 
@@ -34,6 +34,10 @@ _NEVER_S: Final = 1e6  # aiohttp's own timer
 # Decoding a value takes up to 0.1 µs, a list or an object up to 1 µs, and nothing else runs then.
 MAX_VALUES: Final = 3_000_000
 MAX_NESTED: Final = 500_000
+# Bodies that are read or answered may have so many times the greatest size, together. Small ones
+# don't count.
+_BODIES_AT_ONCE: Final = 8
+_SMALL: Final = 1 << 20  # bytes
 _COUNTED_AT_ONCE: Final = 1 << 20  # bytes, in the event loop: less than a millisecond
 # Of the descriptors that are free at the start, half are for clients: each may need an engine.
 _KEPT_BACK: Final = 32
@@ -85,6 +89,8 @@ class HttpServer:
         self._answer_error = answer_error
         self._answer_exception = answer_exception
         self._access = access
+        self._max_body_bytes = max_body_bytes
+        self._held_bytes = 0  # of large bodies
         self._max_values = max_values
         self._is_local = False
         self._runner: web.AppRunner | None = None
@@ -143,7 +149,15 @@ class HttpServer:
         connection = request.protocol
         assert isinstance(connection, _Connection)
         connection.wait(None)
-        response = self._refuse(request) or await self._answer(request, connection, handler)
+        response = self._refuse(request)
+        if response is None:
+            with self._held(request) as has_room:
+                if has_room:
+                    response = await self._answer(request, connection, handler)
+                else:
+                    response = self._answer_error(request, 503, "too many large bodies at once")
+                    response.headers["Retry-After"] = "1"
+                    response.force_close()
         await response.prepare(request)
         await response.write_eof()
         self._expect(connection, IDLE_S)
@@ -155,12 +169,38 @@ class HttpServer:
             return None
         # The route's own path: no spelling of a path may change which key it needs.
         resource = request.match_info.route.resource
+        if (request.content_length or 0) > self._max_body_bytes:
+            text = f"a body of {request.content_length} bytes; at most {self._max_body_bytes}"
+            response = self._answer_error(request, 413, text)
+            response.force_close()
+            return response
         refusal = self._access.refusal(
             *(request.method, resource.canonical if resource else "", request.headers),
             has_body=request.body_exists,
             is_local=self._is_local,
         )
         return self._answer_error(request, *refusal) if refusal else None
+
+    @contextlib.contextmanager
+    def _held(self, request: web.Request) -> Iterator[bool]:
+        """Counts a body until its request is answered; yields whether there is room for it.
+
+        A body of unknown length counts as one of the greatest.
+        """
+        length = request.content_length
+        if length is None:
+            length = self._max_body_bytes if request.body_exists else 0
+        if length <= _SMALL:
+            yield True
+            return
+        if self._held_bytes + length > _BODIES_AT_ONCE * self._max_body_bytes:
+            yield False
+            return
+        self._held_bytes += length
+        try:
+            yield True
+        finally:
+            self._held_bytes -= length
 
     async def _answer(
         self, request: web.Request, connection: _Connection, handler: Handler

@@ -228,6 +228,35 @@ def test_a_body_is_bounded_before_it_is_read_as_json() -> None:
     run(main())
 
 
+def test_a_body_that_is_too_long_is_refused_before_it_comes() -> None:
+    async def main() -> None:
+        async with doubling() as (_, port):
+            assert (await answer(port, post("/double", b" " * (17 << 20))[:999]))[0] == 413
+
+    run(main())
+
+
+def test_large_bodies_have_bounded_memory_together_and_small_ones_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "_BODIES_AT_ONCE", 1)
+    large = b"1" + b" " * (3 << 19)
+
+    async def main() -> None:
+        async with doubling(max_body_bytes=1 << 21) as (served, port):
+            working = asyncio.create_task(answer(port, post("/wait", large)))
+            await served.asked.wait()
+            head = JSON + b"Transfer-Encoding: chunked\r\n"
+            for raw in (post("/double", large), b"POST /double HTTP/1.1\r\n%b\r\n" % head):
+                assert (await answer(port, raw))[0] == 503
+            assert await answer(port, post("/double", b"2")) == (200, 4)
+            served.go_on.set()
+            assert await working == (200, 1)
+            assert await answer(port, post("/double", large)) == (200, 2)
+
+    run(main())
+
+
 def test_a_server_chooses_its_own_bounds() -> None:
     async def main() -> None:
         whole = b"[" + b"1," * (4 * 10**6) + b"1]"
