@@ -149,7 +149,7 @@ class HttpServer:
         connection = request.protocol
         assert isinstance(connection, _Connection)
         connection.wait(None)
-        response = self._refuse(request)
+        response: web.StreamResponse | None = self._refuse(request)
         if response is None:
             with self._held(request) as has_room:
                 if has_room:
