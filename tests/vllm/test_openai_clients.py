@@ -45,6 +45,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 # What JSON is made of comes before anything else that a grammar allows, so that it ends soon.
 ENDS_SOON = {str(ord(each)): bias for each, bias in zip('}]{":', range(100, 50, -10), strict=True)}
+ENDS_SOON["2"] = 110  # the end, where the grammar allows it
 A_LOT = {"max_tokens": 120, "logit_bias": ENDS_SOON}
 
 # Each is asked of the gateway and of an engine. Every parameter of the client is here.
@@ -167,7 +168,8 @@ def comparable(got: Any, expected: Any) -> Any:
         return expected
     if expected[0] == got[0] and got[1] is not None:
         named = expected[1] and expected[1].removeprefix("body.")
-        if named is None or named == got[1] or (named, got[1]) in RENAMED:
+        is_same = named is None or named.partition(".")[0] == got[1].partition(".")[0]
+        if is_same or (named, got[1]) in RENAMED:
             return expected
     return got
 

@@ -164,7 +164,7 @@ class _Front:
         def write() -> bytes:
             whole = [
                 writer.choice(index, choice, texts[index], message, names.get(index))
-                | ending(choice, message)
+                | ending(choice, message, is_named=asked.names_tool)
                 for index, (choice, message) in enumerate(zip(choices, messages, strict=True))
             ]
             fields = {}
@@ -326,7 +326,8 @@ class _Stream:
             fields = self._messages[index].rest(message)
             if self._has_parts and not self._by_engine:
                 fields = {"content": text}
-            await self._send(index, None, text, fields, None, ending(choice, message))
+            end = ending(choice, message, is_named=self._asked.names_tool)
+            await self._send(index, None, text, fields, None, end)
         if self._asked.with_usage:
             await self._write(self._writer.frame([], _usage(done)))
 

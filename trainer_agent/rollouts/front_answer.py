@@ -312,9 +312,16 @@ def _joined(deltas: list[TokenDelta]) -> TokenDelta:
     )
 
 
-def ending(choice: Choice, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a choice has at its end: why it ended, and what is known of its tokens."""
-    calls = message.get("tool_calls") and choice.finish_reason == "stop"
+def ending(choice: Choice, message: Mapping[str, Any], *, is_named: bool = False) -> dict[str, Any]:
+    """Returns what a choice has at its end: why it ended, and what is known of its tokens.
+
+    Args:
+        choice: the choice.
+        message: its message.
+        is_named: whether the request names the tool that is called. Then the choice has ended with
+            ``stop``, as in OpenAI's API.
+    """
+    calls = message.get("tool_calls") and choice.finish_reason == "stop" and not is_named
     return {
         "finish_reason": "tool_calls" if calls else choice.finish_reason,
         "stop_reason": choice.stop_reason,
