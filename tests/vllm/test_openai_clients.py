@@ -360,7 +360,12 @@ AGENTS = 3
 
 def test_an_agent_calls_its_tools_while_weights_are_updated(served: Served) -> None:
     """smolagents as it is: its model class streams tool calls, and reads whole answers."""
-    from smolagents import OpenAIModel, Tool, ToolCallingAgent  # noqa: PLC0415 - importorskip
+    from smolagents import (  # noqa: PLC0415 - after importorskip
+        ActionStep,
+        OpenAIModel,
+        Tool,
+        ToolCallingAgent,
+    )
 
     class Roll(Tool):  # type: ignore[misc]
         name = "roll"
@@ -387,7 +392,9 @@ def test_an_agent_calls_its_tools_while_weights_are_updated(served: Served) -> N
         agent = ToolCallingAgent(
             [Roll()], model, max_steps=TOOL_STEPS, stream_outputs=number % 2 == 0, verbosity_level=0
         )
-        return list(agent.run("Roll a die.", stream=True))
+        return [
+            each for each in agent.run("Roll a die.", stream=True) if isinstance(each, ActionStep)
+        ]
 
     async def main() -> None:
         updates = 0
@@ -400,10 +407,10 @@ def test_an_agent_calls_its_tools_while_weights_are_updated(served: Served) -> N
                     updates += 1
                     await trainer.update_weights(perturbed(served.weights, updates))
             await trainer.update_weights(served.weights)
-        for steps in map(list, await asyncio.gather(*agents)):
-            errors = [e for each in steps if (e := getattr(each, "error", None))]
+        for steps in await asyncio.gather(*agents):
+            errors = [each.error for each in steps if each.error]
             assert all("max steps" in str(each) for each in errors), errors
-            calls = [c.name for each in steps for c in getattr(each, "tool_calls", None) or ()]
+            calls = [call.name for each in steps for call in each.tool_calls or ()]
             assert calls.count("roll") >= TOOL_STEPS, calls
         assert updates > 1
 
