@@ -44,8 +44,6 @@ T = TypeVar("T")
 # A request is lost if the server closes its connection at the moment of reuse. So idle connections
 # are closed before the server does (vLLM: after 5 s).
 _IDLE_S: Final = 2.0
-# Of an answer: twice as much may wait for a client that has thousands of streams and no time.
-_READ_BYTES: Final = 1 << 13
 _CONNECT_S: Final = 5.0
 
 
@@ -132,7 +130,6 @@ class RolloutClient(ChatClient):
                     connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                     headers=self._headers,
-                    read_bufsize=_READ_BYTES,
                 )
             )
             await self._pool.open()
