@@ -15,7 +15,7 @@ import bus.log
 from bus.errors import WavebusError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from trainer_agent.gateway.agent import GatewayAgent
 
@@ -38,7 +38,7 @@ class ClientSession:
     """
 
     def __init__(
-        self, make_agent: Callable[[], GatewayAgent], *, silence_s: float, lease_s: float
+        self, make_agent: Callable[[], Awaitable[GatewayAgent]], *, silence_s: float, lease_s: float
     ) -> None:
         self.agent: GatewayAgent | None = None
         self.on_undone: Callable[[str], object] = lambda _: None
@@ -79,7 +79,7 @@ class ClientSession:
         """
         async with self._lock:
             if self.agent is None:
-                self.agent = await self._make_agent().connect()
+                self.agent = await (await self._make_agent()).connect()
                 self._watch = asyncio.create_task(self._watch_silence())
             self._deadline_s = float("inf")
             left_s = self._silence_s

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from trainer_agent.gateway.agent import GatewayAgent
 from trainer_agent.gateway.client_session import ClientSession
 from trainer_agent.gateway.control_routes import ControlRoutes
 from trainer_agent.gateway.group import ClientGroup
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from bus.cli.options import Keys
+    from trainer_agent.gateway.agent import GatewayAgent
 
 
 @contextlib.asynccontextmanager
@@ -55,8 +56,8 @@ async def serve(
         BusTimeout: no broker answers.
     """
 
-    def make_agent() -> GatewayAgent:
-        return GatewayAgent(
+    async def make_agent() -> GatewayAgent:
+        return (await asyncio.to_thread(_load_agent))(
             broker,
             group=group,
             key=keys.key,
@@ -94,3 +95,10 @@ async def serve(
                 control_routes=routes,
             )
         )
+
+
+def _load_agent() -> type[GatewayAgent]:
+    """Imports what updates need: torch, of 200 MB, which a gateway that generates needs not."""
+    from trainer_agent.gateway.agent import GatewayAgent  # noqa: PLC0415
+
+    return GatewayAgent
