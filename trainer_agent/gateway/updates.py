@@ -135,8 +135,8 @@ class ClientUpdates:
         Raises:
             Conflict: another client's update is under way.
         """
-        update = self._update
-        if update is not None and update.stage is not HttpStage.FAILED:
+        update = self._open_update()
+        if update is not None:
             same = update.caller.connection is caller.connection or update.caller.is_gone()
             if not same or self._session.is_busy:
                 raise Conflict(f"{update} is under way")
@@ -231,6 +231,11 @@ class ClientUpdates:
     def _fail(self, update: HttpUpdate, error: str) -> None:
         update.stage, update.error = HttpStage.FAILED, error
 
+    def _open_update(self) -> HttpUpdate | None:
+        """Returns the update that was begun, and has neither ended nor failed."""
+        update = self._update
+        return None if update is None or update.stage is HttpStage.FAILED else update
+
     def _require_update(self) -> HttpUpdate:
         update = self._update
         if update is None:
@@ -245,8 +250,8 @@ class ClientUpdates:
         Raises:
             Conflict: one is.
         """
-        update = self._update
-        if update is not None and update.stage is not HttpStage.FAILED:
+        update = self._open_update()
+        if update is not None:
             raise Conflict(f"{update} is under way")
 
     def require_not_loading(self) -> None:
