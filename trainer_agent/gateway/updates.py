@@ -231,11 +231,6 @@ class ClientUpdates:
     def _fail(self, update: HttpUpdate, error: str) -> None:
         update.stage, update.error = HttpStage.FAILED, error
 
-    def _open_update(self) -> HttpUpdate | None:
-        """Returns the update that was begun, and has neither ended nor failed."""
-        update = self._update
-        return None if update is None or update.stage is HttpStage.FAILED else update
-
     def _require_update(self) -> HttpUpdate:
         update = self._update
         if update is None:
@@ -243,6 +238,11 @@ class ClientUpdates:
         if update.stage is HttpStage.FAILED:
             raise Conflict(f"the update failed, and engines serve what they had: {update.error}")
         return update
+
+    def _open_update(self) -> HttpUpdate | None:
+        """Returns the update that was begun, and has neither ended nor failed."""
+        update = self._update
+        return None if update is None or update.stage is HttpStage.FAILED else update
 
     def require_none(self) -> None:
         """Checks that no update is under way.
