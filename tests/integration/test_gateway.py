@@ -252,3 +252,20 @@ def test_code_of_clients_is_not_run(gateway: Gateway) -> None:
     status, answer = gateway.call("/collective_rpc", {"method": "__reduce__"})
     assert (status, "runs no code" in message(answer)) == (501, True)
     assert gateway.call("/collective_rpc", {"method": ["x"]})[0] == 501
+
+
+@pytest.mark.parametrize(
+    "route", ["/abort_requests", "/weight_checker", "/release_kv_cache_memory"]
+)
+def test_what_a_group_does_not_have_names_what_to_use(gateway: Gateway, route: str) -> None:
+    status, answer = gateway.call(route, {})
+    assert (status, answer["error"]["type"]) == (501, "NotImplementedError")
+    assert message(answer).startswith(f"{route}: ")
+
+
+def test_caches_of_the_group_are_dropped(gateway: Gateway) -> None:
+    for route in ("/reset_mm_cache", "/reset_encoder_cache"):
+        asked = Request(f"{gateway.url}{route}", b"", {"Content-Type": "application/json"})
+        with urlopen(asked, timeout=60) as answer:
+            assert (answer.status, answer.read()) == (200, b"")
+    gateway.generate()

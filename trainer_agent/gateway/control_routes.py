@@ -16,6 +16,7 @@ from bus.errors import BusClosed, BusTimeout, ManifestRefused, UsageError, Waveb
 from bus.messages import PauseMode
 from trainer_agent.gateway.updates import Caller, Conflict
 from trainer_agent.options import check_choice
+from trainer_agent.rollouts.front_answer import error_answer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -33,7 +34,14 @@ _STATUSES: Final = (
     ((BusTimeout, BusClosed), 504),
     (WavebusError, 409),
 )
-_TYPES: Final = {400: "BadRequestError", 409: "ConflictError", 501: "NotImplementedError"}
+# vLLM's routes that a group doesn't have, and what its clients use instead.
+_NOT_OFFERED: Final = {
+    "/abort_requests": "the gateway continues requests that an engine aborts; to end a request, "
+    "close its connection",
+    "/weight_checker": "checksums of workers are not merged; a canary compares the engines: "
+    "`update_weights(canary=...)` of a TrainerAgent",
+    "/release_kv_cache_memory": "the KV cache is not freed alone; use /sleep?level=1",
+}
 _TRUE: Final = ("true", "1", "yes", "on")
 _FALSE: Final = ("false", "0", "no", "off")
 
@@ -64,6 +72,8 @@ class ControlRoutes:
             "/sleep": self._sleep,
             "/wake_up": self._wake_up,
             "/reset_prefix_cache": self._reset_prefix_cache,
+            "/reset_mm_cache": self._reset_caches,
+            "/reset_encoder_cache": self._reset_caches,
             "/init_weight_transfer_engine": self._init,
             "/shutdown_weight_transfer_engine": self._shut_down,
             "/start_weight_update": self._start,
@@ -75,6 +85,7 @@ class ControlRoutes:
             "/skyrl/v1/load_lora_adapter": self._load_adapter_named,
             "/load_lora_adapter": self._load_adapter_named,
             "/collective_rpc": self._call_all,
+            **dict.fromkeys(_NOT_OFFERED, self._refuse),
         }
         gets: dict[str, Call] = {
             "/is_paused": self._is_paused,
@@ -123,6 +134,10 @@ class ControlRoutes:
     async def _reset_prefix_cache(self, _: web.Request) -> Answer:
         await self._pauses.reset_prefix_cache()
         return {"success": True}
+
+    async def _reset_caches(self, _: web.Request) -> Answer:
+        await self._pauses.reset_prefix_cache()
+        return ""
 
     # -- updates ------------------------------------------------------------------------
 
@@ -182,6 +197,9 @@ class ControlRoutes:
 
     # -- what is not offered --------------------------------------------------------------
 
+    async def _refuse(self, http: web.Request) -> Answer:
+        raise NotOffered(f"{http.path}: {_NOT_OFFERED[http.path]}")
+
     async def _call_all(self, http: web.Request) -> Answer:
         body = await _body(http)
         method, kwargs = body.get("method"), body.get("kwargs") or {}
@@ -202,21 +220,15 @@ def _answering(call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:
         try:
             answer = await call(http)
         except NotOffered as error:
-            return error_of(501, str(error))
+            return error_answer(http, 501, str(error))
         except WavebusError as error:
-            return error_of(next(s for kind, s in _STATUSES if isinstance(error, kind)), str(error))
+            status = next(s for kind, s in _STATUSES if isinstance(error, kind))
+            return error_answer(http, status, str(error))
         if isinstance(answer, str):
             return web.Response(text=answer)
         return web.json_response(answer)
 
     return handle
-
-
-def error_of(status: int, text: str) -> web.Response:
-    """Returns an error in vLLM's form."""
-    kind = _TYPES.get(status, "TimeoutError")
-    error = {"message": text, "type": kind, "param": None, "code": status}
-    return web.json_response({"error": error}, status=status)
 
 
 def _caller(http: web.Request) -> Caller:

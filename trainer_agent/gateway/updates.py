@@ -135,8 +135,8 @@ class ClientUpdates:
         Raises:
             Conflict: another client's update is under way.
         """
-        update = self._update
-        if update is not None and update.stage is not HttpStage.FAILED:
+        update = self._open_update()
+        if update is not None:
             same = update.caller.connection is caller.connection or update.caller.is_gone()
             if not same or self._session.is_busy:
                 raise Conflict(f"{update} is under way")
@@ -239,14 +239,19 @@ class ClientUpdates:
             raise Conflict(f"the update failed, and engines serve what they had: {update.error}")
         return update
 
+    def _open_update(self) -> HttpUpdate | None:
+        """Returns the update that was begun, and has neither ended nor failed."""
+        update = self._update
+        return None if update is None or update.stage is HttpStage.FAILED else update
+
     def require_none(self) -> None:
         """Checks that no update is under way.
 
         Raises:
             Conflict: one is.
         """
-        update = self._update
-        if update is not None and update.stage is not HttpStage.FAILED:
+        update = self._open_update()
+        if update is not None:
             raise Conflict(f"{update} is under way")
 
     def require_not_loading(self) -> None:

@@ -50,8 +50,11 @@ _GROWTH: Final = 16
 _KINDS: Final = {
     401: "AuthenticationError",
     404: "NotFoundError",
+    409: "ConflictError",
     500: "InternalServerError",
+    501: "NotImplementedError",
     503: "ServiceUnavailableError",
+    504: "TimeoutError",
 }
 
 
