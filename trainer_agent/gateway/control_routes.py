@@ -151,7 +151,7 @@ class ControlRoutes:
         if "weight_dir" in body:
             await self._group.send_folder(_text(body, "weight_dir"))
         else:
-            await self._updates.receive(_part(body, "update_info"))
+            await self._updates.receive(body.get("update_info"))
         return {"message": "Weights updated"}
 
     async def _finish(self, http: web.Request) -> Answer:
@@ -204,7 +204,8 @@ def _answering(call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:
         except NotOffered as error:
             return error_of(501, str(error))
         except WavebusError as error:
-            return error_of(next(s for kind, s in _STATUSES if isinstance(error, kind)), str(error))
+            text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+            return error_of(next(s for kind, s in _STATUSES if isinstance(error, kind)), text)
         if isinstance(answer, str):
             return web.Response(text=answer)
         return web.json_response(answer)

@@ -35,6 +35,7 @@ class ClientUpdate:
 
     Attributes:
         chunks_announced: how many chunks the trainer engine has announced.
+        may_announce: whether engines may have been told of a chunk, and be in its broadcast.
         tensors_left: how many tensors the current pass has left.
         starting: the task that pauses and starts the engines.
     """
@@ -54,6 +55,7 @@ class ClientUpdate:
         self.failure: BaseException | None = None
         self.is_over = False
         self.chunks_announced = 0
+        self.may_announce = False
         self.tensors_left = 0 if inner is None else len(plan.metas)
         self.starting: Future[None] | None = None
         self._loop = loop
@@ -99,13 +101,14 @@ class ClientUpdate:
             return pair
 
     async def wait_until_paused(self) -> None:
-        """Waits until every engine is paused.
+        """Waits until every engine is paused, so that a chunk may be announced.
 
         Raises:
             WavebusError: the update has failed; this is its error.
         """
         await self.update.paused.wait()
         self.raise_failure()
+        self.may_announce = True
 
     async def wait_until_taken(self, seq: int) -> None:
         """Waits until the trainer engine has read every tensor of a chunk.

@@ -423,14 +423,14 @@ class TrainerEngineSession:
         if current.failure is not None:
             await current.undone.wait()
             return
-        started = current.started.is_set()
+        may_broadcast = current.may_announce or current.started.is_set()
         current.on_failed(error)
         starting = current.starting
         if starting is not None and starting is not asyncio.current_task():
             starting.cancel()
             with anyio.CancelScope(shield=True):
                 await asyncio.gather(starting, return_exceptions=True)
-        if started and self._transport.communicator:
+        if may_broadcast and self._transport.communicator:
             self._transport.invalidate()  # some rank may have left a broadcast
         try:
             with anyio.CancelScope(shield=True):
