@@ -97,6 +97,7 @@ class HttpUpdate:
     since_s: float
     stage: HttpStage = HttpStage.STARTED
     error: str = ""
+    drained: object = None  # the update_info of the last refused call whose broadcast was ended
 
     def __str__(self) -> str:
         age_s = time.monotonic() - self.since_s
@@ -120,8 +121,7 @@ class ClientUpdates:
         self._has_finished = False  # the last update; it may be finished again
         self._finishing: asyncio.Task[None] | None = None
         self._manifests: dict[Target, list[TensorMeta]] = {}  # of the open communicator
-        self._is_receiving = False  # an `update_weights` is at work
-        self._drained: object = None  # what the last ended broadcast was to bring
+        self._receiving = 0  # how many `update_weights` are at work, or wait
         session.on_undone = self._on_undone
 
     # -- the transport --------------------------------------------------------------
@@ -163,7 +163,6 @@ class ClientUpdates:
             if update.stage is HttpStage.STARTED and update.target == target:
                 return
         self._has_finished = False
-        self._drained = None
         self._update = HttpUpdate(target, caller, time.monotonic())
 
     async def receive(self, info: object) -> None:
@@ -185,14 +184,11 @@ class ClientUpdates:
                 try:
                     await self._receive(agent, info, began)
                 except WavebusError as error:
-                    is_loading = (
-                        self._update is not None and self._update.stage is HttpStage.LOADING
-                    )
-                    if is_alone and not is_loading and agent.has_broadcasts:
+                    if is_alone and agent.has_broadcasts:
                         await self._end_broadcast(agent, info, error)
                     raise
         finally:
-            self._is_receiving = not is_alone
+            self._receiving -= 1
 
     async def _receive(self, agent: GatewayAgent, info: object, began: HttpUpdate | None) -> None:
         update = self._require_update()
@@ -212,9 +208,10 @@ class ClientUpdates:
 
     async def _end_broadcast(self, agent: GatewayAgent, info: object, error: Exception) -> None:
         """Ends the broadcast of a refused call; the error's notes say if that is impossible."""
-        if info == self._drained:
+        update = self._update
+        if update is not None and (update.stage is HttpStage.LOADING or info == update.drained):
             return
-        target: Target = "model" if self._update is None else self._update.target
+        target: Target = "model" if update is None else update.target
         try:
             described, metas = self._read(info, target)
         except UsageError:
@@ -229,11 +226,12 @@ class ClientUpdates:
         drain = asyncio.create_task(agent.drain_native({**described, **columns}))
         try:
             await asyncio.shield(drain)
-            self._drained = info
         except WavebusError as failure:
             error.add_note(f"{failure}: {_LEFT}")
         finally:
             await asyncio.wait([drain])  # it ends soon, also if the client has disconnected
+        if update is not None:
+            update.drained = info
 
     def _read(self, info: object, target: Target) -> tuple[Mapping[str, Any], list[TensorMeta]]:
         """Returns a client's ``update_info``, and the tensors that it describes.

@@ -1,0 +1,185 @@
+"""`wavebus gateway`: clients that are in a broadcast when their update is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bus.cli.options import Keys
+from sidecar import Sidecar
+from tests.support.broadcasts import BroadcastClient, BroadcastEngine, described, registered
+from tests.support.broker import a_broker
+from tests.support.checkpoints import perturbed
+from trainer_agent import RolloutClient
+from trainer_agent.gateway.server import serve
+from trainer_agent.update import transport
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+    from torch import Tensor
+
+    from tests.support.checkpoints import Checkpoint
+
+PROMPT = [5, 9, 77]
+LIMIT_S = 100.0
+
+
+class Fleet:
+    """Two engines behind a gateway, and a client with a communicator."""
+
+    def __init__(self, broker: str, url: str, checkpoint: Checkpoint) -> None:
+        self._broker = broker
+        self.weights: Mapping[str, Tensor] = checkpoint.weights
+        self.client = BroadcastClient(url)
+        self.other = BroadcastClient(url)
+        self._checkpoint = checkpoint
+
+    async def assert_serve(self, weights: Mapping[str, Tensor]) -> None:
+        """All engines serve, and these weights alone."""
+        expected = self._checkpoint.greedy(weights, PROMPT, 8)
+        async with RolloutClient(self._broker) as rollouts:
+            params = {"max_tokens": 8, "temperature": 0.0}
+            answers = [rollouts.generate(PROMPT, params) for _ in range(6)]
+            for answer in await asyncio.gather(*answers):
+                assert list(answer.choices[0].token_ids) == expected
+
+    async def update(self, seed: int) -> None:
+        """A whole update over the communicator that is there."""
+        new = perturbed(self.weights, seed)
+        assert (await self.client.call("/start_weight_update"))[0] == 200
+        status, text = await self.client.update(new)
+        assert status == 200, text
+        assert (await self.client.call("/finish_weight_update"))[0] == 200
+        await self.assert_serve(new)
+
+
+@contextlib.asynccontextmanager
+async def fleet(checkpoint: Checkpoint) -> AsyncIterator[Fleet]:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(registered())
+        _, broker = await stack.enter_async_context(a_broker())
+        for name in ("e0", "e1"):
+            engine = BroadcastEngine(checkpoint.folder)
+            sidecar = Sidecar(engine, broker=broker, group="policy", name=name)
+            await stack.enter_async_context(sidecar)
+            await sidecar.joined()
+        keys = Keys(None, None, insecure=False)
+        at = serve(broker, "policy", "127.0.0.1", 0, keys=keys, silence_s=60.0)
+        served = Fleet(broker, await stack.enter_async_context(at), checkpoint)
+        for client in (served.client, served.other):
+            stack.push_async_callback(client.close)
+        await served.client.init()
+        yield served
+
+
+def run(checkpoint: Checkpoint, scenario: Callable[[Fleet], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with fleet(checkpoint) as served:
+            await scenario(served)
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def wrong(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without one tensor, and with the others of no version."""
+    *kept, _ = perturbed(weights, 99).items()
+    return dict(kept)
+
+
+def test_the_broadcast_of_a_refused_update_ends_and_the_next_needs_no_init(
+    checkpoint: Checkpoint,
+) -> None:
+    """Its thread reads the 400 then. Nothing that came has touched the weights."""
+
+    async def scenario(served: Fleet) -> None:
+        before = served.weights
+        for path in ("/start_weight_update", "/start_weight_update", "/start_draft_weight_update"):
+            assert (await served.client.call(path))[0] == 200
+            status, text = await served.client.update(wrong(before))
+            assert (status, "broadcast" in text) == (400 if "draft" not in path else 409, False)
+            assert (await served.client.call("/finish_weight_update"))[0] == 409
+            await served.assert_serve(before)
+        await served.update(2)
+
+    run(checkpoint, scenario)
+
+
+def test_the_broadcast_of_an_update_without_a_start_ends(checkpoint: Checkpoint) -> None:
+    async def scenario(served: Fleet) -> None:
+        for _ in range(2):
+            status, _ = await served.client.update(perturbed(served.weights, 3))
+            assert status == 409
+        await served.update(4)
+
+    run(checkpoint, scenario)
+
+
+def test_a_repeated_call_ends_no_broadcast(checkpoint: Checkpoint) -> None:
+    """Its client is in none: the first call has loaded, or was refused and its broadcast ended."""
+
+    async def scenario(served: Fleet) -> None:
+        new, bad = perturbed(served.weights, 3), wrong(served.weights)
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        status, text = await served.client.update(bad)
+        assert status == 400, text
+        status, text = await served.client.call("/update_weights", {"update_info": described(bad)})
+        assert (status, "broadcast" in text) == (409, False)
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        assert (await served.client.update(new))[0] == 200
+        for client in (served.client, served.other):
+            status, text = await client.call("/update_weights", {"update_info": described(new)})
+            assert (status, "broadcast" in text) == (409, False)
+        assert (await served.client.call("/finish_weight_update"))[0] == 200
+        await served.assert_serve(new)
+        await served.update(4)
+
+    run(checkpoint, scenario)
+
+
+def test_a_call_that_was_cut_is_repeated_and_then_its_broadcast_ends(
+    checkpoint: Checkpoint,
+) -> None:
+    """It was cut before an engine entered. TRL's client repeats calls whose connection was cut."""
+
+    async def scenario(served: Fleet) -> None:
+        bad = wrong(served.weights)
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        sending = asyncio.create_task(served.client.send(bad))
+        asked = served.client.call("/update_weights", {"update_info": described(bad)})
+        status, text = await asked
+        assert status == 400, text
+        await sending
+        await served.update(5)
+
+    run(checkpoint, scenario)
+
+
+@pytest.mark.parametrize("why", ["dtype", "unread", "nobody"])
+def test_a_broadcast_that_can_not_be_ended_closes_the_transport(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """The answer says so, and comes. A new communicator is all that the next update needs."""
+    monkeypatch.setattr(transport, "DRAIN_S", 0.5)
+
+    async def scenario(served: Fleet) -> None:
+        info: Any = described(wrong(served.weights))
+        if why == "dtype":
+            info["dtype_names"][0] = "float99"
+        elif why == "unread":
+            info = ["no object"]
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        status, text = await served.client.call("/update_weights", {"update_info": info})
+        assert (status, "init_weight_transfer_engine" in text) == (400, True), text
+        await served.assert_serve(served.weights)
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        info = described(perturbed(served.weights, 3))
+        status, text = await served.client.call("/update_weights", {"update_info": info})
+        assert (status, "not open" in text) == (409, True), text
+        await served.client.init()
+        await served.update(6)
+
+    run(checkpoint, scenario)
