@@ -31,11 +31,14 @@ LIMIT_S = 100.0
 class Fleet:
     """Two engines behind a gateway, and a client with a communicator."""
 
-    def __init__(self, broker: str, url: str, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, broker: str, url: str, checkpoint: Checkpoint, engines: list[BroadcastEngine]
+    ) -> None:
         self._broker = broker
         self.weights: Mapping[str, Tensor] = checkpoint.weights
         self.client = BroadcastClient(url)
         self.other = BroadcastClient(url)
+        self.engines = engines
         self._checkpoint = checkpoint
 
     async def assert_serve(self, weights: Mapping[str, Tensor]) -> None:
@@ -62,14 +65,14 @@ async def fleet(checkpoint: Checkpoint) -> AsyncIterator[Fleet]:
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(registered())
         _, broker = await stack.enter_async_context(a_broker())
-        for name in ("e0", "e1"):
-            engine = BroadcastEngine(checkpoint.folder)
+        engines = [BroadcastEngine(checkpoint.folder) for _ in range(2)]
+        for name, engine in zip(("e0", "e1"), engines, strict=True):
             sidecar = Sidecar(engine, broker=broker, group="policy", name=name)
             await stack.enter_async_context(sidecar)
             await sidecar.joined()
         keys = Keys(None, None, insecure=False)
         at = serve(broker, "policy", "127.0.0.1", 0, keys=keys, silence_s=60.0)
-        served = Fleet(broker, await stack.enter_async_context(at), checkpoint)
+        served = Fleet(broker, await stack.enter_async_context(at), checkpoint, engines)
         for client in (served.client, served.other):
             stack.push_async_callback(client.close)
         await served.client.init()
@@ -149,9 +152,17 @@ def test_a_call_that_was_cut_is_repeated_and_then_its_broadcast_ends(
         bad = wrong(served.weights)
         assert (await served.client.call("/start_weight_update"))[0] == 200
         sending = asyncio.create_task(served.client.send(bad))
-        asked = served.client.call("/update_weights", {"update_info": described(bad)})
-        status, text = await asked
-        assert status == 400, text
+        engine = served.engines[0]
+        engine.may_arm.clear()
+        body = {"update_info": described(bad)}
+        cut = asyncio.create_task(served.client.call("/update_weights", body))
+        await engine.arming.wait()
+        cut.cancel()
+        await asyncio.wait([cut])
+        repeated = asyncio.create_task(served.client.call("/update_weights", body))
+        engine.may_arm.set()
+        status, text = await repeated
+        assert (status, "init_weight" in text) == (409, False), text
         await sending
         await served.update(5)
 

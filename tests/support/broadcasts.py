@@ -23,11 +23,13 @@ from tests.support.gloo_group import broadcast, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
-    from bus.manifest import TensorMeta
-    from bus.weight_transfer.allocation import RankAssignment
+    from bus.manifest import Manifest, TensorMeta
+    from bus.messages import Staging, Target
+    from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
     from bus.weight_transfer.packing import Tensors
     from sidecar.engine import Chunk
 
@@ -80,7 +82,25 @@ def registered() -> Iterator[None]:
 
 
 class BroadcastEngine(EmbeddedEngine):
-    """An embedded engine that can drain. It loads what it receives, as vLLM's do."""
+    """An embedded engine that can drain. It loads what it receives, as vLLM's do.
+
+    Attributes:
+        arming: set while ARM is at work.
+        may_arm: ARM waits for it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.arming, self.may_arm = asyncio.Event(), asyncio.Event()
+        self.may_arm.set()
+
+    async def arm(
+        self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
+    ) -> StagingCapacity:
+        self.arming.set()
+        await self.may_arm.wait()
+        self.arming.clear()
+        return await super().arm(manifest, target, staging)
 
     async def receive(self, chunk: Chunk) -> None:
         await super().receive(chunk)

@@ -27,8 +27,8 @@ A client enters its broadcast while it sends ``update_weights``, and reads the a
 broadcast has ended. So if the call is refused before an engine has entered it, all engines enter it
 and discard what comes. Not so:
 
-- while an update is LOADING, or another ``update_weights`` is at work: the call is a repeated one,
-  or another client's, which is in a broadcast of its own, if in any,
+- while an update is LOADING, or if another ``update_weights`` was answered while the call waited:
+  it is a repeated one, or another client's, which is in a broadcast of its own, if in any,
 - if engines may have entered the broadcast already, or the client has disconnected; a repeated call
   after that comes in FAILED, and ends the broadcast,
 - for a repeated call whose broadcast was ended before.
@@ -121,7 +121,7 @@ class ClientUpdates:
         self._has_finished = False  # the last update; it may be finished again
         self._finishing: asyncio.Task[None] | None = None
         self._manifests: dict[Target, list[TensorMeta]] = {}  # of the open communicator
-        self._receiving = 0  # how many `update_weights` are at work, or wait
+        self._answered = 0  # how many `update_weights` have been
         session.on_undone = self._on_undone
 
     # -- the transport --------------------------------------------------------------
@@ -177,18 +177,17 @@ class ClientUpdates:
                 collective.
             WavebusError: the update has failed. Engines serve what they had.
         """
-        began, is_alone = self._update, not self._receiving
-        self._receiving += 1
-        try:
-            async with self._session.call() as agent:
-                try:
-                    await self._receive(agent, info, began)
-                except WavebusError as error:
-                    if is_alone and agent.has_broadcasts:
-                        await self._end_broadcast(agent, info, error)
-                    raise
-        finally:
-            self._receiving -= 1
+        began, answered = self._update, self._answered
+        async with self._session.call() as agent:
+            repeats = answered != self._answered  # another call was answered while it waited
+            try:
+                await self._receive(agent, info, began)
+            except WavebusError as error:
+                if agent.has_broadcasts and not repeats:
+                    await self._end_broadcast(agent, info, error)
+                self._answered += 1
+                raise
+            self._answered += 1
 
     async def _receive(self, agent: GatewayAgent, info: object, began: HttpUpdate | None) -> None:
         update = self._require_update()
@@ -230,8 +229,8 @@ class ClientUpdates:
             error.add_note(f"{failure}: {_LEFT}")
         finally:
             await asyncio.wait([drain])  # it ends soon, also if the client has disconnected
-        if update is not None:
-            update.drained = info
+            if update is not None and drain.exception() is None:
+                update.drained = info
 
     def _read(self, info: object, target: Target) -> tuple[Mapping[str, Any], list[TensorMeta]]:
         """Returns a client's ``update_info``, and the tensors that it describes.
