@@ -21,7 +21,7 @@ from tests.vllm._vllm import require_vllm
 from trainer_agent.gateway.server import serve
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
     from torch import Tensor
 
@@ -140,5 +140,37 @@ def test_trls_clients_update_both(two: Two) -> None:
         async with served(two) as url:
             await asyncio.to_thread(train, url)
             await two.assert_serve(new)
+
+    two.run(scenario())
+
+
+def test_a_refused_update_lets_trls_client_go_and_its_communicator_is_of_use(two: Two) -> None:
+    """Its own thread broadcasts; the tensors are of no version, and touch no weights."""
+    from trl.generation.vllm_client import VLLMClient  # noqa: PLC0415 - only with vLLM
+
+    served_before, new = two.weights, perturbed(two.weights, 4)
+
+    def described(weights: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
+        return [
+            (name, str(each.dtype).removeprefix("torch."), list(each.shape))
+            for name, each in weights.items()
+        ]
+
+    def refused(client: Any) -> None:
+        some = dict(list(perturbed(two.weights, 5).items())[:-1])
+        with pytest.raises(Exception, match="is missing|lm_head") as raised:
+            client.update_named_params(described(some), iter(some.items()))
+        assert "init_weight_transfer_engine" not in str(raised.value)
+
+    async def scenario() -> None:
+        async with served(two) as url:
+            client = await asyncio.to_thread(VLLMClient, base_url=url, connection_timeout=60)
+            await asyncio.to_thread(client.init_communicator, device="cuda")
+            await asyncio.to_thread(refused, client)
+            await two.assert_serve(served_before)
+            update = client.update_named_params
+            await asyncio.to_thread(update, described(new), iter(new.items()))
+            await two.assert_serve(new)
+            await asyncio.to_thread(client.close_communicator)
 
     two.run(scenario())
