@@ -3,85 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bus.cli.options import Keys
-from sidecar import Sidecar
-from tests.support.broadcasts import BroadcastClient, BroadcastEngine, described, registered
-from tests.support.broker import a_broker
+from tests.support.broadcasts import described
 from tests.support.checkpoints import perturbed
-from trainer_agent import RolloutClient
-from trainer_agent.gateway.server import serve
+from tests.support.http_fleet import Fleet, fleet
 from trainer_agent.update import transport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from torch import Tensor
 
     from tests.support.checkpoints import Checkpoint
 
-PROMPT = [5, 9, 77]
 LIMIT_S = 100.0
-
-
-class Fleet:
-    """Two engines behind a gateway, and a client with a communicator."""
-
-    def __init__(
-        self, broker: str, url: str, checkpoint: Checkpoint, engines: list[BroadcastEngine]
-    ) -> None:
-        self._broker = broker
-        self.weights: Mapping[str, Tensor] = checkpoint.weights
-        self.client = BroadcastClient(url)
-        self.other = BroadcastClient(url)
-        self.engines = engines
-        self._checkpoint = checkpoint
-
-    async def assert_serve(self, weights: Mapping[str, Tensor]) -> None:
-        """All engines serve, and these weights alone."""
-        expected = self._checkpoint.greedy(weights, PROMPT, 8)
-        async with RolloutClient(self._broker) as rollouts:
-            params = {"max_tokens": 8, "temperature": 0.0}
-            answers = [rollouts.generate(PROMPT, params) for _ in range(6)]
-            for answer in await asyncio.gather(*answers):
-                assert list(answer.choices[0].token_ids) == expected
-
-    async def update(self, seed: int) -> None:
-        """A whole update over the communicator that is there."""
-        new = perturbed(self.weights, seed)
-        assert (await self.client.call("/start_weight_update"))[0] == 200
-        status, text = await self.client.update(new)
-        assert status == 200, text
-        assert (await self.client.call("/finish_weight_update"))[0] == 200
-        await self.assert_serve(new)
-
-
-@contextlib.asynccontextmanager
-async def fleet(checkpoint: Checkpoint) -> AsyncIterator[Fleet]:
-    async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(registered())
-        _, broker = await stack.enter_async_context(a_broker())
-        engines = [BroadcastEngine(checkpoint.folder) for _ in range(2)]
-        for name, engine in zip(("e0", "e1"), engines, strict=True):
-            sidecar = Sidecar(engine, broker=broker, group="policy", name=name)
-            await stack.enter_async_context(sidecar)
-            await sidecar.joined()
-        keys = Keys(None, None, insecure=False)
-        at = serve(broker, "policy", "127.0.0.1", 0, keys=keys, silence_s=60.0)
-        served = Fleet(broker, await stack.enter_async_context(at), checkpoint, engines)
-        for client in (served.client, served.other):
-            stack.push_async_callback(client.close)
-        await served.client.init()
-        yield served
 
 
 def run(checkpoint: Checkpoint, scenario: Callable[[Fleet], Awaitable[None]]) -> None:
     async def main() -> None:
         async with fleet(checkpoint) as served:
+            await served.client.init()
             await scenario(served)
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
@@ -153,14 +97,14 @@ def test_a_call_that_was_cut_is_repeated_and_then_its_broadcast_ends(
         assert (await served.client.call("/start_weight_update"))[0] == 200
         sending = asyncio.create_task(served.client.send(bad))
         engine = served.engines[0]
-        engine.may_arm.clear()
+        engine.hold("arm")
         body = {"update_info": described(bad)}
         cut = asyncio.create_task(served.client.call("/update_weights", body))
-        await engine.arming.wait()
+        await engine.reached.wait()
         cut.cancel()
         await asyncio.wait([cut])
         repeated = asyncio.create_task(served.client.call("/update_weights", body))
-        engine.may_arm.set()
+        engine.may_go.set()
         status, text = await repeated
         assert (status, "init_weight" in text) == (409, False), text
         await sending

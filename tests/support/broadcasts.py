@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bus.manifest import Manifest, TensorMeta
-    from bus.messages import Staging, Target
+    from bus.messages import PauseMode, Staging, Target
     from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
     from bus.weight_transfer.packing import Tensors
     from sidecar.engine import Chunk
@@ -85,26 +85,47 @@ class BroadcastEngine(EmbeddedEngine):
     """An embedded engine that can drain. It loads what it receives, as vLLM's do.
 
     Attributes:
-        arming: set while ARM is at work.
-        may_arm: ARM waits for it.
+        reached: set when the call of :meth:`hold` has come.
+        may_go: that call waits for it.
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.arming, self.may_arm = asyncio.Event(), asyncio.Event()
-        self.may_arm.set()
+        super().__init__(folder, step_ms=2.0)
+        self._held = ""
+        self.reached, self.may_go = asyncio.Event(), asyncio.Event()
+
+    def hold(self, call: str) -> None:
+        """Makes the next such call wait: ``pause``, ``arm``, ``commit`` or ``resume``."""
+        self._held = call
+
+    async def _wait(self, call: str) -> None:
+        if call == self._held:
+            self._held = ""
+            self.reached.set()
+            await self.may_go.wait()
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> int:
+        await self._wait("pause")
+        return await super().pause(mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        await self._wait("resume")
+        await super().resume()
+
+    async def commit(self, version: int) -> None:
+        await self._wait("commit")
+        await super().commit(version)
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:
-        self.arming.set()
-        await self.may_arm.wait()
-        self.arming.clear()
+        await self._wait("arm")
         return await super().arm(manifest, target, staging)
 
     async def receive(self, chunk: Chunk) -> None:
         await super().receive(chunk)
-        await self.load(chunk.seq)
+        if chunk.backend == BACKEND:
+            await self.load(chunk.seq)
 
     async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
         receiver = self._update()._receiver
