@@ -52,6 +52,11 @@ class ClientCell:
         return WITHIN[self.last][1] if self.within else {**BROADCAST, **FOLDER}[self.last]
 
     @property
+    def is_held_up(self) -> bool:
+        """Whether the client has left a pause, which ends by its silence."""
+        return self.last != "resume" and not (self.within and self.last == "pause")
+
+    @property
     def held(self) -> str:
         """The engine's call that waits; empty: none."""
         return WITHIN[self.last][0] if self.within else ""

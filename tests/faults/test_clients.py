@@ -150,6 +150,8 @@ def test_a_client_that_is_killed(cell: ClientCell, checkpoint: Checkpoint, tmp_p
                     await killed.call(last)
                 await killed.kill()
                 engine.may_go.set()
+            if cell.is_held_up:
+                await served.forgets()
             serves = {"old": checkpoint.weights, "new": first}.get(cell.outcome)
             if serves is not None:
                 await served.assert_serve(serves)

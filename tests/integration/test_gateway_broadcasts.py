@@ -25,7 +25,7 @@ LIMIT_S = 100.0
 def run(checkpoint: Checkpoint, scenario: Callable[[Fleet], Awaitable[None]]) -> None:
     async def main() -> None:
         async with fleet(checkpoint) as served:
-            await served.client.init()
+            assert (await served.client.init())[0] == 200
             await scenario(served)
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
@@ -134,7 +134,49 @@ def test_a_broadcast_that_can_not_be_ended_closes_the_transport(
         info = described(perturbed(served.weights, 3))
         status, text = await served.client.call("/update_weights", {"update_info": info})
         assert (status, "not open" in text) == (409, True), text
-        await served.client.init()
+        assert (await served.client.init())[0] == 200
         await served.update(6)
 
     run(checkpoint, scenario)
+
+
+def test_a_loaded_update_that_is_begun_again_is_not_forgotten(checkpoint: Checkpoint) -> None:
+    """A start after it hides it from nobody: a finish does not say that all is well."""
+
+    async def scenario(served: Fleet) -> None:
+        for path in ("/pause?mode=keep", "/start_weight_update"):
+            assert (await served.client.call(path))[0] == 200
+        assert (await served.client.update(perturbed(served.weights, 3)))[0] == 200
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        assert (await served.client.call("/finish_weight_update"))[0] == 409
+        assert (await served.other.call("/start_weight_update"))[0] == 409
+        new = perturbed(served.weights, 4)
+        assert (await served.client.update(new))[0] == 200
+        for path in ("/finish_weight_update", "/resume"):
+            assert (await served.client.call(path))[0] == 200
+        await served.assert_serve(new)
+
+    run(checkpoint, scenario)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_client_that_is_silent_after_another_start_is_undone(
+    checkpoint: Checkpoint, *, loaded: bool
+) -> None:
+    """Also one that has sent nothing, and holds no pause: others are refused until then."""
+
+    async def scenario() -> None:
+        async with fleet(checkpoint, silence_s=1.0) as served:
+            assert (await served.client.init())[0] == 200
+            assert (await served.client.call("/start_weight_update"))[0] == 200
+            if loaded:
+                assert (await served.client.update(perturbed(served.weights, 3)))[0] == 200
+                assert (await served.client.call("/start_weight_update"))[0] == 200
+            await served.forgets()
+            assert (await served.other.init())[0] == 200
+            status, text = await served.client.call("/finish_weight_update")
+            assert (status, "silent" in text) == (409, True), text
+            served.client = served.other
+            await served.update(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))

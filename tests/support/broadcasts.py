@@ -153,8 +153,8 @@ class BroadcastClient:
         async with self._http.post(self._url + path, json=body) as answer:
             return answer.status, await answer.text()
 
-    async def init(self) -> None:
-        """Makes a communicator with all engines."""
+    async def init(self) -> tuple[int, str]:
+        """Makes a communicator with all engines; returns the answer."""
         async with self._http.get(self._url + "/get_world_size") as answer:
             size = 1 + (await answer.json())["world_size"]
         with socket.socket() as probe:
@@ -162,10 +162,11 @@ class BroadcastClient:
             port = probe.getsockname()[1]
         place = {"master_address": "127.0.0.1", "master_port": port}
         info = {**place, "rank_offset": 1, "world_size": size}
-        asked = self.call("/init_weight_transfer_engine", {"init_info": info})
-        joins = asyncio.to_thread(join, "127.0.0.1", port, 0, size)
-        (status, text), self._group = await asyncio.gather(asked, joins)
-        assert status == 200, text
+        joins = asyncio.create_task(asyncio.to_thread(join, "127.0.0.1", port, 0, size))
+        status, text = await self.call("/init_weight_transfer_engine", {"init_info": info})
+        if status == 200:
+            self._group = await joins
+        return status, text
 
     async def send(self, weights: Mapping[str, Tensor]) -> None:
         """Broadcasts all tensors; returns when all engines have had them."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tests.support.checkpoints import Checkpoint
+    from tests.support.procs import Proc
 
 PROMPT = [5, 9, 77]
 
@@ -37,6 +38,7 @@ class Fleet:
         self.client = BroadcastClient(url)
         self.other = BroadcastClient(url)
         self.engines = engines
+        self.gateway: Proc | None = None
         self._checkpoint = checkpoint
 
     async def assert_serve(self, weights: Mapping[str, Tensor]) -> None:
@@ -47,6 +49,11 @@ class Fleet:
             answers = [rollouts.generate(PROMPT, params) for _ in range(6)]
             for answer in await asyncio.gather(*answers):
                 assert list(answer.choices[0].token_ids) == expected
+
+    async def forgets(self) -> None:
+        """Waits until the gateway forgets a silent client."""
+        assert self.gateway is not None
+        await asyncio.to_thread(self.gateway.wait_event, "client_silent")
 
     async def update(self, seed: int) -> None:
         """A whole update over the communicator that is there."""
@@ -78,6 +85,7 @@ async def fleet(checkpoint: Checkpoint, *, silence_s: float | None = None) -> As
             process = wavebus("gateway", *where, "--silence-s", str(silence_s))
             url = await asyncio.to_thread(stack.enter_context(process).first_line)
         served = Fleet(broker, url, checkpoint, engines)
+        served.gateway = None if silence_s is None else process
         for client in (served.client, served.other):
             stack.push_async_callback(client.close)
         yield served

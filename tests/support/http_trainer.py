@@ -37,7 +37,7 @@ async def train(url: str, folder: str, seed: int) -> None:
         call, *rest = line.split()
         status, text = 200, ""
         if call == "init":
-            await client.init()
+            status, text = await client.init()
         elif call == "update":
             status, text = await client.update(new)
         elif call == "half":

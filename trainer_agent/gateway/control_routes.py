@@ -139,11 +139,11 @@ class ControlRoutes:
         return {"message": "Weight transfer shut down"}
 
     async def _start(self, http: web.Request) -> Answer:
-        self._updates.start("model", _caller(http))
+        await self._updates.start("model", _caller(http))
         return {"message": "Weight update started"}
 
     async def _start_draft(self, http: web.Request) -> Answer:
-        self._updates.start("draft", _caller(http))
+        await self._updates.start("draft", _caller(http))
         return {"message": "Draft weight update started"}
 
     async def _update(self, http: web.Request) -> Answer:

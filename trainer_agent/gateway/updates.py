@@ -7,7 +7,9 @@ the middle of it::
     NONE       start                      STARTED    nothing is known of the tensors yet
     STARTED    start, of the same client  STARTED    the same answer
     STARTED    update_weights             LOADING    ARM with the tensors, pause, the transfer
-    STARTED    finish                     NONE       nothing was sent
+    STARTED    finish                     NONE       nothing was sent. Refused, if an earlier
+                                                     update was loaded, and not finished
+    STARTED    silence                    FAILED     nothing was begun on the bus
     LOADING    finish                     DONE       UPDATE_FINISH, COMMIT
     LOADING    the call fails, or its     FAILED     ABORT; engines serve what they had
                client disconnects
@@ -123,6 +125,7 @@ class ClientUpdates:
         self._manifests: dict[Target, list[TensorMeta]] = {}  # of the open communicator
         self._answered = 0  # how many `update_weights` have been
         session.on_undone = self._on_undone
+        session.is_begun = lambda: self._is_begun
 
     # -- the transport --------------------------------------------------------------
 
@@ -149,7 +152,7 @@ class ClientUpdates:
 
     # -- updates ----------------------------------------------------------------------
 
-    def start(self, target: Target, caller: Caller) -> None:
+    async def start(self, target: Target, caller: Caller) -> None:
         """Begins an update. A client that repeats it, or has begun one before and is gone, may.
 
         Raises:
@@ -160,10 +163,13 @@ class ClientUpdates:
             same = update.caller.connection is caller.connection or update.caller.is_gone()
             if not same or self._session.is_busy:
                 raise Conflict(f"{update} is under way")
-            if update.stage is HttpStage.STARTED and update.target == target:
+        async with self._session.call():
+            if self._update is not update:
+                self.require_none()
+            elif self._is_begun and update is not None and update.target == target:
                 return
-        self._has_finished = False
-        self._update = HttpUpdate(target, caller, time.monotonic())
+            self._has_finished = False
+            self._update = HttpUpdate(target, caller, time.monotonic())
 
     async def receive(self, info: object) -> None:
         """Has all engines check, receive and load the tensors of the update.
@@ -271,6 +277,8 @@ class ClientUpdates:
                 return
             update = self._require_update()
             if update.stage is HttpStage.STARTED:
+                if self._session.is_loading:
+                    raise Conflict("tensors that came before the last start were not finished")
                 self._update = None
                 return
             self._finishing = asyncio.create_task(self._commit(update, label))
@@ -295,6 +303,10 @@ class ClientUpdates:
 
     def _fail(self, update: HttpUpdate, error: str) -> None:
         update.stage, update.error = HttpStage.FAILED, error
+
+    @property
+    def _is_begun(self) -> bool:
+        return self._update is not None and self._update.stage is HttpStage.STARTED
 
     def _require_update(self) -> HttpUpdate:
         update = self._update
