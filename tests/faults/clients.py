@@ -66,8 +66,10 @@ def _cells() -> list[ClientCell]:
     found = []
     for calls in (tuple(BROADCAST), tuple(FOLDER)):
         for count, call in enumerate(calls, 1):
+            if call == "pause" and "folder" in calls:
+                continue  # it is the same
             found.append(ClientCell(calls[:count], within=False))
-            if call in WITHIN and not (call == "pause" and "folder" in calls):
+            if call in WITHIN:
                 found.append(ClientCell(calls[:count], within=True))
             if call == "update":
                 found.append(ClientCell((*calls[: count - 1], "half"), within=True))

@@ -10,7 +10,7 @@ from asyncio.subprocess import PIPE
 from typing import TYPE_CHECKING, Self
 
 import pytest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.faults.clients import CLIENT_CELLS, ClientCell
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
@@ -125,7 +125,8 @@ class Load:
 @pytest.mark.parametrize("cell", CLIENT_CELLS, ids=str)
 def test_a_client_that_is_killed(cell: ClientCell, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """No engine is stuck or serves a mixture, no request is lost; the next client can update."""
-    first, after = (perturbed(checkpoint.weights, seed) for seed in (FIRST, NEXT))
+    base = load_file(checkpoint.folder / "model.safetensors")  # in the order of the trainers'
+    first, after = (perturbed(base, seed) for seed in (FIRST, NEXT))
     save_file(first, tmp_path / "model.safetensors")
 
     async def scenario() -> None:
