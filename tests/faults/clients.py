@@ -77,3 +77,6 @@ def _cells() -> list[ClientCell]:
 
 
 CLIENT_CELLS: Final = tuple(_cells())
+# With each outcome, and each kind of transport.
+_SHARED: Final = ("broadcast-after-start", "broadcast-within-half", "folder-after-folder")
+CLIENT_SHARE: Final = tuple(each for each in CLIENT_CELLS if str(each) in _SHARED)

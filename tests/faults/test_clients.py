@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Self
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.faults.clients import CLIENT_CELLS, ClientCell
+from tests.faults.clients import CLIENT_CELLS, CLIENT_SHARE, ClientCell
+from tests.faults.test_faults import ALL
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.http_fleet import PROMPT, Fleet, fleet
 from tests.support.oracle import Span, foreign_tokens
@@ -122,7 +123,8 @@ class Load:
             assert not mixed, choice
 
 
-@pytest.mark.parametrize("cell", CLIENT_CELLS, ids=str)
+@pytest.mark.ci
+@pytest.mark.parametrize("cell", CLIENT_CELLS if ALL else CLIENT_SHARE, ids=str)
 def test_a_client_that_is_killed(cell: ClientCell, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """No engine is stuck or serves a mixture, no request is lost; the next client can update."""
     base = load_file(checkpoint.folder / "model.safetensors")  # in the order of the trainers'
