@@ -391,6 +391,26 @@ class Engine(Protocol):
         """Cancels a :meth:`swap` under way, unless all ranks have already agreed to swap."""
 
 
+@runtime_checkable
+class DrainableEngine(Protocol):
+    """An engine with transports whose sender may wait in a broadcast after a refusal."""
+
+    async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
+        """Receives over the open transport what its sender sends, and discards it.
+
+        Neither weights nor an armed update are touched. If this fails, the transport is closed.
+
+        Args:
+            backend: the transfer backend's name.
+            handle: what the sender sends, encoded for that backend.
+            timeout_s: how long to wait for the sender, in seconds.
+
+        Raises:
+            EngineError: code ``transfer_failed``: the transport is not open or can't be drained, or
+                the sender did not send all in time.
+        """
+
+
 def require_model(target: Target) -> None:
     """Rejects an update of a draft model, for engines without speculative decoding.
 

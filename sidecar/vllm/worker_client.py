@@ -126,6 +126,10 @@ class WorkerClient:
         self._adapter, self._load_comes_with_receive = adapter, theirs
         return min(each.ahead for each in done)
 
+    async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
+        """Makes all workers receive over vLLM's own transport, and discard what comes."""
+        await self._perform(operations.Drain(backend, handle, int(timeout_s * 1000)))
+
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
     ) -> StagingCapacity:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from vllm.distributed.weight_transfer import sparse_nccl_engine as vllms
 
-from tests.support.pair import broadcast, join, no_stream
+from tests.support.gloo_group import broadcast, join
+from tests.support.pair import no_stream
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ from tests.vllm._vllm import MAX_POSITIONS, require_vllm
 from trainer_agent.gateway.server import serve
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
     from torch import Tensor
 
@@ -199,9 +199,6 @@ def test_trls_asynchronous_clients_update_both(two: Two) -> None:
             transfer.pause()
             transfer.send_weights(iter(new.items()))
             transfer.resume()
-        # Without a start nothing is received.
-        with pytest.raises(Exception, match="failed: 409"):
-            client.update_weights(info)
         transfer.destroy()
 
     def roll_out(url: str) -> None:
@@ -214,5 +211,37 @@ def test_trls_asynchronous_clients_update_both(two: Two) -> None:
         async with served(two) as url:
             await asyncio.gather(asyncio.to_thread(train, url), asyncio.to_thread(roll_out, url))
             await two.assert_serve(new)
+
+    two.run(scenario())
+
+
+def test_a_refused_update_lets_trls_client_go_and_its_communicator_is_of_use(two: Two) -> None:
+    """Its own thread broadcasts; the tensors are of no version, and touch no weights."""
+    from trl.generation.vllm_client import VLLMClient  # noqa: PLC0415 - only with vLLM
+
+    served_before, new = two.weights, perturbed(two.weights, 4)
+
+    def described(weights: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
+        return [
+            (name, str(each.dtype).removeprefix("torch."), list(each.shape))
+            for name, each in weights.items()
+        ]
+
+    def refused(client: Any) -> None:
+        some = dict(list(perturbed(two.weights, 5).items())[:-1])
+        with pytest.raises(Exception, match="is missing") as raised:
+            client.update_named_params(described(some), iter(some.items()))
+        assert "init_weight_transfer_engine" not in str(raised.value)
+
+    async def scenario() -> None:
+        async with served(two) as url:
+            client = await asyncio.to_thread(VLLMClient, base_url=url, connection_timeout=60)
+            await asyncio.to_thread(client.init_communicator, device="cuda")
+            await asyncio.to_thread(refused, client)
+            await two.assert_serve(served_before)
+            update = client.update_named_params
+            await asyncio.to_thread(update, described(new), iter(new.items()))
+            await two.assert_serve(new)
+            await asyncio.to_thread(client.close_communicator)
 
     two.run(scenario())

@@ -6,7 +6,9 @@ import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+from bus.errors import UsageError
 from bus.messages import Sleep, Wake
+from bus.vllm_payloads import encode_info
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.options import PauseOptions, UpdateOptions
 from trainer_agent.update.plan import UpdatePlan
@@ -117,6 +119,29 @@ class GatewayAgent(TrainerAgent):
             info: vLLM's ``update_info``.
         """
         await self._engine_session.update(dict(info))
+
+    @property
+    def has_broadcasts(self) -> bool:
+        """Whether a client's transport is open over which it sends by broadcasts."""
+        return self._transport.is_foreign and bool(self._transport.communicator)
+
+    async def drain_native(self, info: Mapping[str, Any]) -> None:
+        """Has every engine enter the client's broadcast and discard what comes, so that it ends.
+
+        No engine may have entered it before. If this fails, the transport is closed.
+
+        Args:
+            info: vLLM's ``update_info``.
+
+        Raises:
+            WavebusError: an engine can't or did not, or the client was not there in time.
+        """
+        try:
+            handle = encode_info(info)
+        except ValueError as error:
+            self._transport.invalidate()
+            raise UsageError(f"update_info: {error}") from error
+        await self._transport.drain(handle)
 
     async def commit_native(self, label: str) -> int:
         """Makes every engine serve the new weights, and returns their version.

@@ -154,11 +154,11 @@ class ControlRoutes:
         return {"message": "Weight transfer shut down"}
 
     async def _start(self, http: web.Request) -> Answer:
-        self._updates.start("model", _caller(http))
+        await self._updates.start("model", _caller(http))
         return {"message": "Weight update started"}
 
     async def _start_draft(self, http: web.Request) -> Answer:
-        self._updates.start("draft", _caller(http))
+        await self._updates.start("draft", _caller(http))
         return {"message": "Draft weight update started"}
 
     async def _update(self, http: web.Request) -> Answer:
@@ -166,7 +166,7 @@ class ControlRoutes:
         if "weight_dir" in body:
             await self._group.send_folder(_text(body, "weight_dir"))
         else:
-            await self._updates.receive(_part(body, "update_info"))
+            await self._updates.receive(body.get("update_info"))
         return {"message": "Weights updated"}
 
     async def _finish(self, http: web.Request) -> Answer:
@@ -223,7 +223,8 @@ def _answering(call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:
             return error_answer(http, 501, str(error))
         except WavebusError as error:
             status = next(s for kind, s in _STATUSES if isinstance(error, kind))
-            return error_answer(http, status, str(error))
+            text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+            return error_answer(http, status, text)
         if isinstance(answer, str):
             return web.Response(text=answer)
         return web.json_response(answer)

@@ -104,6 +104,23 @@ class CallOpenTransfer:
 
 
 @dataclass(frozen=True, slots=True)
+class CallDrain:
+    """Engine call: receive over the open transport, and discard what comes.
+
+    Attributes:
+        update_id: the id that the trainer has chosen for the drain, as in CallOpenTransfer.
+        backend: the transport's name.
+        handle: data from the sender that only the backend reads: what it sends.
+        timeout_ms: how long to wait for the sender, in ms.
+    """
+
+    update_id: str
+    backend: str
+    handle: bytes
+    timeout_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class CallArm:
     """Engine call: check the manifest of an update.
 
@@ -234,6 +251,7 @@ Call: TypeAlias = (
     | CallWakeWeights
     | CallResume
     | CallOpenTransfer
+    | CallDrain
     | CallArm
     | CallStart
     | CallReceive
@@ -269,6 +287,7 @@ CALL_STEPS: Final[dict[type[Call], m.Step]] = {
     CallWakeWeights: m.Step.WAKE,
     CallResume: m.Step.RESUME,
     CallOpenTransfer: m.Step.TRANSFER_INIT,
+    CallDrain: m.Step.TRANSFER_DRAIN,
     CallArm: m.Step.ARM,
     CallStart: m.Step.START,
     CallReceive: m.Step.CHUNK,

@@ -149,7 +149,7 @@ class EngineSession:
             case m.Wake():
                 self._require_paused(message.update_id)
                 return self.memory.wake(msg_id, message)
-            case m.TransferInit():
+            case m.TransferInit() | m.TransferDrain():
                 return self.update.open(msg_id, message)
             case m.Arm():
                 self.memory.need_weights()

@@ -24,6 +24,7 @@ from sidecar.transfer.chunk_receiver import require_chunk
 from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.loading.loader_trace import refused
 from sidecar.vllm.plugin.loading.target_model import require_armed
+from sidecar.vllm.plugin.worker import native_drain
 from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine, not_this_engine
 from sidecar.vllm.plugin.worker.native_handles import rebuildable
 
@@ -152,6 +153,31 @@ class NativeUpdates(WavebusWeightTransferEngine):
         finally:
             self._engine.parallel_config = own
         self._receiver.backend, self._opened = operation.backend, True
+
+    def _execute(self, worker: Any, operation: operations.Operation) -> operations.Done:
+        if isinstance(operation, operations.Drain):
+            self._drain(operation)
+            return operations.Done()
+        return super()._execute(worker, operation)
+
+    def _drain(self, operation: operations.Drain) -> None:
+        typed: Any = None
+
+        def prepare() -> None:
+            nonlocal typed
+            if not self._opened or operation.backend != self._receiver.backend:
+                raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
+            if not vllm_payloads.is_drainable(operation.backend):
+                raise transfer_failed(f"transport {operation.backend!r} can't be drained")
+            info = vllm_payloads.decode_info(operation.handle)
+            typed = native_drain.checked(self._original.parse_update_info(info))
+
+        try:
+            agreement.run_before_any_continues(prepare)
+            native_drain.drain(self._engine, self._original, typed, operation.timeout_ms / 1000)
+        except BaseException:
+            self._close_theirs()
+            raise
 
     def _placed(self, info: dict[str, Any], place: RankAssignment) -> dict[str, Any]:
         """Returns vLLM's init info with this worker's rank from the bus, if any.
