@@ -388,7 +388,11 @@ class Engine(Protocol):
         """
 
     async def call_off(self) -> None:
-        """Cancels a :meth:`swap` under way, unless all ranks have already agreed to swap."""
+        """Cancels the call under way that waits for others.
+
+        That is a :meth:`swap`, unless all ranks have already agreed to swap; or a :meth:`receive`
+        of a staged update over a transport of vLLM's own.
+        """
 
 
 def require_model(target: Target) -> None:

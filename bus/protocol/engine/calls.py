@@ -209,11 +209,12 @@ class CallSwap:
 
 
 @dataclass(frozen=True, slots=True)
-class CallCancelSwap:
-    """Engine call: cancel the running swap call, if it has not swapped yet.
+class CallCancel:
+    """Engine call: cancel the running call, which has no deadline of its own.
 
-    This call never waits in the queue, because it is made beside the swap call. The result of the
-    swap call shows whether the swap was made.
+    That is a swap that has not swapped yet, or a staged receive over a transport of vLLM's own.
+    This call never waits in the queue, because it is made beside the running call, whose result
+    shows whether it was cancelled.
     """
 
 
@@ -256,7 +257,7 @@ class SendToPeers:
     ranks: tuple[int, ...]
 
 
-SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancelSwap | SendToPeers
+SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancel | SendToPeers
 # The result of a call. Pause or swap: how many requests the engine has. Opening: how many
 # chunks may be received ahead. ARM: whether the update can be staged. Probe: its results.
 CallResult: TypeAlias = int | StagingCapacity | tuple[m.ProbeResult, ...] | None

@@ -40,6 +40,7 @@ pause, no lease, and nothing to recover. Invariants of staging:
 - The ranks of a DP group swap before the same step of their lockstep, or none of them does. The
   engines ensure this, in the agreement that they make at each step anyway. If a rank has not been
   asked yet, can't swap, or is gone, all of them stay at the old version.
+- A receive over a transport of vLLM's own has no deadline. ABORT cancels it.
 - A swap that waits for other ranks can be cancelled. ABORT cancels it, and so does a pause, which
   would otherwise wait for it. A swap that fails half-way counts as a load that failed half-way.
 
@@ -148,6 +149,17 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         """The swap call that runs; None: none."""
         running = self._queue.running()
         return running if isinstance(running, c.CallSwap) else None
+
+    @property
+    def cancellable(self) -> c.CallSwap | c.CallReceive | None:
+        """The running call that may wait for others for good, and that can be cancelled.
+
+        That is a swap, or a staged receive over a transport of vLLM's own. None: none.
+        """
+        running = self._queue.running()
+        if isinstance(running, c.CallReceive):
+            return running if self.staged and is_loaded_on_receipt(running.backend) else None
+        return self.swap
 
     def about_to_serve(self, version: int) -> bool:
         """Returns whether the engine has staged this version or a later one.
@@ -297,7 +309,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         self._queue.drop_waiting()
         if isinstance(self._queue.running(), _UPDATE_CALLS):
             self._abort_asked = msg_id
-            return [c.CallCancelSwap()] if self.swap else []
+            return [c.CallCancel()] if self.cancellable else []
         return self._begin_abort(msg_id)
 
     # -- results --------------------------------------------------------------

@@ -15,7 +15,7 @@ from bus.messages import (
 )
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Failure
-from bus.protocol.engine.calls import CallCancelSwap, CallEscalate, SendToPeers
+from bus.protocol.engine.calls import CallCancel, CallEscalate, SendToPeers
 from bus.protocol.engine.session import EngineSession
 from bus.weight_transfer.allocation import StagingCapacity
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_sent
@@ -66,7 +66,7 @@ class Driver:
 
     def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         for effect in effects:
-            if not isinstance(effect, Send | Note | CallEscalate | CallCancelSwap | SendToPeers):
+            if not isinstance(effect, Send | Note | CallEscalate | CallCancel | SendToPeers):
                 assert self.running is None, "two calls at a time"
                 self.running = effect
                 self.calls.append(effect)

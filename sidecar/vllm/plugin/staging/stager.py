@@ -7,8 +7,8 @@
     the channel     ArmManifest,     channel's     the manifest is checked, or armed again
                     Rearm
     the channel     StartStaging     channel's     memory is allocated beside the weights
-    the channel     ReceiveChunk,    channel's     a chunk is received, and staged
-                    Stage
+    the channel     ReceiveChunk,    channel's     a chunk is received, and staged. Over a
+                    Stage                          transport of vLLM's own, ReceiveChunk does both
     the channel     Seal             channel's     checked: every element is staged
     the core        CheckReady,      worker's      checked; then everything is copied into the
                     SwapStaged                     weights
@@ -35,6 +35,7 @@ from vllm.config import set_current_vllm_config
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from bus.vllm_payloads import engine_of
 from bus.weight_transfer.allocation import StagingCapacity
 from bus.weight_transfer.cuda import synchronize
 from sidecar.transfer import free_memory, spare_memory, staging_capacity
@@ -59,7 +60,7 @@ from sidecar.vllm.plugin.operations import (
 from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from bus.weight_transfer.packing import Tensors
@@ -91,6 +92,20 @@ class StagingEngine(Protocol):
     def rearm(self, operation: Rearm) -> StagingCapacity:
         """Arms the last manifest for another update; returns what :meth:`arm` returns."""
 
+    def receive_theirs(
+        self, armed: ArmedUpdate, operation: ReceiveChunk, put: Callable[[Tensors], None]
+    ) -> None:
+        """Receives a chunk over a transport of vLLM's own.
+
+        Args:
+            armed: the update that is being staged.
+            operation: names the chunk.
+            put: gets some of the tensors at a time, in the current CUDA stream.
+        """
+
+    def interrupt_theirs(self) -> None:
+        """Makes a running :meth:`receive_theirs` end soon; called from any thread."""
+
 
 class Stager:
     """Stages the updates of one model while the engine keeps stepping.
@@ -115,7 +130,7 @@ class Stager:
         device: torch.device,
         engine: StagingEngine,
     ) -> None:
-        self.channel = StagingChannelServer(self._execute, receiver.interrupt, self._thread_context)
+        self.channel = StagingChannelServer(self._execute, self._interrupt, self._thread_context)
         self._engine = engine
         self._target = loadable
         self._receiver = receiver
@@ -123,6 +138,7 @@ class Stager:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._armed: ArmedUpdate | None = None
+        self._received = 0  # chunks of a transport of vLLM's own
         self._sums = DeferredSums()
         # (requested, reported free) of the last allocation that failed, in bytes.
         self._last_refusal: tuple[int, int] | None = None
@@ -130,13 +146,16 @@ class Stager:
 
     # -- on the worker's thread --------------------------------------------------------
 
-    def capacity(self, armed: ArmedUpdate | None, *, is_partial: bool) -> StagingCapacity:
+    def capacity(
+        self, armed: ArmedUpdate | None, *, is_partial: bool, buffers_bytes: int = 0
+    ) -> StagingCapacity:
         """Returns how much memory staging needs, or why the armed update can't be staged.
 
         Args:
             armed: the armed update; None without one.
             is_partial: whether the model's weights are incomplete because an earlier load stopped
                 half-way. If so, the next update must be loaded in a pause.
+            buffers_bytes: what the transport allocates while tensors arrive, in bytes.
         """
         if armed is None or armed.staging is None or armed.target != "model":
             return StagingCapacity(why_not="no update was armed that may be staged")
@@ -152,6 +171,7 @@ class Stager:
         held = self._reusable_bytes(needed)
         if needed > held and self._is_refused_again(needed):
             return StagingCapacity(needed, "there was no room when it was last tried")
+        needed += buffers_bytes
         return staging_capacity(armed.staging, needed, self._device, held_bytes=held)
 
     def _layout_mismatch(self, plan: CopyPlan) -> str:
@@ -271,14 +291,39 @@ class Stager:
             raise
         synchronize(self._device)  # earlier work of this stream may still use the memory
         self._target.unloaded.begin(armed.manifest.names)
-        self._armed = armed
+        self._armed, self._received = armed, 0
         launches = receiver is not None and receiver.can_launch
         return launches and known.proven and staged.buffer_for(0) is not None
 
     def _receive(self, asked: ReceiveChunk) -> None:
-        chunks = require_armed(self._armed).announced.chunks
+        armed = require_armed(self._armed)
+        if engine_of(asked.backend):
+            self._receive_theirs(armed, asked)
+            return
+        chunks = armed.announced.chunks
         into = self._target.staged.buffer_for(asked.seq)
         self._receiver.begin(asked.seq, chunks, asked.backend, asked.handle, into)
+
+    def _receive_theirs(self, armed: ArmedUpdate, asked: ReceiveChunk) -> None:
+        if asked.seq != self._received:
+            raise EngineError(
+                f"chunk {asked.seq} is out of turn: chunk {self._received} comes next",
+                code=NackCode.WRONG_STATE,
+            )
+        self._received += 1
+        loadable = self._target
+
+        def put(tensors: Tensors) -> None:
+            loadable.unloaded.check(tensors)
+            loadable.staged.stage_part(asked.seq, tensors)
+            if not loadable.plans.entry.proven:
+                self._prove(tensors)
+
+        self._engine.receive_theirs(armed, asked, put)
+
+    def _interrupt(self) -> None:
+        self._receiver.interrupt()
+        self._engine.interrupt_theirs()
 
     def _stage(self, chunks: Sequence[SentChunk]) -> None:
         """Waits for some chunks and stages them; compares checksums at the update's last one."""

@@ -23,7 +23,7 @@ from bus.messages import (
 from bus.protocol.engine.calls import (
     CallAbortRequests,
     CallAdmit,
-    CallCancelSwap,
+    CallCancel,
     CallPause,
     CallRestore,
     CallStart,
@@ -102,7 +102,7 @@ def test_a_swap_that_waits_is_called_off_by_an_abort() -> None:
     """And if it was made in spite of that, the ack says so."""
     driver = Driver(dp_size=2).stages()
     driver.command(COMMIT)
-    assert driver.command(Abort("u1", "")) == [CallCancelSwap()]
+    assert driver.command(Abort("u1", "")) == [CallCancel()]
     effects = driver.failed(NackCode.CALLED_OFF)
     assert nack_in(effects).step == Step.COMMIT
     assert isinstance(driver.running, CallRestore)
@@ -135,7 +135,7 @@ def test_a_later_update_takes_the_place_of_one_that_the_bus_has_given_up(to: str
     later = make_arm("u2", MANIFEST, version=5, staging=STAGING)
     if to == "about to swap":
         driver.command(COMMIT)
-        assert driver.command(later) == [CallCancelSwap()]
+        assert driver.command(later) == [CallCancel()]
         driver.failed(NackCode.CALLED_OFF)
     else:
         assert driver.command(later) == [CallRestore("model")]
@@ -179,7 +179,7 @@ def test_a_pause_comes_before_a_swap_that_waits() -> None:
     driver = Driver(dp_size=2).stages()
     driver.command(COMMIT)
     effects = driver.command(replace(PAUSE, update_id="p1"))
-    assert CallCancelSwap() in effects
+    assert CallCancel() in effects
     assert nack_in(driver.failed(NackCode.CALLED_OFF)).code is NackCode.CALLED_OFF
     assert isinstance(driver.running, CallPause)
     driver.returned()
@@ -194,7 +194,7 @@ def test_a_peers_pause_comes_before_it_as_well() -> None:
     """Which nobody has asked this rank for."""
     driver = Driver(dp_size=2).stages()
     driver.command(COMMIT)
-    assert CallCancelSwap() in driver.word(1, "pausing")
+    assert CallCancel() in driver.word(1, "pausing")
 
 
 def test_an_engine_alone_swaps_in_a_pause_too() -> None:
