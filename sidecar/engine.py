@@ -388,11 +388,7 @@ class Engine(Protocol):
         """
 
     async def call_off(self) -> None:
-        """Cancels the call under way that waits for others.
-
-        That is a :meth:`swap`, unless all ranks have already agreed to swap; or a :meth:`receive`
-        of a staged update over a transport of vLLM's own.
-        """
+        """Cancels a :meth:`swap`, unless all ranks have agreed; or a staged receive of vLLM's."""
 
 
 def require_model(target: Target) -> None:

@@ -128,7 +128,7 @@ class WorkerClient:
         opened = operations.Open(backend, params, place.communicator, place.world_size, place.rank)
         theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
         self._adapter = ""
-        by_core = not self._has_channels or self._is_vllms_engine
+        by_core = not self._has_channels or theirs or self._is_vllms_engine
         done = await (self._perform if by_core else self._channels.perform)(opened)
         self._adapter, self._load_comes_with_receive = adapter, theirs
         return min(each.ahead for each in done)

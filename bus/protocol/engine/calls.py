@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from bus import messages as m
 from bus.manifest import Chunk
 from bus.protocol.core.effects import Effect, Send
+from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
@@ -343,6 +344,18 @@ class CallQueue:
     def running(self) -> Call | None:
         """Returns the call that runs, or else the next one; None: the queue is empty."""
         return self._jobs[0].call if self._jobs else None
+
+    def cancellable(self, *, staged: bool) -> CallSwap | CallReceive | None:
+        """Returns the running call that may wait for others for good; None: none.
+
+        That is a swap, or a staged receive over a transport of vLLM's own.
+        """
+        running = self.running()
+        if isinstance(running, CallSwap):
+            return running
+        if isinstance(running, CallReceive) and staged and is_loaded_on_receipt(running.backend):
+            return running
+        return None
 
     def end(self, call: Call) -> Job:
         """Removes the running call after it has ended, and returns its job."""

@@ -145,21 +145,9 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return loads and self.in_place
 
     @property
-    def swap(self) -> c.CallSwap | None:
-        """The swap call that runs; None: none."""
-        running = self._queue.running()
-        return running if isinstance(running, c.CallSwap) else None
-
-    @property
     def cancellable(self) -> c.CallSwap | c.CallReceive | None:
-        """The running call that may wait for others for good, and that can be cancelled.
-
-        That is a swap, or a staged receive over a transport of vLLM's own. None: none.
-        """
-        running = self._queue.running()
-        if isinstance(running, c.CallReceive):
-            return running if self.staged and is_loaded_on_receipt(running.backend) else None
-        return self.swap
+        """The running call that may wait for good, and that :class:`CallCancel` ends; or None."""
+        return self._queue.cancellable(staged=self.staged)
 
     def about_to_serve(self, version: int) -> bool:
         """Returns whether the engine has staged this version or a later one.

@@ -142,10 +142,7 @@ CALLED: Final = (
             Says(f"{PYNCCL}.destroy", ("ncclCommAbort(",)),
             Says(
                 f"{TRANSFER_PACKAGE}.packed_tensor:packed_nccl_broadcast_consumer",
-                (
-                    "post_unpack_func(",
-                    "for stream in streams:\n        stream.synchronize()",
-                ),
+                ("post_unpack_func(", "stream.synchronize()"),
             ),
             Has(
                 f"{TRANSFER_PACKAGE}.nccl_common:NCCLWeightTransferInitInfo",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bus.messages import (
@@ -84,11 +85,12 @@ class Driver:
         self.returned()
         return self
 
-    def may_stage(self, room: StagingCapacity = ROOM) -> Driver:
+    def may_stage(self, room: StagingCapacity = ROOM, backend: str = "sim") -> Driver:
         """An update of version 4, ``u1``, is armed, which may be staged."""
-        self.command(TransferInit("t1", "sim", b"", 0, 0, {}))
+        self.command(TransferInit("t1", backend, b"", 0, 0, {}))
         self.returned()
-        self.command(make_arm("u1", MANIFEST, version=4, staging=STAGING))
+        arm = make_arm("u1", MANIFEST, version=4, staging=STAGING)
+        self.command(replace(arm, backend=backend))
         self.returned(room)
         return self
 

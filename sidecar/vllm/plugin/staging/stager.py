@@ -26,6 +26,7 @@ collective of the workers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from typing import TYPE_CHECKING, Final, Protocol
@@ -92,10 +93,21 @@ class StagingEngine(Protocol):
     def rearm(self, operation: Rearm) -> StagingCapacity:
         """Arms the last manifest for another update; returns what :meth:`arm` returns."""
 
-    def receive_theirs(
+
+class VllmReceiver(Protocol):
+    """What a stager needs of a transport of vLLM's own."""
+
+    @property
+    def unstaged_reason(self) -> str:
+        """Why updates over this transport can't be staged; empty if they can."""
+
+    def buffer_bytes(self, armed: ArmedUpdate) -> int:
+        """Returns how much memory vLLM takes while tensors of the update arrive, in bytes."""
+
+    def receive(
         self, armed: ArmedUpdate, operation: ReceiveChunk, put: Callable[[Tensors], None]
     ) -> None:
-        """Receives a chunk over a transport of vLLM's own.
+        """Receives a chunk.
 
         Args:
             armed: the update that is being staged.
@@ -103,8 +115,8 @@ class StagingEngine(Protocol):
             put: gets some of the tensors at a time, in the current CUDA stream.
         """
 
-    def interrupt_theirs(self) -> None:
-        """Makes a running :meth:`receive_theirs` end soon; called from any thread."""
+    def interrupt(self) -> None:
+        """Makes a running :meth:`receive` end soon; called from any thread."""
 
 
 class Stager:
@@ -120,6 +132,7 @@ class Stager:
     Attributes:
         swap_ms: how long the last swap kept the device from running steps, in milliseconds.
         channel: the worker's staging channel, which executes its operations here.
+        theirs: receives over transports of vLLM's own; None in an engine that has none.
     """
 
     def __init__(
@@ -131,6 +144,7 @@ class Stager:
         engine: StagingEngine,
     ) -> None:
         self.channel = StagingChannelServer(self._execute, self._interrupt, self._thread_context)
+        self.theirs: VllmReceiver | None = None
         self._engine = engine
         self._target = loadable
         self._receiver = receiver
@@ -138,7 +152,6 @@ class Stager:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._armed: ArmedUpdate | None = None
-        self._received = 0  # chunks of a transport of vLLM's own
         self._sums = DeferredSums()
         # (requested, reported free) of the last allocation that failed, in bytes.
         self._last_refusal: tuple[int, int] | None = None
@@ -146,19 +159,19 @@ class Stager:
 
     # -- on the worker's thread --------------------------------------------------------
 
-    def capacity(
-        self, armed: ArmedUpdate | None, *, is_partial: bool, buffers_bytes: int = 0
-    ) -> StagingCapacity:
+    def capacity(self, armed: ArmedUpdate | None, *, is_partial: bool) -> StagingCapacity:
         """Returns how much memory staging needs, or why the armed update can't be staged.
 
         Args:
             armed: the armed update; None without one.
             is_partial: whether the model's weights are incomplete because an earlier load stopped
                 half-way. If so, the next update must be loaded in a pause.
-            buffers_bytes: what the transport allocates while tensors arrive, in bytes.
         """
         if armed is None or armed.staging is None or armed.target != "model":
             return StagingCapacity(why_not="no update was armed that may be staged")
+        theirs = self.theirs if engine_of(self._receiver.backend) else None
+        if theirs is not None and theirs.unstaged_reason:
+            return StagingCapacity(why_not=theirs.unstaged_reason)
         known = self._target.plans.entry
         if known.plan is None:
             return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
@@ -171,7 +184,7 @@ class Stager:
         held = self._reusable_bytes(needed)
         if needed > held and self._is_refused_again(needed):
             return StagingCapacity(needed, "there was no room when it was last tried")
-        needed += buffers_bytes
+        needed += theirs.buffer_bytes(armed) if theirs is not None else 0
         return staging_capacity(armed.staging, needed, self._device, held_bytes=held)
 
     def _layout_mismatch(self, plan: CopyPlan) -> str:
@@ -219,11 +232,12 @@ class Stager:
         """
         loadable = self._target
         agreement.run_before_any_continues(loadable.staged.require_sealed)
-        with self._timed():
+        with _timed(self._device) as took_ms:
             loadable.repacking.before_start()
             loadable.staged.swap()
             loadable.process_deferred(self._vllm_config.model_config.dtype)
             loadable.repacking.after_finish()
+        self.swap_ms = took_ms[0]
         loadable.plans.on_staged(proven=True)
         self.release()
 
@@ -291,39 +305,30 @@ class Stager:
             raise
         synchronize(self._device)  # earlier work of this stream may still use the memory
         self._target.unloaded.begin(armed.manifest.names)
-        self._armed, self._received = armed, 0
+        self._armed = armed
         launches = receiver is not None and receiver.can_launch
         return launches and known.proven and staged.buffer_for(0) is not None
 
     def _receive(self, asked: ReceiveChunk) -> None:
         armed = require_armed(self._armed)
-        if engine_of(asked.backend):
-            self._receive_theirs(armed, asked)
+        if engine_of(asked.backend) and self.theirs is not None:
+            self.theirs.receive(armed, asked, functools.partial(self._put, asked.seq))
             return
         chunks = armed.announced.chunks
         into = self._target.staged.buffer_for(asked.seq)
         self._receiver.begin(asked.seq, chunks, asked.backend, asked.handle, into)
 
-    def _receive_theirs(self, armed: ArmedUpdate, asked: ReceiveChunk) -> None:
-        if asked.seq != self._received:
-            raise EngineError(
-                f"chunk {asked.seq} is out of turn: chunk {self._received} comes next",
-                code=NackCode.WRONG_STATE,
-            )
-        self._received += 1
-        loadable = self._target
-
-        def put(tensors: Tensors) -> None:
-            loadable.unloaded.check(tensors)
-            loadable.staged.stage_part(asked.seq, tensors)
-            if not loadable.plans.entry.proven:
-                self._prove(tensors)
-
-        self._engine.receive_theirs(armed, asked, put)
+    def _put(self, seq: int, tensors: Tensors) -> None:
+        """Stages tensors of a chunk that arrives over a transport of vLLM's own."""
+        self._target.unloaded.check(tensors)
+        self._target.staged.stage_part(seq, tensors)
+        if not self._target.plans.entry.proven:
+            self._prove(tensors)
 
     def _interrupt(self) -> None:
         self._receiver.interrupt()
-        self._engine.interrupt_theirs()
+        if self.theirs is not None:
+            self.theirs.interrupt()
 
     def _stage(self, chunks: Sequence[SentChunk]) -> None:
         """Waits for some chunks and stages them; compares checksums at the update's last one."""
@@ -363,26 +368,28 @@ class Stager:
                 loadable.plans.on_staged(proven=False)
                 raise
 
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Measures a block until the device has finished it.
 
-        On a GPU the clock starts when the device has finished all earlier work.
-        """
-        if self._device.type != "cuda":
-            since_s = time.perf_counter()
-            yield
-            self.swap_ms = (time.perf_counter() - since_s) * 1000
-            return
-        begun, done = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        begun.record()
-        yield
-        done.record()
-        done.synchronize()
-        self.swap_ms = begun.elapsed_time(done)
+@contextlib.contextmanager
+def _timed(device: torch.device) -> Iterator[list[float]]:
+    """Measures a block until the device has finished it; yields a list for the ms that it took.
+
+    On a GPU the clock starts when the device has finished all earlier work.
+    """
+    took_ms: list[float] = []
+    if device.type != "cuda":
+        since_s = time.perf_counter()
+        yield took_ms
+        took_ms.append((time.perf_counter() - since_s) * 1000)
+        return
+    begun, done = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
+    begun.record()
+    yield took_ms
+    done.record()
+    done.synchronize()
+    took_ms.append(begun.elapsed_time(done))
 
 
 @contextlib.contextmanager

@@ -230,12 +230,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """How much memory staging the armed update needs, or why it can't be staged."""
         if self._began:
             self._began = self._loadable["model"].is_reloading
-        buffers_bytes = 0 if self.armed is None else self._buffer_bytes(self.armed)
-        is_partial = self.session.open or self._began
-        return self._stager.capacity(self.armed, is_partial=is_partial, buffers_bytes=buffers_bytes)
-
-    def _buffer_bytes(self, armed: ArmedUpdate) -> int:  # noqa: ARG002 - see native
-        return 0
+        return self._stager.capacity(self.armed, is_partial=self.session.open or self._began)
 
     @property
     def wavebus_loading(self) -> dict[str, Any]:
@@ -413,18 +408,6 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             raise not_this_engine(operation.backend)
         chunks = require_armed(self.armed).announced.chunks
         self._receiver.begin(operation.seq, chunks, operation.backend, operation.handle)
-
-    def receive_theirs(
-        self,
-        armed: ArmedUpdate,  # noqa: ARG002 - see native
-        operation: operations.ReceiveChunk,
-        put: Callable[[Tensors], None],  # noqa: ARG002 - see native
-    ) -> None:
-        """Refuses a chunk of a transport of vLLM's own, of which this engine has none."""
-        raise not_this_engine(operation.backend)
-
-    def interrupt_theirs(self) -> None:
-        """Does nothing, because this engine has no transport of vLLM's own."""
 
     def _loads_in_place(self) -> bool:
         if self._incoming is not None:  # it copies each chunk into CPU memory

@@ -21,7 +21,7 @@ from vllm.config import set_current_vllm_config
 from bus import vllm_payloads
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
+from bus.weight_transfer.allocation import RankAssignment
 from bus.weight_transfer.formats import transfer_failed
 from sidecar.transfer.chunk_receiver import require_chunk
 from sidecar.vllm.plugin import agreement, operations
@@ -59,33 +59,47 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._original = original
         self._transport = VllmTransport(name, engine, original, engine.device)
         self._started_theirs = False  # whether the update session is vLLM's
-
-    @property
-    def wavebus_room(self) -> StagingCapacity:
-        """How much memory staging the armed update needs, or why it can't be staged."""
-        theirs = vllm_payloads.engine_of(self._receiver.backend)
-        why_not = self._transport.unstaged_reason if theirs else ""
-        return StagingCapacity(why_not=why_not) if why_not else super().wavebus_room
-
-    def _buffer_bytes(self, armed: ArmedUpdate) -> int:
-        theirs = self._transport.is_open
-        return self._transport.buffer_bytes(armed.announced.chunks) if theirs else 0
+        # The last staged update whose chunks were received here, and its next chunk.
+        self._begun: tuple[ArmedUpdate | None, int] = None, 0
+        self._stager.theirs = self
 
     def preempted(self) -> AbstractContextManager[None]:
         """Keeps the staging channel from vLLM's engine during a block, in which others use it."""
         return self._stager.channel.preempted()
 
-    def receive_theirs(
+    @property
+    def unstaged_reason(self) -> str:
+        """Why updates over vLLM's transport can't be staged; empty if they can."""
+        return self._transport.unstaged_reason
+
+    def buffer_bytes(self, armed: ArmedUpdate) -> int:
+        """Returns how much memory vLLM takes while tensors of the update arrive, in bytes."""
+        return self._transport.buffer_bytes(armed.announced.chunks)
+
+    def receive(
         self, armed: ArmedUpdate, operation: operations.ReceiveChunk, put: Callable[[Tensors], None]
     ) -> None:
-        """Receives a chunk of a staged update over vLLM's transport, in the staging channel."""
-        metas = require_chunk(armed.announced.chunks, operation.seq)
+        """Receives a chunk of a staged update; see :class:`VllmReceiver`.
+
+        Raises:
+            EngineError: code ``wrong_state``: another chunk of the update comes next. Others as
+                :meth:`VllmTransport.receive`.
+        """
+        update, next_seq = self._begun
+        due = next_seq if update is armed else 0
+        if operation.seq != due:
+            raise EngineError(
+                f"chunk {operation.seq} is out of turn: chunk {due} comes next",
+                code=NackCode.WRONG_STATE,
+            )
+        self._begun = armed, due + 1
         info = self._update_info(armed, operation)
+        metas = require_chunk(armed.announced.chunks, operation.seq)
         is_last = operation.seq + 1 == armed.manifest.chunks
         self._transport.receive(info, metas, put, is_last=is_last)
 
-    def interrupt_theirs(self) -> None:
-        """Makes :meth:`receive_theirs` of another thread end soon."""
+    def interrupt(self) -> None:
+        """Makes :meth:`receive` of another thread end soon."""
         self._transport.interrupt()
 
     def _start(self) -> None:

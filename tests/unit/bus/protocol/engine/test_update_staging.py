@@ -18,6 +18,7 @@ from bus.messages import (
     Resume,
     Step,
     TransferInit,
+    UpdateFinish,
     UpdateStart,
 )
 from bus.protocol.engine.calls import (
@@ -25,6 +26,7 @@ from bus.protocol.engine.calls import (
     CallAdmit,
     CallCancel,
     CallPause,
+    CallReceive,
     CallRestore,
     CallStart,
     CallSwap,
@@ -118,6 +120,40 @@ def test_a_swap_that_waits_is_called_off_by_an_abort() -> None:
         (Step.ABORT, "committed"),
     ]
     assert driver.session.version == 4
+
+
+def test_a_transport_of_vllms_own_is_staged_as_any_other() -> None:
+    """Its receive stages, too: no load follows."""
+    driver = Driver().may_stage(backend="vllm:nccl")
+    driver.command(UpdateStart("u1", staged=True))
+    driver.returned()
+    for k in range(MANIFEST.chunks):
+        driver.command(make_chunk("u1", MANIFEST, k, 1))
+        assert isinstance(driver.running, CallReceive)
+        driver.command(replace(make_sent("u1", MANIFEST, k, 1), verify="unsupported", sums=()))
+        assert only(driver.returned(), Ack).chunk == k
+        assert not driver.session.update.is_mixed
+    driver.command(UpdateFinish("u1"))
+    driver.returned()
+    assert driver.command(COMMIT) == [CallSwap(4, clear_cache=True)]
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_receive_that_waits_for_a_sender_for_good_is_called_off_by_an_abort(staged: bool) -> None:
+    """vLLM's collectives have no deadline. In a pause it would leave the weights mixed: there the
+    abort waits, and the engine is quarantined after it."""
+    driver = Driver().may_stage(backend="vllm:nccl")
+    if not staged:
+        driver.paused()
+    driver.command(UpdateStart("u1", staged=staged))
+    driver.returned()
+    driver.command(make_chunk("u1", MANIFEST, 0, 1))
+    assert driver.command(Abort("u1", "")) == ([CallCancel()] if staged else [])
+    effects = driver.failed(NackCode.TRANSFER_FAILED)
+    assert nack_in(effects).step == Step.CHUNK
+    assert isinstance(driver.running, CallRestore if staged else CallAbortRequests)
+    assert only(driver.returned(), Ack).outcome == ("untouched" if staged else "partial")
+    assert driver.session.phase == ("running" if staged else "quarantined")
 
 
 @pytest.mark.parametrize("to", ["started", "staged", "whole", "about to swap"])
@@ -305,7 +341,7 @@ def test_who_is_behind_after_its_swap_has_committed_nonetheless(closes: bool) ->
             {"base": 3, "counts": (1, 1), "backend": "vllm:sparse_nccl"},
             "whole set",
         ),
-        (StagingCapacity(32), {"backend": "vllm:nccl"}, "whole set"),
+        (StagingCapacity(why_not="not over that"), {"backend": "vllm:nccl"}, "over that"),
         (StagingCapacity(32), {"target": "draft"}, "whole set"),
     ],
 )
