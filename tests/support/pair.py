@@ -109,9 +109,14 @@ def no_stream(device: object = None) -> NoStream:
 
 def broadcast(group: Any, memory: Tensor, root: int = 0) -> None:
     """From one rank to all."""
+    start_broadcast(group, memory, root).wait()
+
+
+def start_broadcast(group: Any, memory: Tensor, root: int = 0) -> Any:
+    """The same, which goes on."""
     options = dist.BroadcastOptions()
     options.rootRank = root
-    group.broadcast([memory], options).wait()
+    return group.broadcast([memory], options)
 
 
 def _metadata(source: Any) -> Any:
