@@ -388,7 +388,7 @@ class Engine(Protocol):
         """
 
     async def call_off(self) -> None:
-        """Cancels a :meth:`swap` under way, unless all ranks have already agreed to swap."""
+        """Cancels a :meth:`swap`, unless all ranks have agreed; or a staged receive of vLLM's."""
 
 
 @runtime_checkable

@@ -34,6 +34,11 @@ def joined(store: Any, address: str, rank: int, size: int) -> Any:
 
 def broadcast(group: Any, memory: Tensor, root: int = 0) -> None:
     """From one rank to all."""
+    start_broadcast(group, memory, root).wait()
+
+
+def start_broadcast(group: Any, memory: Tensor, root: int = 0) -> Any:
+    """The same, which goes on."""
     options = dist.BroadcastOptions()
     options.rootRank = root
-    group.broadcast([memory], options).wait()
+    return group.broadcast([memory], options)

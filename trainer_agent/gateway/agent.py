@@ -97,7 +97,9 @@ class GatewayAgent(TrainerAgent):
         await self._engine_session.shutdown()
 
     async def start_native(self, metas: Sequence[TensorMeta], target: Target) -> None:
-        """Checks the tensors on every engine, arms and pauses the engines, and has them wait.
+        """Checks the tensors on every engine, arms them, and has them wait for the tensors.
+
+        The update is staged if possible, and not if the group is paused.
 
         Args:
             metas: all tensors of the update, in the order of sending.
@@ -109,7 +111,7 @@ class GatewayAgent(TrainerAgent):
             Refused: an engine or the broker refused.
         """
         plan = UpdatePlan.of_source(metas, chunk_bytes=_ONE_CHUNK)
-        options = UpdateOptions(PauseOptions())
+        options = UpdateOptions(PauseOptions(), how="auto")
         await self._engine_session.start(plan, options, target, reads_source=False)
 
     async def receive_native(self, info: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ the middle of it::
     state      call                       next       then
     NONE       start                      STARTED    nothing is known of the tensors yet
     STARTED    start, of the same client  STARTED    the same answer
-    STARTED    update_weights             LOADING    ARM with the tensors, pause, the transfer
+    STARTED    update_weights             LOADING    ARM with the tensors, the transfer
     STARTED    finish                     NONE       nothing was sent. Refused, if an earlier
                                                      update was loaded, and not finished
     STARTED    silence                    FAILED     nothing was begun on the bus

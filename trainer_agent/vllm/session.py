@@ -9,11 +9,11 @@ trainer engine            the bus
 ========================= ==============================================================
 reads the metadata        (that is the plan)
 ``start_weight_update``   ARM, with the plan; the other ranks receive GO. Then, in the
-                          background: pause, UPDATE_START
+                          background: UPDATE_START, after a pause unless it is staged
 first tensor of a pass    waits for UPDATE_START (other ranks: for GO), or raises its error
 ``update_weights``        WEIGHT_CHUNK_META and CHUNK_SENT; returns when the chunk is applied.
                           After the last one: UPDATE_FINISH
-``finish_weight_update``  COMMIT, resume
+``finish_weight_update``  COMMIT; resume, if it has paused
 ========================= ==============================================================
 
 A trainer engine that sends patches reads no source. It reads all patches before it calls

@@ -40,6 +40,7 @@ pause, no lease, and nothing to recover. Invariants of staging:
 - The ranks of a DP group swap before the same step of their lockstep, or none of them does. The
   engines ensure this, in the agreement that they make at each step anyway. If a rank has not been
   asked yet, can't swap, or is gone, all of them stay at the old version.
+- A receive over a transport of vLLM's own has no deadline. ABORT cancels it.
 - A swap that waits for other ranks can be cancelled. ABORT cancels it, and so does a pause, which
   would otherwise wait for it. A swap that fails half-way counts as a load that failed half-way.
 
@@ -145,10 +146,9 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return loads and self.in_place
 
     @property
-    def swap(self) -> c.CallSwap | None:
-        """The swap call that runs; None: none."""
-        running = self._queue.running()
-        return running if isinstance(running, c.CallSwap) else None
+    def cancellable(self) -> c.CallSwap | c.CallReceive | None:
+        """The running call that may wait for good, and that :class:`CallCancel` ends; or None."""
+        return self._queue.cancellable(staged=self.staged)
 
     def about_to_serve(self, version: int) -> bool:
         """Returns whether the engine has staged this version or a later one.
@@ -297,7 +297,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         self._queue.drop_waiting()
         if isinstance(self._queue.running(), _UPDATE_CALLS):
             self._abort_asked = msg_id
-            return [c.CallCancelSwap()] if self.swap else []
+            return [c.CallCancel()] if self.cancellable else []
         return self._begin_abort(msg_id)
 
     # -- results --------------------------------------------------------------
