@@ -12,7 +12,7 @@ update is refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -21,7 +21,7 @@ from bus.messages import NackCode
 from bus.weight_transfer.checksum import checksums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from bus.weight_transfer.packing import Tensors
 
@@ -73,6 +73,19 @@ class UnloadedTensors:
                 "tie_word_embeddings=false in its config.json; or tie the trainer's head again",
             )
 
+    def require_compared(self) -> None:
+        """Checks that a head that was announced has come, and was compared.
+
+        Raises:
+            EngineError: code ``manifest_refused``: it was not.
+        """
+        if self._compares_head and (self.head not in self._sums or len(self._sums) == 1):
+            raise _refused(
+                self.head,
+                "could not be compared with the embeddings, to which this engine's head is tied: "
+                "leave it out",
+            )
+
     def _check_frequencies(self, name: str, sent: torch.Tensor) -> None:
         own = self._frequencies(name)
         if own is None:
@@ -86,6 +99,57 @@ class UnloadedTensors:
                 "is not what this engine computes from its configuration, and would be lost: give "
                 "engines the trainer's configuration, or leave it out",
             )
+
+
+class CheckedLoading:
+    """Passes what a transport receives to a loader, and stops loading where a check fails.
+
+    For transports that receive and load in one call. A worker that left this call half-way would
+    leave its peers, and the trainer, in a collective. So a failed check ends the loading and not the
+    receiving: :meth:`require_equal` raises it when all has been received.
+
+    Args:
+        unloaded: checks the tensors. That of a tied head is not passed on.
+        load: the loader.
+    """
+
+    def __init__(
+        self,
+        unloaded: UnloadedTensors,
+        load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
+    ) -> None:
+        self._unloaded = unloaded
+        self._load = load
+        self._error: EngineError | None = None
+
+    def load(self, received: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Checks and loads tensors, and returns what the loader returns.
+
+        Args:
+            received: names and tensors. A list is loaded whole or not at all; the tensors of another
+                iterable are received as they are loaded.
+        """
+        if not isinstance(received, list):
+            return self._load(self._checked(received))
+        loadable = list(self._checked(received))
+        return self._load(loadable) if loadable and self._error is None else set()
+
+    def require_equal(self) -> None:
+        """Raises the error of the check that has failed, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def _checked(
+        self, received: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in received:
+            if self._error is None:
+                try:
+                    self._unloaded.check([(name, tensor)])
+                except EngineError as error:
+                    self._error = error
+            if self._error is None and name != self._unloaded.head:
+                yield name, tensor
 
 
 def _refused(tensor: str, why: str) -> EngineError:

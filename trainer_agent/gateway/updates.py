@@ -29,18 +29,17 @@ import asyncio
 import time
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from bus.errors import UsageError, WavebusError
 from bus.manifest import TensorMeta
+from trainer_agent.gateway.pickled_handles import read_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from bus.messages import Target
     from trainer_agent.gateway.client_session import ClientSession
-
-_PICKLED: Final = "ipc_handles_pickled"
 
 
 class Conflict(WavebusError):
@@ -90,13 +89,15 @@ class ClientUpdates:
 
     Args:
         session: the membership of the bus.
+        takes_pickles: whether pickled CUDA IPC handles are read.
 
     Attributes:
         label: the client's own name of the weights that were committed last; empty: none.
     """
 
-    def __init__(self, session: ClientSession) -> None:
+    def __init__(self, session: ClientSession, *, takes_pickles: bool = False) -> None:
         self.label = ""
+        self._takes_pickles = takes_pickles
         self._session = session
         self._update: HttpUpdate | None = None
         self._has_finished = False  # the last update; it may be finished again
@@ -165,6 +166,7 @@ class ClientUpdates:
                 )
             update.stage = HttpStage.LOADING
             try:
+                info = await asyncio.to_thread(read_info, info, allowed=self._takes_pickles)
                 metas = self._metas(info, update.target)
                 await agent.start_native(metas, update.target)
                 await agent.receive_native(info)
@@ -175,8 +177,6 @@ class ClientUpdates:
             self._manifests[update.target] = metas
 
     def _metas(self, info: Mapping[str, Any], target: Target) -> list[TensorMeta]:
-        if _PICKLED in info:
-            raise UsageError(f"update_info: {_PICKLED}: pickles that come over HTTP are not read")
         try:
             names, dtypes, shapes = info["names"], info["dtype_names"], info["shapes"]
             metas = [

@@ -10,6 +10,7 @@ remain with vLLM's class: opening its transport, starting, receiving (which load
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from bus.messages import NackCode
 from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
 from bus.weight_transfer.formats import transfer_failed
 from sidecar.transfer.chunk_receiver import require_chunk
+from sidecar.transfer.unloaded import CheckedLoading
 from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.loading.loader_trace import refused
 from sidecar.vllm.plugin.loading.target_model import require_armed
@@ -28,6 +30,8 @@ from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine, not_t
 from sidecar.vllm.plugin.worker.native_handles import rebuildable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from bus.manifest import TensorMeta
 
 __all__ = ["NativeUpdates", "guarded"]
@@ -65,7 +69,9 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._started_theirs:
             super()._start()
             return
-        self._loadable[self._target].repacking.before_start()
+        loadable = self._loadable[self._target]
+        loadable.unloaded.begin(self.armed.manifest.names if self.armed else ())
+        loadable.repacking.before_start()
         self._original.start_weight_update()
 
     def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:
@@ -82,8 +88,20 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
         # Workers must fail before the collective: one that stays out of it hangs the others.
         agreement.run_before_any_continues(prepare)
-        with set_current_vllm_config(self.vllm_config):
+        with set_current_vllm_config(self.vllm_config), self._checked_loading():
             self._original.update_weights(chunk)
+
+    @contextlib.contextmanager
+    def _checked_loading(self) -> Iterator[None]:
+        """Checks what vLLM's class loads in the block; raises after it if a check has failed."""
+        model, unloaded = self.model, self._loadable[self._target].unloaded
+        checked = CheckedLoading(unloaded, model.load_weights)
+        model.load_weights = checked.load  # hides the class's method
+        try:
+            yield
+        finally:
+            del model.load_weights
+        checked.require_equal()
 
     def _update_info(self, operation: operations.ReceiveChunk) -> dict[str, Any]:
         """Returns the arguments of the guarded engine's ``update_weights``."""
@@ -99,8 +117,10 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._started_theirs:
             super()._post_process()
             return
+        loadable = self._loadable[self._target]
+        loadable.unloaded.require_compared()
         self._original.finish_weight_update()
-        self._loadable[self._target].repacking.after_finish()
+        loadable.repacking.after_finish()
 
     def _close_theirs(self) -> None:
         if self._opened:
@@ -195,11 +215,17 @@ class NativeUpdates(WavebusWeightTransferEngine):
                 f"vLLM's {self._name!r} does not update draft models", code=NackCode.DRAFT_MISSING
             )
         target = self._loadable.get(operation.target)
-        if self._opened and target is not None and target.tied_head in operation.names:
+        in_place = self._name in vllm_payloads.SHARDING | vllm_payloads.PATCHING
+        if (
+            self._opened
+            and in_place
+            and target is not None
+            and target.tied_head in operation.names
+        ):
             raise refused(
                 target.tied_head,
-                "is tied to the embeddings, and vLLM's own worker engines can't load it by "
-                "itself: leave it out",
+                f"is tied to the embeddings, and vLLM's {self._name!r} writes weights where they "
+                "are served, so it can't be compared with them before: leave it out",
             )
         super()._arm(operation)
 
