@@ -73,13 +73,17 @@ class UnloadedTensors:
                 "tie_word_embeddings=false in its config.json; or tie the trainer's head again",
             )
 
-    def require_compared(self) -> None:
-        """Checks that a head that was announced has come, and was compared.
+    def require_checked(self, names: Collection[str]) -> None:
+        """Checks that :meth:`check` has had the head and the embeddings, if they have come.
+
+        Args:
+            names: of the tensors that have been received.
 
         Raises:
-            EngineError: code ``manifest_refused``: it was not.
+            EngineError: code ``manifest_refused``: one did not come by.
         """
-        if self._compares_head and (self.head not in self._sums or len(self._sums) == 1):
+        compared = [name for name in names if name == self.head or name.endswith(EMBEDDINGS)]
+        if self._compares_head and not self._sums.keys() >= set(compared):
             raise _refused(
                 self.head,
                 "could not be compared with the embeddings, to which this engine's head is tied: "
@@ -105,8 +109,8 @@ class CheckedLoading:
     """Passes what a transport receives to a loader, and stops loading where a check fails.
 
     For transports that receive and load in one call. A worker that left this call half-way would
-    leave its peers, and the trainer, in a collective. So a failed check ends the loading and not the
-    receiving: :meth:`require_equal` raises it when all has been received.
+    leave its peers, and the trainer, in a collective. So a failed check ends the loading and not
+    the receiving: :meth:`require_equal` raises it when all has been received.
 
     Args:
         unloaded: checks the tensors. That of a tied head is not passed on.
@@ -126,8 +130,8 @@ class CheckedLoading:
         """Checks and loads tensors, and returns what the loader returns.
 
         Args:
-            received: names and tensors. A list is loaded whole or not at all; the tensors of another
-                iterable are received as they are loaded.
+            received: names and tensors. A list is loaded whole or not at all; the tensors of
+                another iterable are received as they are loaded.
         """
         if not isinstance(received, list):
             return self._load(self._checked(received))

@@ -1,15 +1,15 @@
 """Reads the pickled CUDA IPC handles of HTTP clients without running anything.
 
-Over HTTP vLLM's ``ipc`` trainer engine sends its handles as a pickle. A pickle is a program that may
-call anything. So two things hold here, whatever the bytes are:
+Over HTTP vLLM's ``ipc`` trainer engine sends its handles as a pickle. A pickle is a program that
+may call anything. So two things hold here, whatever the bytes are:
 
 - Only the instructions that build lists, dicts, tuples, numbers, texts and bytes are let through,
   and one call.
 - Names of classes become plain texts, which nobody can call, and ``torch.Size`` a function that
   takes a few numbers.
 
-What comes out must have the exact form of handles: it becomes :class:`~bus.vllm_payloads.IpcTensor`,
-whose fields are bounded.
+What comes out must have the exact form of handles: it becomes
+:class:`~bus.vllm_payloads.IpcTensor`, whose fields are bounded.
 """
 
 from __future__ import annotations
@@ -31,18 +31,22 @@ if TYPE_CHECKING:
 _PICKLED: Final = "ipc_handles_pickled"
 # Of pickle protocol 4 and later, which Python writes by itself.
 _INSTRUCTIONS: Final = frozenset(
-    "PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET "
-    "EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS "
-    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 "
-    "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 "
-    "SHORT_BINUNICODE BINUNICODE SHORT_BINBYTES BINBYTES "
-    "STACK_GLOBAL REDUCE".split()
+    (
+        *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET"),
+        *("EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS"),
+        *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+        *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1"),
+        *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"),
+        *("STACK_GLOBAL", "REDUCE"),
+    )
 )
 _TENSORS: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
 _STORAGES: Final = frozenset({"torch.storage.TypedStorage", "torch.storage.UntypedStorage"})
 _DTYPES: Final = frozenset(
-    "bfloat16 float16 float32 float64 float8_e4m3fn float8_e5m2 "
-    "int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split()
+    (
+        *("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "bool"),
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    )
 )
 _NAMES: Final = _TENSORS | _STORAGES | {f"torch.{each}" for each in _DTYPES}
 _MAX_HANDLES: Final = 1 << 16
@@ -104,11 +108,11 @@ def read_handles(text: object) -> Handles | list[Handles]:
     """
     try:
         if not isinstance(text, str):
-            raise TypeError("a text is needed")  # noqa: TRY301 - one way out
+            raise TypeError("a text is needed")
         raw = base64.b64decode(text, validate=True)
         for instruction, *_ in pickletools.genops(raw):
             if instruction.name not in _INSTRUCTIONS:
-                raise ValueError(f"{instruction.name} is not in a handle")  # noqa: TRY301 - same
+                raise ValueError(f"{instruction.name} is not in a handle")
         return _handles(_HandleUnpickler(io.BytesIO(raw)).load())
     except Exception as error:  # unpicklers raise many kinds
         raise UsageError(f"update_info: {_PICKLED}: {error}") from error

@@ -88,11 +88,12 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
         # Workers must fail before the collective: one that stays out of it hangs the others.
         agreement.run_before_any_continues(prepare)
-        with set_current_vllm_config(self.vllm_config), self._checked_loading():
+        names = [meta.name for meta in require_armed(self.armed).announced.chunks[operation.seq]]
+        with set_current_vllm_config(self.vllm_config), self._checked_loading(names):
             self._original.update_weights(chunk)
 
     @contextlib.contextmanager
-    def _checked_loading(self) -> Iterator[None]:
+    def _checked_loading(self, names: list[str]) -> Iterator[None]:
         """Checks what vLLM's class loads in the block; raises after it if a check has failed."""
         model, unloaded = self.model, self._loadable[self._target].unloaded
         checked = CheckedLoading(unloaded, model.load_weights)
@@ -102,6 +103,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         finally:
             del model.load_weights
         checked.require_equal()
+        unloaded.require_checked(names)
 
     def _update_info(self, operation: operations.ReceiveChunk) -> dict[str, Any]:
         """Returns the arguments of the guarded engine's ``update_weights``."""
@@ -117,10 +119,8 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._started_theirs:
             super()._post_process()
             return
-        loadable = self._loadable[self._target]
-        loadable.unloaded.require_compared()
         self._original.finish_weight_update()
-        loadable.repacking.after_finish()
+        self._loadable[self._target].repacking.after_finish()
 
     def _close_theirs(self) -> None:
         if self._opened:
@@ -216,12 +216,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             )
         target = self._loadable.get(operation.target)
         in_place = self._name in vllm_payloads.SHARDING | vllm_payloads.PATCHING
-        if (
-            self._opened
-            and in_place
-            and target is not None
-            and target.tied_head in operation.names
-        ):
+        if self._opened and in_place and target is not None and target.tied_head in operation.names:
             raise refused(
                 target.tied_head,
                 f"is tied to the embeddings, and vLLM's {self._name!r} writes weights where they "

@@ -101,7 +101,7 @@ def test_an_equal_head_is_received_and_not_loaded(order: tuple[str, ...], is_laz
     pairs = [(name, embeddings()) for name in order]
     loaded.checked.load(iter(pairs) if is_lazy else pairs)
     loaded.checked.require_equal()
-    loaded.unloaded.require_compared()
+    loaded.unloaded.require_checked(order)
     assert loaded.names == [name for name in order if name != HEAD]
 
 
@@ -135,11 +135,12 @@ def test_one_tensor_at_a_time_loads_no_empty_list() -> None:
 
 
 @pytest.mark.parametrize("came", [(), (HEAD,), (EMBEDDINGS,)])
-def test_a_head_that_was_announced_and_not_compared_is_refused(came: tuple[str, ...]) -> None:
+def test_a_transport_that_loads_past_the_check_is_refused(came: tuple[str, ...]) -> None:
     unloaded = tied()
     unloaded.begin((HEAD, EMBEDDINGS))
     unloaded.check([(name, embeddings()) for name in came])
+    unloaded.require_checked((*came, NORM))
     with pytest.raises(EngineError, match="could not be compared"):
-        unloaded.require_compared()
+        unloaded.require_checked((HEAD, EMBEDDINGS))
     unloaded.begin((EMBEDDINGS,))
-    unloaded.require_compared()
+    unloaded.require_checked((EMBEDDINGS,))

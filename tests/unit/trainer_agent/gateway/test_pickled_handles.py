@@ -48,9 +48,7 @@ class Runs:
 
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(
-    "storage", [torch.storage.TypedStorage, torch.storage.UntypedStorage]
-)
+@pytest.mark.parametrize("storage", [torch.storage.TypedStorage, torch.storage.UntypedStorage])
 def test_what_arrives_is_what_pytorch_rebuilds_from(
     protocol: int, dtype: torch.dtype, storage: type
 ) -> None:
