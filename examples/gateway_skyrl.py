@@ -38,8 +38,9 @@ ENGINES = 2
 ROUNDS = 3
 BOOT_S = 300.0
 MODEL = "policy"
+TOKENS = 12
 PROMPTS = [[1, 3, 4, 5], [1, 6, 7], [1, 9, 10, 11, 12], [1, 4, 4]]
-SAMPLING = {"temperature": 0.0, "max_tokens": 12, "logprobs": 1, "ignore_eos": True}
+SAMPLING = {"temperature": 0.0, "max_tokens": TOKENS, "logprobs": 1, "ignore_eos": True}
 ROOT = Path(__file__).resolve().parents[1]
 # vLLM loads the stand-in for NCCL by this entry point.
 ENTRY_POINTS = """\
@@ -123,7 +124,7 @@ def greedy(model: Policy, prompt: Sequence[int]) -> list[int]:
     """The tokens that an engine with these weights gives."""
     tokens = list(prompt)
     with torch.no_grad():
-        for _ in range(SAMPLING["max_tokens"]):
+        for _ in range(TOKENS):
             tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     return tokens[len(prompt) :]
 
@@ -201,7 +202,7 @@ async def wait_for_engines(broker: str) -> None:
 def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if sys.version_info < (3, 12):  # SkyRL asks for 3.12, where this is Python's own
-        typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
+        typing.TypedDict = typing_extensions.TypedDict
     sys.path.insert(0, str(ROOT))
     torch.manual_seed(0)
     model = Policy(PolicyConfig())

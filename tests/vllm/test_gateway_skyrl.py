@@ -41,7 +41,7 @@ require_vllm("skyrl", "cloudpathlib")
 pytestmark = [pytest.mark.vllm, pytest.mark.ci, pytest.mark.filterwarnings("default")]
 
 if sys.version_info < (3, 12):  # SkyRL asks for 3.12, where this is Python's own
-    typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
+    typing.TypedDict = typing_extensions.TypedDict
 
 LIMIT_S = 300.0
 TOKENS = 12
