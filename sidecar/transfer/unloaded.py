@@ -73,22 +73,10 @@ class UnloadedTensors:
                 "tie_word_embeddings=false in its config.json; or tie the trainer's head again",
             )
 
-    def require_checked(self, names: Collection[str]) -> None:
-        """Checks that :meth:`check` has had the head and the embeddings, if they have come.
-
-        Args:
-            names: of the tensors that have been received.
-
-        Raises:
-            EngineError: code ``manifest_refused``: one did not come by.
-        """
-        compared = [name for name in names if name == self.head or name.endswith(EMBEDDINGS)]
-        if self._compares_head and not self._sums.keys() >= set(compared):
-            raise _refused(
-                self.head,
-                "could not be compared with the embeddings, to which this engine's head is tied: "
-                "leave it out",
-            )
+    def has_checked(self, names: Collection[str]) -> bool:
+        """Returns whether :meth:`check` has had the head and the embeddings among these names."""
+        compared = {name for name in names if name == self.head or name.endswith(EMBEDDINGS)}
+        return not self._compares_head or compared <= self._sums.keys()
 
     def _check_frequencies(self, name: str, sent: torch.Tensor) -> None:
         own = self._frequencies(name)
@@ -108,22 +96,21 @@ class UnloadedTensors:
 class CheckedLoading:
     """Passes what a transport receives to a loader, and stops loading where a check fails.
 
-    For transports that receive and load in one call. A worker that left this call half-way would
-    leave its peers, and the trainer, in a collective. So a failed check ends the loading and not
-    the receiving: :meth:`require_equal` raises it when all has been received.
+    For transports that receive and load in one call. Whoever left this call half-way, or failed as
+    soon as it returned, would take the others' collective away: that of its peers, of other engines
+    and of the trainer. So a failed check ends the loading and not the receiving, and
+    :meth:`require_equal` raises it at the end of the update, when everybody has received all.
 
     Args:
-        unloaded: checks the tensors. That of a tied head is not passed on.
-        load: the loader.
+        unloaded: checks the tensors of one update. That of a tied head is not passed on.
+
+    Attributes:
+        loader: the loader.
     """
 
-    def __init__(
-        self,
-        unloaded: UnloadedTensors,
-        load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
-    ) -> None:
+    def __init__(self, unloaded: UnloadedTensors) -> None:
+        self.loader: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] = list
         self._unloaded = unloaded
-        self._load = load
         self._error: EngineError | None = None
 
     def load(self, received: Iterable[tuple[str, torch.Tensor]]) -> Any:
@@ -134,14 +121,32 @@ class CheckedLoading:
                 another iterable are received as they are loaded.
         """
         if not isinstance(received, list):
-            return self._load(self._checked(received))
+            return self.loader(self._checked(received))
         loadable = list(self._checked(received))
-        return self._load(loadable) if loadable and self._error is None else set()
+        return self.loader(loadable) if loadable and self._error is None else set()
+
+    def require_checked(self, names: Collection[str]) -> None:
+        """Fails the update if a head that was received has not come by :meth:`load`.
+
+        Args:
+            names: of the tensors that were received.
+        """
+        if self._error is None and not self._unloaded.has_checked(names):
+            self._error = _refused(
+                self._unloaded.head,
+                "could not be compared with the embeddings, to which this engine's head is tied: "
+                "leave it out",
+            )
 
     def require_equal(self) -> None:
-        """Raises the error of the check that has failed, if any."""
-        if self._error is not None:
-            raise self._error
+        """Raises the error of the check that has failed, if any; once.
+
+        Raises:
+            EngineError: as :meth:`UnloadedTensors.check`.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _checked(
         self, received: Iterable[tuple[str, torch.Tensor]]

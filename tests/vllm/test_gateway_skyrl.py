@@ -26,7 +26,7 @@ from tests.support import pair_plugin
 from tests.support.adapters import make_adapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
-from tests.support.letters import letters, write_letters
+from tests.support.letters import NAMES, letters, write_letters
 from tests.support.procs import run_wavebus, wavebus
 from tests.vllm._vllm import MAX_POSITIONS, PROMPT, boot_environment, require_vllm, server_argv
 from tests.vllm.test_gateway import free_port, vllm_source
@@ -128,6 +128,10 @@ class Trained:
                 assert choice["token_ids"] == expected
 
 
+def text(tokens: list[int]) -> str:
+    return "".join(NAMES.get(each, chr(each)) for each in tokens)
+
+
 def with_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As a `state_dict()` lists a tied head."""
     return {**weights, HEAD: weights[EMBEDDINGS]}
@@ -184,7 +188,7 @@ def test_requests_of_every_kind(trained: Trained) -> None:
             done = await driver.generate(asked)
             expected = [checkpoint.greedy(weights, each, TOKENS) for each in prompts]
             assert done["response_ids"] == expected
-            assert done["responses"] == ["".join(map(chr, each)) for each in expected]
+            assert done["responses"] == list(map(text, expected))
             assert done["stop_reasons"] == ["length", "length"]
             for prompt, tokens, given in zip(
                 prompts, expected, done["response_logprobs"], strict=True
@@ -222,10 +226,10 @@ def test_requests_of_every_kind(trained: Trained) -> None:
             assert rendered["token_ids"] == letters("u:hi\na:")
             [choice] = (await driver.chat_completion(chat))["choices"]
             told = checkpoint.greedy(weights, letters("u:hi\na:"), 4)
-            assert choice["message"]["content"] == "".join(map(chr, told))
+            assert choice["message"]["content"] == text(told)
             [choice] = (await driver.completion({"json": said | {"prompt": "hi"}}))["choices"]
             told = checkpoint.greedy(weights, letters("hi"), 4)
-            assert choice["text"] == "".join(map(chr, told))
+            assert choice["text"] == text(told)
             assert await driver.tokenize(["hi", "a"]) == [letters("hi"), letters("a")]
             assert await driver.detokenize([letters("hi")]) == ["hi"]
 

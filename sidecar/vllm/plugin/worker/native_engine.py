@@ -55,6 +55,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._original = original
         self._opened = False  # whether vLLM's transport is open
         self._started_theirs = False  # whether the update session is vLLM's
+        self._checked = CheckedLoading(self._loadable["model"].unloaded)  # of one update
 
     def _channel_name(self) -> str:
         return ""
@@ -71,6 +72,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             return
         loadable = self._loadable[self._target]
         loadable.unloaded.begin(self.armed.manifest.names if self.armed else ())
+        self._checked = CheckedLoading(loadable.unloaded)
         loadable.repacking.before_start()
         self._original.start_weight_update()
 
@@ -94,16 +96,15 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     @contextlib.contextmanager
     def _checked_loading(self, names: list[str]) -> Iterator[None]:
-        """Checks what vLLM's class loads in the block; raises after it if a check has failed."""
-        model, unloaded = self.model, self._loadable[self._target].unloaded
-        checked = CheckedLoading(unloaded, model.load_weights)
+        """Checks what vLLM's class loads in the block. The finish raises what was found."""
+        model, checked = self.model, self._checked
+        checked.loader = model.load_weights
         model.load_weights = checked.load  # hides the class's method
         try:
             yield
         finally:
             del model.load_weights
-        checked.require_equal()
-        unloaded.require_checked(names)
+        checked.require_checked(names)
 
     def _update_info(self, operation: operations.ReceiveChunk) -> dict[str, Any]:
         """Returns the arguments of the guarded engine's ``update_weights``."""
@@ -121,6 +122,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             return
         self._original.finish_weight_update()
         self._loadable[self._target].repacking.after_finish()
+        self._checked.require_equal()
 
     def _close_theirs(self) -> None:
         if self._opened:
