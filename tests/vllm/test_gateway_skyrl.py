@@ -23,6 +23,7 @@ from sidecar.supervision.server import SupervisedServer
 from sidecar.vllm.connection_http import HttpConnection
 from sidecar.vllm.engine import VllmAdapter
 from tests.support import pair_plugin
+from tests.support.adapters import make_adapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import Checkpoint, make_checkpoint, perturbed
 from tests.support.letters import NAMES, letters, write_letters
@@ -32,6 +33,7 @@ from tests.vllm.test_gateway import free_port, vllm_source
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -45,6 +47,7 @@ LIMIT_S = 300.0
 TOKENS = 12
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 NCCL = json.dumps({"backend": "nccl"})
+LORA = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
 # What SkyRL's generator sends with each request.
 SAMPLING = {
     "min_tokens": 1,
@@ -142,7 +145,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     checkpoint = make_checkpoint(folder / "model", 1, tie=True, max_positions=MAX_POSITIONS)
     write_letters(checkpoint.folder)
     environment = {**os.environ, **boot_environment(folder), pair_plugin.NCCL: "1"}
-    argv = server_argv(checkpoint.folder, "--weight-transfer-config", NCCL)
+    argv = server_argv(checkpoint.folder, "--weight-transfer-config", NCCL, *LORA)
     argv.remove("--skip-tokenizer-init")
     with asyncio.Runner() as runner, contextlib.ExitStack() as processes:
         servers = [SupervisedServer(argv, env=environment) for _ in range(2)]
@@ -343,6 +346,31 @@ def test_sleep_and_wake_around_an_update(trained: Trained) -> None:
             await driver.sleep(level=1, tags=["weights"])
             await driver.wake_up()
             await trained.assert_serve(second)
+
+    trained.run(scenario())
+
+
+def test_adapters_are_loaded_and_replaced(trained: Trained, tmp_path: Path) -> None:
+    asked = {"prompt_token_ids": [PROMPT], "sampling_params": SAMPLING}
+
+    async def scenario() -> None:
+        async with trained.driver() as driver:
+            for seed in (1, 2):  # the second is loaded in place of the first
+                made = make_adapter(trained.weights, seed)
+                folder = made.save(tmp_path / f"step-{seed}")
+                await driver.load_lora_adapter("tuned", str(folder))
+                done = await driver.generate(asked, model="tuned")
+                expected = trained.checkpoint.greedy(made.merged, PROMPT, TOKENS)
+                assert done["response_ids"] == [expected]
+            with pytest.raises(aiohttp.ClientResponseError, match="sync_mode=disk") as refused:
+                await driver.load_lora_adapter("tuned", in_memory=True)
+            assert refused.value.status == 501
+            with pytest.raises(aiohttp.ClientResponseError, match="sync_mode=disk"):
+                await driver.set_lora_receive_target({"kind": "lora"})
+            with pytest.raises(aiohttp.ClientResponseError, match="same name") as refused:
+                await driver.unload_lora_adapter("tuned")
+            assert refused.value.status == 501
+        await trained.assert_serve(trained.weights)
 
     trained.run(scenario())
 
