@@ -203,7 +203,7 @@ def test_requests_of_every_kind(trained: Trained) -> None:
                     "json": {
                         "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
                         "num_samples": 2,
-                        "sampling_params": {"temperature": 0.0, "max_tokens": 4, "seed": 1},
+                        "sampling_params": {"temperature": 1.0, "max_tokens": 4, "seed": 1},
                         "include_prompt_logprobs": True,
                         "topk_prompt_logprobs": 2,
                         "session_id": "c",
@@ -211,8 +211,8 @@ def test_requests_of_every_kind(trained: Trained) -> None:
                 }
             )
             for each in sampled["sequences"]:
-                assert each["tokens"] == expected[0][:4]
-                assert len(each["logprobs"]) == 4
+                assert 0 < len(each["tokens"]) <= 4
+                assert len(each["logprobs"]) == len(each["tokens"])
             scored = checkpoint.score(weights, PROMPT[:1], PROMPT[1:])
             assert sampled["prompt_logprobs"] == [
                 None,
@@ -335,7 +335,7 @@ def test_sleep_and_wake_around_an_update(trained: Trained) -> None:
             assert not await driver.is_sleeping()
             await trained.assert_serve(first)
 
-            await driver.pause_generation()
+            await driver.pause_generation(clear_cache=True)
             await driver.sleep_for_weight_sync(offload_kv=False)
             await driver.wake_for_weight_sync(["weights"])
             await asyncio.to_thread(trained.send, with_head(second))
