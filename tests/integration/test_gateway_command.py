@@ -119,6 +119,9 @@ def test_beyond_loopback_it_needs_a_key_or_an_insecure_will() -> None:
     assert (shown.returncode, "--api-key" in shown.stderr) == (2, True)
     for address in ("8000", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):
         assert run_wavebus("gateway", "--listen", address).returncode == 2
+    options = ("--insecure", "--allow-pickled-handles")
+    shown = run_wavebus("gateway", "--listen", "0.0.0.0:0", *options)
+    assert (shown.returncode, "for loopback alone" in shown.stderr) == (2, True)
 
 
 def test_half_sent_requests_do_not_shut_it(bus: Bus) -> None:

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bus.cli.options import Keys
 from bus.errors import ManifestRefused
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
 from tests.vllm._two import TOKENS, Two, booted_two
 from tests.vllm._vllm import PROMPT, require_vllm
+from tests.vllm.test_gateway import vllm_source
 from tests.vllm.test_m2n_engine import K_PROJ, train
+from trainer_agent.gateway.server import serve
 from trainer_agent.weights.source import PairSource
 
 if TYPE_CHECKING:
@@ -144,6 +147,42 @@ def test_vllms_own_source_of_a_module(two: Two, engine: str) -> None:
             await two.assert_serve(first)
             await asyncio.to_thread(agent.update_weights, module_source(second))
             await two.assert_serve(second)
+
+    two.run(scenario())
+
+
+def test_handles_that_come_over_http_are_those_that_were_lent(two: Two, engine: str) -> None:
+    """vLLM's own HTTP client pickles them; the gateway reads them, and pickles nothing."""
+    if engine == "nccl":
+        pytest.skip("it lends no memory")
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # noqa: PLC0415
+
+    first, second = perturbed(two.weights, 8), perturbed(two.weights, 9)
+    weights = dict(first)
+    keys = Keys(None, None, insecure=False)
+
+    async def scenario() -> None:
+        async with (
+            two.joined("here", "served") as broker,
+            serve(
+                *(broker, "policy", "127.0.0.1", 0),
+                keys=keys,
+                silence_s=60.0,
+                allow_pickled_handles=True,
+            ) as url,
+        ):
+            trainer = await asyncio.to_thread(
+                WeightTransferTrainerFactory.trainer_init,
+                IPCTrainerInitInfo(rank=0),
+                client=HTTPVLLMWeightSyncClient(url),
+                source=vllm_source(weights),
+            )
+            for new in (first, second):
+                weights.update(new)
+                await asyncio.to_thread(trainer.send_weights)
+                await two.assert_serve(new)
 
     two.run(scenario())
 

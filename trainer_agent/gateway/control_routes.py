@@ -42,6 +42,10 @@ _NOT_OFFERED: Final = {
     "`update_weights(canary=...)` of a TrainerAgent",
     "/release_kv_cache_memory": "the KV cache is not freed alone; use /sleep?level=1",
 }
+_IN_MEMORY: Final = (
+    "an adapter in engines' memory is not taken: set trainer.policy.model.lora.sync_mode=disk, "
+    "with a lora_sync_path that the gateway's host sees"
+)
 _TRUE: Final = ("true", "1", "yes", "on")
 _FALSE: Final = ("false", "0", "no", "off")
 
@@ -86,6 +90,8 @@ class ControlRoutes:
             "/load_lora_adapter": self._load_adapter_named,
             "/collective_rpc": self._call_all,
             **dict.fromkeys(_NOT_OFFERED, self._refuse),
+            "/v1/unload_lora_adapter": self._unload_adapter,
+            "/fetch_weights": self._fetch,
         }
         gets: dict[str, Call] = {
             "/is_paused": self._is_paused,
@@ -192,6 +198,8 @@ class ControlRoutes:
 
     async def _send_adapter(self, http: web.Request) -> tuple[str, int]:
         body = await _body(http)
+        if body.get("in_memory"):
+            raise NotOffered(_IN_MEMORY)
         name, folder = _text(body, "lora_name"), _text(body, "lora_path")
         return name, await self._group.send_adapter(name, folder)
 
@@ -207,12 +215,25 @@ class ControlRoutes:
             await self._pauses.sleep(1, "keep")
         elif method == "skyrl_wake_for_weight_sync":
             await self._pauses.wake(tuple(kwargs.get("tags") or ()))
+        elif method == "skyrl_set_lora_receive_target":
+            raise NotOffered(_IN_MEMORY)
         else:
             raise NotOffered(
                 f"method {method!r}: a group runs no code of its clients; use the routes for "
                 "pauses, sleep and updates"
             )
         return {"results": [None]}
+
+    async def _unload_adapter(self, _: web.Request) -> Answer:
+        raise NotOffered(
+            "adapters are not unloaded: load the next one under the same name, which replaces it"
+        )
+
+    async def _fetch(self, _: web.Request) -> Answer:
+        raise NotOffered(
+            "fetch_weights: SkyRL calls it with weight_sync_backend=delta; set "
+            "generator.inference_engine.weight_sync_backend=nccl"
+        )
 
 
 def _answering(call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:

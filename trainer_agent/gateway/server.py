@@ -34,6 +34,7 @@ async def serve(
     control_key: str = "",
     engine_api_key: str | None = None,
     silence_s: float | None = None,
+    allow_pickled_handles: bool = False,
 ) -> AsyncIterator[str]:
     """Serves a group over HTTP during a block; yields the base URL.
 
@@ -50,6 +51,7 @@ async def serve(
         engine_api_key: the engines' own API key.
         silence_s: after how many seconds without a call a client's pause or update ends; None: no
             routes for training.
+        allow_pickled_handles: whether pickled CUDA IPC handles are read, without running anything.
 
     Raises:
         UsageError: the address can't be used.
@@ -81,7 +83,7 @@ async def serve(
         if silence_s is not None:
             session = ClientSession(make_agent, silence_s=silence_s, lease_s=LEASE_MS / 1000)
             stack.push_async_callback(session.close)
-            updates = ClientUpdates(session)
+            updates = ClientUpdates(session, takes_pickles=allow_pickled_handles)
             pauses, files = ClientPauses(session, updates), ClientGroup(session, updates)
             routes = ControlRoutes(pauses, updates, files).routes()
         yield await stack.enter_async_context(

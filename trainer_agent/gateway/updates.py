@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import UsageError, WavebusError
 from bus.manifest import TensorMeta
+from trainer_agent.gateway.pickled_handles import read_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from trainer_agent.gateway.agent import GatewayAgent
     from trainer_agent.gateway.client_session import ClientSession
 
-_PICKLED: Final = "ipc_handles_pickled"
 _LEFT: Final = (
     "the client's broadcast was not ended, and its transport is closed; call "
     "init_weight_transfer_engine again"
@@ -111,13 +111,15 @@ class ClientUpdates:
 
     Args:
         session: the membership of the bus.
+        takes_pickles: whether pickled CUDA IPC handles are read.
 
     Attributes:
         label: the client's own name of the weights that were committed last; empty: none.
     """
 
-    def __init__(self, session: ClientSession) -> None:
+    def __init__(self, session: ClientSession, *, takes_pickles: bool = False) -> None:
         self.label = ""
+        self._takes_pickles = takes_pickles
         self._session = session
         self._update: HttpUpdate | None = None
         self._has_finished = False  # the last update; it may be finished again
@@ -203,6 +205,8 @@ class ClientUpdates:
             )
         update.stage = HttpStage.LOADING
         try:
+            if isinstance(info, dict):
+                info = await asyncio.to_thread(read_info, info, allowed=self._takes_pickles)
             described, metas = self._read(info, update.target)
             await agent.start_native(metas, update.target)
             await agent.receive_native(described)
@@ -246,8 +250,6 @@ class ClientUpdates:
         """
         if not isinstance(info, dict):
             raise UsageError("update_info: an object is needed")
-        if _PICKLED in info:
-            raise UsageError(f"update_info: {_PICKLED}: pickles that come over HTTP are not read")
         try:
             names, dtypes, shapes = info["names"], info["dtype_names"], info["shapes"]
             metas = [

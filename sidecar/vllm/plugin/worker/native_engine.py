@@ -13,7 +13,7 @@ Of a staged update vLLM's class only receives
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
@@ -24,6 +24,7 @@ from bus.messages import NackCode
 from bus.weight_transfer.allocation import RankAssignment
 from bus.weight_transfer.formats import transfer_failed
 from sidecar.transfer.chunk_receiver import require_chunk
+from sidecar.transfer.unloaded import CheckedLoading
 from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.loading.loader_trace import refused
 from sidecar.vllm.plugin.loading.target_model import require_armed
@@ -33,7 +34,7 @@ from sidecar.vllm.plugin.worker.native_handles import rebuildable
 from sidecar.vllm.plugin.worker.native_transport import VllmTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from bus.manifest import TensorMeta
     from bus.weight_transfer.packing import Tensors
@@ -63,6 +64,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
         # The last staged update whose chunks were received here, and its next chunk.
         self._begun: tuple[ArmedUpdate | None, int] = None, 0
         self._stager.theirs = self
+        self._checked = CheckedLoading(self._loadable["model"].unloaded)  # of one update
 
     def preempted(self) -> AbstractContextManager[None]:
         """Keeps the staging channel from vLLM's engine during a block, in which others use it."""
@@ -108,7 +110,10 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._started_theirs:
             super()._start()
             return
-        self._loadable[self._target].repacking.before_start()
+        loadable = self._loadable[self._target]
+        loadable.unloaded.begin(self.armed.manifest.names if self.armed else ())
+        self._checked = CheckedLoading(loadable.unloaded)
+        loadable.repacking.before_start()
         self._original.start_weight_update()
 
     def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:
@@ -126,8 +131,21 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
         # Workers must fail before the collective: one that stays out of it hangs the others.
         agreement.run_before_any_continues(prepare)
-        with set_current_vllm_config(self.vllm_config):
+        names = [meta.name for meta in require_armed(self.armed).announced.chunks[operation.seq]]
+        with set_current_vllm_config(self.vllm_config), self._checked_loading(names):
             self._original.update_weights(chunk)
+
+    @contextmanager
+    def _checked_loading(self, names: list[str]) -> Iterator[None]:
+        """Checks what vLLM's class loads in the block. The finish raises what was found."""
+        model, checked = self.model, self._checked
+        checked.loader = model.load_weights
+        model.load_weights = checked.load  # hides the class's method
+        try:
+            yield
+        finally:
+            del model.load_weights
+        checked.require_checked(names)
 
     def _update_info(
         self, armed: ArmedUpdate, operation: operations.ReceiveChunk
@@ -145,6 +163,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             return
         self._original.finish_weight_update()
         self._loadable[self._target].repacking.after_finish()
+        self._checked.require_equal()
 
     def shutdown(self) -> None:
         """Closes wavebus's receiver; the caller closes vLLM's own transport itself."""
@@ -193,7 +212,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
         def prepare() -> None:
             nonlocal typed
-            if not self._opened or operation.backend != self._receiver.backend:
+            if not self._transport.is_open or operation.backend != self._receiver.backend:
                 raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
             if not vllm_payloads.is_drainable(operation.backend):
                 raise transfer_failed(f"transport {operation.backend!r} can't be drained")
@@ -204,7 +223,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             agreement.run_before_any_continues(prepare)
             native_drain.drain(self._engine, self._original, typed, operation.timeout_ms / 1000)
         except BaseException:
-            self._close_theirs()
+            self._transport.close()
             raise
 
     def _placed(self, info: dict[str, Any], place: RankAssignment) -> dict[str, Any]:
@@ -249,11 +268,13 @@ class NativeUpdates(WavebusWeightTransferEngine):
                 f"vLLM's {self._name!r} does not update draft models", code=NackCode.DRAFT_MISSING
             )
         target = self._loadable.get(operation.target)
-        if self._transport.is_open and target is not None and target.tied_head in operation.names:
+        in_place = self._name in vllm_payloads.SHARDING | vllm_payloads.PATCHING
+        is_tied = target is not None and target.tied_head in operation.names
+        if self._transport.is_open and in_place and target is not None and is_tied:
             raise refused(
                 target.tied_head,
-                "is tied to the embeddings, and vLLM's own worker engines can't load it by "
-                "itself: leave it out",
+                f"is tied to the embeddings, and vLLM's {self._name!r} writes weights where they "
+                "are served, so it can't be compared with them before: leave it out",
             )
         super()._arm(operation)
 
