@@ -41,6 +41,10 @@ _NOT_OFFERED: Final = {
     "/weight_checker": "checksums of workers are not merged; a canary compares the engines: "
     "`update_weights(canary=...)` of a TrainerAgent",
     "/release_kv_cache_memory": "the KV cache is not freed alone; use /sleep?level=1",
+    "/v1/unload_lora_adapter": "adapters are not unloaded: load the next one under the same name, "
+    "which replaces it",
+    "/fetch_weights": "SkyRL calls it with weight_sync_backend=delta; set "
+    "generator.inference_engine.weight_sync_backend=nccl",
 }
 _IN_MEMORY: Final = (
     "an adapter in engines' memory is not taken: set trainer.policy.model.lora.sync_mode=disk, "
@@ -90,8 +94,6 @@ class ControlRoutes:
             "/load_lora_adapter": self._load_adapter_named,
             "/collective_rpc": self._call_all,
             **dict.fromkeys(_NOT_OFFERED, self._refuse),
-            "/v1/unload_lora_adapter": self._unload_adapter,
-            "/fetch_weights": self._fetch,
         }
         gets: dict[str, Call] = {
             "/is_paused": self._is_paused,
@@ -223,17 +225,6 @@ class ControlRoutes:
                 "pauses, sleep and updates"
             )
         return {"results": [None]}
-
-    async def _unload_adapter(self, _: web.Request) -> Answer:
-        raise NotOffered(
-            "adapters are not unloaded: load the next one under the same name, which replaces it"
-        )
-
-    async def _fetch(self, _: web.Request) -> Answer:
-        raise NotOffered(
-            "fetch_weights: SkyRL calls it with weight_sync_backend=delta; set "
-            "generator.inference_engine.weight_sync_backend=nccl"
-        )
 
 
 def _answering(call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:
