@@ -29,3 +29,10 @@ def test_skyrls_clients_train_two_engines_by_one_url() -> None:
         pytest.skip("the sources of SkyRL 0.4.0 have the form of vLLM 0.32")
     printed = run_example("gateway_skyrl.py")
     assert "4 of 4 rollouts are those of the newest weights" in printed
+
+
+def test_trls_clients_train_two_engines_by_one_url() -> None:
+    require_vllm("trl", "accelerate")
+    printed = run_example("gateway_trl.py")
+    assert printed.count("all answers are those of the new weights") == 4
+    assert "calls got whole answers" in printed
