@@ -111,17 +111,17 @@ class ForkedProcess:
             self.stdin = os.fdopen(mine, "w", encoding="utf-8")
         order: dict[str, Any] = {"argv": argv[1:], "env": dict(env), "cwd": str(cwd)}
         order["hang_up"] = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        ends = [its_in, its_out, its_err, its_status]
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
             for stream in filter(None, (self.stdin, self.stdout, self.stderr)):
                 undo.push(stream)
             undo.callback(os.close, self._status)
             with contextlib.ExitStack() as given:
-                for end in filter(None, (its_in, its_out, its_err, its_status)):
+                for end in filter(None, ends):
                     given.callback(os.close, end)
                 with _STARTING:
                     server = _server(os.getpid(), template)
-                ends = [its_in, its_out, its_err, its_status]
                 socket.send_fds(server, [json.dumps(order).encode()], ends)
             self.pid = self._read_number()
             undo.pop_all()
