@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bus.errors import EngineError
+from bus.messages import NackCode
 from bus.protocol.engine.calls import (
     Call,
     CallAbortRequests,
     CallAdmit,
     CallArm,
     CallCommit,
+    CallDrain,
     CallFinish,
     CallLoad,
     CallOpenTransfer,
@@ -29,6 +32,7 @@ from bus.protocol.engine.calls import (
     CallSwap,
     CallWakeWeights,
 )
+from sidecar.engine import DrainableEngine
 
 if TYPE_CHECKING:
     from sidecar.engine import Engine
@@ -83,6 +87,11 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
             return await engine.swap(version, clear_cache=clear_cache)
         case CallOpenTransfer(backend=backend, params=params, assignment=place):
             return await engine.open_transfer(backend, params, place)
+        case CallDrain(backend=backend, handle=handle, timeout_ms=timeout_ms):
+            if not isinstance(engine, DrainableEngine):
+                text = f"this engine has no {backend} transport to drain"
+                raise EngineError(text, code=NackCode.TRANSFER_FAILED)
+            await engine.drain_transfer(backend, handle, timeout_ms / 1000)
         case CallRestore(target):
             await engine.restore(target)
         case CallAbortRequests():

@@ -388,7 +388,27 @@ class Engine(Protocol):
         """
 
     async def call_off(self) -> None:
-        """Cancels a :meth:`swap` under way, unless all ranks have already agreed to swap."""
+        """Cancels a :meth:`swap`, unless all ranks have agreed; or a staged receive of vLLM's."""
+
+
+@runtime_checkable
+class DrainableEngine(Protocol):
+    """An engine with transports whose sender may wait in a broadcast after a refusal."""
+
+    async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
+        """Receives over the open transport what its sender sends, and discards it.
+
+        Neither weights nor an armed update are touched. If this fails, the transport is closed.
+
+        Args:
+            backend: the transfer backend's name.
+            handle: what the sender sends, encoded for that backend.
+            timeout_s: how long to wait for the sender, in seconds.
+
+        Raises:
+            EngineError: code ``transfer_failed``: the transport is not open or can't be drained, or
+                the sender did not send all in time.
+        """
 
 
 def require_model(target: Target) -> None:

@@ -38,9 +38,10 @@ from bus.protocol.core.link import LinkConfig, LinkState
 from bus.protocol.engine.calls import (
     COMMANDS,
     Call,
-    CallCancelSwap,
+    CallCancel,
     CallEscalate,
     CallPause,
+    CallReceive,
     CallSwap,
     SendToPeers,
     SessionEffect,
@@ -66,8 +67,8 @@ if TYPE_CHECKING:
     from bus.runtime.interfaces import ClientTransport, Scheduler
     from sidecar.engine import Engine, EngineInfo
 
-# How often the cancellation of a swap is repeated until the swap returns.
-CANCEL_SWAP_RETRY_S: Final = 0.5
+# How often the cancellation of a call is repeated until the call returns.
+CANCEL_RETRY_S: Final = 0.5
 # How long a closing sidecar waits for the engine call under way.
 CLOSE_TIMEOUT_S: Final = 10.0
 
@@ -140,7 +141,7 @@ class Sidecar:
         self._caller: asyncio.Task[None] | None = None  # makes the engine calls, one at a time
         self._next_call: Call | None = None
         self._wake: asyncio.Future[None] | None = None  # set while the caller has nothing to do
-        self._swap_cancelled: CallSwap | None = None  # set until that swap returns
+        self._cancelled: CallSwap | CallReceive | None = None  # the last call that was cancelled
         self._cache_run, self._departure = CacheRun(engine), Departure()
         self._closing = self._is_frozen = False  # frozen: the core
         self._ended, self._changed = asyncio.Event(), asyncio.Event()
@@ -363,8 +364,8 @@ class Sidecar:
                     self._peer_links.send(effect.vote, effect.ranks)
             elif isinstance(effect, CallEscalate):
                 self._tasks.start(self._escalate(effect))
-            elif isinstance(effect, CallCancelSwap):
-                self._tasks.start(self._cancel_swap(effect))
+            elif isinstance(effect, CallCancel):
+                self._tasks.start(self._cancel(effect))
             else:
                 assert self._next_call is None, "the machine makes one call at a time"
                 self._next_call = effect
@@ -445,21 +446,21 @@ class Sidecar:
         now_ms = self._client.now_ms()
         self._perform(self.session.on_escalation_done(failure, now_ms, in_flight=in_flight))
 
-    async def _cancel_swap(self, call: CallCancelSwap) -> None:
-        """Cancels a swap that waits for other ranks, and repeats that until the swap returns.
+    async def _cancel(self, call: CallCancel) -> None:
+        """Cancels the call that waits for others, and repeats that until the call returns.
 
-        A cancellation may reach the engine before the swap does, or get lost.
+        A cancellation may reach the engine before that call does, or get lost.
         """
-        swap = self.session.update.swap
-        if swap is self._swap_cancelled:
+        running = self.session.update.cancellable
+        if running is self._cancelled:
             return
-        self._swap_cancelled = swap
-        while swap is not None and self.session.update.swap is swap:
+        self._cancelled = running
+        while running is not None and self.session.update.cancellable is running:
             try:
                 await self.engine.call_off()
             except Exception as error:  # noqa: BLE001 - an adapter may raise anything; it is logged
                 self._failure(type(call).__name__, error)
-            await anyio.sleep(CANCEL_SWAP_RETRY_S)
+            await anyio.sleep(CANCEL_RETRY_S)
 
     def _on_task_failed(self, error: BaseException) -> None:
         """Ends the sidecar because a task failed; a paused engine resumes after its pause lease."""

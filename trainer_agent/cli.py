@@ -127,6 +127,12 @@ class GatewayPlan(GroupPlan):
         "[env: WAVEBUS_CONTROL_KEY]",
         envvar="WAVEBUS_CONTROL_KEY",
     )
+    allow_pickled_handles: bool = option(
+        False,
+        "Take CUDA IPC handles, which vLLM's clients pickle. They are read without running "
+        "anything; on loopback alone.",
+        is_flag=True,
+    )
     engine_api_key: str | None = option(
         None,
         "The engines' own API key, if they have one.  [env: VLLM_API_KEY]",
@@ -167,6 +173,8 @@ def gateway(plan: GatewayPlan, keys: Keys) -> None:
             f"--listen {listen}: others can reach it: give --api-key and --control-key (or "
             "--read-only), or --insecure to let anyone use the engines"
         )
+    if plan.allow_pickled_handles and not is_loopback_host(host):
+        raise UsageError(f"--listen {listen}: --allow-pickled-handles is for loopback alone")
     from trainer_agent.gateway import server  # noqa: PLC0415 - after --help
 
     _raise_file_limit()
@@ -184,6 +192,7 @@ def gateway(plan: GatewayPlan, keys: Keys) -> None:
             control_key=plan.control_key,
             engine_api_key=plan.engine_api_key,
             silence_s=None if plan.read_only else plan.silence_s,
+            allow_pickled_handles=plan.allow_pickled_handles,
         ) as url:
             await _warn_of_empty_group(plan, keys)
             announce(url)

@@ -64,18 +64,23 @@ class PauseArguments(TypedDict, total=False):
     escalate: Escalation
 
 
-class UpdateArguments(PauseArguments, total=False):
-    """The keyword arguments of :meth:`TrainerAgent.update_weights`."""
+class ClientArguments(PauseArguments, total=False):
+    """The arguments of :meth:`TrainerAgent.client`, except ``chunk_bytes``."""
 
-    config: Any
-    dtype: SentDtype
     target: Target
-    label: str
     canary: Canary | None
     quorum: Quorum
     how: How
     staging_bytes: int | None
     keep_staging: bool
+
+
+class UpdateArguments(ClientArguments, total=False):
+    """The keyword arguments of :meth:`TrainerAgent.update_weights`."""
+
+    config: Any
+    dtype: SentDtype
+    label: str
     check_finite: bool
 
 

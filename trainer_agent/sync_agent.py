@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
 
-    from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status, Target
-    from trainer_agent.canary import Canary
-    from trainer_agent.options import PauseArguments, Quorum, UpdateArguments
+    from bus.messages import EngineView, Escalation, GroupAck, PauseMode, SleepLevel, Status
+    from trainer_agent.options import ClientArguments, PauseArguments, UpdateArguments
     from trainer_agent.report import UpdateReport
     from trainer_agent.vllm.client import BusWeightSyncClient
     from trainer_agent.vllm.patches import AnyPatch, BusPatches
@@ -130,18 +129,10 @@ class SyncTrainerAgent(BusThread[TrainerAgent]):
         return portal.call(functools.partial(agent.init_info, engine, **fields))
 
     def client(
-        self,
-        *,
-        chunk_bytes: int | None = None,
-        target: Target = "model",
-        canary: Canary | None = None,
-        quorum: Quorum = None,
-        **options: Unpack[PauseArguments],
+        self, *, chunk_bytes: int | None = None, **options: Unpack[ClientArguments]
     ) -> BusWeightSyncClient:
         """Returns the ``client`` of a vLLM trainer engine. See :meth:`TrainerAgent.client`."""
-        return self._async.client(
-            chunk_bytes=chunk_bytes, target=target, canary=canary, quorum=quorum, **options
-        )
+        return self._async.client(chunk_bytes=chunk_bytes, **options)
 
     def source(self, weights: Weights) -> BusWeightSource:
         """Wraps weights as a vLLM trainer engine's source. See :meth:`TrainerAgent.source`."""

@@ -62,6 +62,7 @@ MESSAGES: Final = (
     MessageEntry(update.PlanTransfer, "PLAN_TRANSFER", _TRAINER),
     MessageEntry(update.TransferPlan, "TRANSFER_PLAN"),
     MessageEntry(update.TransferInit, "TRANSFER_INIT", _TRAINER, Step.TRANSFER_INIT),
+    MessageEntry(update.TransferDrain, "TRANSFER_DRAIN", _TRAINER, Step.TRANSFER_DRAIN),
     MessageEntry(update.Arm, "ARM", _TRAINER, Step.ARM),
     MessageEntry(update.Armed, "ARMED", _ENGINE),
     MessageEntry(update.UpdateStart, "UPDATE_START", _TRAINER, Step.START),

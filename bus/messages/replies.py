@@ -31,6 +31,7 @@ class Step(StrEnum):
     WAKE = "wake"
     RESUME = "resume"
     TRANSFER_INIT = "transfer_init"
+    TRANSFER_DRAIN = "transfer_drain"
     ARM = "arm"
     START = "start"
     CHUNK = "chunk"

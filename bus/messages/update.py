@@ -83,6 +83,32 @@ class TransferInit(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class TransferDrain(Message):
+    """Trainer to broker to engines: receive over the open transport, and discard what comes.
+
+    It ends the broadcast of a sender that has entered it although its update was refused. No
+    weights are touched, and no pause is needed.
+
+    Attributes:
+        update_id: the id of this drain, not of an update.
+        transfer: the id of the TRANSFER_INIT that opened the transport.
+        backend: the transport's name.
+        communicator: the number of the transport's communicator.
+        handle: data that only the transport's backend reads: what the sender sends.
+        timeout_ms: how long engines wait for the sender, in ms.
+        scope: as in :class:`Arm`.
+    """
+
+    update_id: UpdateId
+    transfer: UpdateId
+    backend: ShortText
+    communicator: Count
+    handle: Blob
+    timeout_ms: Count
+    scope: Scope = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Staging:
     """Options of a staged update: loaded into spare memory, then swapped in between two steps.
 

@@ -19,7 +19,7 @@ import bus.log
 from bus.net import http_url, is_loopback_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from aiohttp.typedefs import Handler
 
@@ -34,6 +34,10 @@ _NEVER_S: Final = 1e6  # aiohttp's own timer
 # Decoding a value takes up to 0.1 µs, a list or an object up to 1 µs, and nothing else runs then.
 MAX_VALUES: Final = 3_000_000
 MAX_NESTED: Final = 500_000
+# Bodies that are read or answered may have so many times the greatest size, together. Small ones
+# don't count.
+_BODIES_AT_ONCE: Final = 8
+_SMALL: Final = 1 << 20  # bytes
 _COUNTED_AT_ONCE: Final = 1 << 20  # bytes, in the event loop: less than a millisecond
 # Of the descriptors that are free at the start, half are for clients: each may need an engine.
 _KEPT_BACK: Final = 32
@@ -44,6 +48,8 @@ _SPARED_S: Final = 1.0  # a connection this young may have sent a request
 _LINGER_S: Final = 1.0
 _LOG_EVERY_S: Final = 10.0
 _SHUTDOWN_S: Final = 1.0
+# Of the event loop, until the handler of a request begins that is in the socket already.
+_PASSES: Final = 5
 _FULL: Final = (
     b'{"error":{"message":"too many connections","type":"ServiceUnavailableError","code":503}}'
 )
@@ -83,6 +89,8 @@ class HttpServer:
         self._answer_error = answer_error
         self._answer_exception = answer_exception
         self._access = access
+        self._max_body_bytes = max_body_bytes
+        self._held_bytes = 0  # of large bodies
         self._max_values = max_values
         self._is_local = False
         self._runner: web.AppRunner | None = None
@@ -141,7 +149,15 @@ class HttpServer:
         connection = request.protocol
         assert isinstance(connection, _Connection)
         connection.wait(None)
-        response = self._refuse(request) or await self._answer(request, connection, handler)
+        response: web.StreamResponse | None = self._refuse(request)
+        if response is None:
+            with self._held(request) as has_room:
+                if has_room:
+                    response = await self._answer(request, connection, handler)
+                else:
+                    response = self._answer_error(request, 503, "too many large bodies at once")
+                    response.headers["Retry-After"] = "1"
+                    response.force_close()
         await response.prepare(request)
         await response.write_eof()
         self._expect(connection, IDLE_S)
@@ -153,12 +169,38 @@ class HttpServer:
             return None
         # The route's own path: no spelling of a path may change which key it needs.
         resource = request.match_info.route.resource
+        if (request.content_length or 0) > self._max_body_bytes:
+            text = f"a body of {request.content_length} bytes; at most {self._max_body_bytes}"
+            response = self._answer_error(request, 413, text)
+            response.force_close()
+            return response
         refusal = self._access.refusal(
             *(request.method, resource.canonical if resource else "", request.headers),
             has_body=request.body_exists,
             is_local=self._is_local,
         )
         return self._answer_error(request, *refusal) if refusal else None
+
+    @contextlib.contextmanager
+    def _held(self, request: web.Request) -> Iterator[bool]:
+        """Counts a body until its request is answered; yields whether there is room for it.
+
+        A body of unknown length counts as one of the greatest.
+        """
+        length = request.content_length
+        if length is None:
+            length = self._max_body_bytes if request.body_exists else 0
+        if length <= _SMALL:
+            yield True
+            return
+        if self._held_bytes + length > _BODIES_AT_ONCE * self._max_body_bytes:
+            yield False
+            return
+        self._held_bytes += length
+        try:
+            yield True
+        finally:
+            self._held_bytes -= length
 
     async def _answer(
         self, request: web.Request, connection: _Connection, handler: Handler
@@ -267,7 +309,7 @@ class _Connection(web.RequestHandler):
 
     def __init__(self, owner: HttpServer, runner: Any) -> None:
         self._owner = owner
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._raw: asyncio.Transport | None = None
         self._is_admitted = False
@@ -279,7 +321,7 @@ class _Connection(web.RequestHandler):
         """Cuts the connection off in ``limit_s``, unless another limit is set before; None: no."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._later(limit_s) if limit_s is not None else None
+        self._timer = self._later(limit_s, self._check_slow) if limit_s is not None else None
 
     def abort(self) -> None:
         """Closes the connection at once."""
@@ -318,7 +360,7 @@ class _Connection(web.RequestHandler):
     def pause_writing(self) -> None:
         """Notes that the client does not read its answer."""
         super().pause_writing()
-        self._unread = self._later(UNREAD_S)
+        self._unread = self._later(UNREAD_S, self._on_slow)
 
     def resume_writing(self) -> None:
         """Notes that the client reads again."""
@@ -326,8 +368,15 @@ class _Connection(web.RequestHandler):
         if self._unread is not None:
             self._unread.cancel()
 
-    def _later(self, limit_s: float) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(limit_s, self._on_slow)
+    def _later(self, limit_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(limit_s, act)
+
+    def _check_slow(self, passes: int = _PASSES) -> None:
+        """Cuts the client off, unless its request is there and the event loop was the slow one."""
+        if passes:
+            self._timer = asyncio.get_running_loop().call_soon(self._check_slow, passes - 1)
+        else:
+            self._on_slow()
 
     def _on_slow(self) -> None:
         self._owner.count("slow")

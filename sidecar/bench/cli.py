@@ -64,10 +64,10 @@ def pause(*, plan: PausePlan, as_json: bool) -> None:
 @options_of(RolloutPlan)
 @json_option
 def rollout(*, plan: RolloutPlan, as_json: bool) -> None:
-    """Measure what the rollout client costs.
+    """Measure what the rollout client and the gateway cost.
 
-    Compares it with aiohttp alone and with vllm-router. All use the same four embedded engines,
-    whose steps take 20 ms, and alternate in one run.
+    Compares them with aiohttp alone and with vllm-router. All use the same four embedded engines,
+    whose steps take 20 ms, and alternate in one run, of about three minutes.
     """
     require_modules("torch", "aiohttp", *(("vllm",) if plan.vllm else ()))
     show("rollout", plan, as_json=as_json)

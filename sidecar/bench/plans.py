@@ -53,10 +53,10 @@ class PausePlan:
 class RolloutPlan:
     """Options of ``bench rollout``."""
 
-    rounds: int = option(5, "Rounds of each way.", min=1)
-    kills: int = option(30, "Engines that get SIGKILL while the client streams from them.", min=0)
+    rounds: int = option(3, "Rounds of each way.", min=1)
+    kills: int = option(6, "Engines that get SIGKILL while the client streams from them.", min=0)
     live: int = option(
-        1024, "Streams at once, in ten waves, for the client's memory.", min=1, max=4096
+        1024, "Streams at once, for the memory of client and gateway.", min=1, max=4096
     )
     vllm: bool = option(
         False, "Also prefix cache hits of sessions, on two real servers on the CPU."

@@ -1,10 +1,11 @@
 """``bench rollout``: what the rollout client costs, compared with sending without it.
 
-Three ways to send requests alternate in one run. Each has a process of its own, and all use the
+Four ways to send requests alternate in one run. Each has a process of its own, and all use the
 same engines, whose steps have a fixed length:
 
 - **client**: the rollout client.
 - **bare**: aiohttp alone, which streams and parses in the same way, and takes engines in turn.
+- **gateway**: aiohttp through ``wavebus gateway``.
 - **router**: aiohttp through vllm-router with ``consistent_hash``, if that is installed.
 
 Then many streams are live at once, and engines get SIGKILL while the client streams from them.
@@ -13,14 +14,16 @@ Then many streams are live at once, and engines get SIGKILL while the client str
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -43,18 +46,45 @@ _TOKENS: Final = 100
 # The time to the first token scatters by more than the ways differ, and short answers are enough.
 _FIRST_TOKENS: Final = 10
 _FIRST_ROUNDS: Final = 12  # for each round of the other comparisons
-_WAVES: Final = 10
+_WAVES: Final = 5
 _LIVE_TOKENS: Final = 400  # long, so that no stream ends before all have begun
 _BOOT_S: Final = 400.0
 _KILL_AFTER_S: Final = 0.5
-# What is compared: its name, its unit, the client's rounds, and the other way's.
+_TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
+# What is compared: its name, its unit, and the rounds of the two ways.
 _PAIRS: Final = (
     ("token_ms", "token_ms", "client_1", "bare_1"),
     ("tokens_per_s", "tokens_per_s", "client", "bare"),
     ("cpu_us_per_token", "cpu_us", "client", "bare"),
     ("timed_tokens_per_s", "tokens_per_s", "client_timed", "router"),
     ("ttft_ms", "ttft_ms", "client_first", "router_first"),
+    ("front_token_ms", "token_ms", "gateway_1", "bare_1"),
+    ("front_tokens_per_s", "tokens_per_s", "gateway", "bare"),
+    ("front_cpu_us_per_token", "front_cpu_us", "gateway", "router"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """A server between clients and engines.
+
+    Attributes:
+        url: its URL.
+        pid: its process.
+    """
+
+    url: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        """Returns the CPU time of the process and its children so far, in seconds."""
+        return _cpu_s(self.pid)
+
+    def peak_mb(self) -> float:
+        """Returns the most memory that the process has had at once, in MB."""
+        lines = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii").splitlines()
+        (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
+        return round(int(peak) * 1024 / 1e6, 1)
 
 
 class RolloutBench:
@@ -67,6 +97,7 @@ class RolloutBench:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._numbers = count()
+        self._fronts: dict[str, Front] = {}
         self.ways: dict[str, Worker] = {}
 
     async def boot(self) -> list[tuple[str, Worker, str]]:
@@ -99,8 +130,10 @@ class RolloutBench:
     async def start_asking(self, group: str, urls: list[str]) -> None:
         """Starts a process for each way of sending requests that is possible here."""
         self._urls = {"client": list[str](), "bare": urls}
+        self._fronts = {"gateway": await gateway(self._bench, self._address, group)}
         if find_spec("vllm_router") is not None:
-            self._urls["router"] = [await router(self._bench, urls)]
+            self._fronts["router"] = await router(self._bench, urls)
+        self._urls |= {way: [front.url] for way, front in self._fronts.items()}
         for way in self._urls:
             broker = self._address if way == "client" else ""
             self.ways[way], _ = await self._bench.start(
@@ -111,7 +144,10 @@ class RolloutBench:
         """Sends a :class:`sidecar.bench.programs.rollout_asking.Wave`; returns its times."""
         name = f"{way}-{next(self._numbers)}"
         wave = {"name": name, "streams": streams, "tokens": tokens, "urls": self._urls[way], **more}
-        return dict(await self.ways[way].ask("run", wave=wave))
+        front = self._fronts.get(way)
+        before_s = front.cpu_s() if front else 0.0
+        took = dict(await self.ways[way].ask("run", wave=wave))
+        return {**took, "front_cpu_s": front.cpu_s() - before_s if front else 0.0}
 
     async def compare(self, rounds: int) -> dict[str, Any]:
         """Measures all ways in turn, with one stream and with many; returns medians and ratios."""
@@ -126,11 +162,13 @@ class RolloutBench:
                 "token_ms": took["wall_s"] * 1000 / tokens,
                 "tokens_per_s": took["tokens"] / took["wall_s"],
                 "cpu_us": took["cpu_s"] * 1e6 / took["tokens"],
+                "front_cpu_us": took["front_cpu_s"] * 1e6 / took["tokens"],
                 "ttft_ms": median(took["ttft_ms"] or [0.0]),
             }
 
-        ways = {f"{way}_1": partial(one, f"{way}_1", 1, timed=False) for way in ("client", "bare")}
-        ways |= {way: partial(one, way, _STREAMS, timed=False) for way in ("client", "bare")}
+        always = ("client", "bare", "gateway")
+        ways = {f"{way}_1": partial(one, f"{way}_1", 1, timed=False) for way in always}
+        ways |= {way: partial(one, way, _STREAMS, timed=False) for way in always}
         first: dict[str, Any] = {}
         if "router" in self.ways:
             for way in ("client_timed", "router"):
@@ -150,21 +188,25 @@ class RolloutBench:
         for name, unit, ours, theirs in _PAIRS:
             if theirs in found:
                 pairs = list(zip(found[ours], found[theirs], strict=True))
-                way = theirs.split("_")[0]
-                figures[f"{name}_client"] = round(medians(found[ours])[unit], 2)
-                figures[f"{name}_{way}"] = round(medians(found[theirs])[unit], 2)
+                for way in (ours, theirs):
+                    figures[f"{name}_{way.split('_')[0]}"] = round(medians(found[way])[unit], 2)
                 figures[f"ratio_{name}"] = median(a[unit] / b[unit] for a, b in pairs)
         return figures
 
     async def live(self, streams: int) -> dict[str, Any]:
-        """Measures the client's memory in ten waves of ``streams`` open streams each."""
+        """Measures the client's memory in waves of ``streams`` open streams each.
+
+        One more wave goes through the gateway, whose memory counts.
+        """
         say(f"{_WAVES} waves of {streams} streams")
         more = {"timed": True, "until_live": True}
         wave = partial(self.wave, "client", streams, _LIVE_TOKENS, **more)
         waves = (await in_turn({"wave": wave}, _WAVES))["wave"]
         memory = [round(each["rss_mb"], 1) for each in waves]
+        waves.append(await self.wave("gateway", streams, _LIVE_TOKENS, **more))
         return {
             "live_streams": min(each["live"] for each in waves),
+            "live_gateway_peak_mb": self._fronts["gateway"].peak_mb(),
             "live_rss_mb": memory,
             "ratio_live_rss": round(memory[-1] / memory[0], 3),
         }
@@ -243,8 +285,24 @@ async def measure(bench: Bench, plan: RolloutPlan) -> dict[str, Any]:
     return figures
 
 
-async def router(bench: Bench, urls: list[str]) -> str:
-    """Starts a vllm-router in front of some engines, and returns its URL."""
+async def gateway(bench: Bench, broker: str, group: str) -> Front:
+    """Starts a gateway in front of a group."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bus.cli.main", "gateway", "--broker", broker, "--group", group),
+        *("--listen", "127.0.0.1:0", "--log-level", "error"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    bench.push_async_callback(kill, process)
+    assert process.stdout is not None
+    async with asyncio.timeout(_BOOT_S):
+        url = (await process.stdout.readline()).decode().strip()
+    if not url:
+        raise BenchFailed("the gateway has not started")
+    return Front(url, process.pid)
+
+
+async def router(bench: Bench, urls: list[str]) -> Front:
+    """Starts a vllm-router in front of some engines."""
     port, metrics = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     process = await asyncio.create_subprocess_exec(
@@ -260,7 +318,17 @@ async def router(bench: Bench, urls: list[str]) -> str:
             if process.returncode is not None:
                 raise BenchFailed(f"vllm-router ended with code {process.returncode}")
             await asyncio.sleep(0.1)
-    return url
+    return Front(url, process.pid)
+
+
+def _cpu_s(pid: int) -> float:
+    """Returns the CPU time of a process and those that it has started, in seconds."""
+    folder = Path(f"/proc/{pid}")
+    # After the name, which may have spaces: the times are fields 14 and 15 of all.
+    fields = (folder / "stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    own_s = (int(fields[11]) + int(fields[12])) * _TICK_S
+    children = (each.read_text(encoding="ascii").split() for each in folder.glob("task/*/children"))
+    return own_s + sum(_cpu_s(int(child)) for each in children for child in each)
 
 
 async def _serves(session: aiohttp.ClientSession, url: str) -> bool:

@@ -12,7 +12,7 @@ update is refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -21,7 +21,7 @@ from bus.messages import NackCode
 from bus.weight_transfer.checksum import checksums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from bus.weight_transfer.packing import Tensors
 
@@ -73,6 +73,11 @@ class UnloadedTensors:
                 "tie_word_embeddings=false in its config.json; or tie the trainer's head again",
             )
 
+    def has_checked(self, names: Collection[str]) -> bool:
+        """Returns whether :meth:`check` has had the head and the embeddings among these names."""
+        compared = {name for name in names if name == self.head or name.endswith(EMBEDDINGS)}
+        return not self._compares_head or compared <= self._sums.keys()
+
     def _check_frequencies(self, name: str, sent: torch.Tensor) -> None:
         own = self._frequencies(name)
         if own is None:
@@ -86,6 +91,74 @@ class UnloadedTensors:
                 "is not what this engine computes from its configuration, and would be lost: give "
                 "engines the trainer's configuration, or leave it out",
             )
+
+
+class CheckedLoading:
+    """Passes what a transport receives to a loader, and stops loading where a check fails.
+
+    For transports that receive and load in one call. Whoever left this call half-way, or failed as
+    soon as it returned, would take the others' collective away: that of its peers, of other engines
+    and of the trainer. So a failed check ends the loading and not the receiving, and
+    :meth:`require_equal` raises it at the end of the update, when everybody has received all.
+
+    Args:
+        unloaded: checks the tensors of one update. That of a tied head is not passed on.
+
+    Attributes:
+        loader: the loader.
+    """
+
+    def __init__(self, unloaded: UnloadedTensors) -> None:
+        self.loader: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] = list
+        self._unloaded = unloaded
+        self._error: EngineError | None = None
+
+    def load(self, received: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Checks and loads tensors, and returns what the loader returns.
+
+        Args:
+            received: names and tensors. A list is loaded whole or not at all; the tensors of
+                another iterable are received as they are loaded.
+        """
+        if not isinstance(received, list):
+            return self.loader(self._checked(received))
+        loadable = list(self._checked(received))
+        return self.loader(loadable) if loadable and self._error is None else set()
+
+    def require_checked(self, names: Collection[str]) -> None:
+        """Fails the update if a head that was received has not come by :meth:`load`.
+
+        Args:
+            names: of the tensors that were received.
+        """
+        if self._error is None and not self._unloaded.has_checked(names):
+            self._error = _refused(
+                self._unloaded.head,
+                "could not be compared with the embeddings, to which this engine's head is tied: "
+                "leave it out",
+            )
+
+    def require_equal(self) -> None:
+        """Raises the error of the check that has failed, if any; once.
+
+        Raises:
+            EngineError: as :meth:`UnloadedTensors.check`.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _checked(
+        self, received: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in received:
+            if self._error is None:
+                try:
+                    self._unloaded.check([(name, tensor)])
+                except EngineError as error:
+                    self._error = error
+            if self._error is None and name != self._unloaded.head:
+                yield name, tensor
 
 
 def _refused(tensor: str, why: str) -> EngineError:

@@ -83,7 +83,7 @@ class VllmAdapter(WorkerClient):
         cores = 1 if external else dp_size
         facts = worker_rpc.read(await self._vllm.ask(worker_rpc.ASK_FACTS))
         self._core.open(facts, dp_size if external else 1, cores=cores, here=self._vllm.is_local)
-        await self._hello(facts, cores=cores)
+        await self._hello(facts, cores=cores, backend=backend)
         accepts_probes = await self._vllm.accepts_probes()
         await self._admission.look()
         model = config["model_config"]

@@ -15,6 +15,7 @@ from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity, combine, require_capacity
 from sidecar.vllm.cache_control import CacheControl
 from sidecar.vllm.plugin import operations, worker_rpc
+from sidecar.vllm.plugin.compat import BACKEND
 from sidecar.vllm.plugin.vllm_names import ADAPTER_PATHS
 from sidecar.vllm.staging_channel import StagingChannels
 
@@ -78,6 +79,8 @@ class WorkerClient:
         self._caches = CacheControl(connection.ask)
         self._adapter = self._adapter_path = ""
         self._load_comes_with_receive = False
+        self._is_vllms_engine = False
+        self._is_receiving = False  # a staged chunk, over a transport of vLLM's own
         self._staged = False
         self._manifest: Manifest | None = None  # the manifest that was armed last
         self._armed: Manifest | None = None  # the same, if it was for the served model's weights
@@ -88,7 +91,9 @@ class WorkerClient:
         self._cannot_stage = ""
         self._is_one_core = True
 
-    async def _hello(self, facts: worker_rpc.WorkerFacts, *, cores: int) -> None:
+    async def _hello(
+        self, facts: worker_rpc.WorkerFacts, *, cores: int, backend: str = BACKEND
+    ) -> None:
         """Checks the plugin's protocol, and undoes uncommitted work of an earlier sidecar.
 
         That work is a staged update or a loaded LoRA adapter.
@@ -97,7 +102,9 @@ class WorkerClient:
             facts: the plugin's facts about this vLLM.
             cores: how many engine cores are behind the one client; workers of different cores can't
                 agree on anything.
+            backend: the weight transfer backend that was chosen at boot.
         """
+        self._is_vllms_engine = backend != BACKEND
         self._is_one_core = cores == 1
         why = facts.features.get("staged_updates", "")
         self._cannot_stage = f"this vLLM takes no staged updates: {why}" if why else ""
@@ -115,16 +122,20 @@ class WorkerClient:
         """Connects all workers to the sender; returns how many chunks may be received ahead.
 
         The staging channels are used where they exist, because opening a transport may wait for
-        other engines, and steps must not wait for that. vLLM's own transports, and their
-        replacements, are opened through the core.
+        other engines, and steps must not wait for that. In an engine that was booted with a worker
+        engine of vLLM's own, transports are opened through the core.
         """
         opened = operations.Open(backend, params, place.communicator, place.world_size, place.rank)
         theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
         self._adapter = ""
-        by_core = not self._has_channels or theirs or self._load_comes_with_receive
+        by_core = not self._has_channels or theirs or self._is_vllms_engine
         done = await (self._perform if by_core else self._channels.perform)(opened)
         self._adapter, self._load_comes_with_receive = adapter, theirs
         return min(each.ahead for each in done)
+
+    async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
+        """Makes all workers receive over vLLM's own transport, and discard what comes."""
+        await self._perform(operations.Drain(backend, handle, int(timeout_s * 1000)))
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
@@ -164,7 +175,8 @@ class WorkerClient:
     async def receive(self, chunk: Chunk) -> None:
         """Makes all workers begin to receive a chunk.
 
-        vLLM's own worker engines also load the chunk in this call, and compare no checksums.
+        vLLM's own worker engines also load or stage the chunk in this call, and compare no
+        checksums.
         """
         armed, seq = self._manifest, chunk.seq
         if armed is not None and (seq >= armed.chunks or chunk.tensors != armed.chunk(seq)):
@@ -174,7 +186,11 @@ class WorkerClient:
             )
         self._adapter_path = ADAPTER_PATHS + chunk.update_id
         receive = operations.ReceiveChunk(seq, chunk.backend, chunk.handle)
-        await (self._channels.perform if self._staged else self._perform)(receive)
+        self._is_receiving = self._staged and self._load_comes_with_receive
+        try:
+            await (self._channels.perform if self._staged else self._perform)(receive)
+        finally:
+            self._is_receiving = False
 
     async def load(self, seq: int, verify: Verify = "off", sums: tuple[int, ...] = ()) -> None:
         """Loads a received chunk; if it has checksums, all workers first compare them.
@@ -231,8 +247,14 @@ class WorkerClient:
         await self._connection.ask(worker_rpc.SWAP, kwargs)
 
     async def call_off(self) -> None:
-        """Cancels a swap that waits for other ranks."""
-        await self._connection.ask(worker_rpc.CALL_OFF, {})
+        """Cancels a swap that waits for other ranks, or a staged receive that waits for its sender.
+
+        A request of the core interrupts what the staging channels do.
+        """
+        if self._is_receiving:
+            await self._perform(operations.ReleaseStaging())
+        else:
+            await self._connection.ask(worker_rpc.CALL_OFF, {})
 
     async def _settle(self) -> None:
         """Marks a LoRA adapter as being committed, so that a later sidecar keeps it."""

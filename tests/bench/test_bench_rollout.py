@@ -20,13 +20,23 @@ def test_all_ways_alternate_in_one_run() -> None:
     assert answer.returncode == 0, answer.stderr
     figures = json.loads(answer.stdout)
     assert figures["live_streams"] == 64
-    assert len(figures["live_rss_mb"]) == 10
+    assert len(figures["live_rss_mb"]) == 5
+    assert figures["live_gateway_peak_mb"] > 0
     assert figures["kill_answers"] > 0
     assert 0 < figures["kill_p50_ms"] <= figures["kill_p99_ms"]
     for name in ("token_ms", "tokens_per_s", "cpu_us_per_token"):
         quotient = figures[f"{name}_client"] / figures[f"{name}_bare"]
         assert figures[f"ratio_{name}"] == pytest.approx(quotient, rel=0.01)
+    assert (
+        0
+        < figures["front_tokens_per_s_gateway"]
+        == pytest.approx(
+            figures["ratio_front_tokens_per_s"] * figures["front_tokens_per_s_bare"], rel=0.01
+        )
+    )
     if figures["router"]:
+        assert figures["front_cpu_us_per_token_gateway"] > 0
+        assert figures["front_cpu_us_per_token_router"] > 0
         assert figures["ttft_ms_router"] > 0
 
 

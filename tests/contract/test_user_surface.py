@@ -699,17 +699,19 @@ def _quick_rollout(patch: pytest.MonkeyPatch) -> None:
 
     async def wave(_: object, way: str, streams: int, tokens: int, **more: Any) -> dict[str, Any]:
         took = {"wall_s": 1.0, "cpu_s": 1.0, "ttft_ms": [1.0], "live": streams, "rss_mb": 1.0}
-        return {**took, "tokens": streams * tokens, "seams": [["policy-0", 1.0]]}
+        took |= {"front_cpu_s": 1.0, "seams": [["policy-0", 1.0]]}
+        return {**took, "tokens": streams * tokens}
 
-    async def router(*_: Any) -> str:
-        return ""
+    async def front(*_: Any) -> rollout_bench.Front:
+        return rollout_bench.Front("", os.getpid())
 
     async def hits(*_: Any) -> int:
         return 1
 
     patch.setattr(rollout_bench.RolloutBench, "boot", boot)
     patch.setattr(rollout_bench.RolloutBench, "wave", wave)
-    patch.setattr(rollout_bench, "router", router)
+    patch.setattr(rollout_bench, "router", front)
+    patch.setattr(rollout_bench, "gateway", front)
     patch.setattr(rollout_bench, "cache_hits", hits)
     patch.setattr(rollout_bench, "_KILL_AFTER_S", 0)
     patch.setattr(rollout_bench, "find_spec", lambda _: True)

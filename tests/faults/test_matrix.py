@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.faults.clients import CLIENT_CELLS, CLIENT_SHARE
 from tests.faults.matrix import (
     ACTORS,
     CELLS,
@@ -85,3 +86,17 @@ def test_the_page_is_the_matrix() -> None:
     """Else: ``python -m tests.faults.matrix``."""
     page = PAGE.read_text(encoding="utf-8")
     assert filled(page) == page
+
+
+def test_the_page_shows_the_clients_cells() -> None:
+    """With the outcome of each."""
+    begin, end = (f"<!-- {slash}clients -->" for slash in ("", "/"))
+    shown = PAGE.read_text().split(begin)[1].split(end)[0].strip().splitlines()[2:]
+    rows = {
+        row[0]: row[1:] for row in ([c.strip() for c in each.split("|")[1:-1]] for each in shown)
+    }
+    expected: dict[str, list[str]] = {}
+    for cell in CLIENT_CELLS:
+        expected.setdefault(cell.last, ["", ""])[cell.within] = cell.outcome
+    assert rows == expected
+    assert {each.outcome for each in CLIENT_SHARE} == {each.outcome for each in CLIENT_CELLS}

@@ -9,8 +9,10 @@ and onto each other; ``nccl_m2n`` to a fourth one, there as well, if NVIDIA's li
 here: without it its rounds are skipped, and the table says why. After each update the engine's
 greedy tokens and the sums of ``/weight_checker`` must be those of an engine that was booted with
 the checkpoint which was sent. A whole set is sent twice by the same trainer engine, since some
-describe their tensors in the first update only. Prints one table, last; exits with 1 if anything is
-wrong or took too long, or nothing was run. Some two minutes, most of which is booting.
+describe their tensors in the first update only; the second time, a request is under way, which must
+end with all tokens that it asked for. ``nccl`` and ``ipc`` are updated in a pause, and staged: the
+report must say so. Prints one table, last; exits with 1 if anything is
+wrong or took too long, or nothing was run. Some three minutes, most of which is booting.
 ``--one-gpu`` puts all on the first one (:mod:`tests.gpu.one_gpu`): its times mean nothing.
 
 Without GPUs the same runs with a pair of engines that is made like vLLM's own
@@ -39,15 +41,17 @@ import torch
 from tests.gpu import one_gpu
 from tests.gpu.checkpoints import dense_config, make
 from tests.gpu.register import register, register_one_gpu, register_pair
-from tests.gpu.serving import EngineSpec, Served, Serving, served
+from tests.gpu.serving import PROMPTS, EngineSpec, Served, Serving, served, tokens_of
 from tests.support import pair_plugin
 from trainer_agent import SyncTrainerAgent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from trainer_agent.options import How
+
 ROOT: Final = Path(__file__).resolve().parents[2]
-LIMIT_S: Final = 225.0
+LIMIT_S: Final = 300.0
 ROUND_S: Final = 45.0
 STOP_S: Final = 15.0
 RANDOM: Final = 3  # checkpoints: what engines boot with, and two to be sent;
@@ -55,14 +59,15 @@ MIXED: Final = 3  # the number of one more: the first that is sent, with some of
 SHARE: Final = 0.02  # so much of it
 SPARSE: Final = "sparse_nccl"
 M2N: Final = "nccl_m2n"
+LONG: Final = 600  # tokens of the request that is under way
 M2N_NCCL: Final = 23005  # the oldest that has what its library needs
 
 
 @dataclass(frozen=True)
 class Round:
     """One update: with which of vLLM's trainer engines, and how its info is filled.
-    ``chunk_bytes`` is for ``agent.client``. ``base`` is the checkpoint onto which patches go;
-    ``based``: the engine serves it already."""
+    ``chunk_bytes`` and ``how`` are for ``agent.client``. ``base`` is the checkpoint onto which
+    patches go; ``based``: the engine serves it already."""
 
     name: str
     engine: str
@@ -71,6 +76,7 @@ class Round:
     chunk_bytes: int | None = None
     base: int | None = None
     based: bool = False
+    how: How = "paused"
 
 
 @dataclass
@@ -83,13 +89,19 @@ class Outcome:
     sums: str = ""
     changed: bool = False
     verified: str = ""
+    how: str = ""
+    why_paused: str = ""
+    in_flight: str = ""
     chunks: int = 0
     mb: float = 0.0
     sent_ms: float = 0.0
     paused_ms: float = 0.0
+    commit_ms: float = 0.0
+    staging_mb: float = 0.0
     detail: str = field(default="", repr=False)
 
 
+IPC_PACKED: Final = {"packed": True, "packed_buffer_size_bytes": 1 << 28}
 PATCHES: Final = (
     Round("sparse_nccl, few elements", SPARSE, MIXED, {}, base=1),
     Round("sparse_nccl, most elements", SPARSE, 2, {}, base=MIXED, based=True),
@@ -102,7 +114,11 @@ ON_GPUS: Final = (
     Round("nccl, packed", "nccl", 1, {"packed": True}),
     Round("nccl, unpacked", "nccl", 2, {"packed": False}),
     Round("ipc, unpacked", "ipc", 1, {"packed": False}),
-    Round("ipc, packed", "ipc", 2, {"packed": True, "packed_buffer_size_bytes": 1 << 28}),
+    Round("ipc, packed", "ipc", 2, IPC_PACKED),
+    Round("nccl, packed, staged", "nccl", 1, {"packed": True}, how="staged"),
+    Round("nccl, unpacked, staged", "nccl", 2, {"packed": False}, how="staged"),
+    Round("ipc, unpacked, staged", "ipc", 1, {"packed": False}, how="staged"),
+    Round("ipc, packed, staged", "ipc", 2, IPC_PACKED, how="staged"),
     *PATCHES,
     *SHARDS,
 )
@@ -199,7 +215,11 @@ def difference(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor])
 
 
 def update(
-    agent: SyncTrainerAgent, this: Round, weights: list[dict[str, torch.Tensor]], outcome: Outcome
+    agent: SyncTrainerAgent,
+    this: Round,
+    weights: list[dict[str, torch.Tensor]],
+    outcome: Outcome,
+    endpoint: str,
 ) -> None:
     """What a user writes, with a clock."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
@@ -216,34 +236,45 @@ def update(
         source = agent.source(new)
     trainer = WeightTransferTrainerFactory.trainer_init(
         agent.init_info(this.engine, **this.fields),
-        client=agent.client(chunk_bytes=this.chunk_bytes),
+        client=agent.client(chunk_bytes=this.chunk_bytes, how=this.how),
         source=source,
     )
+    asked = ThreadPoolExecutor(1)
     try:
         begun_s = time.perf_counter()
         if this.base is None:
             trainer.send_weights()
+            asking = asked.submit(tokens_of, endpoint, LONG, PROMPTS[0])
             begun_s = time.perf_counter()
             trainer.send_weights()
         else:
+            asking = None
             trainer.send_weights(agent.patches(difference(weights[this.base], new)))
         outcome.sent_ms = round((time.perf_counter() - begun_s) * 1000, 1)
+        if asking is not None:
+            outcome.in_flight = f"{len(asking.result())} of {LONG}"
     finally:
+        asked.shutdown(wait=False)
         trainer.shutdown()
     report = agent.last_update
     assert report is not None
     outcome.verified, outcome.chunks = report.verified, report.chunks
     outcome.mb, outcome.paused_ms = round(report.size_bytes / 1e6, 1), round(report.paused_ms, 1)
+    outcome.how, outcome.why_paused = report.how, report.why_paused
+    outcome.commit_ms = round(report.commit_ms, 1)
+    outcome.staging_mb = round(report.staging_bytes / 1e6, 1)
 
 
-def judge(outcome: Outcome, before: Served, after: Served, fresh: Served) -> None:
-    """Does it serve what the fresh one does, and not what it did before?"""
+def judge(outcome: Outcome, how: How, before: Served, after: Served, fresh: Served) -> None:
+    """Does it serve what the fresh one does, and not what it did before? Was it staged or not, as
+    was asked for, and did the request that was under way get all of its tokens?"""
     equal = sum(a == b for a, b in zip(after.tokens, fresh.tokens, strict=True))
     same = sum(after.checksums.get(name) == value for name, value in fresh.checksums.items())
     outcome.tokens = f"{equal} of {len(fresh.tokens)}"
     outcome.sums = f"{same} of {len(fresh.checksums)}"
     outcome.changed = after.tokens != before.tokens
     right = after == fresh and outcome.changed and outcome.verified == "unsupported"
+    right = right and outcome.how == how and outcome.in_flight in ("", f"{LONG} of {LONG}")
     outcome.result = "equal" if right else "DIFFERS"
 
 
@@ -296,9 +327,9 @@ class Bench:
                 outcome.result, outcome.detail = f"skipped: {self.skipped[:60]}", self.skipped
                 continue
             before = served(urls[this.engine])
-            self._one(this, weights, outcome)
+            self._one(this, weights, outcome, urls[this.engine])
             if outcome.result == "sent":
-                judge(outcome, before, served(urls[this.engine]), fresh[this.checkpoint])
+                judge(outcome, this.how, before, served(urls[this.engine]), fresh[this.checkpoint])
 
     def _boot(self) -> dict[str, str]:
         self.serving.start_broker()
@@ -320,13 +351,16 @@ class Bench:
             self.figures["software"] = view.software
         return urls
 
-    def _one(self, this: Round, weights: list[dict[str, torch.Tensor]], outcome: Outcome) -> None:
+    def _one(
+        self, this: Round, weights: list[dict[str, torch.Tensor]], outcome: Outcome, endpoint: str
+    ) -> None:
         """In a thread: a collective that hangs is left behind, and this process with it."""
         pool = ThreadPoolExecutor(1)
         try:
             if not self.cpu:
                 torch.cuda.synchronize()
-            pool.submit(update, self._agents[this.engine], this, weights, outcome).result(ROUND_S)
+            agent = self._agents[this.engine]
+            pool.submit(update, agent, this, weights, outcome, endpoint).result(ROUND_S)
             outcome.result = "sent"
         except TimeoutError:
             outcome.result, outcome.detail = "HUNG", f"not sent within {ROUND_S:g} s"
@@ -340,8 +374,8 @@ class Bench:
 
 def print_table(bench: Bench) -> None:
     """The last that is printed."""
-    heads = ("result", "tokens", "sums", "changed", "verified", "chunks", "mb", "sent_ms")
-    names = ("round", *heads, "paused_ms")
+    heads = ("result", "tokens", "sums", "changed", "verified", "how", "in_flight", "chunks", "mb")
+    names = ("round", *heads, "sent_ms", "paused_ms", "commit_ms", "staging_mb")
     rows = [[str(getattr(outcome, name)) for name in names] for outcome in bench.outcomes]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     for row in (names, *rows):

@@ -210,6 +210,12 @@ def test_help_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_gateway_needs_no_torch_until_it_updates() -> None:
+    """Its memory is that of streams, then: torch alone takes 200 MB."""
+    code = "import sys; import trainer_agent.gateway.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_settings_come_from_file_then_environment_then_flags(bus: Bus, tmp_path: Path) -> None:
     """Each beats the one before it; an unknown key of the file is named."""
     file = tmp_path / "wavebus.toml"

@@ -14,6 +14,19 @@ def test_the_colocated_one_loses_no_token() -> None:
     assert "200 of 200 tokens, by versions [0, 1, 2, 3]" in run_example("colocated.py")
 
 
+@pytest.mark.ci
+def test_openais_client_loses_nothing_through_the_gateway() -> None:
+    """It checks every token itself; an engine dies, and weights change in the middle of answers."""
+    printed = run_example("gateway_openai.py", "--seconds", "6")
+    assert "no request was lost" in printed
+    kinds = re.search(r"calls: {(.*)}", printed)
+    assert kinds
+    assert kinds[1].count(":") == 4
+    mixed = re.search(r"answers of several versions: (\d+)", printed)
+    assert mixed
+    assert int(mixed[1]) > 0
+
+
 @pytest.mark.slow
 def test_asynchronous_grpo_learns_from_answers_of_several_versions() -> None:
     printed = run_example("async_grpo.py")

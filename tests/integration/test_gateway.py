@@ -252,3 +252,31 @@ def test_code_of_clients_is_not_run(gateway: Gateway) -> None:
     status, answer = gateway.call("/collective_rpc", {"method": "__reduce__"})
     assert (status, "runs no code" in message(answer)) == (501, True)
     assert gateway.call("/collective_rpc", {"method": ["x"]})[0] == 501
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "use"),
+    [
+        ("/skyrl/v1/load_lora_adapter", {"lora_name": "a", "in_memory": True}, "sync_mode=disk"),
+        ("/collective_rpc", {"method": "skyrl_set_lora_receive_target"}, "sync_mode=disk"),
+        ("/fetch_weights", {"target_version": 1}, "weight_sync_backend=nccl"),
+        ("/v1/unload_lora_adapter", {"lora_name": "a"}, "same name"),
+        ("/abort_requests", {}, "close its connection"),
+        ("/weight_checker", {}, "canary"),
+        ("/release_kv_cache_memory", {}, "/sleep?level=1"),
+    ],
+)
+def test_what_a_group_does_not_have_names_what_to_use(
+    gateway: Gateway, path: str, body: Any, use: str
+) -> None:
+    status, answer = gateway.call(path, body)
+    assert (status, answer["error"]["type"]) == (501, "NotImplementedError")
+    assert use in message(answer)
+
+
+def test_caches_of_the_group_are_dropped(gateway: Gateway) -> None:
+    for route in ("/reset_mm_cache", "/reset_encoder_cache"):
+        asked = Request(f"{gateway.url}{route}", b"", {"Content-Type": "application/json"})
+        with urlopen(asked, timeout=60) as answer:
+            assert (answer.status, answer.read()) == (200, b"")
+    gateway.generate()

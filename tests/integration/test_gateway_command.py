@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 
 FILES = 128
+LIVE = 256
+# 1,024 streams are to take 300 MB at most: so much for the process, and for each stream.
+IDLE_MB = 100
+STREAM_MB = 0.19
 
 
 def front_command(bus: Bus) -> list[str]:
@@ -114,6 +119,9 @@ def test_beyond_loopback_it_needs_a_key_or_an_insecure_will() -> None:
     assert (shown.returncode, "--api-key" in shown.stderr) == (2, True)
     for address in ("8000", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):
         assert run_wavebus("gateway", "--listen", address).returncode == 2
+    options = ("--insecure", "--allow-pickled-handles")
+    shown = run_wavebus("gateway", "--listen", "0.0.0.0:0", *options)
+    assert (shown.returncode, "for loopback alone" in shown.stderr) == (2, True)
 
 
 def test_half_sent_requests_do_not_shut_it(bus: Bus) -> None:
@@ -140,5 +148,34 @@ def test_half_sent_requests_do_not_shut_it(bus: Bus) -> None:
         assert told["evicted"] + told["refused"] > FILES
         for _, writer in halves:
             writer.close()
+
+    run(main())
+
+
+@pytest.mark.slow
+def test_a_stream_takes_little_memory(bus: Bus) -> None:
+    bus.sidecar("e0", "--max-num-seqs", str(LIVE), "--step-ms", "200")
+    # A process of its own: one that is forked from the tests' has what they have imported.
+    process = bus.add(Proc("/bin/sh", "-c", f"exec {shlex.join(front_command(bus))}"))
+    url = process.first_line()
+
+    def peak_mb() -> float:
+        lines = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii").splitlines()
+        (peak,) = (int(each.split()[1]) for each in lines if each.startswith("VmHWM:"))
+        return peak / 1000
+
+    async def main() -> None:
+        body = {"prompt": PROMPT, **SAMPLED}
+        assert (await post(f"{url}/v1/completions", body))[0] == 200
+        idle_mb = peak_mb()
+        assert idle_mb < IDLE_MB
+        begun = [asyncio.Event() for _ in range(LIVE)]
+        streams = [
+            asyncio.create_task(events(f"{url}/v1/completions", body, each)) for each in begun
+        ]
+        await asyncio.gather(*(each.wait() for each in begun))
+        assert (peak_mb() - idle_mb) / LIVE < STREAM_MB
+        for streamed in await asyncio.gather(*streams):
+            assert len(joined(streamed)["token_ids"]) == TOKENS
 
     run(main())

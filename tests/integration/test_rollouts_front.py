@@ -144,6 +144,7 @@ BAD = [
     ("/v1/completions", {"prompt": [1], "echo": True}, "echo"),
     ("/v1/completions", {"prompt": [1], "best_of": 2}, "best_of"),
     ("/v1/completions", {"prompt": [1], "max_tokens": 0}, "max_tokens"),
+    ("/v1/completions", {"prompt": [1], "max_tokens": 10**6}, "max_tokens"),
     ("/v1/completions", {"prompt": [1], "min_tokens": 20}, "min_tokens"),
     ("/v1/completions", {"prompt": [1], "stop": "x"}, "stop"),
     ("/v1/completions", {"prompt": [1], "stream": "yes"}, "stream"),
@@ -153,6 +154,7 @@ BAD = [
     ("/v1/completions", {"prompt": [1], "user": 5}, "user"),
     ("/v1/completions", {"prompt": [1], "stop": ["x"] * 65}, "stop"),
     ("/v1/completions", {"prompt": [1], "logit_bias": {"\u00b2": 1}}, "logit_bias"),
+    ("/v1/completions", {"prompt": [1], "logit_bias": {"65": "x"}}, "logit_bias"),
     ("/v1/completions", {"prompt": [1], "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ("/v1/completions", {"prompt": [[1]] * 16_385}, "prompt"),
     ("/v1/completions", b'{"prompt": [1', None),
@@ -191,6 +193,10 @@ def test_bad_input_is_refused_by_the_fields_name(bus: Bus) -> None:
                 assert (response.status, (await response.json())["error"]["code"]) == (405, 405)
             async with http.post(f"{url}/v1/nothing") as response:
                 assert (response.status, (await response.json())["error"]["code"]) == (404, 404)
+            async with http.post(f"{url}/v1/responses") as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["type"]) == (404, "NotFoundError")
+                assert "use /v1/chat/completions" in error["message"]
             async with http.get(f"{url}/v1/models") as response:
                 assert [each["object"] for each in (await response.json())["data"]] == ["model"]
             async with http.get(f"{url}/health") as response:
@@ -255,6 +261,23 @@ def test_what_no_engine_can_do_is_said_so_that_no_client_asks_again() -> None:
             *pieces, last = await events(f"{url}/v1/completions", body)
             assert [each["choices"][0]["token_ids"] for each in pieces] == [[78], [78]]
             assert "e0, e1 died" in last["error"]["message"]
+
+    run(main())
+
+
+def test_the_field_that_an_engine_names_is_the_clients() -> None:
+    """vLLM names fields of a malformed body as fields of ``body``, beside its text."""
+    error = {"message": "Field required", "param": "body.tools.0.function", "code": 400}
+
+    async def render(_: web.Request) -> web.Response:
+        return web.json_response({"error": error}, status=400)
+
+    async def main() -> None:
+        routes = {"/inference/v1/generate": honest, "/v1/chat/completions/render": render}
+        async with fronts_of(routes) as url:
+            status, answer = await post(f"{url}/v1/chat/completions", {"messages": [{}]})
+            assert (status, answer["error"]["param"]) == (400, "tools.0.function")
+            assert "Field required" in answer["error"]["message"]
 
     run(main())
 

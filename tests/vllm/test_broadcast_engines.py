@@ -1,7 +1,7 @@
 """vLLM's own ``nccl`` and ``ipc`` over the bus, on CPUs: both of their ends are vLLM's.
 
 ``nccl`` goes over gloo (:mod:`tests.support.nccl_pair`), ``ipc`` through files
-(:mod:`tests.support.ipc_pair`), and neither of them is packed: that needs GPUs.
+(:mod:`tests.support.ipc_pair`). Packed, ``ipc`` needs a GPU.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bus.cli.options import Keys
 from bus.errors import ManifestRefused
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
-from tests.vllm._two import Two, booted_two
-from tests.vllm._vllm import require_vllm
+from tests.vllm._two import TOKENS, Two, booted_two
+from tests.vllm._vllm import PROMPT, require_vllm
+from tests.vllm.test_gateway import vllm_source
 from tests.vllm.test_m2n_engine import K_PROJ, train
+from trainer_agent.gateway.server import serve
+from trainer_agent.weights.source import PairSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Coroutine, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 require_vllm()
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
+MOST = 3500
 VARIABLES = {"nccl": pair_plugin.NCCL, "ipc": pair_plugin.IPC}
 
 
@@ -41,7 +46,8 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def two(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    with booted_two(tmp_path_factory.mktemp(engine), engine, VARIABLES[engine]) as tested:
+    rests = "WAVEBUS_TESTS_REST_MS"  # of 1 ms, so that requests outlast updates
+    with booted_two(tmp_path_factory.mktemp(engine), engine, VARIABLES[engine], rests) as tested:
         pair_plugin.register_on_cpu(engine)
         yield tested
 
@@ -61,13 +67,15 @@ class Recorded:
         return getattr(self._client, name)
 
 
-def trainer_of(agent: SyncTrainerAgent, engine: str, weights: Any) -> Any:
+def trainer_of(
+    agent: SyncTrainerAgent, engine: str, weights: Any, *, packed: bool = False, **options: Any
+) -> Any:
     """What a user writes; its client is recorded."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
 
     return WeightTransferTrainerFactory.trainer_init(
-        agent.init_info(engine, packed=False),
-        client=Recorded(agent.client()),
+        agent.init_info(engine, packed=packed),
+        client=Recorded(agent.client(**options)),
         source=agent.source(weights),
     )
 
@@ -95,7 +103,7 @@ def test_one_trainer_engine_updates_both_again_and_again(two: Two, engine: str) 
                 report = agent.last_update
                 assert report is not None
                 assert (report.engines, report.excluded, report.chunks) == (2, (), 1)
-                assert report.verified == "unsupported"
+                assert (report.how, report.verified) == ("staged", "unsupported")
                 await two.assert_serve(new)
             names = list(weights)
             again = [] if says_names_once(engine) else names
@@ -143,6 +151,42 @@ def test_vllms_own_source_of_a_module(two: Two, engine: str) -> None:
     two.run(scenario())
 
 
+def test_handles_that_come_over_http_are_those_that_were_lent(two: Two, engine: str) -> None:
+    """vLLM's own HTTP client pickles them; the gateway reads them, and pickles nothing."""
+    if engine == "nccl":
+        pytest.skip("it lends no memory")
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # noqa: PLC0415
+
+    first, second = perturbed(two.weights, 8), perturbed(two.weights, 9)
+    weights = dict(first)
+    keys = Keys(None, None, insecure=False)
+
+    async def scenario() -> None:
+        async with (
+            two.joined("here", "served") as broker,
+            serve(
+                *(broker, "policy", "127.0.0.1", 0),
+                keys=keys,
+                silence_s=60.0,
+                allow_pickled_handles=True,
+            ) as url,
+        ):
+            trainer = await asyncio.to_thread(
+                WeightTransferTrainerFactory.trainer_init,
+                IPCTrainerInitInfo(rank=0),
+                client=HTTPVLLMWeightSyncClient(url),
+                source=vllm_source(weights),
+            )
+            for new in (first, second):
+                weights.update(new)
+                await asyncio.to_thread(trainer.send_weights)
+                await two.assert_serve(new)
+
+    two.run(scenario())
+
+
 def test_two_ranks_gather_what_rank_0_sends(two: Two, engine: str, tmp_path: Path) -> None:
     """FSDP2 shards the model; no rank gathers before every engine is armed, and what rank 0 is
     refused, the other one raises."""
@@ -161,5 +205,105 @@ def test_two_ranks_gather_what_rank_0_sends(two: Two, engine: str, tmp_path: Pat
             assert leader[1]["error"] == other[1]["error"]
             assert leader[2]["version"] > leader[0]["version"]
             await two.assert_serve(last)
+
+    two.run(scenario())
+
+
+async def tokens_across(two: Two, change: Coroutine[Any, Any, None]) -> tuple[list[int], list[Any]]:
+    """The tokens of a request to the engine here that is under way when a change begins, and that
+    ends when it is made; and the versions that the engine gives them."""
+    from vllm import SamplingParams  # noqa: PLC0415 - after require_vllm
+
+    params = SamplingParams(temperature=0.0, max_tokens=MOST, detokenize=False, ignore_eos=True)
+    changing: asyncio.Task[None] | None = None
+    ends = MOST
+    last: Any = None
+    async for output in two.llm.generate({"prompt_token_ids": PROMPT}, params, "across"):
+        last = output.outputs[0]
+        had = len(last.token_ids)
+        if changing is None and had > TOKENS:
+            changing = asyncio.create_task(change)
+        if changing is not None and changing.done():
+            ends = min(ends, had + TOKENS)
+        if had >= ends:
+            break
+    assert changing is not None
+    await changing
+    return list(last.token_ids), list(last.weight_versions)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_requests_go_on_while_vllms_own_class_receives(two: Two, engine: str, packed: bool) -> None:
+    """The weights are swapped between two of a request's tokens. In a pause the same weights are
+    served, and the report says why there was one."""
+    if engine == "ipc" and packed:
+        pytest.skip("packed, vLLM's ipc needs a buffer on a GPU")
+    first, second = perturbed(two.weights, 11), perturbed(two.weights, 12)
+
+    async def scenario() -> None:
+        async with two.on_the_bus() as agent:
+            weights = dict(first)
+            trainer = await asyncio.to_thread(trainer_of, agent, engine, weights, packed=packed)
+            await asyncio.to_thread(trainer.send_weights)
+            await two.assert_serve(first)
+            weights.update(second)
+            tokens, spans = await tokens_across(two, asyncio.to_thread(trainer.send_weights))
+            report = agent.last_update
+            assert report is not None
+            assert (report.how, report.why_paused, report.paused_ms) == ("staged", "", 0)
+            assert report.staging_bytes > 0
+            old, new = ((int(each.version), each.start, each.end) for each in spans)
+            assert (old[0], new[0], new[2]) == (report.version - 1, report.version, len(tokens))
+            assert tokens[: old[2]] == two.oracle.greedy(first, old[2])
+            rest = tokens[new[1] :]
+            begun = [*PROMPT, *tokens[: new[1]]]
+            assert rest == two.oracle.greedy(second, len(rest), begun)
+            await two.assert_serve(second)
+
+            paused = await asyncio.to_thread(
+                trainer_of, agent, engine, weights, packed=packed, how="paused"
+            )
+            await asyncio.to_thread(paused.send_weights)
+            report = agent.last_update
+            assert report is not None
+            assert (report.how, report.why_paused) == ("paused", "it was asked for")
+            await two.assert_serve(second)
+
+    two.run(scenario())
+
+
+class BreaksOff(PairSource):
+    """Half of a source."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for index, pair in enumerate(super().__iter__()):
+            if index == len(self._pairs) // 2:
+                raise ValueError("the disk is gone")
+            yield pair
+
+
+def test_an_update_that_breaks_off_while_it_is_received_changes_nothing(
+    two: Two, engine: str
+) -> None:
+    """vLLM's collectives have no deadline: engines leave theirs, serve on, and stage the next one
+    over another communicator."""
+    old, new = perturbed(two.weights, 13), perturbed(two.weights, 14)
+
+    async def scenario() -> None:
+        async with two.on_the_bus() as agent:
+            trainer = await asyncio.to_thread(trainer_of, agent, engine, old)
+            await asyncio.to_thread(trainer.send_weights)
+            broken = await asyncio.to_thread(trainer_of, agent, engine, BreaksOff(new))
+            with pytest.raises(ValueError, match="the disk is gone"):
+                await asyncio.to_thread(broken.send_weights)
+            status = await asyncio.to_thread(agent.status)
+            assert "quarantined" not in {view.phase for view in status.groups[0].engines}
+            await two.assert_serve(old)
+            again = await asyncio.to_thread(trainer_of, agent, engine, new)
+            await asyncio.to_thread(again.send_weights)
+            report = agent.last_update
+            assert report is not None
+            assert (report.how, report.engines) == ("staged", 2)
+            await two.assert_serve(new)
 
     two.run(scenario())

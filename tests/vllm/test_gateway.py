@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -17,11 +20,11 @@ from bus.cli.options import Keys
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
 from tests.vllm._two import Two, booted_two
-from tests.vllm._vllm import require_vllm
+from tests.vllm._vllm import MAX_POSITIONS, require_vllm
 from trainer_agent.gateway.server import serve
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
     from torch import Tensor
 
@@ -140,5 +143,105 @@ def test_trls_clients_update_both(two: Two) -> None:
         async with served(two) as url:
             await asyncio.to_thread(train, url)
             await two.assert_serve(new)
+
+    two.run(scenario())
+
+
+# A process of its own, as TRL's rollout worker is: URL, number of requests. It prints their tokens.
+ROLLOUTS = """
+import asyncio, json, random, sys
+import aiohttp
+
+async def main(url, count):
+    async with aiohttp.ClientSession() as http:
+        async def one():
+            body = {
+                "model": "tiny", "prompt": [5, 9, 77], "max_tokens": 6, "temperature": 1.0,
+                "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "n": 1,
+                "return_token_ids": True, "logprobs": 0, "seed": random.getrandbits(63),
+            }
+            async with http.post(f"{url}/v1/completions", json=body) as answer:
+                answer.raise_for_status()
+                choice = (await answer.json())["choices"][0]
+                return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        print(json.dumps(await asyncio.gather(*(one() for _ in range(count)))))
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+def test_trls_asynchronous_clients_update_both(two: Two) -> None:
+    """Those of AsyncGRPO: every method but those for adapters, with rollouts in another process."""
+    import accelerate  # type: ignore[import-untyped]  # noqa: PLC0415 - only with vLLM
+    from trl.experimental.async_grpo.vllm_client import VLLMClient  # noqa: PLC0415
+    from trl.experimental.async_grpo.weight_transfer import WeightTransferClient  # noqa: PLC0415
+
+    import tests.support.nccl_pair  # noqa: F401, PLC0415 - TRL makes its communicator by it
+
+    accelerate.PartialState(cpu=True)  # TRL's log needs it
+    new = perturbed(two.weights, 4)
+    info = {
+        "names": list(new),
+        "dtype_names": [str(each.dtype).removeprefix("torch.") for each in new.values()],
+        "shapes": [list(each.shape) for each in new.values()],
+    }
+
+    def train(url: str) -> None:
+        client = VLLMClient(url, server_timeout=60.0)
+        client.wait_for_server_ready()
+        assert client.get_max_model_len() == MAX_POSITIONS
+        assert client.get_dtype() == "torch.float32"
+        assert client.get_server_info()["weight_transfer_config"]["backend"] == "nccl"
+        assert client.get_world_size() == 3
+        transfer = WeightTransferClient(client, info, weight_sync_timeout=120)
+        transfer.init_weight_transfer()
+        for _ in range(2):
+            transfer.pause()
+            transfer.send_weights(iter(new.items()))
+            transfer.resume()
+        transfer.destroy()
+
+    def roll_out(url: str) -> None:
+        command = [sys.executable, "-c", ROLLOUTS, url, "8"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        for tokens, logprobs in json.loads(done.stdout):
+            assert 1 <= len(tokens) == len(logprobs) <= 6
+
+    async def scenario() -> None:
+        async with served(two) as url:
+            await asyncio.gather(asyncio.to_thread(train, url), asyncio.to_thread(roll_out, url))
+            await two.assert_serve(new)
+
+    two.run(scenario())
+
+
+def test_a_refused_update_lets_trls_client_go_and_its_communicator_is_of_use(two: Two) -> None:
+    """Its own thread broadcasts; the tensors are of no version, and touch no weights."""
+    from trl.generation.vllm_client import VLLMClient  # noqa: PLC0415 - only with vLLM
+
+    served_before, new = two.weights, perturbed(two.weights, 4)
+
+    def described(weights: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
+        return [
+            (name, str(each.dtype).removeprefix("torch."), list(each.shape))
+            for name, each in weights.items()
+        ]
+
+    def refused(client: Any) -> None:
+        some = dict(list(perturbed(two.weights, 5).items())[:-1])
+        with pytest.raises(Exception, match="is missing") as raised:
+            client.update_named_params(described(some), iter(some.items()))
+        assert "init_weight_transfer_engine" not in str(raised.value)
+
+    async def scenario() -> None:
+        async with served(two) as url:
+            client = await asyncio.to_thread(VLLMClient, base_url=url, connection_timeout=60)
+            await asyncio.to_thread(client.init_communicator, device="cuda")
+            await asyncio.to_thread(refused, client)
+            await two.assert_serve(served_before)
+            update = client.update_named_params
+            await asyncio.to_thread(update, described(new), iter(new.items()))
+            await two.assert_serve(new)
+            await asyncio.to_thread(client.close_communicator)
 
     two.run(scenario())

@@ -117,6 +117,24 @@ class Processes:
             options += ("--", *_VLLM_SERVER)
         self._start(name, *options, "--model", str(checkpoint))
 
+    def gateway(self, broker: str, *options: str) -> str:
+        """Starts `wavebus gateway` on a free port, and returns its URL.
+
+        Args:
+            broker: the broker's address.
+            options: more options of `wavebus gateway`.
+
+        Raises:
+            WavebusError: the gateway did not start.
+        """
+        options = ("gateway", "--broker", broker, "--listen", "127.0.0.1:0", *options)
+        stdout = self._start("gateway", *options).stdout
+        assert stdout is not None
+        url = stdout.readline().strip()
+        if not url:
+            raise WavebusError(f"the gateway did not start: {self.last_words('gateway')}")
+        return url
+
     def restart(self, name: str) -> None:
         """Kills a process by SIGKILL, and runs its command again; a broker keeps its address."""
         process = self._running.pop(name)

@@ -6,7 +6,9 @@ import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+from bus.errors import UsageError
 from bus.messages import Sleep, Wake
+from bus.vllm_payloads import encode_info
 from trainer_agent.agent import TrainerAgent
 from trainer_agent.options import PauseOptions, UpdateOptions
 from trainer_agent.update.plan import UpdatePlan
@@ -95,7 +97,9 @@ class GatewayAgent(TrainerAgent):
         await self._engine_session.shutdown()
 
     async def start_native(self, metas: Sequence[TensorMeta], target: Target) -> None:
-        """Checks the tensors on every engine, arms and pauses the engines, and has them wait.
+        """Checks the tensors on every engine, arms them, and has them wait for the tensors.
+
+        The update is staged if possible, and not if the group is paused.
 
         Args:
             metas: all tensors of the update, in the order of sending.
@@ -107,7 +111,7 @@ class GatewayAgent(TrainerAgent):
             Refused: an engine or the broker refused.
         """
         plan = UpdatePlan.of_source(metas, chunk_bytes=_ONE_CHUNK)
-        options = UpdateOptions(PauseOptions())
+        options = UpdateOptions(PauseOptions(), how="auto")
         await self._engine_session.start(plan, options, target, reads_source=False)
 
     async def receive_native(self, info: Mapping[str, Any]) -> None:
@@ -117,6 +121,29 @@ class GatewayAgent(TrainerAgent):
             info: vLLM's ``update_info``.
         """
         await self._engine_session.update(dict(info))
+
+    @property
+    def has_broadcasts(self) -> bool:
+        """Whether a client's transport is open over which it sends by broadcasts."""
+        return self._transport.is_foreign and bool(self._transport.communicator)
+
+    async def drain_native(self, info: Mapping[str, Any]) -> None:
+        """Has every engine enter the client's broadcast and discard what comes, so that it ends.
+
+        No engine may have entered it before. If this fails, the transport is closed.
+
+        Args:
+            info: vLLM's ``update_info``.
+
+        Raises:
+            WavebusError: an engine can't or did not, or the client was not there in time.
+        """
+        try:
+            handle = encode_info(info)
+        except ValueError as error:
+            self._transport.invalidate()
+            raise UsageError(f"update_info: {error}") from error
+        await self._transport.drain(handle)
 
     async def commit_native(self, label: str) -> int:
         """Makes every engine serve the new weights, and returns their version.

@@ -15,11 +15,12 @@ import bus.log
 from bus.errors import WavebusError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from trainer_agent.gateway.agent import GatewayAgent
 
 _TICK_S: Final = 1.0
+_SILENT: Final = "its client was silent for too long"
 
 
 class ClientSession:
@@ -35,13 +36,15 @@ class ClientSession:
     Attributes:
         agent: the agent; None before the first call.
         on_undone: called with the reason when an update is undone.
+        is_begun: returns whether a client has begun an update that has not begun on the bus.
     """
 
     def __init__(
-        self, make_agent: Callable[[], GatewayAgent], *, silence_s: float, lease_s: float
+        self, make_agent: Callable[[], Awaitable[GatewayAgent]], *, silence_s: float, lease_s: float
     ) -> None:
         self.agent: GatewayAgent | None = None
         self.on_undone: Callable[[str], object] = lambda _: None
+        self.is_begun: Callable[[], bool] = lambda: False
         self._make_agent = make_agent
         self._silence_s = silence_s
         self._lease_s = min(lease_s, silence_s)
@@ -79,7 +82,7 @@ class ClientSession:
         """
         async with self._lock:
             if self.agent is None:
-                self.agent = await self._make_agent().connect()
+                self.agent = await (await self._make_agent()).connect()
                 self._watch = asyncio.create_task(self._watch_silence())
             self._deadline_s = float("inf")
             left_s = self._silence_s
@@ -103,11 +106,13 @@ class ClientSession:
             await asyncio.sleep(_TICK_S)
             if time.monotonic() < self._deadline_s or self.agent is None:
                 continue
-            if not (self.is_loading or self.agent.is_paused):
+            if not (self.is_loading or self.agent.is_paused or self.is_begun()):
                 continue
             self._log.warning("client_silent", group=self.agent.group)
             try:
                 async with self.call() as agent:
-                    await self.release(agent, "its client was silent for too long")
+                    if self.is_begun():
+                        self.on_undone(_SILENT)
+                    await self.release(agent, _SILENT)
             except WavebusError as error:  # the broker goes on by itself
                 self._log.warning("release_failed", error=str(error))

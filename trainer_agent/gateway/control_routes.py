@@ -16,6 +16,7 @@ from bus.errors import BusClosed, BusTimeout, ManifestRefused, UsageError, Waveb
 from bus.messages import PauseMode
 from trainer_agent.gateway.updates import Caller, Conflict
 from trainer_agent.options import check_choice
+from trainer_agent.rollouts.front_answer import error_answer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -33,7 +34,22 @@ _STATUSES: Final = (
     ((BusTimeout, BusClosed), 504),
     (WavebusError, 409),
 )
-_TYPES: Final = {400: "BadRequestError", 409: "ConflictError", 501: "NotImplementedError"}
+# vLLM's routes that a group doesn't have, and what its clients use instead.
+_NOT_OFFERED: Final = {
+    "/abort_requests": "the gateway continues requests that an engine aborts; to end a request, "
+    "close its connection",
+    "/weight_checker": "checksums of workers are not merged; a canary compares the engines: "
+    "`update_weights(canary=...)` of a TrainerAgent",
+    "/release_kv_cache_memory": "the KV cache is not freed alone; use /sleep?level=1",
+    "/v1/unload_lora_adapter": "adapters are not unloaded: load the next one under the same name, "
+    "which replaces it",
+    "/fetch_weights": "SkyRL calls it with weight_sync_backend=delta; set "
+    "generator.inference_engine.weight_sync_backend=nccl",
+}
+_IN_MEMORY: Final = (
+    "an adapter in engines' memory is not taken: set trainer.policy.model.lora.sync_mode=disk, "
+    "with a lora_sync_path that the gateway's host sees"
+)
 _TRUE: Final = ("true", "1", "yes", "on")
 _FALSE: Final = ("false", "0", "no", "off")
 
@@ -64,6 +80,8 @@ class ControlRoutes:
             "/sleep": self._sleep,
             "/wake_up": self._wake_up,
             "/reset_prefix_cache": self._reset_prefix_cache,
+            "/reset_mm_cache": self._reset_caches,
+            "/reset_encoder_cache": self._reset_caches,
             "/init_weight_transfer_engine": self._init,
             "/shutdown_weight_transfer_engine": self._shut_down,
             "/start_weight_update": self._start,
@@ -75,6 +93,7 @@ class ControlRoutes:
             "/skyrl/v1/load_lora_adapter": self._load_adapter_named,
             "/load_lora_adapter": self._load_adapter_named,
             "/collective_rpc": self._call_all,
+            **dict.fromkeys(_NOT_OFFERED, self._refuse),
         }
         gets: dict[str, Call] = {
             "/is_paused": self._is_paused,
@@ -124,6 +143,10 @@ class ControlRoutes:
         await self._pauses.reset_prefix_cache()
         return {"success": True}
 
+    async def _reset_caches(self, _: web.Request) -> Answer:
+        await self._pauses.reset_prefix_cache()
+        return ""
+
     # -- updates ------------------------------------------------------------------------
 
     async def _world_size(self, http: web.Request) -> Answer:
@@ -139,11 +162,11 @@ class ControlRoutes:
         return {"message": "Weight transfer shut down"}
 
     async def _start(self, http: web.Request) -> Answer:
-        self._updates.start("model", _caller(http))
+        await self._updates.start("model", _caller(http))
         return {"message": "Weight update started"}
 
     async def _start_draft(self, http: web.Request) -> Answer:
-        self._updates.start("draft", _caller(http))
+        await self._updates.start("draft", _caller(http))
         return {"message": "Draft weight update started"}
 
     async def _update(self, http: web.Request) -> Answer:
@@ -151,7 +174,7 @@ class ControlRoutes:
         if "weight_dir" in body:
             await self._group.send_folder(_text(body, "weight_dir"))
         else:
-            await self._updates.receive(_part(body, "update_info"))
+            await self._updates.receive(body.get("update_info"))
         return {"message": "Weights updated"}
 
     async def _finish(self, http: web.Request) -> Answer:
@@ -177,10 +200,15 @@ class ControlRoutes:
 
     async def _send_adapter(self, http: web.Request) -> tuple[str, int]:
         body = await _body(http)
+        if body.get("in_memory"):
+            raise NotOffered(_IN_MEMORY)
         name, folder = _text(body, "lora_name"), _text(body, "lora_path")
         return name, await self._group.send_adapter(name, folder)
 
     # -- what is not offered --------------------------------------------------------------
+
+    async def _refuse(self, http: web.Request) -> Answer:
+        raise NotOffered(f"{http.path}: {_NOT_OFFERED[http.path]}")
 
     async def _call_all(self, http: web.Request) -> Answer:
         body = await _body(http)
@@ -189,6 +217,8 @@ class ControlRoutes:
             await self._pauses.sleep(1, "keep")
         elif method == "skyrl_wake_for_weight_sync":
             await self._pauses.wake(tuple(kwargs.get("tags") or ()))
+        elif method == "skyrl_set_lora_receive_target":
+            raise NotOffered(_IN_MEMORY)
         else:
             raise NotOffered(
                 f"method {method!r}: a group runs no code of its clients; use the routes for "
@@ -202,21 +232,16 @@ def _answering(call: Call) -> Callable[[web.Request], Awaitable[web.Response]]:
         try:
             answer = await call(http)
         except NotOffered as error:
-            return error_of(501, str(error))
+            return error_answer(http, 501, str(error))
         except WavebusError as error:
-            return error_of(next(s for kind, s in _STATUSES if isinstance(error, kind)), str(error))
+            status = next(s for kind, s in _STATUSES if isinstance(error, kind))
+            text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+            return error_answer(http, status, text)
         if isinstance(answer, str):
             return web.Response(text=answer)
         return web.json_response(answer)
 
     return handle
-
-
-def error_of(status: int, text: str) -> web.Response:
-    """Returns an error in vLLM's form."""
-    kind = _TYPES.get(status, "TimeoutError")
-    error = {"message": text, "type": kind, "param": None, "code": status}
-    return web.json_response({"error": error}, status=status)
 
 
 def _caller(http: web.Request) -> Caller:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from trainer_agent.gateway.folder import FolderSource, read_adapter
-
 if TYPE_CHECKING:
     from trainer_agent.gateway.client_session import ClientSession
     from trainer_agent.gateway.updates import ClientUpdates
@@ -54,6 +52,8 @@ class ClientGroup:
             Conflict: an update is under way.
             UsageError: there are no safetensors.
         """
+        from trainer_agent.gateway.folder import FolderSource  # noqa: PLC0415 - it needs torch
+
         self._updates.require_none()
         source = FolderSource(folder)
         async with self._session.call() as agent:
@@ -72,6 +72,8 @@ class ClientGroup:
             Conflict: an update is under way.
             UsageError: there is no adapter.
         """
+        from trainer_agent.gateway.folder import read_adapter  # noqa: PLC0415 - it needs torch
+
         self._updates.require_none()
         tensors, config = await asyncio.to_thread(read_adapter, folder)
         async with self._session.call() as agent:

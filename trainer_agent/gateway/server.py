@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from trainer_agent.gateway.agent import GatewayAgent
 from trainer_agent.gateway.client_session import ClientSession
 from trainer_agent.gateway.control_routes import ControlRoutes
 from trainer_agent.gateway.group import ClientGroup
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from bus.cli.options import Keys
+    from trainer_agent.gateway.agent import GatewayAgent
 
 
 @contextlib.asynccontextmanager
@@ -33,6 +34,7 @@ async def serve(
     control_key: str = "",
     engine_api_key: str | None = None,
     silence_s: float | None = None,
+    allow_pickled_handles: bool = False,
 ) -> AsyncIterator[str]:
     """Serves a group over HTTP during a block; yields the base URL.
 
@@ -49,14 +51,15 @@ async def serve(
         engine_api_key: the engines' own API key.
         silence_s: after how many seconds without a call a client's pause or update ends; None: no
             routes for training.
+        allow_pickled_handles: whether pickled CUDA IPC handles are read, without running anything.
 
     Raises:
         UsageError: the address can't be used.
         BusTimeout: no broker answers.
     """
 
-    def make_agent() -> GatewayAgent:
-        return GatewayAgent(
+    async def make_agent() -> GatewayAgent:
+        return (await asyncio.to_thread(_load_agent))(
             broker,
             group=group,
             key=keys.key,
@@ -80,7 +83,7 @@ async def serve(
         if silence_s is not None:
             session = ClientSession(make_agent, silence_s=silence_s, lease_s=LEASE_MS / 1000)
             stack.push_async_callback(session.close)
-            updates = ClientUpdates(session)
+            updates = ClientUpdates(session, takes_pickles=allow_pickled_handles)
             pauses, files = ClientPauses(session, updates), ClientGroup(session, updates)
             routes = ControlRoutes(pauses, updates, files).routes()
         yield await stack.enter_async_context(
@@ -94,3 +97,10 @@ async def serve(
                 control_routes=routes,
             )
         )
+
+
+def _load_agent() -> type[GatewayAgent]:
+    """Imports what updates need: torch, of 200 MB, which a gateway that generates needs not."""
+    from trainer_agent.gateway.agent import GatewayAgent  # noqa: PLC0415
+
+    return GatewayAgent

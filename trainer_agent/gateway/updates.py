@@ -6,12 +6,15 @@ the middle of it::
     state      call                       next       then
     NONE       start                      STARTED    nothing is known of the tensors yet
     STARTED    start, of the same client  STARTED    the same answer
-    STARTED    update_weights             LOADING    ARM with the tensors, pause, the transfer
-    STARTED    finish                     NONE       nothing was sent
+    STARTED    update_weights             LOADING    ARM with the tensors, the transfer
+    STARTED    finish                     NONE       nothing was sent. Refused, if an earlier
+                                                     update was loaded, and not finished
+    STARTED    silence                    FAILED     nothing was begun on the bus
     LOADING    finish                     DONE       UPDATE_FINISH, COMMIT
     LOADING    the call fails, or its     FAILED     ABORT; engines serve what they had
                client disconnects
     LOADING    resume, silence            FAILED     the same
+    any        update_weights, refused    (as above) the client's broadcast is ended, see below
     FAILED     finish, update_weights     FAILED     refused, with the update's error
     FAILED     start                      STARTED
     DONE       finish                     DONE       the same answer
@@ -21,6 +24,18 @@ Invariants:
 
 - No update is committed of which a call has failed.
 - A start is refused while an update of another client is under way, or a call is at work.
+
+A client enters its broadcast while it sends ``update_weights``, and reads the answer only when the
+broadcast has ended. So if the call is refused before an engine has entered it, all engines enter it
+and discard what comes. Not so:
+
+- while an update is LOADING, or if another ``update_weights`` was answered while the call waited:
+  it is a repeated one, or another client's, which is in a broadcast of its own, if in any,
+- if engines may have entered the broadcast already, or the client has disconnected; a repeated call
+  after that comes in FAILED, and ends the broadcast,
+- for a repeated call whose broadcast was ended before.
+
+If a broadcast can't be ended, the transport is closed, and the answer says so.
 """
 
 from __future__ import annotations
@@ -33,14 +48,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import UsageError, WavebusError
 from bus.manifest import TensorMeta
+from trainer_agent.gateway.pickled_handles import read_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from bus.messages import Target
+    from trainer_agent.gateway.agent import GatewayAgent
     from trainer_agent.gateway.client_session import ClientSession
 
-_PICKLED: Final = "ipc_handles_pickled"
+_LEFT: Final = (
+    "the client's broadcast was not ended, and its transport is closed; call "
+    "init_weight_transfer_engine again"
+)
 
 
 class Conflict(WavebusError):
@@ -79,6 +99,7 @@ class HttpUpdate:
     since_s: float
     stage: HttpStage = HttpStage.STARTED
     error: str = ""
+    drained: object = None  # the update_info of the last refused call whose broadcast was ended
 
     def __str__(self) -> str:
         age_s = time.monotonic() - self.since_s
@@ -90,19 +111,23 @@ class ClientUpdates:
 
     Args:
         session: the membership of the bus.
+        takes_pickles: whether pickled CUDA IPC handles are read.
 
     Attributes:
         label: the client's own name of the weights that were committed last; empty: none.
     """
 
-    def __init__(self, session: ClientSession) -> None:
+    def __init__(self, session: ClientSession, *, takes_pickles: bool = False) -> None:
         self.label = ""
+        self._takes_pickles = takes_pickles
         self._session = session
         self._update: HttpUpdate | None = None
         self._has_finished = False  # the last update; it may be finished again
         self._finishing: asyncio.Task[None] | None = None
         self._manifests: dict[Target, list[TensorMeta]] = {}  # of the open communicator
+        self._answered = 0  # how many `update_weights` have been
         session.on_undone = self._on_undone
+        session.is_begun = lambda: self._is_begun
 
     # -- the transport --------------------------------------------------------------
 
@@ -129,23 +154,26 @@ class ClientUpdates:
 
     # -- updates ----------------------------------------------------------------------
 
-    def start(self, target: Target, caller: Caller) -> None:
+    async def start(self, target: Target, caller: Caller) -> None:
         """Begins an update. A client that repeats it, or has begun one before and is gone, may.
 
         Raises:
             Conflict: another client's update is under way.
         """
-        update = self._update
-        if update is not None and update.stage is not HttpStage.FAILED:
+        update = self._open_update()
+        if update is not None:
             same = update.caller.connection is caller.connection or update.caller.is_gone()
             if not same or self._session.is_busy:
                 raise Conflict(f"{update} is under way")
-            if update.stage is HttpStage.STARTED and update.target == target:
+        async with self._session.call():
+            if self._update is not update:
+                self.require_none()
+            elif self._is_begun and update is not None and update.target == target:
                 return
-        self._has_finished = False
-        self._update = HttpUpdate(target, caller, time.monotonic())
+            self._has_finished = False
+            self._update = HttpUpdate(target, caller, time.monotonic())
 
-    async def receive(self, info: Mapping[str, Any]) -> None:
+    async def receive(self, info: object) -> None:
         """Has all engines check, receive and load the tensors of the update.
 
         Args:
@@ -157,26 +185,71 @@ class ClientUpdates:
                 collective.
             WavebusError: the update has failed. Engines serve what they had.
         """
-        update = self._require_update()
+        began, answered = self._update, self._answered
         async with self._session.call() as agent:
-            if update is not self._update or update.stage is not HttpStage.STARTED:
-                raise Conflict(
-                    f"{update} has its tensors already: send all in one call, or finish first"
-                )
-            update.stage = HttpStage.LOADING
+            repeats = answered != self._answered  # another call was answered while it waited
             try:
-                metas = self._metas(info, update.target)
-                await agent.start_native(metas, update.target)
-                await agent.receive_native(info)
-            except BaseException as error:
-                self._manifests.pop(update.target, None)
-                self._fail(update, str(error) or "its client disconnected")
+                await self._receive(agent, info, began)
+            except WavebusError as error:
+                if agent.has_broadcasts and not repeats:
+                    await self._end_broadcast(agent, info, error)
+                self._answered += 1
                 raise
-            self._manifests[update.target] = metas
+            self._answered += 1
 
-    def _metas(self, info: Mapping[str, Any], target: Target) -> list[TensorMeta]:
-        if _PICKLED in info:
-            raise UsageError(f"update_info: {_PICKLED}: pickles that come over HTTP are not read")
+    async def _receive(self, agent: GatewayAgent, info: object, began: HttpUpdate | None) -> None:
+        update = self._require_update()
+        if update is not began or update.stage is not HttpStage.STARTED:
+            raise Conflict(
+                f"{update} has its tensors already: send all in one call, or finish first"
+            )
+        update.stage = HttpStage.LOADING
+        try:
+            if isinstance(info, dict):
+                info = await asyncio.to_thread(read_info, info, allowed=self._takes_pickles)
+            described, metas = self._read(info, update.target)
+            await agent.start_native(metas, update.target)
+            await agent.receive_native(described)
+        except BaseException as error:
+            self._fail(update, str(error) or "its client disconnected")
+            raise
+        self._manifests[update.target] = metas
+
+    async def _end_broadcast(self, agent: GatewayAgent, info: object, error: Exception) -> None:
+        """Ends the broadcast of a refused call; the error's notes say if that is impossible."""
+        update = self._update
+        if update is not None and (update.stage is HttpStage.LOADING or info == update.drained):
+            return
+        target: Target = "model" if update is None else update.target
+        try:
+            described, metas = self._read(info, target)
+        except UsageError:
+            await agent.close_native()
+            error.add_note(f"what its client sends is unknown: {_LEFT}")
+            return
+        columns = {
+            "names": [""] * len(metas),  # how much comes does not depend on them
+            "dtype_names": [each.dtype for each in metas],
+            "shapes": [list(each.shape) for each in metas],
+        }
+        drain = asyncio.create_task(agent.drain_native({**described, **columns}))
+        try:
+            await asyncio.shield(drain)
+        except WavebusError as failure:
+            error.add_note(f"{failure}: {_LEFT}")
+        finally:
+            await asyncio.wait([drain])  # it ends soon, also if the client has disconnected
+            if update is not None and drain.exception() is None:
+                update.drained = info
+
+    def _read(self, info: object, target: Target) -> tuple[Mapping[str, Any], list[TensorMeta]]:
+        """Returns a client's ``update_info``, and the tensors that it describes.
+
+        Raises:
+            UsageError: it can't be read, or describes none.
+        """
+        if not isinstance(info, dict):
+            raise UsageError("update_info: an object is needed")
         try:
             names, dtypes, shapes = info["names"], info["dtype_names"], info["shapes"]
             metas = [
@@ -188,7 +261,7 @@ class ClientUpdates:
         # From 0.33 on vLLM's trainer engine says once what it sends over a communicator.
         if not metas and target not in self._manifests:
             raise UsageError("update_info: no tensors are named, and none were named before")
-        return metas or self._manifests[target]
+        return info, metas or self._manifests[target]
 
     async def finish(self, label: str) -> None:
         """Commits the update: all engines serve the new weights when this returns.
@@ -206,6 +279,8 @@ class ClientUpdates:
                 return
             update = self._require_update()
             if update.stage is HttpStage.STARTED:
+                if self._session.is_loading:
+                    raise Conflict("tensors that came before the last start were not finished")
                 self._update = None
                 return
             self._finishing = asyncio.create_task(self._commit(update, label))
@@ -231,6 +306,10 @@ class ClientUpdates:
     def _fail(self, update: HttpUpdate, error: str) -> None:
         update.stage, update.error = HttpStage.FAILED, error
 
+    @property
+    def _is_begun(self) -> bool:
+        return self._update is not None and self._update.stage is HttpStage.STARTED
+
     def _require_update(self) -> HttpUpdate:
         update = self._update
         if update is None:
@@ -239,14 +318,19 @@ class ClientUpdates:
             raise Conflict(f"the update failed, and engines serve what they had: {update.error}")
         return update
 
+    def _open_update(self) -> HttpUpdate | None:
+        """Returns the update that was begun, and has neither ended nor failed."""
+        update = self._update
+        return None if update is None or update.stage is HttpStage.FAILED else update
+
     def require_none(self) -> None:
         """Checks that no update is under way.
 
         Raises:
             Conflict: one is.
         """
-        update = self._update
-        if update is not None and update.stage is not HttpStage.FAILED:
+        update = self._open_update()
+        if update is not None:
             raise Conflict(f"{update} is under way")
 
     def require_not_loading(self) -> None:

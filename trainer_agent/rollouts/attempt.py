@@ -31,6 +31,7 @@ _MAX_ANSWER_BYTES: Final = 1 << 26  # of a prompt with images, for example
 _REDIRECT: Final = range(300, 400)
 _BAD_REQUEST: Final = range(400, 500)
 _NOT_FOUND: Final = 404
+_OF_BODY: Final = "body."  # vLLM names fields of malformed bodies so, and not in its text
 _LATER: Final = (408, 429, 503)
 
 How: TypeAlias = Literal["rejected", "unreachable", "died", "broken", "stalled", "unfetched"]
@@ -279,6 +280,9 @@ def refused(status: int, raw: bytes) -> UsageError | Cut:
         with contextlib.suppress(msgspec.DecodeError, RecursionError, KeyError, TypeError):
             error = msgspec.json.decode(raw)["error"]
             text, field = error["message"], error.get("param")
+        if isinstance(field, str) and field.startswith(_OF_BODY):
+            field = field.removeprefix(_OF_BODY)
+            text = f"{field}: {text}"
         kind = UnknownModel if status == _NOT_FOUND or field == "model" else UsageError
         return kind(f"the engine refuses the request: {text}")
     if status in _REDIRECT:

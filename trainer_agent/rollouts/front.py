@@ -144,6 +144,8 @@ class _Front:
     async def _answer(
         self, http: web.Request, asked: FrontRequest, prompts: list[Any], chat: Chat | None = None
     ) -> web.StreamResponse:
+        if asked.kind and asked.params.get("max_tokens"):
+            _check_room(asked.params["max_tokens"], prompts, await self._client.most_tokens())
         writer = AnswerWriter(asked, self._tokenizer)
         if asked.is_stream:
             stream = _Stream(http, asked, writer, prompts, chat, self._tokenizer)
@@ -162,7 +164,7 @@ class _Front:
         def write() -> bytes:
             whole = [
                 writer.choice(index, choice, texts[index], message, names.get(index))
-                | ending(choice, message)
+                | ending(choice, message, is_named=asked.names_tool)
                 for index, (choice, message) in enumerate(zip(choices, messages, strict=True))
             ]
             fields = {}
@@ -324,7 +326,8 @@ class _Stream:
             fields = self._messages[index].rest(message)
             if self._has_parts and not self._by_engine:
                 fields = {"content": text}
-            await self._send(index, None, text, fields, None, ending(choice, message))
+            end = ending(choice, message, is_named=self._asked.names_tool)
+            await self._send(index, None, text, fields, None, end)
         if self._asked.with_usage:
             await self._write(self._writer.frame([], _usage(done)))
 
@@ -348,6 +351,16 @@ async def _all(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+
+def _check_room(max_tokens: Any, prompts: Sequence[Any], most: int) -> None:
+    """Refuses more tokens than the model takes, as vLLM does; the client would ask for fewer."""
+    for prompt in prompts if most and isinstance(max_tokens, int) else ():
+        if isinstance(prompt, list) and len(prompt) < most < len(prompt) + max_tokens:
+            raise UsageError(
+                f"max_tokens: {max_tokens} tokens after a prompt of {len(prompt)} are more than "
+                f"the {most} that the model takes in all"
+            )
 
 
 async def _next_batch(deltas: Deltas) -> list[tuple[int, TokenDelta]]:

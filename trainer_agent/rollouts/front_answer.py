@@ -27,16 +27,34 @@ if TYPE_CHECKING:
     from trainer_agent.rollouts.results import Choice
 
 _FIELD: Final = re.compile(
-    r"(?:the engine refuses the request: )?([A-Za-z_][\w.-]*)(\[\d+\][\w.\[\]]*)?: "
+    r"(?:the engine refuses the request: )?([A-Za-z_][\w.-]*)(\[[\w.]+\][\w.\[\]]*)?: "
 )
 _PARAMETER: Final = re.compile(r"\(parameter=([\w.]+)")  # of vLLM's own errors
 _TEXTS: Final = ("reasoning", "content")
+# Routes of vLLM's or OpenAI's that no gateway has, and what to use instead.
+_CHAT_INSTEAD: Final = "use /v1/chat/completions"
+_UNSERVED: Final = {
+    "/v1/responses": _CHAT_INSTEAD,
+    "/v1/messages": _CHAT_INSTEAD,
+    "/v1/assistants": _CHAT_INSTEAD,
+    "/v1/threads": _CHAT_INSTEAD,
+    "/v1/chat/completions/batch": _CHAT_INSTEAD,
+    "/v1/realtime": _CHAT_INSTEAD,
+    "/v1/batches": "send the requests of a batch at once",
+    "/v1/embeddings": "use a server of an embedding model",
+    "/v1/moderations": "use a server of a moderation model",
+    "/v1/audio": "use a server of a speech model",
+    "/v1/images": "use a server of an image model",
+}
 _GROWTH: Final = 16
 _KINDS: Final = {
     401: "AuthenticationError",
     404: "NotFoundError",
+    409: "ConflictError",
     500: "InternalServerError",
+    501: "NotImplementedError",
     503: "ServiceUnavailableError",
+    504: "TimeoutError",
 }
 
 
@@ -272,6 +290,14 @@ class StreamedMessage:
         return shown | {"tool_calls": [{"index": i, **call} for i, call in calls] or None}
 
 
+def _no_route(path: str) -> str:
+    """Returns the text of the error for a path that has no route."""
+    for prefix, instead in _UNSERVED.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return f"{prefix} is not served here: {instead}"
+    return f"{path:.200} is not served here; `wavebus gateway --help` lists the routes"
+
+
 def _joined(deltas: list[TokenDelta]) -> TokenDelta:
     """Returns the deltas of a choice as one."""
     if len(deltas) == 1:
@@ -289,9 +315,16 @@ def _joined(deltas: list[TokenDelta]) -> TokenDelta:
     )
 
 
-def ending(choice: Choice, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a choice has at its end: why it ended, and what is known of its tokens."""
-    calls = message.get("tool_calls") and choice.finish_reason == "stop"
+def ending(choice: Choice, message: Mapping[str, Any], *, is_named: bool = False) -> dict[str, Any]:
+    """Returns what a choice has at its end: why it ended, and what is known of its tokens.
+
+    Args:
+        choice: the choice.
+        message: its message.
+        is_named: whether the request names the tool that is called. Then the choice has ended with
+            ``stop``, as in OpenAI's API.
+    """
+    calls = message.get("tool_calls") and choice.finish_reason == "stop" and not is_named
     return {
         "finish_reason": "tool_calls" if calls else choice.finish_reason,
         "stop_reason": choice.stop_reason,
@@ -309,6 +342,8 @@ def ending(choice: Choice, message: Mapping[str, Any]) -> dict[str, Any]:
 
 def error_answer(request: web.Request, status: int, text: str) -> web.Response:
     """Returns an error in OpenAI's form, with the field names of the route."""
+    if status == 404 and request.match_info.http_exception is not None:  # noqa: PLR2004 - HTTP's
+        text = _no_route(request.path)
     field, kind = ROUTES.get(request.path, ("", ""))
     if text.startswith("prompt_token_ids"):
         text = field + text.removeprefix("prompt_token_ids")

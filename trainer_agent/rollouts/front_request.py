@@ -110,6 +110,7 @@ class FrontRequest:
         prompt: the prompt.
         params: the sampling parameters.
         chat_fields: other fields of a chat request.
+        names_tool: whether it names the tool to call.
         extra: other fields for engines.
         session_id: the session, or None.
         client_id: who takes turns with others; empty: the request names no user.
@@ -149,6 +150,7 @@ class FrontRequest:
         self.chat_fields: dict[str, Any] = {}
         if self.is_chat:
             self.chat_fields = {n: body.pop(n) for n in _CHAT_FIELDS if n in body}
+        self.names_tool = isinstance(self.chat_fields.get("tool_choice"), dict)
         if not self.kind and "features" in body:  # of images, as engines have rendered them
             self.extra["features"] = body.pop("features")
         self.echo = self.is_prompt_alone = False

@@ -9,7 +9,7 @@ import anyio
 import anyio.to_thread
 
 from bus.errors import Refused, UsageError, WavebusError
-from bus.messages import NackCode, PlanTransfer, TransferInit, TransferPlan
+from bus.messages import NackCode, PlanTransfer, TransferDrain, TransferInit, TransferPlan
 from bus.weight_transfer.allocation import ALONE, World
 from bus.weight_transfer.rendezvous import address_towards, host_of
 from trainer_agent.update.steps import flat_task_group, run_to_end
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _OPENINGS: Final = 3
 _PORTS: Final = 2
+DRAIN_S: Final = 30.0  # how long a sender may take for a broadcast that engines discard
 _MAX_PORT: Final = 65_535
 
 
@@ -144,6 +145,26 @@ class Transport:
         self.communicator = init.communicator
         self.opening = init.update_id
         self.is_foreign = True
+
+    async def drain(self, handle: bytes) -> None:
+        """Makes engines receive over the open transport, and discard what its sender sends.
+
+        If this fails, the transport is unusable.
+
+        Args:
+            handle: what the sender sends.
+
+        Raises:
+            Refused: an engine can't, or the sender has not sent all in time.
+            BusTimeout: an engine did not answer.
+        """
+        opened = self.opening, self.backend, self.communicator
+        drain = TransferDrain(self._steps.new_id(), *opened, handle, int(DRAIN_S * 1000))
+        try:
+            await self._steps.step(drain)
+        except BaseException:
+            self.invalidate()
+            raise
 
     async def arm(
         self, update: Update, plan: UpdatePlan, label: str, reopen: Callable[[], Awaitable[None]]

@@ -178,7 +178,7 @@ class Updates:
             raise UsageError("an update is under way; await it first")
 
     async def warn_of_fallback(self, why_paused: str) -> None:
-        """Logs a warning, once, if an engine's version of vLLM can't stage updates.
+        """Logs a warning, once, if an engine's version of vLLM can't stage these updates.
 
         Engines are asked for their features once per reason, because other reasons, such as too
         little memory, come before or after this one.
@@ -192,15 +192,22 @@ class Updates:
         engines: tuple[EngineView, ...] = ()
         with contextlib.suppress(WavebusError):  # the update goes on without the warning
             engines = await self._connection.engines()
-        lacking = (each for each in engines if each.features.get("staged_updates"))
-        engine = next(lacking, None)
-        if engine is not None:
+        lacking = (
+            (engine, why)
+            for engine in engines
+            for name in ("staged_updates", "staged_worker_engines")
+            if (why := engine.features.get(name))
+            and (name == "staged_updates" or why in why_paused)  # not every update needs the other
+        )
+        found = next(lacking, None)
+        if found is not None:
             self._warned = True
+            engine, why = found
             bus.log.logger().warning(
                 "staged_updates_off",
                 engine=engine.name,
                 software=engine.software,
-                reason=engine.features["staged_updates"],
+                reason=why,
                 hint="updates take a pause; `wavebus doctor --vllm PATH` shows what a vLLM can do",
             )
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bus.messages import Escalation, PauseMode, Target, Verify
     from trainer_agent.canary import Canary
     from trainer_agent.connection import Connection
-    from trainer_agent.options import Quorum
+    from trainer_agent.options import How, Quorum
     from trainer_agent.update.update import Updates
     from trainer_agent.vllm.patches import AnyPatch
     from trainer_agent.vllm.session import TrainerEngineSession
@@ -137,6 +137,9 @@ class VllmApi:
         target: Target = "model",
         canary: Canary | None = None,
         quorum: Quorum = None,
+        how: How = "auto",
+        staging_bytes: int | None = None,
+        keep_staging: bool = False,
     ) -> BusWeightSyncClient:
         """Returns the ``client`` of a vLLM trainer engine, which sends its updates over the bus.
 
@@ -151,9 +154,12 @@ class VllmApi:
             target: as :meth:`update_weights`.
             canary: as :meth:`update_weights`.
             quorum: as :meth:`update_weights`.
+            how: as :meth:`update_weights`.
+            staging_bytes: as :meth:`update_weights`.
+            keep_staging: as :meth:`update_weights`.
         """
         pause = PauseOptions(mode, clear_cache=clear_cache, wait_s=wait_s, escalate=escalate)
-        options = UpdateOptions(pause, canary, quorum)
+        options = UpdateOptions(pause, canary, quorum, how, staging_bytes, keep_staging)
         return BusWeightSyncClient(self._engine_session, options, chunk_bytes, target)
 
     def source(self, weights: Weights) -> BusWeightSource:

@@ -51,8 +51,8 @@ class BusWeightSyncClient:
         """Starts an update; first aborts an update that was not finished.
 
         Returns when every engine is armed with the metadata of the source, or of the patches that
-        were read. The pause follows in the background; if it fails, the source and
-        :meth:`update_weights` raise the error.
+        were read. The pause, or the allocation of staging memory, follows in the background; if it
+        fails, the source and :meth:`update_weights` raise the error.
         """
         self._session.require_rank_zero()
         if self._session.is_patching:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from trainer_agent.weights.source import as_described
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Future
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     import torch
 
@@ -35,6 +36,7 @@ class ClientUpdate:
 
     Attributes:
         chunks_announced: how many chunks the trainer engine has announced.
+        is_in_chunk: whether engines may have been told of a chunk that not all have applied.
         tensors_left: how many tensors the current pass has left.
         starting: the task that pauses and starts the engines.
     """
@@ -54,6 +56,7 @@ class ClientUpdate:
         self.failure: BaseException | None = None
         self.is_over = False
         self.chunks_announced = 0
+        self.is_in_chunk = False
         self.tensors_left = 0 if inner is None else len(plan.metas)
         self.starting: Future[None] | None = None
         self._loop = loop
@@ -98,14 +101,30 @@ class ClientUpdate:
                     self._loop.call_soon_threadsafe(self._reached.set)
             return pair
 
-    async def wait_until_paused(self) -> None:
-        """Waits until every engine is paused.
+    @contextlib.asynccontextmanager
+    async def chunk(self) -> AsyncIterator[None]:
+        """Runs a block that announces a chunk and awaits it, once every engine is paused.
 
         Raises:
             WavebusError: the update has failed; this is its error.
         """
         await self.update.paused.wait()
         self.raise_failure()
+        self.is_in_chunk = True
+        yield
+        self.is_in_chunk = False
+
+    def may_be_in_broadcast(self, *, patches: bool) -> bool:
+        """Returns whether an engine, or the trainer engine, may have left a broadcast or be in it.
+
+        A trainer engine in this process may have entered one that was not announced. An HTTP
+        client's (:mod:`trainer_agent.gateway`) is ended by engines that have not entered it.
+
+        Args:
+            patches: whether the trainer engine sends patches, and so reads no source.
+        """
+        is_here = patches or self._inner is not None
+        return self.is_in_chunk or (is_here and self.started.is_set())
 
     async def wait_until_taken(self, seq: int) -> None:
         """Waits until the trainer engine has read every tensor of a chunk.

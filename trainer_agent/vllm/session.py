@@ -9,11 +9,11 @@ trainer engine            the bus
 ========================= ==============================================================
 reads the metadata        (that is the plan)
 ``start_weight_update``   ARM, with the plan; the other ranks receive GO. Then, in the
-                          background: pause, UPDATE_START
+                          background: UPDATE_START, after a pause unless it is staged
 first tensor of a pass    waits for UPDATE_START (other ranks: for GO), or raises its error
 ``update_weights``        WEIGHT_CHUNK_META and CHUNK_SENT; returns when the chunk is applied.
                           After the last one: UPDATE_FINISH
-``finish_weight_update``  COMMIT, resume
+``finish_weight_update``  COMMIT; resume, if it has paused
 ========================= ==============================================================
 
 A trainer engine that sends patches reads no source. It reads all patches before it calls
@@ -354,8 +354,7 @@ class TrainerEngineSession:
                     info, current.plan, seq, current.update.id
                 )
             current.verified = sent.verify
-            await current.wait_until_paused()
-            async with self._steps.announce_chunk(meta):
+            async with current.chunk(), self._steps.announce_chunk(meta):
                 if self._native_transport is not None:
                     with anyio.move_on_after(self._timeout_s):  # gathering is the trainer's time
                         await current.wait_until_taken(meta.chunk)
@@ -423,14 +422,14 @@ class TrainerEngineSession:
         if current.failure is not None:
             await current.undone.wait()
             return
-        started = current.started.is_set()
+        may_broadcast = current.may_be_in_broadcast(patches=self.is_patching)
         current.on_failed(error)
         starting = current.starting
         if starting is not None and starting is not asyncio.current_task():
             starting.cancel()
             with anyio.CancelScope(shield=True):
                 await asyncio.gather(starting, return_exceptions=True)
-        if started and self._transport.communicator:
+        if may_broadcast and self._transport.communicator:
             self._transport.invalidate()  # some rank may have left a broadcast
         try:
             with anyio.CancelScope(shield=True):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from bus import messages as m
 from bus.manifest import Chunk
 from bus.protocol.core.effects import Effect, Send
+from bus.vllm_payloads import is_loaded_on_receipt
 from bus.weight_transfer.allocation import StagingCapacity
 
 if TYPE_CHECKING:
@@ -101,6 +102,23 @@ class CallOpenTransfer:
     backend: str
     params: bytes
     assignment: RankAssignment
+
+
+@dataclass(frozen=True, slots=True)
+class CallDrain:
+    """Engine call: receive over the open transport, and discard what comes.
+
+    Attributes:
+        update_id: the id that the trainer has chosen for the drain, as in CallOpenTransfer.
+        backend: the transport's name.
+        handle: data from the sender that only the backend reads: what it sends.
+        timeout_ms: how long to wait for the sender, in ms.
+    """
+
+    update_id: str
+    backend: str
+    handle: bytes
+    timeout_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +227,12 @@ class CallSwap:
 
 
 @dataclass(frozen=True, slots=True)
-class CallCancelSwap:
-    """Engine call: cancel the running swap call, if it has not swapped yet.
+class CallCancel:
+    """Engine call: cancel the running call, which has no deadline of its own.
 
-    This call never waits in the queue, because it is made beside the swap call. The result of the
-    swap call shows whether the swap was made.
+    That is a swap that has not swapped yet, or a staged receive over a transport of vLLM's own.
+    This call never waits in the queue, because it is made beside the running call, whose result
+    shows whether it was cancelled.
     """
 
 
@@ -234,6 +253,7 @@ Call: TypeAlias = (
     | CallWakeWeights
     | CallResume
     | CallOpenTransfer
+    | CallDrain
     | CallArm
     | CallStart
     | CallReceive
@@ -256,7 +276,7 @@ class SendToPeers:
     ranks: tuple[int, ...]
 
 
-SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancelSwap | SendToPeers
+SessionEffect: TypeAlias = Effect | Call | CallEscalate | CallCancel | SendToPeers
 # The result of a call. Pause or swap: how many requests the engine has. Opening: how many
 # chunks may be received ahead. ARM: whether the update can be staged. Probe: its results.
 CallResult: TypeAlias = int | StagingCapacity | tuple[m.ProbeResult, ...] | None
@@ -269,6 +289,7 @@ CALL_STEPS: Final[dict[type[Call], m.Step]] = {
     CallWakeWeights: m.Step.WAKE,
     CallResume: m.Step.RESUME,
     CallOpenTransfer: m.Step.TRANSFER_INIT,
+    CallDrain: m.Step.TRANSFER_DRAIN,
     CallArm: m.Step.ARM,
     CallStart: m.Step.START,
     CallReceive: m.Step.CHUNK,
@@ -342,6 +363,18 @@ class CallQueue:
     def running(self) -> Call | None:
         """Returns the call that runs, or else the next one; None: the queue is empty."""
         return self._jobs[0].call if self._jobs else None
+
+    def cancellable(self, *, staged: bool) -> CallSwap | CallReceive | None:
+        """Returns the running call that may wait for others for good; None: none.
+
+        That is a swap, or a staged receive over a transport of vLLM's own.
+        """
+        running = self.running()
+        if isinstance(running, CallSwap):
+            return running
+        if isinstance(running, CallReceive) and staged and is_loaded_on_receipt(running.backend):
+            return running
+        return None
 
     def end(self, call: Call) -> Job:
         """Removes the running call after it has ended, and returns its job."""

@@ -149,7 +149,7 @@ class EngineSession:
             case m.Wake():
                 self._require_paused(message.update_id)
                 return self.memory.wake(msg_id, message)
-            case m.TransferInit():
+            case m.TransferInit() | m.TransferDrain():
                 return self.update.open(msg_id, message)
             case m.Arm():
                 self.memory.need_weights()
@@ -178,7 +178,8 @@ class EngineSession:
 
     def _pause_first(self) -> list[c.SessionEffect]:
         """Cancels a swap that waits for peer ranks: it would delay the requested pause."""
-        return [c.CallCancelSwap()] if self.lease.peers and self.update.swap else []
+        swaps = isinstance(self.update.cancellable, c.CallSwap)
+        return [c.CallCancel()] if self.lease.peers and swaps else []
 
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
         if self.update.state is not EngineUpdateState.NONE:

@@ -9,6 +9,11 @@
     any      opening failed                 CLOSED   nack transfer_init
     OPEN     TRANSFER_INIT of the same      OPEN     ack transfer_init, again
              transport
+    OPEN     TRANSFER_DRAIN                 OPEN     drain_transfer(...), once
+    OPEN     drained                        OPEN     ack transfer_drain
+    OPEN     the same TRANSFER_DRAIN        OPEN     ack transfer_drain, again
+    OPEN     the drain failed               CLOSED   nack transfer_drain: its sender may wait in a
+                                                     broadcast that this engine never enters again
 
 A transport belongs to one sender. An engine that was out of reach may still have the transport of
 a trainer that is gone, or an earlier one of the same trainer, and would read what that sender has
@@ -20,9 +25,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bus.messages import NackCode, Step, TransferInit
+from bus.messages import NackCode, Step, TransferDrain, TransferInit
 from bus.protocol.core.failures import decline
-from bus.protocol.engine.calls import CallOpenTransfer, CallQueue, SessionEffect, ack
+from bus.protocol.engine.calls import (
+    CALL_STEPS,
+    CallDrain,
+    CallOpenTransfer,
+    CallQueue,
+    SessionEffect,
+    ack,
+)
 from bus.weight_transfer.allocation import NO_RANK, RankAssignment
 
 if TYPE_CHECKING:
@@ -42,16 +54,20 @@ class EngineTransfer:
         self._name = name
         self._open: CallOpenTransfer | None = None
         self._asked: tuple[CallOpenTransfer, int] | None = None  # the last one, and its epoch
+        self._drained = ""  # the id of the last drain that has ended well
         self.epoch = 0
 
-    def open(self, msg_id: int, message: TransferInit) -> list[SessionEffect]:
-        """Opens the transport of a TRANSFER_INIT, whose message id is ``msg_id``.
+    def open(self, msg_id: int, message: TransferInit | TransferDrain) -> list[SessionEffect]:
+        """Opens the transport of a TRANSFER_INIT, or drains it; ``msg_id`` is the message's id.
 
-        If that transport is open, only acknowledges the message again.
+        If that transport is open, or drained by this message, only acknowledges it again.
 
         Raises:
-            Declined: the engine has no place in the communicator.
+            Declined: the engine has no place in the communicator; or the transport to drain is not
+                open.
         """
+        if isinstance(message, TransferDrain):
+            return self._drain(msg_id, message)
         opening = self._opening(message)
         if self._open == opening:
             return [ack(msg_id, Step.TRANSFER_INIT, opening.update_id)]
@@ -60,12 +76,25 @@ class EngineTransfer:
             self._queue.add(opening, msg_id)
         return []
 
-    def is_open(self, message: TransferInit) -> bool:
-        """Whether the open transport is the one of this TRANSFER_INIT.
+    def _drain(self, msg_id: int, message: TransferDrain) -> list[SessionEffect]:
+        if message.update_id == self._drained:
+            return [ack(msg_id, Step.TRANSFER_DRAIN, message.update_id)]
+        if not self.is_open(message):
+            found = f"transport {message.transfer} is not open here"
+            raise decline(NackCode.TRANSFER_CLOSED, found, field="transfer")
+        call = CallDrain(message.update_id, message.backend, message.handle, message.timeout_ms)
+        if call not in self._queue:
+            self._queue.add(call, msg_id)
+        return []
+
+    def is_open(self, message: TransferInit | TransferDrain) -> bool:
+        """Whether the open transport is the one of this message.
 
         Raises:
             Declined: as :meth:`open`.
         """
+        if isinstance(message, TransferDrain):
+            return self._open is not None and self._open.update_id == message.transfer
         return self._open == self._opening(message)
 
     def _opening(self, message: TransferInit) -> CallOpenTransfer:
@@ -81,13 +110,16 @@ class EngineTransfer:
             place = RankAssignment(message.communicator, message.world_size, first_rank)
         return CallOpenTransfer(message.update_id, message.backend, message.params, place)
 
-    def on_opened(self, msg_id: int, call: CallOpenTransfer, took_ms: float) -> Send:
-        """Records that the transport is open, and returns the ACK."""
-        self._open = call
-        return ack(msg_id, Step.TRANSFER_INIT, call.update_id, took_ms=took_ms)
+    def on_done(self, msg_id: int, call: CallOpenTransfer | CallDrain, took_ms: float) -> Send:
+        """Records that the transport is open, or drained, and returns the ACK."""
+        if isinstance(call, CallDrain):
+            self._drained = call.update_id
+        else:
+            self._open = call
+        return ack(msg_id, CALL_STEPS[type(call)], call.update_id, took_ms=took_ms)
 
-    def on_open_failed(self) -> None:
-        """Records that the opening failed: no transport is open."""
+    def on_failed(self) -> None:
+        """Records that the opening, or a drain, failed: no transport is open."""
         self._open = None
 
     def require(self, update: UpdateSpec) -> None:

@@ -40,6 +40,7 @@ pause, no lease, and nothing to recover. Invariants of staging:
 - The ranks of a DP group swap before the same step of their lockstep, or none of them does. The
   engines ensure this, in the agreement that they make at each step anyway. If a rank has not been
   asked yet, can't swap, or is gone, all of them stay at the old version.
+- A receive over a transport of vLLM's own has no deadline. ABORT cancels it.
 - A swap that waits for other ranks can be cancelled. ABORT cancels it, and so does a pause, which
   would otherwise wait for it. A swap that fails half-way counts as a load that failed half-way.
 
@@ -52,7 +53,7 @@ neither ends a quarantine nor begins with recover.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus import messages as m
 from bus.lora import adapter_of
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
 
 
 _S, _E = EngineUpdateState, EngineUpdateEvent
+_OfTransport: TypeAlias = m.TransferInit | m.TransferDrain
 
 
 class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
@@ -144,10 +146,9 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return loads and self.in_place
 
     @property
-    def swap(self) -> c.CallSwap | None:
-        """The swap call that runs; None: none."""
-        running = self._queue.running()
-        return running if isinstance(running, c.CallSwap) else None
+    def cancellable(self) -> c.CallSwap | c.CallReceive | None:
+        """The running call that may wait for good, and that :class:`CallCancel` ends; or None."""
+        return self._queue.cancellable(staged=self.staged)
 
     def about_to_serve(self, version: int) -> bool:
         """Returns whether the engine has staged this version or a later one.
@@ -165,18 +166,17 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
 
     # -- commands -------------------------------------------------------------
 
-    def open(self, msg_id: int, message: m.TransferInit) -> list[c.SessionEffect]:
-        """Executes a TRANSFER_INIT, whose message id is ``msg_id``."""
+    def open(self, msg_id: int, message: _OfTransport) -> list[c.SessionEffect]:
+        """Executes a TRANSFER_INIT or TRANSFER_DRAIN, whose message id is ``msg_id``."""
         if self.staged and self.state in MIXED and not self.transfer.is_open(message):
             return self.give_way("the bus opens another transport")
         if self.state in MIXED:  # the broker has ended that update, and is about to abort it here
-            return []  # TRANSFER_INIT is repeated
+            return []  # the message is repeated
         return self.transfer.open(msg_id, message)
 
     def arm(self, msg_id: int, message: m.Arm) -> list[c.SessionEffect]:
         """Executes an ARM, whose message id is ``msg_id``."""
-        known = message.update_id == self.update_id
-        if known and self.state not in (_S.NONE, _S.ABORTING):
+        if message.update_id == self.update_id and self.state not in (_S.NONE, _S.ABORTING):
             return [] if self.state is _S.ARMING else [self._order.ack(msg_id)]
         if self._abort_asked is not None or self.state is _S.ABORTING:
             return []  # the abort comes first; ARM is repeated
@@ -287,7 +287,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
     def abort(self, msg_id: int, message: m.Abort) -> list[c.SessionEffect]:
         """Executes an ABORT, whose message id is ``msg_id``."""
         unknown = self.state is _S.NONE or message.update_id != self.update_id
-        if unknown and not isinstance(self._queue.running(), c.CallOpenTransfer):
+        if unknown and not isinstance(self._queue.running(), _OF_TRANSPORTS):
             outcome = self._or_partial("untouched")
             return [c.ack(msg_id, m.Step.ABORT, message.update_id, outcome=outcome)]
         if unknown or self.state is _S.ABORTING:  # that call or abort ends first; ABORT is repeated
@@ -297,7 +297,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         self._queue.drop_waiting()
         if isinstance(self._queue.running(), _UPDATE_CALLS):
             self._abort_asked = msg_id
-            return [c.CallCancelSwap()] if self.swap else []
+            return [c.CallCancel()] if self.cancellable else []
         return self._begin_abort(msg_id)
 
     # -- results --------------------------------------------------------------
@@ -309,9 +309,10 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         call = job.call
         if isinstance(call, c.CallReceive):
             return self._run_waiting_abort(self._chunks.on_received())
-        if isinstance(call, c.CallOpenTransfer):
-            self._chunks.prefetch_depth = result if isinstance(result, int) and result else 1
-            return self._run_waiting_abort([self.transfer.on_opened(job.reply_to, call, took_ms)])
+        if isinstance(call, _OF_TRANSPORTS):
+            if isinstance(result, int):  # of an opening
+                self._chunks.prefetch_depth = result
+            return self._run_waiting_abort([self.transfer.on_done(job.reply_to, call, took_ms)])
         if self._is_for_peer(job):
             return self._run_waiting_abort([])
         if isinstance(call, (c.CallRestore, c.CallAbortRequests)):
@@ -354,8 +355,8 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         """Handles the failure of one of the update's calls; drops the calls after it."""
         call = job.call
         step = c.CALL_STEPS[type(call)]
-        if isinstance(call, c.CallOpenTransfer):  # later calls belong to another opening
-            self.transfer.on_open_failed()
+        if isinstance(call, _OF_TRANSPORTS):  # later calls don't depend on it
+            self.transfer.on_failed()
             return self._run_waiting_abort([c.nack(job.reply_to, step, failure, call.update_id)])
         if self._is_for_peer(job):
             self._admission.unconfirmed = True
@@ -472,8 +473,9 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             raise wrong_state(f"no such update here ({at})", "update_id")
 
 
+_OF_TRANSPORTS: Final = (c.CallOpenTransfer, c.CallDrain)
 _UPDATE_CALLS: Final = (
-    c.CallOpenTransfer,
+    *_OF_TRANSPORTS,
     c.CallArm,
     c.CallStart,
     c.CallReceive,

@@ -21,7 +21,6 @@ from bus.messages import Arm, Armed, NackCode, Staging, Step, Target
 from bus.protocol.core.effects import Send
 from bus.protocol.core.failures import decline
 from bus.protocol.engine.calls import SessionEffect, ack
-from bus.vllm_payloads import is_loaded_on_receipt
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -146,7 +145,7 @@ class UpdateSpec:
         if self.staging is None:
             return
         why_not = room.why_not
-        if self.part != "model" or self.base or is_loaded_on_receipt(self.backend):
+        if self.part != "model" or self.base:
             why_not = "a whole set of the model's weights can be staged, and nothing else"
         elif partial:
             why_not = "it has not all weights of what it serves, and takes new ones in a pause"

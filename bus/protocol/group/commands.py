@@ -94,7 +94,7 @@ class Commands:
                 made = self._communicator(self._members(message.scope))
                 plan = m.TransferPlan(made.number, made.world_size, made.first_ranks)
                 return [*self._state.session.answer_ids([msg_id], plan)]
-            case m.TransferInit():
+            case m.TransferInit() | m.TransferDrain():
                 return self._open(msg_id, message, now_ms)
             case m.Arm():
                 return self._arm(msg_id, message, now_ms)
@@ -299,16 +299,16 @@ class Commands:
         self._state.update.require(UpdateState.IDLE)
         return pause.members
 
-    def _open(self, msg_id: int, message: m.TransferInit, now_ms: float) -> list[Action]:
+    def _open(
+        self, msg_id: int, message: m.TransferInit | m.TransferDrain, now_ms: float
+    ) -> list[Action]:
         self._state.update.require(UpdateState.IDLE)
-        members = self._members(message.scope)
-        world_size, first_ranks = 0, dict[str, int]()
-        if message.communicator:
-            made = self._require_communicator(message.communicator, members)
-            world_size, first_ranks = made.world_size, made.first_ranks
-        message = replace(message, world_size=world_size, first_ranks=first_ranks)
-        opening = self._state.update.open(message, members, now_ms)
-        return self._ask(msg_id, m.Step.TRANSFER_INIT, opening)
+        members, number = self._members(message.scope), message.communicator
+        made = self._require_communicator(number, members) if number else Communicator(0, 0, {})
+        if isinstance(message, m.TransferInit):
+            message = replace(message, world_size=made.world_size, first_ranks=made.first_ranks)
+        asked = self._state.update.open(message, members, now_ms)
+        return self._ask(msg_id, m.STEPS[type(message)], asked)
 
     def _members(self, scope: Iterable[str]) -> dict[str, str]:
         """Returns the engines that a command is for, with their DP groups.

@@ -26,6 +26,7 @@ DONE_EVENTS: Final = {
     m.Step.WAKE: "weights_awake",
     m.Step.RESUME: "resumed",
     m.Step.TRANSFER_INIT: "transfer_open",
+    m.Step.TRANSFER_DRAIN: "transfer_drained",
     m.Step.ARM: "armed",
     m.Step.START: "update_started",
     m.Step.CHUNK: "chunk_applied",

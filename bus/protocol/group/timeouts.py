@@ -9,6 +9,7 @@ engines; :meth:`bus.protocol.group.group.Group.tick` acts on what they return.
   the trainer has sent the chunk. If the engine's core stands still, the log event says so (wedged).
 - An engine that is asked to join a communicator, and then silent for half of ``peer_timeout_ms``,
   drops out in the same way, so that the trainer can open the transport without it.
+- An engine that drains a transport has the drain's own time, and 10 s more.
 - If a step waits for the trainer alone, and the trainer makes no progress for twice
   ``step_timeout_ms``, the update is aborted. Each command is progress, and so is each tensor taken
   from the trainer's source, as its heartbeats report. The trainer's own ``timeout_s`` is meant to
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import NackCode, Step, step_name
+from bus.messages import NackCode, Step, TransferDrain, step_name
 from bus.protocol.core.failures import Failure
 from bus.protocol.dp.watchdog import describe_stall
 from bus.protocol.group.replies import WINDOW_STEPS
@@ -46,11 +47,12 @@ def late_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> list[
     """
     if barrier.waiting_for_trainer:
         return []
-    if now_ms - barrier.asked_ms > state.config.step_timeout_ms:
+    message, limit_ms = barrier.messages[0], float(state.config.step_timeout_ms)
+    if isinstance(message, TransferDrain):
+        limit_ms = min(limit_ms, message.timeout_ms + SLOW_MS)
+    if now_ms - barrier.asked_ms > limit_ms:
         return sorted(barrier.waiting)
-    if barrier.step is not Step.TRANSFER_INIT or not getattr(
-        barrier.messages[0], "communicator", 0
-    ):
+    if barrier.step is not Step.TRANSFER_INIT or not getattr(message, "communicator", 0):
         return []
     if now_ms - barrier.asked_ms <= state.config.peer_timeout_ms / 2:
         return []

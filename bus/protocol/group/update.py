@@ -78,8 +78,8 @@ _GIVES_UP: Final = [
 ]
 
 TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
-    (_S.IDLE, _E.INIT_ASKED): _S.OPENING,  # TRANSFER_INIT to every engine
-    (_S.OPENING, _E.ALL_DONE): _S.IDLE,  # the trainer gets: open
+    (_S.IDLE, _E.INIT_ASKED): _S.OPENING,  # TRANSFER_INIT, or TRANSFER_DRAIN, to every engine
+    (_S.OPENING, _E.ALL_DONE): _S.IDLE,  # the trainer gets: open, or drained
     (_S.OPENING, _E.FAILED): _S.IDLE,  # the trainer gets why
     (_S.IDLE, _E.ARM_ASKED): _S.ARMING,  # ARM with the manifest and the version
     (_S.ARMING, _E.ALL_DONE): _S.ARMED,  # the trainer gets: armed
@@ -153,12 +153,12 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     # -- commands of the trainer ----------------------------------------------
 
     def open(
-        self, message: m.TransferInit, members: dict[str, str], now_ms: float
+        self, message: m.TransferInit | m.TransferDrain, members: dict[str, str], now_ms: float
     ) -> list[Instruction]:
-        """Sends TRANSFER_INIT to every engine, so that each opens its end of the transport."""
+        """Sends the message to every engine, so that each opens or drains its transport."""
         self._go(_E.INIT_ASKED)
         self._reset(message.update_id, members, communicator=message.communicator)
-        return self._ask(m.Step.TRANSFER_INIT, message, now_ms)
+        return self._ask(m.STEPS[type(message)], message, now_ms)
 
     def arm(
         self,
@@ -171,8 +171,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self._go(_E.ARM_ASKED)
         self._reset(message.update_id, members, communicator=message.communicator)
         self.staging = staging or StagingDecision()
-        self.version = message.version
-        self.label = message.label
+        self.version, self.label = message.version, message.label
         self.target = message.target
         self.canary = message.canary
         self.quorum = message.quorum or len(set(members.values()))
@@ -231,9 +230,10 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
 
     def abort(self, failure: Failure, now_ms: float) -> list[Instruction]:
         """Sends ABORT to every engine; the trainer gets the failure when all have answered."""
-        if self.state is _S.OPENING:
+        if self.state is _S.OPENING and self.barrier is not None:
+            step = self.barrier.step
             self._end(_E.FAILED)
-            return [StepFailed(m.Step.TRANSFER_INIT, failure)]
+            return [StepFailed(step, failure)]
         self._go(_E.GIVEN_UP)
         self.failure = failure
         self.chunks.clear()

@@ -84,7 +84,7 @@ class BusNative:
     def __init__(self, agent: TrainerAgent, info: Any, weights: dict[str, torch.Tensor]) -> None:
         self._agent = agent
         self._trainer = WeightTransferTrainerFactory.trainer_init(
-            info, client=agent.client(), source=agent.source(weights)
+            info, client=agent.client(how="paused"), source=agent.source(weights)
         )
 
     def update(self) -> dict[str, Any]:

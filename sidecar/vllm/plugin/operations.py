@@ -44,7 +44,7 @@ from bus.weight_transfer.allocation import StagingCapacity  # noqa: TC001 - as a
 # The worker's method that carries out an operation. Its argument is ``operation``; it returns
 # :class:`Done`, as a dict.
 PERFORM: Final = "wavebus_perform"
-PROTOCOL: Final = 14
+PROTOCOL: Final = 15
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -92,6 +92,22 @@ class Open(_Strict, frozen=True, tag="open"):
     communicator: Count
     world_size: Count
     first_rank: Count
+
+
+class Drain(_Strict, frozen=True, tag="drain"):
+    """Receives over vLLM's own transport, and discards what comes; no weights are touched.
+
+    If it fails, the transport is closed.
+
+    Attributes:
+        backend: the transport's name.
+        handle: vLLM's ``update_info``, encoded as by :func:`bus.vllm_payloads.encode_info`.
+        timeout_ms: how long to wait for the sender, in ms.
+    """
+
+    backend: ShortText
+    handle: Blob
+    timeout_ms: Count
 
 
 class ArmManifest(_Strict, frozen=True, tag="arm"):
@@ -248,6 +264,7 @@ class Seal(_Strict, frozen=True, tag="seal"):
 Operation: TypeAlias = (
     Hello
     | Open
+    | Drain
     | ArmManifest
     | Start
     | ReceiveChunk

@@ -13,7 +13,15 @@ from typing import Final
 
 from bus.seams import Form, Has, Ref, Says, Seam, Takes
 from sidecar.vllm.plugin.environment import CLOSED_ANSWER
-from sidecar.vllm.plugin.vllm_names import CORE_MODULE, PLAIN_CORE, wraps
+from sidecar.vllm.plugin.vllm_names import (
+    CORE_MODULE,
+    IPC_ENGINE,
+    NCCL_ENGINE,
+    PLAIN_CORE,
+    PYNCCL,
+    TRANSFER_PACKAGE,
+    wraps,
+)
 
 _LLM: Final = "vllm.v1.engine.async_llm:AsyncLLM"
 _ENTRY: Final = "vllm.entrypoints"
@@ -114,6 +122,41 @@ CALLED: Final = (
             Has("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT"),
             Has("vllm.distributed.parallel_state", ("get_tp_group", "get_pp_group")),
         ),
+    ),
+    # A worker engine's tensors go to what it takes for its model
+    # (:mod:`sidecar.vllm.plugin.worker.native_transport`).
+    Seam(
+        "staged worker engines",
+        ("staged_worker_engines",),
+        (
+            Takes(f"{NCCL_ENGINE}.receive_weights", "self, update_info"),
+            Says(
+                f"{NCCL_ENGINE}.receive_weights",
+                (
+                    "post_unpack_func=self.model.load_weights",
+                    "broadcast(weight, src=0, stream=torch.cuda.current_stream())",
+                    "self.model.load_weights([(name, weight)])",
+                ),
+            ),
+            Says(f"{NCCL_ENGINE}.shutdown", ("self.model_update_group.destroy()",)),
+            Says(f"{PYNCCL}.destroy", ("ncclCommAbort(",)),
+            Says(
+                f"{TRANSFER_PACKAGE}.packed_tensor:packed_nccl_broadcast_consumer",
+                ("post_unpack_func(", "stream.synchronize()"),
+            ),
+            Has(
+                f"{TRANSFER_PACKAGE}.nccl_common:NCCLWeightTransferInitInfo",
+                ("world_size", "packed", "packed_buffer_size_bytes", "packed_num_buffers"),
+            ),
+            Takes(f"{IPC_ENGINE}.receive_weights", "self, update_info"),
+            Says(f"{IPC_ENGINE}.receive_weights", ("self.model.load_weights(weights)",)),
+            Says(f"{IPC_ENGINE}.finish_weight_update", ("self._packed_importer.close()",)),
+            Takes(
+                f"{TRANSFER_PACKAGE}.base:WeightTransferEngine.parse_update_info",
+                "self, update_dict",
+            ),
+        ),
+        needs=("worker engines",),
     ),
     Seam(
         "draft models",

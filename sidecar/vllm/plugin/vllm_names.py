@@ -33,6 +33,7 @@ FEATURES: Final = {
     "lockstep_pause_fixes": "keep repeated pauses and resumes of lockstep ranks from hanging",
     "dp_coordinator": "coordinate data parallel ranks by the bus",
     "vllm_worker_engines": "drive vLLM's own worker engines, such as nccl",
+    "staged_worker_engines": "load weights without a pause over vLLM's own nccl and ipc",
     "lora_updates": "update LoRA adapters",
     "draft_updates": "update draft models",
     "sleep": "have engines sleep and wake, also with a KV connector",
@@ -56,6 +57,9 @@ CONNECTORS: Final = "vllm.distributed.kv_transfer.kv_connector"
 NIXL: Final = f"{CONNECTORS}.v1.nixl.pull_scheduler:NixlPullConnectorScheduler"
 NIXL_BASE: Final = f"{CONNECTORS}.v1.nixl.base_scheduler:NixlBaseConnectorScheduler"
 TRANSFER_PACKAGE: Final = "vllm.distributed.weight_transfer"
+NCCL_ENGINE: Final = f"{TRANSFER_PACKAGE}.nccl_engine:NCCLWeightTransferEngine"
+IPC_ENGINE: Final = f"{TRANSFER_PACKAGE}.ipc_engine:IPCWeightTransferEngine"
+PYNCCL: Final = "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator"
 WORKER_MODULE: Final = "vllm.v1.worker.worker_base"
 LORA_MANAGER: Final = "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager"
 # Where vLLM is told that adapters of the bus lie: no file can be there, and workers read none. The

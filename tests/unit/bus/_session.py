@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bus.messages import (
@@ -15,7 +16,7 @@ from bus.messages import (
 )
 from bus.protocol.core.effects import Note, Send
 from bus.protocol.core.failures import Failure
-from bus.protocol.engine.calls import CallCancelSwap, CallEscalate, SendToPeers
+from bus.protocol.engine.calls import CallCancel, CallEscalate, SendToPeers
 from bus.protocol.engine.session import EngineSession
 from bus.weight_transfer.allocation import StagingCapacity
 from tests.sim.makers import make_arm, make_chunk, make_manifest, make_sent
@@ -66,7 +67,7 @@ class Driver:
 
     def take(self, effects: list[SessionEffect]) -> list[SessionEffect]:
         for effect in effects:
-            if not isinstance(effect, Send | Note | CallEscalate | CallCancelSwap | SendToPeers):
+            if not isinstance(effect, Send | Note | CallEscalate | CallCancel | SendToPeers):
                 assert self.running is None, "two calls at a time"
                 self.running = effect
                 self.calls.append(effect)
@@ -84,11 +85,12 @@ class Driver:
         self.returned()
         return self
 
-    def may_stage(self, room: StagingCapacity = ROOM) -> Driver:
+    def may_stage(self, room: StagingCapacity = ROOM, backend: str = "sim") -> Driver:
         """An update of version 4, ``u1``, is armed, which may be staged."""
-        self.command(TransferInit("t1", "sim", b"", 0, 0, {}))
+        self.command(TransferInit("t1", backend, b"", 0, 0, {}))
         self.returned()
-        self.command(make_arm("u1", MANIFEST, version=4, staging=STAGING))
+        arm = make_arm("u1", MANIFEST, version=4, staging=STAGING)
+        self.command(replace(arm, backend=backend))
         self.returned(room)
         return self
 

@@ -86,7 +86,7 @@ class EngineRoutes:
         found = await self._client.ask("/tokenize", {"prompt": text})
         if found is None:
             raise UsageError(
-                "prompt: a text needs engines that tokenize, or `wavebus rollouts --tokenizer`"
+                "prompt: a text needs engines that tokenize, or `wavebus gateway --tokenizer`"
             )
         tokens: list[int] = found["tokens"]
         return tokens

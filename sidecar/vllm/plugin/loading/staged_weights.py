@@ -116,6 +116,10 @@ class StagedWeights:
         """Stages a received chunk; returns False if it was received into staging memory."""
         return self._require_layout().stage(seq, tensors)
 
+    def stage_part(self, seq: int, tensors: Received) -> None:
+        """Stages some tensors of a chunk, each of them once."""
+        self._require_layout().stage_part(seq, tensors)
+
     def prove(
         self, tensors: Received, load: Callable[[Received], None], names: TargetNames
     ) -> None:

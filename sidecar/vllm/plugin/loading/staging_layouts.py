@@ -98,6 +98,21 @@ class StagingLayout(ABC):
             self.missing -= numel
         return copied
 
+    def stage_part(self, seq: int, tensors: Received) -> None:
+        """Puts some tensors of a chunk into the memory, each of them once.
+
+        Args:
+            seq: number of the chunk.
+            tensors: ``(name, tensor)`` pairs.
+
+        Raises:
+            KeyError: the manifest has no tensor of that name.
+        """
+        self._staged.add(seq)
+        batch = self._plan_chunk(seq, tensors)
+        batch.run()
+        self.missing -= batch.numel
+
     def discard(self) -> None:
         """Drops views and prepared copies of memory that was released."""
         self._memory = {}
@@ -189,6 +204,7 @@ class AsSent(StagingLayout):
         self._buffers: list[torch.Tensor] = []
         self._numel = sum(torch.Size(meta.shape).numel() for chunk in chunks for meta in chunk)
         self._views = ViewCache()
+        self._named: tuple[int, dict[str, torch.Tensor]] | None = None  # of the last chunk
         self._found: dict[tuple[str, Region], tuple[int, str, Region]] = {}
 
     def begin(self, memory: Memory) -> None:
@@ -202,6 +218,7 @@ class AsSent(StagingLayout):
         """Drops views and copies that belong to released memory."""
         super().discard()
         self._buffers = []
+        self._named = None
         self._views.clear()
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:
@@ -217,7 +234,7 @@ class AsSent(StagingLayout):
         if found is None or found[0] not in self._staged:
             return None
         seq, name, source = found
-        return part(dict(self._own(seq))[name], source)
+        return part(self._own_by_name(seq)[name], source)
 
     def into(self, targets: Memory) -> CopyBatch:
         """Prepares the copies of the plan, from each chunk's tensors."""
@@ -237,11 +254,16 @@ class AsSent(StagingLayout):
         self.missing = self._numel
 
     def _plan_chunk(self, seq: int, tensors: Received) -> CopyBatch:
-        own = dict(self._own(seq))
+        own = self._own_by_name(seq)
         return CopyBatch([own[name] for name, _ in tensors], [tensor for _, tensor in tensors])
 
     def _own(self, seq: int) -> ReceivedChunk:
         return self._views.get(self._buffers[seq], self._begins[seq], self._chunks[seq])
+
+    def _own_by_name(self, seq: int) -> dict[str, torch.Tensor]:
+        if self._named is None or self._named[0] != seq:
+            self._named = seq, dict(self._own(seq))
+        return self._named[1]
 
     def _copies(self) -> Iterator[tuple[int, str, TracedCopy]]:
         for seq, chunk in enumerate(self._chunks):

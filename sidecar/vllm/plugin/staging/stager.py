@@ -7,8 +7,8 @@
     the channel     ArmManifest,     channel's     the manifest is checked, or armed again
                     Rearm
     the channel     StartStaging     channel's     memory is allocated beside the weights
-    the channel     ReceiveChunk,    channel's     a chunk is received, and staged
-                    Stage
+    the channel     ReceiveChunk,    channel's     a chunk is received, and staged. Over a
+                    Stage                          transport of vLLM's own, ReceiveChunk does both
     the channel     Seal             channel's     checked: every element is staged
     the core        CheckReady,      worker's      checked; then everything is copied into the
                     SwapStaged                     weights
@@ -26,6 +26,7 @@ collective of the workers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from typing import TYPE_CHECKING, Final, Protocol
@@ -35,6 +36,7 @@ from vllm.config import set_current_vllm_config
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from bus.vllm_payloads import engine_of
 from bus.weight_transfer.allocation import StagingCapacity
 from bus.weight_transfer.cuda import synchronize
 from sidecar.transfer import free_memory, spare_memory, staging_capacity
@@ -59,7 +61,7 @@ from sidecar.vllm.plugin.operations import (
 from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from bus.weight_transfer.packing import Tensors
@@ -92,6 +94,31 @@ class StagingEngine(Protocol):
         """Arms the last manifest for another update; returns what :meth:`arm` returns."""
 
 
+class VllmReceiver(Protocol):
+    """What a stager needs of a transport of vLLM's own."""
+
+    @property
+    def unstaged_reason(self) -> str:
+        """Why updates over this transport can't be staged; empty if they can."""
+
+    def buffer_bytes(self, armed: ArmedUpdate) -> int:
+        """Returns how much memory vLLM takes while tensors of the update arrive, in bytes."""
+
+    def receive(
+        self, armed: ArmedUpdate, operation: ReceiveChunk, put: Callable[[Tensors], None]
+    ) -> None:
+        """Receives a chunk.
+
+        Args:
+            armed: the update that is being staged.
+            operation: names the chunk.
+            put: gets some of the tensors at a time, in the current CUDA stream.
+        """
+
+    def interrupt(self) -> None:
+        """Makes a running :meth:`receive` end soon; called from any thread."""
+
+
 class Stager:
     """Stages the updates of one model while the engine keeps stepping.
 
@@ -105,6 +132,7 @@ class Stager:
     Attributes:
         swap_ms: how long the last swap kept the device from running steps, in milliseconds.
         channel: the worker's staging channel, which executes its operations here.
+        theirs: receives over transports of vLLM's own; None in an engine that has none.
     """
 
     def __init__(
@@ -115,7 +143,8 @@ class Stager:
         device: torch.device,
         engine: StagingEngine,
     ) -> None:
-        self.channel = StagingChannelServer(self._execute, receiver.interrupt, self._thread_context)
+        self.channel = StagingChannelServer(self._execute, self._interrupt, self._thread_context)
+        self.theirs: VllmReceiver | None = None
         self._engine = engine
         self._target = loadable
         self._receiver = receiver
@@ -140,6 +169,9 @@ class Stager:
         """
         if armed is None or armed.staging is None or armed.target != "model":
             return StagingCapacity(why_not="no update was armed that may be staged")
+        theirs = self.theirs if engine_of(self._receiver.backend) else None
+        if theirs is not None and theirs.unstaged_reason:
+            return StagingCapacity(why_not=theirs.unstaged_reason)
         known = self._target.plans.entry
         if known.plan is None:
             return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
@@ -152,6 +184,7 @@ class Stager:
         held = self._reusable_bytes(needed)
         if needed > held and self._is_refused_again(needed):
             return StagingCapacity(needed, "there was no room when it was last tried")
+        needed += theirs.buffer_bytes(armed) if theirs is not None else 0
         return staging_capacity(armed.staging, needed, self._device, held_bytes=held)
 
     def _layout_mismatch(self, plan: CopyPlan) -> str:
@@ -199,11 +232,12 @@ class Stager:
         """
         loadable = self._target
         agreement.run_before_any_continues(loadable.staged.require_sealed)
-        with self._timed():
+        with _timed(self._device) as took_ms:
             loadable.repacking.before_start()
             loadable.staged.swap()
             loadable.process_deferred(self._vllm_config.model_config.dtype)
             loadable.repacking.after_finish()
+        self.swap_ms = took_ms[0]
         loadable.plans.on_staged(proven=True)
         self.release()
 
@@ -276,9 +310,25 @@ class Stager:
         return launches and known.proven and staged.buffer_for(0) is not None
 
     def _receive(self, asked: ReceiveChunk) -> None:
-        chunks = require_armed(self._armed).announced.chunks
+        armed = require_armed(self._armed)
+        if engine_of(asked.backend) and self.theirs is not None:
+            self.theirs.receive(armed, asked, functools.partial(self._put, asked.seq))
+            return
+        chunks = armed.announced.chunks
         into = self._target.staged.buffer_for(asked.seq)
         self._receiver.begin(asked.seq, chunks, asked.backend, asked.handle, into)
+
+    def _put(self, seq: int, tensors: Tensors) -> None:
+        """Stages tensors of a chunk that arrives over a transport of vLLM's own."""
+        self._target.unloaded.check(tensors)
+        self._target.staged.stage_part(seq, tensors)
+        if not self._target.plans.entry.proven:
+            self._prove(tensors)
+
+    def _interrupt(self) -> None:
+        self._receiver.interrupt()
+        if self.theirs is not None:
+            self.theirs.interrupt()
 
     def _stage(self, chunks: Sequence[SentChunk]) -> None:
         """Waits for some chunks and stages them; compares checksums at the update's last one."""
@@ -318,26 +368,28 @@ class Stager:
                 loadable.plans.on_staged(proven=False)
                 raise
 
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Measures a block until the device has finished it.
 
-        On a GPU the clock starts when the device has finished all earlier work.
-        """
-        if self._device.type != "cuda":
-            since_s = time.perf_counter()
-            yield
-            self.swap_ms = (time.perf_counter() - since_s) * 1000
-            return
-        begun, done = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        begun.record()
-        yield
-        done.record()
-        done.synchronize()
-        self.swap_ms = begun.elapsed_time(done)
+@contextlib.contextmanager
+def _timed(device: torch.device) -> Iterator[list[float]]:
+    """Measures a block until the device has finished it; yields a list for the ms that it took.
+
+    On a GPU the clock starts when the device has finished all earlier work.
+    """
+    took_ms: list[float] = []
+    if device.type != "cuda":
+        since_s = time.perf_counter()
+        yield took_ms
+        took_ms.append((time.perf_counter() - since_s) * 1000)
+        return
+    begun, done = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
+    begun.record()
+    yield took_ms
+    done.record()
+    done.synchronize()
+    took_ms.append(begun.elapsed_time(done))
 
 
 @contextlib.contextmanager

@@ -6,11 +6,14 @@ unchanged. The sidecar's operations (:mod:`sidecar.vllm.plugin.operations`) are 
 :class:`NativeUpdates`, as in wavebus's own engine. So manifests are checked before any rank enters
 a collective, no worker raises alone, and an interrupted update can be recovered. Only four things
 remain with vLLM's class: opening its transport, starting, receiving (which loads) and finishing.
+Of a staged update vLLM's class only receives
+(:mod:`sidecar.vllm.plugin.worker.native_transport`); all else is as for wavebus's backends.
 """
 
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import set_current_vllm_config
@@ -18,17 +21,24 @@ from vllm.config import set_current_vllm_config
 from bus import vllm_payloads
 from bus.errors import EngineError
 from bus.messages import NackCode
-from bus.weight_transfer.allocation import RankAssignment, StagingCapacity
+from bus.weight_transfer.allocation import RankAssignment
 from bus.weight_transfer.formats import transfer_failed
 from sidecar.transfer.chunk_receiver import require_chunk
+from sidecar.transfer.unloaded import CheckedLoading
 from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.loading.loader_trace import refused
 from sidecar.vllm.plugin.loading.target_model import require_armed
+from sidecar.vllm.plugin.worker import native_drain
 from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine, not_this_engine
 from sidecar.vllm.plugin.worker.native_handles import rebuildable
+from sidecar.vllm.plugin.worker.native_transport import VllmTransport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from bus.manifest import TensorMeta
+    from bus.weight_transfer.packing import Tensors
+    from sidecar.vllm.plugin.loading.target_model import ArmedUpdate
 
 __all__ = ["NativeUpdates", "guarded"]
 
@@ -49,23 +59,61 @@ class NativeUpdates(WavebusWeightTransferEngine):
         self._name = name
         self._engine = engine
         self._original = original
-        self._opened = False  # whether vLLM's transport is open
+        self._transport = VllmTransport(name, engine, original, engine.device)
         self._started_theirs = False  # whether the update session is vLLM's
+        # The last staged update whose chunks were received here, and its next chunk.
+        self._begun: tuple[ArmedUpdate | None, int] = None, 0
+        self._stager.theirs = self
+        self._checked = CheckedLoading(self._loadable["model"].unloaded)  # of one update
 
-    def _channel_name(self) -> str:
-        return ""
+    def preempted(self) -> AbstractContextManager[None]:
+        """Keeps the staging channel from vLLM's engine during a block, in which others use it."""
+        return self._stager.channel.preempted()
 
     @property
-    def wavebus_room(self) -> StagingCapacity:
-        """A refusal, because an engine booted with vLLM's own backend stages nothing."""
-        return StagingCapacity(why_not="vLLM's own worker engine")
+    def unstaged_reason(self) -> str:
+        """Why updates over vLLM's transport can't be staged; empty if they can."""
+        return self._transport.unstaged_reason
+
+    def buffer_bytes(self, armed: ArmedUpdate) -> int:
+        """Returns how much memory vLLM takes while tensors of the update arrive, in bytes."""
+        return self._transport.buffer_bytes(armed.announced.chunks)
+
+    def receive(
+        self, armed: ArmedUpdate, operation: operations.ReceiveChunk, put: Callable[[Tensors], None]
+    ) -> None:
+        """Receives a chunk of a staged update; see :class:`VllmReceiver`.
+
+        Raises:
+            EngineError: code ``wrong_state``: another chunk of the update comes next. Others as
+                :meth:`VllmTransport.receive`.
+        """
+        update, next_seq = self._begun
+        due = next_seq if update is armed else 0
+        if operation.seq != due:
+            raise EngineError(
+                f"chunk {operation.seq} is out of turn: chunk {due} comes next",
+                code=NackCode.WRONG_STATE,
+            )
+        self._begun = armed, due + 1
+        info = self._update_info(armed, operation)
+        metas = require_chunk(armed.announced.chunks, operation.seq)
+        is_last = operation.seq + 1 == armed.manifest.chunks
+        self._transport.receive(info, metas, put, is_last=is_last)
+
+    def interrupt(self) -> None:
+        """Makes :meth:`receive` of another thread end soon."""
+        self._transport.interrupt()
 
     def _start(self) -> None:
-        self._started_theirs = self._opened
+        self._started_theirs = self._transport.is_open
         if not self._started_theirs:
             super()._start()
             return
-        self._loadable[self._target].repacking.before_start()
+        loadable = self._loadable[self._target]
+        loadable.unloaded.begin(self.armed.manifest.names if self.armed else ())
+        self._checked = CheckedLoading(loadable.unloaded)
+        loadable.repacking.before_start()
         self._original.start_weight_update()
 
     def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:
@@ -78,19 +126,33 @@ class NativeUpdates(WavebusWeightTransferEngine):
         def prepare() -> None:
             nonlocal chunk
             self.session.require_open(worker)
-            chunk = self._update_info(operation)
+            self._require_its_session()
+            chunk = self._update_info(require_armed(self.armed), operation)
 
         # Workers must fail before the collective: one that stays out of it hangs the others.
         agreement.run_before_any_continues(prepare)
-        with set_current_vllm_config(self.vllm_config):
+        names = [meta.name for meta in require_armed(self.armed).announced.chunks[operation.seq]]
+        with set_current_vllm_config(self.vllm_config), self._checked_loading(names):
             self._original.update_weights(chunk)
 
-    def _update_info(self, operation: operations.ReceiveChunk) -> dict[str, Any]:
+    @contextmanager
+    def _checked_loading(self, names: list[str]) -> Iterator[None]:
+        """Checks what vLLM's class loads in the block. The finish raises what was found."""
+        model, checked = self.model, self._checked
+        checked.loader = model.load_weights
+        model.load_weights = checked.load  # hides the class's method
+        try:
+            yield
+        finally:
+            del model.load_weights
+        checked.require_checked(names)
+
+    def _update_info(
+        self, armed: ArmedUpdate, operation: operations.ReceiveChunk
+    ) -> dict[str, Any]:
         """Returns the arguments of the guarded engine's ``update_weights``."""
-        if not self._opened or operation.backend != self._receiver.backend:
+        if not self._transport.is_open or operation.backend != self._receiver.backend:
             raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
-        armed = require_armed(self.armed)
-        self._require_its_session()
         metas = require_chunk(armed.announced.chunks, operation.seq)
         columns = _columns(metas, armed.counts(operation.seq))
         return rebuildable(vllm_payloads.decode_chunk(operation.handle, columns))  # type: ignore[no-any-return]
@@ -101,23 +163,18 @@ class NativeUpdates(WavebusWeightTransferEngine):
             return
         self._original.finish_weight_update()
         self._loadable[self._target].repacking.after_finish()
-
-    def _close_theirs(self) -> None:
-        if self._opened:
-            self._opened = False
-            self._original.shutdown()
+        self._checked.require_equal()
 
     def shutdown(self) -> None:
         """Closes wavebus's receiver; the caller closes vLLM's own transport itself."""
-        self._opened = False
+        self._transport.is_open = False
         super().shutdown()
 
     # -- operations ------------------------------------------------------------------
 
     def _open(self, operation: operations.Open) -> None:
         if not vllm_payloads.engine_of(operation.backend):
-            if self._opened:
-                self._close_theirs()
+            self._transport.close()
             super()._open(operation)
             return
         typed: Any = None
@@ -139,19 +196,35 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
         agreement.run_before_any_continues(prepare)
         self._receiver.close()
-        self._close_theirs()
+        self._transport.close()
         self.armed = None
-        own = self._engine.parallel_config
-        self._engine.parallel_config = parallel
+        self._transport.open(typed, parallel)
+        self._receiver.backend = operation.backend
+
+    def _execute(self, worker: Any, operation: operations.Operation) -> operations.Done:
+        if isinstance(operation, operations.Drain):
+            self._drain(operation)
+            return operations.Done()
+        return super()._execute(worker, operation)
+
+    def _drain(self, operation: operations.Drain) -> None:
+        typed: Any = None
+
+        def prepare() -> None:
+            nonlocal typed
+            if not self._transport.is_open or operation.backend != self._receiver.backend:
+                raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
+            if not vllm_payloads.is_drainable(operation.backend):
+                raise transfer_failed(f"transport {operation.backend!r} can't be drained")
+            info = vllm_payloads.decode_info(operation.handle)
+            typed = native_drain.checked(self._original.parse_update_info(info))
+
         try:
-            self._original.init_transfer_engine(typed)
-        except Exception as error:
-            raise transfer_failed(
-                f"vLLM's {self._name!r} did not open: {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            self._engine.parallel_config = own
-        self._receiver.backend, self._opened = operation.backend, True
+            agreement.run_before_any_continues(prepare)
+            native_drain.drain(self._engine, self._original, typed, operation.timeout_ms / 1000)
+        except BaseException:
+            self._transport.close()
+            raise
 
     def _placed(self, info: dict[str, Any], place: RankAssignment) -> dict[str, Any]:
         """Returns vLLM's init info with this worker's rank from the bus, if any.
@@ -190,16 +263,18 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     def _arm(self, operation: operations.ArmManifest) -> None:
         takes_draft = self._engine.supports_draft_weight_update
-        if self._opened and operation.target == "draft" and not takes_draft:
+        if self._transport.is_open and operation.target == "draft" and not takes_draft:
             raise EngineError(
                 f"vLLM's {self._name!r} does not update draft models", code=NackCode.DRAFT_MISSING
             )
         target = self._loadable.get(operation.target)
-        if self._opened and target is not None and target.tied_head in operation.names:
+        in_place = self._name in vllm_payloads.SHARDING | vllm_payloads.PATCHING
+        is_tied = target is not None and target.tied_head in operation.names
+        if self._transport.is_open and in_place and target is not None and is_tied:
             raise refused(
                 target.tied_head,
-                "is tied to the embeddings, and vLLM's own worker engines can't load it by "
-                "itself: leave it out",
+                f"is tied to the embeddings, and vLLM's {self._name!r} writes weights where they "
+                "are served, so it can't be compared with them before: leave it out",
             )
         super()._arm(operation)
 
@@ -261,18 +336,33 @@ def guarded(name: str, theirs: type[Any]) -> type[Any]:
             if self._wavebus is not None and self._wavebus.session.ours:
                 self._wavebus.start_weight_update()
             else:
-                super().start_weight_update()
+                with self._alone():
+                    super().start_weight_update()
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            with self._alone():
+                super().init_transfer_engine(init_info)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            with self._alone():
+                super().update_weights(update_info)
 
         def finish_weight_update(self) -> None:
             if self._wavebus is not None and self._wavebus.session.ours:
                 self._wavebus.finish_weight_update()
             else:
-                super().finish_weight_update()
+                with self._alone():
+                    super().finish_weight_update()
 
         def shutdown(self) -> None:
-            if self._wavebus is not None:
-                self._wavebus.shutdown()
-            super().shutdown()
+            with self._alone():
+                if self._wavebus is not None:
+                    self._wavebus.shutdown()
+                super().shutdown()
+
+        def _alone(self) -> AbstractContextManager[None]:
+            """Ends what the staging channel does, for a call that is not the bus's."""
+            return nullcontext() if self._wavebus is None else self._wavebus.preempted()
 
     Guarded.__name__ = Guarded.__qualname__ = f"{theirs.__name__}OnTheBus"
     return Guarded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -194,6 +195,26 @@ def test_what_does_not_come_in_time_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
     run(main())
 
 
+def test_a_client_is_not_cut_off_because_the_server_was_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its request was there in time, but the event loop read nothing for longer than the limit."""
+    monkeypatch.setattr(http_server, "HEADERS_S", 0.1)
+
+    async def main() -> None:
+        async with doubling() as (served, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            while not served.server.load["connections"]:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0)
+            writer.write(post("/double", b"21"))  # it is sent at once
+            time.sleep(0.2)  # noqa: ASYNC251 - the loop is busy
+            assert (await reader.readuntil(b"\r\n")).split()[1] == b"200"
+            await close(writer)
+            assert served.server.load["slow"] == 0
+
+    run(main())
+
+
 def test_a_body_is_bounded_before_it_is_read_as_json() -> None:
     async def main() -> None:
         async with doubling() as (_, port):
@@ -203,6 +224,35 @@ def test_a_body_is_bounded_before_it_is_read_as_json() -> None:
             assert (await answer(port, post("/double", b" " * (17 << 20))))[0] == 413
             assert (await answer(port, post("/bug", b"1"))) == (500, {"error": "KeyError: 'bug'"})
             assert await answer(port, post("/double", b"1")) == (200, 2)
+
+    run(main())
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_comes() -> None:
+    async def main() -> None:
+        async with doubling() as (_, port):
+            assert (await answer(port, post("/double", b" " * (17 << 20))[:999]))[0] == 413
+
+    run(main())
+
+
+def test_large_bodies_have_bounded_memory_together_and_small_ones_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "_BODIES_AT_ONCE", 1)
+    large = b"1" + b" " * (3 << 19)
+
+    async def main() -> None:
+        async with doubling(max_body_bytes=1 << 21) as (served, port):
+            working = asyncio.create_task(answer(port, post("/wait", large)))
+            await served.asked.wait()
+            head = JSON + b"Transfer-Encoding: chunked\r\n"
+            for raw in (post("/double", large), b"POST /double HTTP/1.1\r\n%b\r\n" % head):
+                assert (await answer(port, raw))[0] == 503
+            assert await answer(port, post("/double", b"2")) == (200, 4)
+            served.go_on.set()
+            assert await working == (200, 1)
+            assert await answer(port, post("/double", large)) == (200, 2)
 
     run(main())
 

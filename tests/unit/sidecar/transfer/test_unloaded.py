@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
-from sidecar.transfer.unloaded import UnloadedTensors
+from sidecar.transfer.unloaded import CheckedLoading, UnloadedTensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
@@ -69,3 +74,75 @@ def test_frequencies_that_can_not_be_compared_are_to_be_left_out() -> None:
     with pytest.raises(EngineError, match="leave it out") as refused:
         tied(None).check([(FREQUENCIES, OWN)])
     assert refused.value.tensor == FREQUENCIES
+
+
+NORM = "model.norm.weight"
+
+
+class Loaded:
+    """A loader, and what it was given."""
+
+    def __init__(self, *order: str) -> None:
+        self.names: list[str] = []
+        self.unloaded = tied()
+        self.unloaded.begin(order)
+        self.checked = CheckedLoading(self.unloaded)
+        self.checked.loader = self.take
+
+    def take(self, received: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        taken = [name for name, _ in received]
+        self.names += taken
+        return set(taken)
+
+
+@pytest.mark.parametrize("order", [(HEAD, EMBEDDINGS, NORM), (NORM, EMBEDDINGS, HEAD)])
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_an_equal_head_is_received_and_not_loaded(order: tuple[str, ...], is_lazy: bool) -> None:
+    loaded = Loaded(*order)
+    pairs = [(name, embeddings()) for name in order]
+    loaded.checked.load(iter(pairs) if is_lazy else pairs)
+    loaded.checked.require_checked(order)
+    loaded.checked.require_equal()
+    assert loaded.names == [name for name in order if name != HEAD]
+
+
+@pytest.mark.parametrize("order", [(HEAD, EMBEDDINGS, NORM), (NORM, EMBEDDINGS, HEAD)])
+def test_of_a_list_with_another_head_nothing_is_loaded(order: tuple[str, ...]) -> None:
+    loaded = Loaded(*order)
+    sent = {name: embeddings() for name in order} | {HEAD: embeddings() * 2}
+    loaded.checked.load([(name, sent[name]) for name in order])
+    loaded.checked.load([("model.layers.0.mlp.up_proj.weight", embeddings())])  # is received still
+    assert loaded.names == []
+    with pytest.raises(EngineError, match="is not equal to"):
+        loaded.checked.require_equal()
+
+
+def test_what_is_received_lazily_is_received_to_the_end() -> None:
+    """A worker that left the transfer half-way would leave the trainer in it."""
+    loaded = Loaded(EMBEDDINGS, HEAD, NORM)
+    sent = {EMBEDDINGS: embeddings(), HEAD: embeddings() * 2, NORM: embeddings()}
+    left = iter(sent.items())
+    loaded.checked.load(left)
+    assert (next(left, None), loaded.names) == (None, [EMBEDDINGS])
+    with pytest.raises(EngineError, match="is not equal to"):
+        loaded.checked.require_equal()
+
+
+def test_one_tensor_at_a_time_loads_no_empty_list() -> None:
+    loaded = Loaded(EMBEDDINGS, HEAD)
+    assert loaded.checked.load([(EMBEDDINGS, embeddings())]) == {EMBEDDINGS}
+    assert loaded.checked.load([(HEAD, embeddings())]) == set()
+    loaded.checked.require_equal()
+
+
+@pytest.mark.parametrize("came", [(), (HEAD,), (EMBEDDINGS,)])
+def test_a_transport_that_loads_past_the_check_is_refused_once(came: tuple[str, ...]) -> None:
+    loaded = Loaded(HEAD, EMBEDDINGS)
+    for name in came:
+        loaded.checked.load([(name, embeddings())])
+    loaded.checked.require_checked((*came, NORM))
+    loaded.checked.require_equal()
+    loaded.checked.require_checked((HEAD, EMBEDDINGS))
+    with pytest.raises(EngineError, match="could not be compared"):
+        loaded.checked.require_equal()
+    loaded.checked.require_equal()  # what mends the engine finishes as well

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -361,6 +362,52 @@ def test_what_is_loaded_when_it_is_received_is_not_loaded_again(
     assert isinstance(received, operations.ReceiveChunk)
     told(workers, client.open_transfer("shm", b"", NO_RANK))
     assert told(workers, client.load(0)) == [operations.LoadChunk(0, "off", ())]
+
+
+class Waiting(Workers):
+    """A chunk does not come, until the core interrupts the staging channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits, self.interrupted = threading.Event(), threading.Event()
+
+    def _carry_out(self, told: operations.Operation) -> operations.Done:
+        if isinstance(told, operations.ReceiveChunk):
+            self.waits.set()
+            self.interrupted.wait()
+        return super()._carry_out(told)
+
+    def _perform(self, told: operations.Operation) -> None:
+        super()._perform(told)
+        if isinstance(told, operations.ReleaseStaging):
+            self.interrupted.set()
+
+
+def test_a_staged_receive_of_vllms_own_is_called_off_through_the_core(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """The staging channel is busy with it. What vLLM's own engine has open, the core closes."""
+    workers = Waiting()
+    client = client_of(workers, closed)
+
+    async def scenario() -> None:
+        await client._hello(facts(), cores=1, backend="nccl")
+        workers.interrupted.clear()
+        for backend in ("shm", "vllm:nccl"):
+            await client.open_transfer(backend, b"", NO_RANK)
+        assert workers.by_lane == []
+        await client.arm(MANIFEST, "model", MAY)
+        await client.start_update(recover=False, staged=True)
+        receiving = asyncio.create_task(client.receive(Chunk(0, "vllm:nccl", (META,), b"")))
+        await asyncio.to_thread(workers.waits.wait)
+        await client.call_off()
+        await receiving
+        assert workers.told.count(operations.ReleaseStaging()) == 2, "the first one is the hello's"
+        await client.load(0)
+        await client.call_off()
+        assert workers.told[-1] == "call off"
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("fails", [None, operations.VerifyChunk])

@@ -10,8 +10,10 @@ import pytest
 
 from bus.errors import UsageError
 from trainer_agent.rollouts import front_request
+from trainer_agent.rollouts.front_answer import ending
 from trainer_agent.rollouts.front_request import FrontRequest
 from trainer_agent.rollouts.request import SamplingParameters, make_request
+from trainer_agent.rollouts.results import Choice
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 OWN = "/inference/v1/generate"
@@ -186,3 +188,21 @@ def test_the_docs_list_each_field() -> None:
     ]
     renamed = {"extra_args"}  # vllm_xargs here
     assert not [name for name in names if f"`{name}`" not in shown and name not in renamed]
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "expected"),
+    [
+        ("required", "tool_calls"),
+        (None, "tool_calls"),
+        ({"type": "function", "function": {"name": "f"}}, "stop"),
+    ],
+)
+def test_a_call_of_the_tool_that_the_request_names_ends_with_stop(
+    tool_choice: Any, expected: str
+) -> None:
+    """As in OpenAI's API; the choice of another tool has a reason of its own."""
+    asked = parsed(CHAT, messages=[], tool_choice=tool_choice)
+    choice = Choice(0, (1,), None, None, "stop", None, (), (), ())
+    message: dict[str, Any] = {"role": "assistant", "tool_calls": [{}]}
+    assert ending(choice, message, is_named=asked.names_tool)["finish_reason"] == expected

@@ -12,33 +12,13 @@ from bus.errors import UsageError
 from bus.manifest import TensorMeta
 from bus.weight_transfer.allocation import World
 from sidecar.vllm.plugin.worker.native_handles import rebuildable
+from tests.support.ipc_handles import handle
 from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.vllm import native_payloads
 
 WORLD = World(7, 4, "10.0.0.1")
 METAS = [TensorMeta("a", "float32", (2, 3)), TensorMeta("b", "bfloat16", (4,))]
 NCCL = {"master_address": "10.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 4}
-
-
-def handle(index: int) -> tuple[Any, ...]:
-    """What PyTorch's ``reduce_tensor`` gives of a CUDA tensor."""
-    return (
-        torch.Tensor,
-        torch.Size((2, 3)),
-        (3, 1),
-        0,
-        torch.storage.TypedStorage,
-        torch.float32,
-        index,
-        b"h" * 66,
-        24,
-        512,
-        False,
-        b"/torch_1_2",
-        0,
-        b"e" * 64,
-        True,
-    )
 
 
 def test_ipc_handles_arrive_as_they_were() -> None:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from bus.messages import Abort, Ack, Nack, NackCode, Step, TransferInit, UpdateStart
-from bus.protocol.engine.calls import CallArm, CallStart
+from bus.messages import (
+    Abort,
+    Ack,
+    Nack,
+    NackCode,
+    Step,
+    TransferDrain,
+    TransferInit,
+    UpdateStart,
+)
+from bus.protocol.engine.calls import CallArm, CallDrain, CallStart
 from tests.sim.makers import make_arm
 from tests.unit.bus._builders import nack_in, only
 from tests.unit.bus._session import MANIFEST, PAUSE, Driver
@@ -90,3 +99,35 @@ def test_an_opening_that_failed_leaves_none_open() -> None:
     for name in ("t1", "t2"):
         arm = make_arm("u1", MANIFEST, version=4, transfer=name)
         assert nack_in(driver.command(arm)).field == "backend"
+
+
+def draining(name: str, transfer: str) -> TransferDrain:
+    return TransferDrain(name, transfer, "sim", 0, b"\x80", 5_000)
+
+
+def test_a_transport_is_drained_once_and_stays_open() -> None:
+    """A second receive would wait for a sender that sends no more."""
+    driver = opened(Driver(), "t1")
+    driver.command(draining("d1", "t1"))
+    call = CallDrain("d1", "sim", b"\x80", 5_000)
+    assert driver.running == call
+    assert driver.command(draining("d1", "t1")) == []
+    assert only(driver.returned(), Ack).step is Step.TRANSFER_DRAIN
+    assert only(driver.command(draining("d1", "t1")), Ack).update_id == "d1"
+    assert driver.running is None
+    driver.command(make_arm("u1", MANIFEST, version=4, transfer="t1"))
+    assert isinstance(driver.running, CallArm)
+
+
+def test_a_drain_that_fails_closes_the_transport() -> None:
+    driver = opened(Driver(), "t1")
+    driver.command(draining("d1", "t1"))
+    assert nack_in(driver.failed()).step == Step.TRANSFER_DRAIN
+    for message in (draining("d1", "t1"), make_arm("u1", MANIFEST, version=4, transfer="t1")):
+        assert nack_in(driver.command(message)).code is NackCode.TRANSFER_CLOSED
+
+
+def test_another_transport_is_not_drained() -> None:
+    driver = opened(Driver(), "t1")
+    assert nack_in(driver.command(draining("d1", "t2"))).code is NackCode.TRANSFER_CLOSED
+    assert driver.running is None

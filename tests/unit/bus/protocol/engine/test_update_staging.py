@@ -18,13 +18,15 @@ from bus.messages import (
     Resume,
     Step,
     TransferInit,
+    UpdateFinish,
     UpdateStart,
 )
 from bus.protocol.engine.calls import (
     CallAbortRequests,
     CallAdmit,
-    CallCancelSwap,
+    CallCancel,
     CallPause,
+    CallReceive,
     CallRestore,
     CallStart,
     CallSwap,
@@ -102,7 +104,7 @@ def test_a_swap_that_waits_is_called_off_by_an_abort() -> None:
     """And if it was made in spite of that, the ack says so."""
     driver = Driver(dp_size=2).stages()
     driver.command(COMMIT)
-    assert driver.command(Abort("u1", "")) == [CallCancelSwap()]
+    assert driver.command(Abort("u1", "")) == [CallCancel()]
     effects = driver.failed(NackCode.CALLED_OFF)
     assert nack_in(effects).step == Step.COMMIT
     assert isinstance(driver.running, CallRestore)
@@ -120,6 +122,40 @@ def test_a_swap_that_waits_is_called_off_by_an_abort() -> None:
     assert driver.session.version == 4
 
 
+def test_a_transport_of_vllms_own_is_staged_as_any_other() -> None:
+    """Its receive stages, too: no load follows."""
+    driver = Driver().may_stage(backend="vllm:nccl")
+    driver.command(UpdateStart("u1", staged=True))
+    driver.returned()
+    for k in range(MANIFEST.chunks):
+        driver.command(make_chunk("u1", MANIFEST, k, 1))
+        assert isinstance(driver.running, CallReceive)
+        driver.command(replace(make_sent("u1", MANIFEST, k, 1), verify="unsupported", sums=()))
+        assert only(driver.returned(), Ack).chunk == k
+        assert not driver.session.update.is_mixed
+    driver.command(UpdateFinish("u1"))
+    driver.returned()
+    assert driver.command(COMMIT) == [CallSwap(4, clear_cache=True)]
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_receive_that_waits_for_a_sender_for_good_is_called_off_by_an_abort(staged: bool) -> None:
+    """vLLM's collectives have no deadline. In a pause it would leave the weights mixed: there the
+    abort waits, and the engine is quarantined after it."""
+    driver = Driver().may_stage(backend="vllm:nccl")
+    if not staged:
+        driver.paused()
+    driver.command(UpdateStart("u1", staged=staged))
+    driver.returned()
+    driver.command(make_chunk("u1", MANIFEST, 0, 1))
+    assert driver.command(Abort("u1", "")) == ([CallCancel()] if staged else [])
+    effects = driver.failed(NackCode.TRANSFER_FAILED)
+    assert nack_in(effects).step == Step.CHUNK
+    assert isinstance(driver.running, CallRestore if staged else CallAbortRequests)
+    assert only(driver.returned(), Ack).outcome == ("untouched" if staged else "partial")
+    assert driver.session.phase == ("running" if staged else "quarantined")
+
+
 @pytest.mark.parametrize("to", ["started", "staged", "whole", "about to swap"])
 def test_a_later_update_takes_the_place_of_one_that_the_bus_has_given_up(to: str) -> None:
     """An engine that was deaf meanwhile holds up nobody: it lets go what it has, and is armed when
@@ -135,7 +171,7 @@ def test_a_later_update_takes_the_place_of_one_that_the_bus_has_given_up(to: str
     later = make_arm("u2", MANIFEST, version=5, staging=STAGING)
     if to == "about to swap":
         driver.command(COMMIT)
-        assert driver.command(later) == [CallCancelSwap()]
+        assert driver.command(later) == [CallCancel()]
         driver.failed(NackCode.CALLED_OFF)
     else:
         assert driver.command(later) == [CallRestore("model")]
@@ -179,7 +215,7 @@ def test_a_pause_comes_before_a_swap_that_waits() -> None:
     driver = Driver(dp_size=2).stages()
     driver.command(COMMIT)
     effects = driver.command(replace(PAUSE, update_id="p1"))
-    assert CallCancelSwap() in effects
+    assert CallCancel() in effects
     assert nack_in(driver.failed(NackCode.CALLED_OFF)).code is NackCode.CALLED_OFF
     assert isinstance(driver.running, CallPause)
     driver.returned()
@@ -194,7 +230,7 @@ def test_a_peers_pause_comes_before_it_as_well() -> None:
     """Which nobody has asked this rank for."""
     driver = Driver(dp_size=2).stages()
     driver.command(COMMIT)
-    assert CallCancelSwap() in driver.word(1, "pausing")
+    assert CallCancel() in driver.word(1, "pausing")
 
 
 def test_an_engine_alone_swaps_in_a_pause_too() -> None:
@@ -305,7 +341,7 @@ def test_who_is_behind_after_its_swap_has_committed_nonetheless(closes: bool) ->
             {"base": 3, "counts": (1, 1), "backend": "vllm:sparse_nccl"},
             "whole set",
         ),
-        (StagingCapacity(32), {"backend": "vllm:nccl"}, "whole set"),
+        (StagingCapacity(why_not="not over that"), {"backend": "vllm:nccl"}, "over that"),
         (StagingCapacity(32), {"target": "draft"}, "whole set"),
     ],
 )

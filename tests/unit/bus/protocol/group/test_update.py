@@ -17,6 +17,7 @@ from bus.messages import (
     Probed,
     ProbeResult,
     Step,
+    TransferDrain,
     TransferInit,
     UpdateFinish,
     UpdateStart,
@@ -645,3 +646,16 @@ def test_who_differs_may_leave_too_few() -> None:
     assert update.state is _S.ABORTING
     assert update.barrier is not None
     assert update.barrier.asked_ms == 9.0
+
+
+def test_a_drain_that_an_engine_can_not_make_fails_by_its_own_name() -> None:
+    """The trainer waits for that step, and for no opening."""
+    update = UpdateMachine()
+    update.open(TransferDrain("d1", "t1", "sim", 5, b"", 1000), MEMBERS, 0.0)
+    (failed,) = update.on_refused("e1", REFUSED, 1.0)
+    assert failed == StepFailed(Step.TRANSFER_DRAIN, REFUSED)
+    update.open(TransferDrain("d2", "t1", "sim", 5, b"", 1000), MEMBERS, 2.0)
+    done = Ack(Step.TRANSFER_DRAIN, "d2", 0, 0, 1.0, "", ())
+    told = [each for name in MEMBERS for each in update.on_ack(name, done, 3.0)]
+    assert [type(each) for each in told] == [StepDone]
+    assert update.state is _S.IDLE

@@ -33,7 +33,7 @@ from sidecar.vllm.plugin.core.admission import SET_ADMISSION
 from sidecar.vllm.plugin.installation import features_of
 from sidecar.vllm.plugin.operations import PERFORM
 from sidecar.vllm.plugin.patches import REGISTRY
-from sidecar.vllm.plugin.vllm_names import NIXL, SCHEDULER
+from sidecar.vllm.plugin.vllm_names import IPC_ENGINE, NCCL_ENGINE, NIXL, SCHEDULER
 from tests.support.new_vllm import NewVllm, check_nothing_is_missed, installed, write
 from tests.support.seams import install
 from tests.unit.bus._builders import envelope, facts, only
@@ -82,8 +82,21 @@ CHANGES: dict[str, list[tuple[str, str, set[str]]]] = {
         (
             "reshape",
             "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.create_engine",
-            {"vllm_worker_engines"},
+            {"vllm_worker_engines", "staged_worker_engines"},
         )
+    ],
+    "staged worker engines": [
+        (
+            "without post_unpack_func=self.model.load_weights",
+            f"{NCCL_ENGINE}.receive_weights",
+            {"staged_worker_engines"},
+        ),
+        ("reshape", f"{IPC_ENGINE}.receive_weights", {"staged_worker_engines"}),
+        (
+            "without stream.synchronize()",
+            "vllm.distributed.weight_transfer.packed_tensor:packed_nccl_broadcast_consumer",
+            {"staged_worker_engines"},
+        ),
     ],
     "core status": [("reshape", f"{CORE}._process_engine_step", STATUS | LOCKSTEP_STATUS)],
     "lockstep core status": [

@@ -293,6 +293,23 @@ def test_a_chunk_that_comes_twice_is_staged_once(tested: Staging) -> None:
         tested.weights.seal()
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_chunk_may_come_one_tensor_after_the_other(tested: Staging, keep: bool) -> None:
+    """As vLLM's own receivers bring it. The loader proves each of them."""
+    for seed in (6, 7):
+        tested.begin()
+        new = tested.new(seed)
+        for seq, chunk in enumerate(tested.chunks):
+            for meta in chunk:
+                with pytest.raises(EngineError, match="elements are not staged"):
+                    tested.weights.seal()
+                part = {meta.name: new[meta.name]}
+                tested.weights.stage_part(seq, list(part.items()))
+                tested.prove(part)
+        tested.swap(keep=keep)
+        assert tested.serves(seed)
+
+
 def test_a_model_that_is_not_where_the_plan_wants_it_is_refused(tested: Staging) -> None:
     """When it begins, and once more before the swap."""
     tested.begin()

@@ -1,0 +1,182 @@
+"""`wavebus gateway`: clients that are in a broadcast when their update is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.broadcasts import described
+from tests.support.checkpoints import perturbed
+from tests.support.http_fleet import Fleet, fleet
+from trainer_agent.update import transport
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from torch import Tensor
+
+    from tests.support.checkpoints import Checkpoint
+
+LIMIT_S = 100.0
+
+
+def run(checkpoint: Checkpoint, scenario: Callable[[Fleet], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with fleet(checkpoint) as served:
+            assert (await served.client.init())[0] == 200
+            await scenario(served)
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def wrong(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without one tensor, and with the others of no version."""
+    *kept, _ = perturbed(weights, 99).items()
+    return dict(kept)
+
+
+def test_the_broadcast_of_a_refused_update_ends_and_the_next_needs_no_init(
+    checkpoint: Checkpoint,
+) -> None:
+    """Its thread reads the 400 then. Nothing that came has touched the weights."""
+
+    async def scenario(served: Fleet) -> None:
+        before = served.weights
+        for path in ("/start_weight_update", "/start_weight_update", "/start_draft_weight_update"):
+            assert (await served.client.call(path))[0] == 200
+            status, text = await served.client.update(wrong(before))
+            assert (status, "broadcast" in text) == (400 if "draft" not in path else 409, False)
+            assert (await served.client.call("/finish_weight_update"))[0] == 409
+            await served.assert_serve(before)
+        await served.update(2)
+
+    run(checkpoint, scenario)
+
+
+def test_the_broadcast_of_an_update_without_a_start_ends(checkpoint: Checkpoint) -> None:
+    async def scenario(served: Fleet) -> None:
+        for _ in range(2):
+            status, _ = await served.client.update(perturbed(served.weights, 3))
+            assert status == 409
+        await served.update(4)
+
+    run(checkpoint, scenario)
+
+
+def test_a_repeated_call_ends_no_broadcast(checkpoint: Checkpoint) -> None:
+    """Its client is in none: the first call has loaded, or was refused and its broadcast ended."""
+
+    async def scenario(served: Fleet) -> None:
+        new, bad = perturbed(served.weights, 3), wrong(served.weights)
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        status, text = await served.client.update(bad)
+        assert status == 400, text
+        status, text = await served.client.call("/update_weights", {"update_info": described(bad)})
+        assert (status, "broadcast" in text) == (409, False)
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        assert (await served.client.update(new))[0] == 200
+        for client in (served.client, served.other):
+            status, text = await client.call("/update_weights", {"update_info": described(new)})
+            assert (status, "broadcast" in text) == (409, False)
+        assert (await served.client.call("/finish_weight_update"))[0] == 200
+        await served.assert_serve(new)
+        await served.update(4)
+
+    run(checkpoint, scenario)
+
+
+def test_a_call_that_was_cut_is_repeated_and_then_its_broadcast_ends(
+    checkpoint: Checkpoint,
+) -> None:
+    """It was cut before an engine entered. TRL's client repeats calls whose connection was cut."""
+
+    async def scenario(served: Fleet) -> None:
+        bad = wrong(served.weights)
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        sending = asyncio.create_task(served.client.send(bad))
+        engine = served.engines[0]
+        engine.hold("arm")
+        body = {"update_info": described(bad)}
+        cut = asyncio.create_task(served.client.call("/update_weights", body))
+        await engine.reached.wait()
+        cut.cancel()
+        await asyncio.wait([cut])
+        repeated = asyncio.create_task(served.client.call("/update_weights", body))
+        engine.may_go.set()
+        status, text = await repeated
+        assert (status, "init_weight" in text) == (409, False), text
+        await sending
+        await served.update(5)
+
+    run(checkpoint, scenario)
+
+
+@pytest.mark.parametrize("why", ["dtype", "unread", "nobody"])
+def test_a_broadcast_that_can_not_be_ended_closes_the_transport(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """The answer says so, and comes. A new communicator is all that the next update needs."""
+    monkeypatch.setattr(transport, "DRAIN_S", 0.5)
+
+    async def scenario(served: Fleet) -> None:
+        info: Any = described(wrong(served.weights))
+        if why == "dtype":
+            info["dtype_names"][0] = "float99"
+        elif why == "unread":
+            info = ["no object"]
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        status, text = await served.client.call("/update_weights", {"update_info": info})
+        assert (status, "init_weight_transfer_engine" in text) == (400, True), text
+        await served.assert_serve(served.weights)
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        info = described(perturbed(served.weights, 3))
+        status, text = await served.client.call("/update_weights", {"update_info": info})
+        assert (status, "not open" in text) == (409, True), text
+        assert (await served.client.init())[0] == 200
+        await served.update(6)
+
+    run(checkpoint, scenario)
+
+
+def test_a_loaded_update_that_is_begun_again_is_not_forgotten(checkpoint: Checkpoint) -> None:
+    """A start after it hides it from nobody: a finish does not say that all is well."""
+
+    async def scenario(served: Fleet) -> None:
+        for path in ("/pause?mode=keep", "/start_weight_update"):
+            assert (await served.client.call(path))[0] == 200
+        assert (await served.client.update(perturbed(served.weights, 3)))[0] == 200
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        assert (await served.client.call("/finish_weight_update"))[0] == 409
+        assert (await served.other.call("/start_weight_update"))[0] == 409
+        new = perturbed(served.weights, 4)
+        assert (await served.client.update(new))[0] == 200
+        for path in ("/finish_weight_update", "/resume"):
+            assert (await served.client.call(path))[0] == 200
+        await served.assert_serve(new)
+
+    run(checkpoint, scenario)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_client_that_is_silent_after_another_start_is_undone(
+    checkpoint: Checkpoint, *, loaded: bool
+) -> None:
+    """Also one that has sent nothing, and holds no pause: others are refused until then."""
+
+    async def scenario() -> None:
+        async with fleet(checkpoint, silence_s=1.0) as served:
+            assert (await served.client.init())[0] == 200
+            assert (await served.client.call("/start_weight_update"))[0] == 200
+            if loaded:
+                assert (await served.client.update(perturbed(served.weights, 3)))[0] == 200
+                assert (await served.client.call("/start_weight_update"))[0] == 200
+            await served.forgets()
+            assert (await served.other.init())[0] == 200
+            status, text = await served.client.call("/finish_weight_update")
+            assert (status, "silent" in text) == (409, True), text
+            served.client = served.other
+            await served.update(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
