@@ -13,6 +13,9 @@ updates without a pause in between, so that faults come at random moments of upd
 3. SIGSTOP to the trainer for some seconds, with the third one alone; when all engines are back,
 4. SIGSTOP to the core of an engine for as long.
 
+With ``--one-gpu`` (:mod:`tests.gpu.one_gpu`, and ``one-gpu`` at ``tests.gpu.register``) all share
+the first GPU: who waits for whom is the same, gaps are longer, since processes take turns on it.
+
 The group `moe` has no faults, but two ranks of experts in lockstep, which get `--updates` updates
 with a pause of a second in between. Its row has the times of COMMIT, and the gaps.
 
@@ -43,6 +46,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import WavebusError
 from sidecar.bench.fleet import step_graphs
+from tests.gpu import one_gpu
 from tests.gpu.serving import EngineSpec, Serving, command, descendants, model_folder
 from trainer_agent import RolloutClient, SyncTrainerAgent
 
@@ -223,12 +227,13 @@ class Campaign(threading.Thread):
         broker, device = self.serving.broker, self.options.device
         chunk = str(int(self.options.chunk_mb * (1 << 20)))
         idle_s = "1" if self.group == MOE else "0"
+        apart = "apart" if self.options.one_gpu else ""
         with (
             subprocess.Popen(
                 [*me, "load", broker, self.group, streams, str(out)], stdin=subprocess.PIPE
             ) as asking,
             subprocess.Popen(
-                [*me, "train", broker, self.group, str(self.folder), device, chunk, idle_s],
+                [*me, "train", broker, self.group, str(self.folder), device, chunk, idle_s, apart],
                 stdout=subprocess.PIPE,
                 text=True,
             ) as trainer,
@@ -399,7 +404,9 @@ def say(text: str) -> None:
 
 def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] == "train":
-        broker, group, checkpoints, device, chunk_bytes, idle_s = sys.argv[2:]
+        broker, group, checkpoints, device, chunk_bytes, idle_s, apart = sys.argv[2:]
+        if apart:
+            one_gpu.apart()
         train(broker, group, checkpoints, device, int(chunk_bytes), float(idle_s))
         return
     if len(sys.argv) > 1 and sys.argv[1] == "load":
@@ -409,6 +416,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--one-gpu", action="store_true", help="all on the first one")
     parser.add_argument("--groups", default="graphs,eager")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=20)
@@ -431,7 +439,7 @@ def main() -> None:
             check=True,
             stdout=subprocess.DEVNULL,
         )
-        serving = Serving(options.device, folder, options.logs)
+        serving = Serving(options.device, folder, options.logs, share_gpu=options.one_gpu)
         try:
             serving.start_broker()
             for group in groups:
