@@ -7,8 +7,8 @@ engines; :meth:`bus.protocol.group.group.Group.tick` acts on what they return.
   until it answers, it is not routable, and takes no part in new steps. An engine that misses the
   same step again and again is out for longer each time. A chunk's time starts when
   the trainer has sent the chunk. If the engine's core stands still, the log event says so (wedged).
-- An engine that is asked to join a communicator, and then silent for half of ``peer_timeout_ms``,
-  drops out in the same way, so that the trainer can open the transport without it.
+- An engine that is asked to join a communicator, or to undo an update, and then silent for half of
+  ``peer_timeout_ms``, drops out in the same way, so that the trainer can go on without it.
 - An engine that drains a transport has the drain's own time, and 10 s more.
 - If a step waits for the trainer alone, and the trainer makes no progress for twice
   ``step_timeout_ms``, the update is aborted. Each command is progress, and so is each tensor taken
@@ -42,8 +42,8 @@ SLOW_MS: Final = 10_000.0
 def late_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> list[str]:
     """Returns the engines that have not acknowledged a step in time.
 
-    An engine that is to join a communicator has less time if it is silent: in most cases the
-    others have just lost a peer, and this is the one.
+    An engine that is to join a communicator or to undo an update has less time if it is silent: in
+    most cases the others have just lost a peer, and this is the one.
     """
     if barrier.waiting_for_trainer:
         return []
@@ -52,7 +52,8 @@ def late_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> list[
         limit_ms = min(limit_ms, message.timeout_ms + SLOW_MS)
     if now_ms - barrier.asked_ms > limit_ms:
         return sorted(barrier.waiting)
-    if barrier.step is not Step.TRANSFER_INIT or not getattr(message, "communicator", 0):
+    joins = barrier.step is Step.TRANSFER_INIT and getattr(message, "communicator", 0)
+    if not joins and barrier.step is not Step.ABORT:
         return []
     if now_ms - barrier.asked_ms <= state.config.peer_timeout_ms / 2:
         return []

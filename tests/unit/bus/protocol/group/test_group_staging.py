@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from bus.messages import Commit, GroupAck, NackCode, PauseLocal, Staging, TransferInit, UpdateStart
+from bus.messages import (
+    Commit,
+    GroupAck,
+    NackCode,
+    PauseLocal,
+    Staging,
+    Step,
+    TransferInit,
+    UpdateStart,
+)
 from bus.protocol.engine.calls import (
     CallArm,
     CallFinish,
@@ -81,6 +90,23 @@ def test_a_trainer_lost_before_the_swap_leaves_all_as_they_were(
     assert scene.world.run_until(lambda: scene.trainer.is_joined)
     scene.update(9)
     assert scene.settled().version > 0
+
+
+def test_nobody_waits_long_for_a_silent_engine_that_has_an_update_to_undo() -> None:
+    """It is left out before it counts as lost, undoes the update once it is heard, and is back."""
+    scene = staged(1, 1)
+    scene.update()
+    scene.until(UpdateState.LOADING)
+    scene.world.network.cut(scene.engine("e0").route)
+    scene.trainer.leave()
+    scene.until(UpdateState.IDLE)
+    engines = scene.world.existing_group.registry.engines
+    assert engines["e0"].overdue == Step.ABORT.value
+    scene.world.network.heal(scene.engine("e0").route)
+    scene.trainer = scene.world.add_trainer("second")
+    assert scene.world.run_until(lambda: scene.trainer.is_joined and not engines["e0"].overdue)
+    scene.update(9)
+    assert (scene.settled().excluded, set(scene.versions().values())) == ((), {2})
 
 
 @pytest.mark.parametrize("kind", [CallStart, CallReceive, CallLoad, CallFinish])
