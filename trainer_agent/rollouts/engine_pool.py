@@ -41,6 +41,7 @@ class AttemptWatch:
         excused_s: when the attempt was last known to wait in a queue, or for a pause to end.
         in_order: whether the engine serves the attempt in the order of arrival.
         is_overtaken: whether an attempt that began later got a first token since ``last_s``.
+        is_delivering: whether the caller takes tokens now, and the engine's answer is not read.
     """
 
     load: EngineLoad
@@ -50,6 +51,7 @@ class AttemptWatch:
     excused_s: float = 0.0
     in_order: bool = True
     is_overtaken: bool = False
+    is_delivering: bool = False
 
     @property
     def engine(self) -> str:
@@ -387,8 +389,9 @@ class EnginePool(EngineQueue):
         idle = {engine.name for engine in engines if engine.phase not in _SERVING}
         self.router.take_figures((each for each in engines if each.name not in idle), now_s)
         for attempt in self.attempts:
-            attempt.look(self._looked_s)
-            if attempt.engine in idle:
+            if not attempt.is_delivering:
+                attempt.look(self._looked_s)
+            if attempt.is_delivering or attempt.engine in idle:
                 attempt.excused_s = now_s
             elif max(attempt.last_s, attempt.excused_s) < now_s - self.stall_s:
                 expire(attempt.limit)

@@ -43,12 +43,16 @@ from trainer_agent.rollouts.text import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+    from typing import TypeAlias
+
+    from aiohttp.abc import AbstractStreamWriter
 
     from trainer_agent.rollouts.chat import Chat
     from trainer_agent.rollouts.client import RolloutClient
     from trainer_agent.rollouts.results import Choice, Completion, TokenDelta
 
-    Deltas = asyncio.Queue[tuple[int, TokenDelta] | None]
+    # Takes the number of a prompt, and its new tokens.
+    Deliver: TypeAlias = Callable[[int, list[TokenDelta]], Coroutine[Any, Any, None]]
 
 _Result = TypeVar("_Result")
 
@@ -184,14 +188,15 @@ class _Front:
         return web.Response(body=body, content_type="application/json")
 
     async def generate(
-        self, asked: FrontRequest, prompts: list[Any], deltas: Deltas | None
+        self, asked: FrontRequest, prompts: list[Any], deliver: Deliver | None
     ) -> list[Completion]:
         """Generates for all prompts; one error cancels all.
 
         Args:
             asked: the request.
             prompts: the tokens of the prompts.
-            deltas: gets new tokens as they come, with the number of the prompt; None: not streamed.
+            deliver: takes new tokens as they come, with the number of the prompt; None: not
+                streamed.
         """
         if asked.is_prompt_alone:
             return [prompt_alone(asked, each) for each in prompts]
@@ -202,10 +207,8 @@ class _Front:
                 asked.params,
                 session_id=asked.session_id,
                 client_id=asked.client_id,
-                on_inexact="restart" if deltas is None else "continue",
-                on_delta=None
-                if deltas is None
-                else lambda delta: deltas.put_nowait((number, delta)),
+                on_inexact="restart" if deliver is None else "continue",
+                on_deltas=None if deliver is None else partial(deliver, number),
                 **asked.extra,
             )
 
@@ -239,50 +242,46 @@ class _Stream:
         self._ended: set[int] = set()
         self._shown: set[int] = set()  # prompts, by the index of the choice
         self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self._sink: AbstractStreamWriter | None = None  # once the answer has begun
 
     async def answer(
-        self, generate: Callable[[Deltas], Coroutine[Any, Any, list[Completion]]]
+        self, generate: Callable[[Deliver], Coroutine[Any, Any, list[Completion]]]
     ) -> web.StreamResponse:
         """Sends what ``generate`` makes, and an error as the last event.
 
         Args:
-            generate: generates for all prompts, and puts new tokens into the queue as they come.
+            generate: generates for all prompts, and has new tokens sent as they come.
 
         Raises:
             WavebusError: nothing has been sent yet.
         """
-        deltas: Deltas = asyncio.Queue()
-        finish = asyncio.ensure_future(generate(deltas))
-        finish.add_done_callback(lambda _: deltas.put_nowait(None))
         try:
-            while batch := await _next_batch(deltas):
-                await self._send_batch(batch)
-            await self._end(await finish)
+            await self._end(await generate(self._send_batch))
         except WavebusError as error:
             if not self._response.prepared:
                 raise
             answer = _answer_exception(self._http, error)
             await self._write(f"data: {answer.text if answer else ''}\n\n".encode())
-        finally:
-            finish.cancel()
-            await asyncio.wait([finish])
         await self._write(b"data: [DONE]\n\n")
         await self._response.write_eof()
         return self._response
 
-    async def _send_batch(self, batch: Sequence[tuple[int, TokenDelta]]) -> None:
-        """Sends new tokens, with the numbers of their prompts."""
-        parts = []
-        for number, delta in batch:
-            index = number * self._asked.params.get("n", 1) + delta.index
-            if self._by_engine:
-                self._messages[index].gather(delta)
-                parts.append(index)
-            else:
-                text = self._texts[index].add(delta)
-                await self._send(index, delta, text, {"content": text} if self._has_parts else {})
-        for index in dict.fromkeys(parts):  # one part of all that have come meanwhile
-            await self._send_part(index, self._messages[index].due())
+    async def _send_batch(self, number: int, batch: list[TokenDelta]) -> None:
+        """Sends new tokens of a prompt; returns when the client can take more."""
+        first = number * self._asked.params.get("n", 1)
+        if self._by_engine:
+            for delta in batch:
+                self._messages[first + delta.index].gather(delta)
+            for index in dict.fromkeys(first + delta.index for delta in batch):
+                await self._send_part(index, self._messages[index].due())
+            return
+        frames = []
+        for delta in batch:
+            index = first + delta.index
+            text = self._texts[index].add(delta)
+            fields = {"content": text} if self._has_parts else {}
+            frames.append(self._frame(index, delta, text, fields))
+        await self._write(b"".join(frames))
 
     async def _send_part(self, index: int, delta: TokenDelta | None) -> None:
         if delta is None:
@@ -290,9 +289,9 @@ class _Stream:
         fields, names = await self._messages[index].make(delta)
         if delta.finish_reason:
             self._ended.add(index)
-        await self._send(index, delta, "", fields, names)
+        await self._write(self._frame(index, delta, "", fields, names))
 
-    async def _send(
+    def _frame(
         self,
         index: int,
         delta: TokenDelta | None,
@@ -300,7 +299,7 @@ class _Stream:
         fields: Mapping[str, Any],
         names: Sequence[Mapping[str, Any]] | None = None,
         end: dict[str, Any] | None = None,
-    ) -> None:
+    ) -> bytes:
         message = self._messages[index].event(fields) if self._chat else {}
         shown = self._writer.choice(index, delta, text, message, names)
         of_choice = self._asked.kind == "text_completion"
@@ -308,7 +307,9 @@ class _Stream:
         if index not in self._shown and (of_choice or not self._shown):
             prompt = [self._prompts[index // self._asked.params.get("n", 1)]]
         self._shown.add(index)
-        await self._write(self._writer.frame([shown | (end or {})], None, prompt))
+        if end is not None:
+            shown |= end
+        return self._writer.frame([shown], None, prompt)
 
     async def _end(self, done: list[Completion]) -> None:
         """Sends what comes last: rests of texts, messages with tool calls, usage."""
@@ -327,14 +328,18 @@ class _Stream:
             if self._has_parts and not self._by_engine:
                 fields = {"content": text}
             end = ending(choice, message, is_named=self._asked.names_tool)
-            await self._send(index, None, text, fields, None, end)
+            await self._write(self._frame(index, None, text, fields, None, end))
         if self._asked.with_usage:
             await self._write(self._writer.frame([], _usage(done)))
 
     async def _write(self, raw: bytes) -> None:
-        """Sends bytes."""
-        await self._response.prepare(self._http)
-        await self._response.write(raw)
+        """Sends bytes; returns when the client has read most of what was sent."""
+        if self._sink is None:
+            self._sink = await self._response.prepare(self._http)
+        assert self._sink is not None
+        await self._sink.write(raw)
+        if self._http.protocol.writing_paused:
+            await self._sink.drain()
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
@@ -361,20 +366,6 @@ def _check_room(max_tokens: Any, prompts: Sequence[Any], most: int) -> None:
                 f"max_tokens: {max_tokens} tokens after a prompt of {len(prompt)} are more than "
                 f"the {most} that the model takes in all"
             )
-
-
-async def _next_batch(deltas: Deltas) -> list[tuple[int, TokenDelta]]:
-    """Returns all tokens that have come; empty at the end."""
-    batch = []
-    event = await deltas.get()
-    while event is not None:
-        batch.append(event)
-        if deltas.empty():
-            return batch
-        event = deltas.get_nowait()
-    if batch:
-        deltas.put_nowait(None)  # for the next call
-    return batch
 
 
 def _choices(done: Sequence[Completion]) -> list[Choice]:
