@@ -1,8 +1,8 @@
 """Serves HTTP handlers, so that no client keeps the others out.
 
-It bounds the number of connections, the time that a request may take to arrive and an answer to be
-read, and how many values the JSON of a body may have. ``http_access`` decides which requests are
-refused by their headers. What requests mean is left to the handlers.
+It bounds the number of connections, the requests of one client, the time that a request may take to
+arrive and an answer to be read, and how many values the JSON of a body may have. ``http_access``
+decides which requests are refused by their headers. What requests mean is left to the handlers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,7 @@ import bus.log
 from bus.net import http_url, is_loopback_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from aiohttp.typedefs import Handler
 
@@ -69,9 +70,14 @@ class HttpServer:
         max_body_bytes: the greatest size of a body.
         max_values: how many values the JSON of a body may have.
         access: whom the server answers.
+        unread_s: how long a client may take to read what is to be sent, in seconds.
+        client_requests: how many requests of ``client_routes`` one client, by its address, may have
+            at once; more get status 429. 0: any number.
+        client_routes: the paths of the routes that ``client_requests`` bounds.
 
     Attributes:
         limit: the greatest number of connections.
+        unread_s: as the argument.
     """
 
     def __init__(
@@ -83,6 +89,9 @@ class HttpServer:
         max_body_bytes: int,
         max_values: int = MAX_VALUES,
         access: HttpAccess,
+        unread_s: float = UNREAD_S,
+        client_requests: int = 0,
+        client_routes: Collection[str] = (),
     ) -> None:
         self._app = web.Application(client_max_size=max_body_bytes, middlewares=[self._handle])
         self._app.add_routes(routes)
@@ -98,13 +107,17 @@ class HttpServer:
         self._connections: set[_Connection] = set()
         self._idle: dict[_Connection, float] = {}  # have no whole request; since when
         self._refusals: set[_Connection] = set()
-        self._dropped = dict.fromkeys(("refused", "evicted", "slow"), 0)
+        self._dropped = dict.fromkeys(("refused", "evicted", "slow", "limited"), 0)
+        self._client_requests = client_requests
+        self._client_routes = frozenset(client_routes)
+        self._requests = Counter[str]()  # by client
+        self.unread_s = unread_s
         self._logged: asyncio.TimerHandle | None = None
         self.limit = 0
 
     @property
     def load(self) -> dict[str, int]:
-        """The number of connections and its limit, and how many were refused or cut off."""
+        """The number of connections and its limit; how many were refused or cut off, or limited."""
         return {"connections": len(self._connections), "limit": self.limit, **self._dropped}
 
     async def start(self, host: str, port: int) -> str:
@@ -151,13 +164,17 @@ class HttpServer:
         connection.wait(None)
         response: web.StreamResponse | None = self._refuse(request)
         if response is None:
-            with self._held(request) as has_room:
-                if has_room:
+            with self._counted(request) as is_within, self._held(request) as has_room:
+                if is_within and has_room:
                     response = await self._answer(request, connection, handler)
-                else:
+                elif is_within:
                     response = self._answer_error(request, 503, "too many large bodies at once")
-                    response.headers["Retry-After"] = "1"
                     response.force_close()
+                else:
+                    text = f"this client has {self._client_requests} requests already"
+                    response = self._answer_error(request, 429, text)
+                if not (is_within and has_room):
+                    response.headers["Retry-After"] = "1"
         await response.prepare(request)
         await response.write_eof()
         self._expect(connection, IDLE_S)
@@ -167,19 +184,36 @@ class HttpServer:
         """Returns the answer to a request whose headers are reason enough to refuse it."""
         if request.match_info.http_exception is not None:
             return None
-        # The route's own path: no spelling of a path may change which key it needs.
-        resource = request.match_info.route.resource
         if (request.content_length or 0) > self._max_body_bytes:
             text = f"a body of {request.content_length} bytes; at most {self._max_body_bytes}"
             response = self._answer_error(request, 413, text)
             response.force_close()
             return response
         refusal = self._access.refusal(
-            *(request.method, resource.canonical if resource else "", request.headers),
+            *(request.method, _route(request), request.headers),
             has_body=request.body_exists,
             is_local=self._is_local,
         )
         return self._answer_error(request, *refusal) if refusal else None
+
+    @contextlib.contextmanager
+    def _counted(self, request: web.Request) -> Iterator[bool]:
+        """Counts a client's request until it is answered; yields whether it may have one more."""
+        if not self._client_requests or _route(request) not in self._client_routes:
+            yield True
+            return
+        client = request.remote or ""
+        if self._requests[client] >= self._client_requests:
+            self.count("limited")
+            yield False
+            return
+        self._requests[client] += 1
+        try:
+            yield True
+        finally:
+            self._requests[client] -= 1
+            if not self._requests[client]:
+                del self._requests[client]
 
     @contextlib.contextmanager
     def _held(self, request: web.Request) -> Iterator[bool]:
@@ -280,7 +314,7 @@ class HttpServer:
             connection.wait(limit_s)
 
     def count(self, how: str) -> None:
-        """Counts a dropped connection, and logs it: the first at once, more every 10 s."""
+        """Counts what is dropped or limited, and logs it: the first at once, more every 10 s."""
         self._dropped[how] += 1
         if self._logged is None:
             self._log()
@@ -293,6 +327,7 @@ class HttpServer:
             refused=self._dropped["refused"],
             evicted=self._dropped["evicted"],
             slow=self._dropped["slow"],
+            limited=self._dropped["limited"],
         )
         before = sum(self._dropped.values())
 
@@ -360,7 +395,7 @@ class _Connection(web.RequestHandler):
     def pause_writing(self) -> None:
         """Notes that the client does not read its answer."""
         super().pause_writing()
-        self._unread = self._later(UNREAD_S, self._on_slow)
+        self._unread = self._later(self._owner.unread_s, self._on_slow)
 
     def resume_writing(self) -> None:
         """Notes that the client reads again."""
@@ -381,6 +416,12 @@ class _Connection(web.RequestHandler):
     def _on_slow(self) -> None:
         self._owner.count("slow")
         self.abort()
+
+
+def _route(request: web.Request) -> str:
+    """Returns the route's own path: no spelling of a path may change what it needs."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource else ""
 
 
 def _connection_limit() -> int:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import socket
 from collections import OrderedDict
 from collections.abc import Sized
 from functools import partial
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     )
     from pathlib import Path
 
+    from aiohttp.connector import AddrInfoType
+
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.request import OnInexact
     from trainer_agent.rollouts.results import Completion, TokenDelta
@@ -47,8 +50,9 @@ T = TypeVar("T")
 # are closed before the server does (vLLM: after 5 s).
 _IDLE_S: Final = 2.0
 _CONNECT_S: Final = 5.0
-# Of an answer, before an engine is no longer read; then twice as much may be there.
+# How much of an answer may wait here if its caller is slow; the rest waits in the engine.
 _UNREAD_BYTES: Final = 1 << 14
+_UNREAD_IN_KERNEL_BYTES: Final = 1 << 17
 
 
 class RolloutClient(ChatClient):
@@ -131,7 +135,9 @@ class RolloutClient(ChatClient):
         async with contextlib.AsyncExitStack() as stack:
             http = await stack.enter_async_context(
                 aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+                    connector=aiohttp.TCPConnector(
+                        limit=0, keepalive_timeout=_IDLE_S, socket_factory=_make_socket
+                    ),
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                     headers=self._headers,
                     read_bufsize=_UNREAD_BYTES,
@@ -305,6 +311,13 @@ class RolloutClient(ChatClient):
             extra=extra,
         )
         return RolloutRun(request, self._pool, http, self._tokenizer, deliver)
+
+
+def _make_socket(address: AddrInfoType) -> socket.socket:
+    """Makes a socket for an engine, whose buffer does not grow with what is unread."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNREAD_IN_KERNEL_BYTES)
+    return made
 
 
 def _each(act: Callable[[TokenDelta], None], deltas: Iterable[TokenDelta]) -> None:

@@ -62,6 +62,8 @@ _MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 _MAX_VALUES: Final = 12_000_000
 _PARSED_AT_ONCE: Final = 1 << 20  # bytes, in the event loop
 _WRITTEN_AT_ONCE: Final = 4096  # tokens, in the event loop
+# Less than an engine waits for the front (embedded: 60 s), which reads no faster than its client.
+_UNREAD_S: Final = 30.0
 
 
 class _Front:
@@ -74,15 +76,19 @@ class _Front:
         api_key: str,
         control_key: str,
         control_routes: Sequence[web.RouteDef],
+        client_requests: int,
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
         self._engines = EngineRoutes(client, tokenizer)
         self._parts = PromptParts(client, tokenizer)
-        routes = [
+        asking = [
             web.post("/inference/v1/generate", self._generate),
             web.post("/v1/completions", self._complete),
             web.post("/v1/chat/completions", self._chat),
+        ]
+        routes = [
+            *asking,
             web.get("/v1/models", self._models),
             web.get("/v1/models/{name:.+}", self._model),
             web.get("/health", self._health),
@@ -99,6 +105,9 @@ class _Front:
             access=HttpAccess(
                 api_key, control_key, "/health".__eq__, control.__contains__, is_strict=True
             ),
+            unread_s=_UNREAD_S,
+            client_requests=client_requests,
+            client_routes=[route.path for route in asking],
         )
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -395,6 +404,7 @@ async def serve(
     api_key: str = "",
     control_key: str = "",
     control_routes: Sequence[web.RouteDef] = (),
+    client_requests: int = 0,
 ) -> AsyncIterator[str]:
     """Serves a connected client over HTTP during a block; yields the base URL.
 
@@ -407,11 +417,12 @@ async def serve(
         control_key: the one of control routes, which opens the other routes, too. Empty: control
             routes need ``api_key``.
         control_routes: routes that the same server has besides those of generation.
+        client_requests: how many requests for tokens one address may have at once; 0: any number.
 
     Raises:
         UsageError: the address can't be used.
     """
-    server = _Front(client, tokenizer, api_key, control_key, control_routes).server
+    server = _Front(client, tokenizer, api_key, control_key, control_routes, client_requests).server
     try:
         try:
             url = await server.start(host, port)

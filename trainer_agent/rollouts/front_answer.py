@@ -51,6 +51,7 @@ _KINDS: Final = {
     401: "AuthenticationError",
     404: "NotFoundError",
     409: "ConflictError",
+    429: "RateLimitError",
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
