@@ -262,8 +262,7 @@ def test_a_client_has_a_bounded_number_of_requests_at_once() -> None:
     """Other routes, and other clients, are not concerned; an answered request makes room."""
 
     async def main() -> None:
-        bounds = {"client_requests": 1, "client_routes": ["/wait", "/bug"]}
-        async with doubling(**bounds) as (served, port):
+        async with doubling(client_requests=1, client_routes=["/wait", "/bug"]) as (served, port):
             working = asyncio.create_task(answer(port, post("/wait", b"1")))
             await served.asked.wait()
             for path in ("/wait", "/%77ait", "/bug"):
