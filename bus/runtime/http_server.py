@@ -60,6 +60,37 @@ _FULL_ANSWER: Final = (
 )
 
 
+class ClientRequests:
+    """Counts the requests that each client, by its address, has at once.
+
+    Args:
+        most: how many it may have; 0: any number.
+        routes: the paths of the routes whose requests count.
+    """
+
+    def __init__(self, most: int = 0, routes: Collection[str] = ()) -> None:
+        self.most = most
+        self._routes = frozenset(routes if most else ())
+        self._counts = Counter[str | None]()
+
+    @contextlib.contextmanager
+    def counted(self, client: str | None, route: str) -> Iterator[bool]:
+        """Counts a request within the block; yields whether its client may have it."""
+        if route not in self._routes:
+            yield True
+            return
+        if self._counts[client] >= self.most:
+            yield False
+            return
+        self._counts[client] += 1
+        try:
+            yield True
+        finally:
+            self._counts[client] -= 1
+            if not self._counts[client]:
+                del self._counts[client]
+
+
 class HttpServer:
     """An HTTP server of some routes.
 
@@ -71,9 +102,7 @@ class HttpServer:
         max_values: how many values the JSON of a body may have.
         access: whom the server answers.
         unread_s: how long a client may take to read what is to be sent, in seconds.
-        client_requests: how many requests of ``client_routes`` one client, by its address, may have
-            at once; more get status 429. 0: any number.
-        client_routes: the paths of the routes that ``client_requests`` bounds.
+        requests: bounds the requests of each client; more get status 429.
 
     Attributes:
         limit: the greatest number of connections.
@@ -90,8 +119,7 @@ class HttpServer:
         max_values: int = MAX_VALUES,
         access: HttpAccess,
         unread_s: float = UNREAD_S,
-        client_requests: int = 0,
-        client_routes: Collection[str] = (),
+        requests: ClientRequests | None = None,
     ) -> None:
         self._app = web.Application(client_max_size=max_body_bytes, middlewares=[self._handle])
         self._app.add_routes(routes)
@@ -101,16 +129,13 @@ class HttpServer:
         self._max_body_bytes = max_body_bytes
         self._held_bytes = 0  # of large bodies
         self._max_values = max_values
-        self._is_local = False
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._idle: dict[_Connection, float] = {}  # have no whole request; since when
         self._refusals: set[_Connection] = set()
         self._dropped = dict.fromkeys(("refused", "evicted", "slow", "limited"), 0)
-        self._client_requests = client_requests
-        self._client_routes = frozenset(client_routes)
-        self._requests = Counter[str]()  # by client
+        self._requests = requests or ClientRequests()
         self.unread_s = unread_s
         self._logged: asyncio.TimerHandle | None = None
         self.limit = 0
@@ -132,14 +157,13 @@ class HttpServer:
         """
         self._is_local = is_loopback_host(host)
         self.limit = _connection_limit()
-        loop = asyncio.get_running_loop()
         # A handler is cancelled when its client goes away, and its request ends on the engine.
         self._runner = web.AppRunner(
             self._app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
         )
         await self._runner.setup()
         # Many clients may connect at once, as with vLLM's server.
-        self._server = await loop.create_server(
+        self._server = await asyncio.get_running_loop().create_server(
             lambda: _Connection(self, self._runner), host, port, backlog=2048
         )
         at, port = self._server.sockets[0].getsockname()[:2]
@@ -164,20 +188,26 @@ class HttpServer:
         connection.wait(None)
         response: web.StreamResponse | None = self._refuse(request)
         if response is None:
-            with self._counted(request) as is_within, self._held(request) as has_room:
+            counted = self._requests.counted(request.remote, _route(request))
+            with counted as is_within, self._held(request) as has_room:
                 if is_within and has_room:
                     response = await self._answer(request, connection, handler)
-                elif is_within:
-                    response = self._answer_error(request, 503, "too many large bodies at once")
-                    response.force_close()
                 else:
-                    text = f"this client has {self._client_requests} requests already"
-                    response = self._answer_error(request, 429, text)
-                if not (is_within and has_room):
-                    response.headers["Retry-After"] = "1"
+                    response = self._put_off(request, is_within=is_within)
         await response.prepare(request)
         await response.write_eof()
         self._expect(connection, IDLE_S)
+        return response
+
+    def _put_off(self, request: web.Request, *, is_within: bool) -> web.Response:
+        """Returns the answer to a request that may come again; ``is_within``: of this client."""
+        status, text = 503, "too many large bodies at once"
+        if not is_within:
+            self.count("limited")
+            status, text = 429, f"this client has {self._requests.most} requests at once"
+        response = self._answer_error(request, status, text)
+        response.force_close()  # the body may be large
+        response.headers["Retry-After"] = "1"
         return response
 
     def _refuse(self, request: web.Request) -> web.Response | None:
@@ -195,25 +225,6 @@ class HttpServer:
             is_local=self._is_local,
         )
         return self._answer_error(request, *refusal) if refusal else None
-
-    @contextlib.contextmanager
-    def _counted(self, request: web.Request) -> Iterator[bool]:
-        """Counts a client's request until it is answered; yields whether it may have one more."""
-        if not self._client_requests or _route(request) not in self._client_routes:
-            yield True
-            return
-        client = request.remote or ""
-        if self._requests[client] >= self._client_requests:
-            self.count("limited")
-            yield False
-            return
-        self._requests[client] += 1
-        try:
-            yield True
-        finally:
-            self._requests[client] -= 1
-            if not self._requests[client]:
-                del self._requests[client]
 
     @contextlib.contextmanager
     def _held(self, request: web.Request) -> Iterator[bool]:
@@ -250,7 +261,7 @@ class HttpServer:
         except web.HTTPException as error:
             return self._answer_error(request, error.status, error.text or error.reason)
         self._idle.pop(connection, None)
-        if await self._has_too_many_values(raw):
+        if await _has_too_many_values(raw, self._max_values):
             return self._answer_error(request, 413, "the body has too many values")
         try:
             return await handler(request)
@@ -268,13 +279,6 @@ class HttpServer:
             if request.writer.output_size:  # a part of another answer is sent
                 raise ConnectionResetError from error
             return answer
-
-    async def _has_too_many_values(self, raw: bytes) -> bool:
-        if len(raw) <= _COUNTED_AT_ONCE:
-            nested, values = _count(raw)
-        else:
-            nested, values = await asyncio.to_thread(_count, raw)
-        return nested > MAX_NESTED or values > self._max_values
 
     def admit(self, connection: _Connection) -> bool:
         """Counts a new connection, and cuts an idle one off if that is needed.
@@ -432,6 +436,14 @@ def _connection_limit() -> int:
     with contextlib.suppress(OSError):
         soft -= sum(1 for _ in Path("/proc/self/fd").iterdir())
     return min(_MOST, max(_FEWEST, (soft - _KEPT_BACK) // 2))
+
+
+async def _has_too_many_values(raw: bytes, most: int) -> bool:
+    if len(raw) <= _COUNTED_AT_ONCE:
+        nested, values = _count(raw)
+    else:
+        nested, values = await asyncio.to_thread(_count, raw)
+    return nested > MAX_NESTED or values > most
 
 
 def _count(raw: bytes) -> tuple[int, int]:

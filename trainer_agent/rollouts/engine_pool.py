@@ -15,7 +15,7 @@ from trainer_agent.failures import require_process
 from trainer_agent.rollouts.router import Router, Waiter, WaitingRequests
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Awaitable, Collection, Iterable
 
     from bus.messages import EngineView, Routes
     from trainer_agent.connection import Connection
@@ -57,6 +57,14 @@ class AttemptWatch:
     def engine(self) -> str:
         """The engine's name."""
         return self.load.route.engine
+
+    async def wait_for_caller(self, taken: Awaitable[None]) -> None:
+        """Waits until the caller has taken tokens; the engine can't stall meanwhile."""
+        self.is_delivering = True
+        try:
+            await taken
+        finally:
+            self.is_delivering = False
 
     def look(self, since_s: float) -> None:
         """Checks whether the engine keeps the attempt in a queue; ``since_s``: the last look."""

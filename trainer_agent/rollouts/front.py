@@ -26,7 +26,7 @@ from aiohttp import web
 
 from bus.errors import NoEngine, UsageError, WavebusError
 from bus.runtime.http_access import HttpAccess
-from bus.runtime.http_server import HttpServer
+from bus.runtime.http_server import ClientRequests, HttpServer
 from trainer_agent.rollouts.attempt import UnknownModel
 from trainer_agent.rollouts.front_answer import (
     AnswerWriter,
@@ -106,8 +106,7 @@ class _Front:
                 api_key, control_key, "/health".__eq__, control.__contains__, is_strict=True
             ),
             unread_s=_UNREAD_S,
-            client_requests=client_requests,
-            client_routes=[route.path for route in asking],
+            requests=ClientRequests(client_requests, [route.path for route in asking]),
         )
 
     async def _health(self, _: web.Request) -> web.Response:

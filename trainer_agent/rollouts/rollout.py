@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from trainer_agent.rollouts.attempt import Piece
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.engine_pool import EnginePool
     from trainer_agent.rollouts.request import RolloutRequest
@@ -201,43 +202,22 @@ class RolloutRun:
         Raises:
             Cut: the answer ends before that.
         """
-        route = load.route
         async with (
             self._watched(load) as attempt,
-            contextlib.aclosing(pieces(self._http, route.endpoint, body)) as stream,
+            contextlib.aclosing(pieces(self._http, load.route.endpoint, body)) as stream,
         ):
             async for batch in stream:
                 if attempt.limit.when() is not None:  # it must not be cancelled as it delivers
-                    raise self._stalled()
+                    raise _stalled(self._pool)
                 fresh: list[TokenDelta] = []
                 try:
-                    for piece in batch:
-                        if not 0 <= piece.index < len(choices):
-                            raise Cut("broken", f"choice {piece.index} of {len(choices)}")
-                        choice = choices[piece.index]
-                        delta = choice.take(piece, route.engine)
-                        if delta is not None:
-                            fresh.append(delta)
-                        if choice.has_ended and all(each.has_ended for each in choices):
-                            return
+                    if _take(batch, choices, load.route.engine, fresh):
+                        return
                 finally:
                     if fresh:
                         self._pool.on_token(attempt)
-                        await self._hand_over(attempt, fresh)
-
-    async def _hand_over(self, attempt: AttemptWatch, fresh: list[TokenDelta]) -> None:
-        """Gives new tokens to the caller, and waits until the caller can take more.
-
-        No more of the engine's answer is read meanwhile, so a slow caller's tokens wait in the
-        engine. The engine has not stalled then.
-        """
-        taken = self._deliver(fresh) if self._deliver is not None else None
-        if taken is not None:
-            attempt.is_delivering = True
-            try:
-                await taken
-            finally:
-                attempt.is_delivering = False
+                        if taken := self._deliver and self._deliver(fresh):
+                            await attempt.wait_for_caller(taken)
 
     async def _prefill(self, body: dict[str, Any]) -> str:
         """Makes a prefill engine compute the prompt; adds ``kv_transfer_params`` to ``body``.
@@ -282,10 +262,7 @@ class RolloutRun:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise self._stalled() from None
-
-    def _stalled(self) -> Cut:
-        return Cut("stalled", f"no token for {self._pool.stall_s:g} s")
+            raise _stalled(self._pool) from None
 
     def _judge(
         self, choices: Sequence[ChoiceState], load: EngineLoad, cut: Cut | None, begun_s: float
@@ -304,6 +281,33 @@ class RolloutRun:
                 f"request {self._request.id}: {FAILURES} attempts in a row gave no token; the "
                 f"last: {self._blamed.last}"
             )
+
+
+def _stalled(pool: EnginePool) -> Cut:
+    return Cut("stalled", f"no token for {pool.stall_s:g} s")
+
+
+def _take(
+    batch: Sequence[Piece], choices: Sequence[ChoiceState], engine: str, fresh: list[TokenDelta]
+) -> bool:
+    """Adds pieces to their choices, and new tokens to ``fresh``.
+
+    Returns:
+        Whether all choices have ended.
+
+    Raises:
+        Cut: a piece is invalid; ``fresh`` has the tokens before it.
+    """
+    for piece in batch:
+        if not 0 <= piece.index < len(choices):
+            raise Cut("broken", f"choice {piece.index} of {len(choices)}")
+        choice = choices[piece.index]
+        delta = choice.take(piece, engine)
+        if delta is not None:
+            fresh.append(delta)
+        if choice.has_ended and all(each.has_ended for each in choices):
+            return True
+    return False
 
 
 class _Blamed:

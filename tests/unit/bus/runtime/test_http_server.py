@@ -14,7 +14,7 @@ from aiohttp import web
 
 from bus.runtime import http_server
 from bus.runtime.http_access import HttpAccess
-from bus.runtime.http_server import HttpServer
+from bus.runtime.http_server import ClientRequests, HttpServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -262,7 +262,7 @@ def test_a_client_has_a_bounded_number_of_requests_at_once() -> None:
     """Other routes, and other clients, are not concerned; an answered request makes room."""
 
     async def main() -> None:
-        async with doubling(client_requests=1, client_routes=["/wait", "/bug"]) as (served, port):
+        async with doubling(requests=ClientRequests(1, ["/wait", "/bug"])) as (served, port):
             working = asyncio.create_task(answer(port, post("/wait", b"1")))
             await served.asked.wait()
             for path in ("/wait", "/%77ait", "/bug"):
