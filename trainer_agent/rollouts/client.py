@@ -133,16 +133,7 @@ class RolloutClient(ChatClient):
             Refused: the broker refuses the join.
         """
         async with contextlib.AsyncExitStack() as stack:
-            http = await stack.enter_async_context(
-                aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(
-                        limit=0, keepalive_timeout=_IDLE_S, socket_factory=_make_socket
-                    ),
-                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-                    headers=self._headers,
-                    read_bufsize=_UNREAD_BYTES,
-                )
-            )
+            http = await stack.enter_async_context(_make_session(self._headers))
             await self._pool.open()
             stack.callback(self._pool.close)  # first, because that ends the requests
             self._http = http
@@ -311,6 +302,17 @@ class RolloutClient(ChatClient):
             extra=extra,
         )
         return RolloutRun(request, self._pool, http, self._tokenizer, deliver)
+
+
+def _make_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_IDLE_S, socket_factory=_make_socket
+        ),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        headers=headers,
+        read_bufsize=_UNREAD_BYTES,
+    )
 
 
 def _make_socket(address: AddrInfoType) -> socket.socket:
