@@ -110,6 +110,12 @@ class GatewayPlan(GroupPlan):
         "After so many seconds without a call, a pause ends, and an update is undone.",
         type=click.FloatRange(min=1.0),
     )
+    client_requests: int = option(
+        4096,
+        "How many requests for tokens one client, by its address, may have at once; more get "
+        "status 429. 0: any number.",
+        type=click.IntRange(min=0),
+    )
     tokenizer: str | None = option(
         None,
         "Folder of a tokenizer, for prompts and answers as text, and stop strings; it needs "
@@ -193,6 +199,7 @@ def gateway(plan: GatewayPlan, keys: Keys) -> None:
             engine_api_key=plan.engine_api_key,
             silence_s=None if plan.read_only else plan.silence_s,
             allow_pickled_handles=plan.allow_pickled_handles,
+            client_requests=plan.client_requests,
         ) as url:
             await _warn_of_empty_group(plan, keys)
             announce(url)

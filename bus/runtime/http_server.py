@@ -1,8 +1,8 @@
 """Serves HTTP handlers, so that no client keeps the others out.
 
-It bounds the number of connections, the time that a request may take to arrive and an answer to be
-read, and how many values the JSON of a body may have. ``http_access`` decides which requests are
-refused by their headers. What requests mean is left to the handlers.
+It bounds the number of connections, the requests of one client, the time that a request may take to
+arrive and an answer to be read, and how many values the JSON of a body may have. ``http_access``
+decides which requests are refused by their headers. What requests mean is left to the handlers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,7 @@ import bus.log
 from bus.net import http_url, is_loopback_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from aiohttp.typedefs import Handler
 
@@ -59,6 +60,37 @@ _FULL_ANSWER: Final = (
 )
 
 
+class ClientRequests:
+    """Counts the requests that each client, by its address, has at once.
+
+    Args:
+        most: how many it may have; 0: any number.
+        routes: the paths of the routes whose requests count.
+    """
+
+    def __init__(self, most: int = 0, routes: Collection[str] = ()) -> None:
+        self.most = most
+        self._routes = frozenset(routes if most else ())
+        self._counts = Counter[str | None]()
+
+    @contextlib.contextmanager
+    def counted(self, client: str | None, route: str) -> Iterator[bool]:
+        """Counts a request within the block; yields whether its client may have it."""
+        if route not in self._routes:
+            yield True
+            return
+        if self._counts[client] >= self.most:
+            yield False
+            return
+        self._counts[client] += 1
+        try:
+            yield True
+        finally:
+            self._counts[client] -= 1
+            if not self._counts[client]:
+                del self._counts[client]
+
+
 class HttpServer:
     """An HTTP server of some routes.
 
@@ -69,9 +101,12 @@ class HttpServer:
         max_body_bytes: the greatest size of a body.
         max_values: how many values the JSON of a body may have.
         access: whom the server answers.
+        unread_s: how long a client may take to read what is to be sent, in seconds.
+        requests: bounds the requests of each client; more get status 429.
 
     Attributes:
         limit: the greatest number of connections.
+        unread_s: as the argument.
     """
 
     def __init__(
@@ -83,6 +118,8 @@ class HttpServer:
         max_body_bytes: int,
         max_values: int = MAX_VALUES,
         access: HttpAccess,
+        unread_s: float = UNREAD_S,
+        requests: ClientRequests | None = None,
     ) -> None:
         self._app = web.Application(client_max_size=max_body_bytes, middlewares=[self._handle])
         self._app.add_routes(routes)
@@ -92,19 +129,20 @@ class HttpServer:
         self._max_body_bytes = max_body_bytes
         self._held_bytes = 0  # of large bodies
         self._max_values = max_values
-        self._is_local = False
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._idle: dict[_Connection, float] = {}  # have no whole request; since when
         self._refusals: set[_Connection] = set()
-        self._dropped = dict.fromkeys(("refused", "evicted", "slow"), 0)
+        self._dropped = dict.fromkeys(("refused", "evicted", "slow", "limited"), 0)
+        self._requests = requests or ClientRequests()
+        self.unread_s = unread_s
         self._logged: asyncio.TimerHandle | None = None
         self.limit = 0
 
     @property
     def load(self) -> dict[str, int]:
-        """The number of connections and its limit, and how many were refused or cut off."""
+        """The number of connections and its limit; how many were refused or cut off, or limited."""
         return {"connections": len(self._connections), "limit": self.limit, **self._dropped}
 
     async def start(self, host: str, port: int) -> str:
@@ -119,14 +157,13 @@ class HttpServer:
         """
         self._is_local = is_loopback_host(host)
         self.limit = _connection_limit()
-        loop = asyncio.get_running_loop()
         # A handler is cancelled when its client goes away, and its request ends on the engine.
         self._runner = web.AppRunner(
             self._app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
         )
         await self._runner.setup()
         # Many clients may connect at once, as with vLLM's server.
-        self._server = await loop.create_server(
+        self._server = await asyncio.get_running_loop().create_server(
             lambda: _Connection(self, self._runner), host, port, backlog=2048
         )
         at, port = self._server.sockets[0].getsockname()[:2]
@@ -151,31 +188,39 @@ class HttpServer:
         connection.wait(None)
         response: web.StreamResponse | None = self._refuse(request)
         if response is None:
-            with self._held(request) as has_room:
-                if has_room:
+            counted = self._requests.counted(request.remote, _route(request))
+            with counted as is_within, self._held(request) as has_room:
+                if is_within and has_room:
                     response = await self._answer(request, connection, handler)
                 else:
-                    response = self._answer_error(request, 503, "too many large bodies at once")
-                    response.headers["Retry-After"] = "1"
-                    response.force_close()
+                    response = self._put_off(request, is_within=is_within)
         await response.prepare(request)
         await response.write_eof()
         self._expect(connection, IDLE_S)
+        return response
+
+    def _put_off(self, request: web.Request, *, is_within: bool) -> web.Response:
+        """Returns the answer to a request that may come again; ``is_within``: of this client."""
+        status, text = 503, "too many large bodies at once"
+        if not is_within:
+            self.count("limited")
+            status, text = 429, f"this client has {self._requests.most} requests at once"
+        response = self._answer_error(request, status, text)
+        response.force_close()  # the body may be large
+        response.headers["Retry-After"] = "1"
         return response
 
     def _refuse(self, request: web.Request) -> web.Response | None:
         """Returns the answer to a request whose headers are reason enough to refuse it."""
         if request.match_info.http_exception is not None:
             return None
-        # The route's own path: no spelling of a path may change which key it needs.
-        resource = request.match_info.route.resource
         if (request.content_length or 0) > self._max_body_bytes:
             text = f"a body of {request.content_length} bytes; at most {self._max_body_bytes}"
             response = self._answer_error(request, 413, text)
             response.force_close()
             return response
         refusal = self._access.refusal(
-            *(request.method, resource.canonical if resource else "", request.headers),
+            *(request.method, _route(request), request.headers),
             has_body=request.body_exists,
             is_local=self._is_local,
         )
@@ -216,7 +261,7 @@ class HttpServer:
         except web.HTTPException as error:
             return self._answer_error(request, error.status, error.text or error.reason)
         self._idle.pop(connection, None)
-        if await self._has_too_many_values(raw):
+        if await _has_too_many_values(raw, self._max_values):
             return self._answer_error(request, 413, "the body has too many values")
         try:
             return await handler(request)
@@ -234,13 +279,6 @@ class HttpServer:
             if request.writer.output_size:  # a part of another answer is sent
                 raise ConnectionResetError from error
             return answer
-
-    async def _has_too_many_values(self, raw: bytes) -> bool:
-        if len(raw) <= _COUNTED_AT_ONCE:
-            nested, values = _count(raw)
-        else:
-            nested, values = await asyncio.to_thread(_count, raw)
-        return nested > MAX_NESTED or values > self._max_values
 
     def admit(self, connection: _Connection) -> bool:
         """Counts a new connection, and cuts an idle one off if that is needed.
@@ -280,7 +318,7 @@ class HttpServer:
             connection.wait(limit_s)
 
     def count(self, how: str) -> None:
-        """Counts a dropped connection, and logs it: the first at once, more every 10 s."""
+        """Counts what is dropped or limited, and logs it: the first at once, more every 10 s."""
         self._dropped[how] += 1
         if self._logged is None:
             self._log()
@@ -293,6 +331,7 @@ class HttpServer:
             refused=self._dropped["refused"],
             evicted=self._dropped["evicted"],
             slow=self._dropped["slow"],
+            limited=self._dropped["limited"],
         )
         before = sum(self._dropped.values())
 
@@ -360,7 +399,7 @@ class _Connection(web.RequestHandler):
     def pause_writing(self) -> None:
         """Notes that the client does not read its answer."""
         super().pause_writing()
-        self._unread = self._later(UNREAD_S, self._on_slow)
+        self._unread = self._later(self._owner.unread_s, self._on_slow)
 
     def resume_writing(self) -> None:
         """Notes that the client reads again."""
@@ -383,6 +422,12 @@ class _Connection(web.RequestHandler):
         self.abort()
 
 
+def _route(request: web.Request) -> str:
+    """Returns the route's own path: no spelling of a path may change what it needs."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource else ""
+
+
 def _connection_limit() -> int:
     """Returns how many connections clients may have, by the descriptors that are free now."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -391,6 +436,14 @@ def _connection_limit() -> int:
     with contextlib.suppress(OSError):
         soft -= sum(1 for _ in Path("/proc/self/fd").iterdir())
     return min(_MOST, max(_FEWEST, (soft - _KEPT_BACK) // 2))
+
+
+async def _has_too_many_values(raw: bytes, most: int) -> bool:
+    if len(raw) <= _COUNTED_AT_ONCE:
+        nested, values = _count(raw)
+    else:
+        nested, values = await asyncio.to_thread(_count, raw)
+    return nested > MAX_NESTED or values > most
 
 
 def _count(raw: bytes) -> tuple[int, int]:

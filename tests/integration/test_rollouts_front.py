@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import io
 import json
+import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -18,12 +20,14 @@ from bus.runtime.status_client import fetch_status
 from tests.integration.test_rollouts import clients_of, event, honest, then
 from tests.support.generating import generating, streamed
 from trainer_agent import RolloutClient
+from trainer_agent.rollouts import front
 from trainer_agent.rollouts.front import serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from tests.integration.conftest import Bus
+    from trainer_agent.rollouts.engine_pool import AttemptWatch
 
 TIMEOUT_S = 60.0
 PROMPT = [5, 9, 77]
@@ -371,6 +375,119 @@ def test_the_key_is_asked_for() -> None:
     run(main())
 
 
+def test_a_client_with_too_many_requests_gets_429() -> None:
+    """In OpenAI's form. Routes that ask engines for no tokens are not bounded."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(request: web.Request) -> web.StreamResponse:
+        begun.set()
+        await go_on.wait()
+        return await honest(request)
+
+    async def main() -> None:
+        async with (
+            clients_of(late) as client,
+            serve(client, "127.0.0.1", 0, client_requests=1) as url,
+            aiohttp.ClientSession() as http,
+        ):
+            body = {"prompt": PROMPT, "max_tokens": 3}
+            first = asyncio.create_task(post(f"{url}/v1/completions", body))
+            await begun.wait()
+            for path in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"):
+                async with http.post(url + path, json={}) as response:
+                    error = (await response.json())["error"]
+                    assert (response.status, response.headers["Retry-After"]) == (429, "1")
+                    assert (error["type"], error["code"]) == ("RateLimitError", 429)
+            async with http.post(f"{url}/finish_session?session_id=s") as response:
+                assert response.status == 200
+            go_on.set()
+            assert (await first)[0] == 200
+            assert (await post(f"{url}/v1/completions", body))[0] == 200
+
+    run(main())
+
+
+FLOOD_BYTES = 24 << 20  # of which sockets hold a third
+
+
+class Flood:
+    """An engine whose answer has no end, and is sent as fast as it is read."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self.transport: asyncio.Transport | None = None
+        self.ended = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self.transport = request.transport
+        tokens = {"choices": [{"index": 0, "token_ids": [5] * 1000}]}
+        raw = b"data: " + json.dumps(tokens).encode() + b"\n\n"
+        try:
+            while self.sent_bytes < FLOOD_BYTES:
+                await response.write(raw)
+                self.sent_bytes += len(raw)
+                await asyncio.sleep(0)
+        finally:
+            self.ended.set()
+        return response
+
+    @property
+    def waits(self) -> bool:
+        """Whether its client does not read."""
+        return self.transport is not None and self.transport.get_write_buffer_size() > 0
+
+
+@pytest.mark.parametrize("unread_s", [1e6, 0.2])
+def test_a_client_that_reads_nothing_stops_its_engine_and_is_cut_off(
+    unread_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens wait in the engine, for as long as a client may be slow."""
+    monkeypatch.setattr(front, "_UNREAD_S", unread_s)
+    engine = Flood()
+
+    async def main() -> None:
+        limits = RequestLimits(max_model_len=10**9, slots=4)
+        async with (
+            clients_of(engine.answer, limits=limits, stall_s=0.5) as client,
+            serve(client, "127.0.0.1", 0) as url,
+            aiohttp.ClientSession() as http,
+        ):
+            with socket.socket() as slow:
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                slow.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+                sampling = {"max_tokens": 10**8, "ignore_eos": True}
+                body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
+                raw = json.dumps(body).encode()
+                head = "POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\n"
+                head += f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+                slow.sendall(head.encode() + raw)
+                if unread_s > 1:
+                    # For longer than ``stall_s``: it is not the engine that gives no tokens.
+                    stuck_s = time.monotonic()
+                    while time.monotonic() - stuck_s < 1.5:
+                        await asyncio.sleep(0)
+                        if not (engine.waits and all(a.is_delivering for a in attempts(client))):
+                            stuck_s = time.monotonic()
+                        assert engine.sent_bytes < FLOOD_BYTES
+                    assert len(attempts(client)) == 1
+                    assert not engine.ended.is_set()
+                    slow.close()
+                await engine.ended.wait()
+                assert engine.sent_bytes < FLOOD_BYTES
+                while attempts(client):  # noqa: ASYNC110 - it tells nobody
+                    await asyncio.sleep(0)
+            async with http.get(f"{url}/health") as response:
+                assert (await response.json())["slow"] == (unread_s < 1)
+
+    run(main())
+
+
+def attempts(client: RolloutClient) -> set[AttemptWatch]:
+    return client._pool.attempts
+
+
 def test_control_routes_have_a_key_of_their_own() -> None:
     """Which opens the other routes, too, also as the password of a URL."""
 
@@ -378,7 +495,7 @@ def test_control_routes_have_a_key_of_their_own() -> None:
         return web.json_response({"status": "paused"})
 
     async def main() -> None:
-        keys = {"api_key": "data", "control_key": "control"}
+        keys: Any = {"api_key": "data", "control_key": "control"}
         routes = [web.post("/pause", pause)]
         async with (
             clients_of(honest) as client,

@@ -35,6 +35,7 @@ async def serve(
     engine_api_key: str | None = None,
     silence_s: float | None = None,
     allow_pickled_handles: bool = False,
+    client_requests: int = 0,
 ) -> AsyncIterator[str]:
     """Serves a group over HTTP during a block; yields the base URL.
 
@@ -52,6 +53,7 @@ async def serve(
         silence_s: after how many seconds without a call a client's pause or update ends; None: no
             routes for training.
         allow_pickled_handles: whether pickled CUDA IPC handles are read, without running anything.
+        client_requests: how many requests for tokens one address may have at once; 0: any number.
 
     Raises:
         UsageError: the address can't be used.
@@ -95,6 +97,7 @@ async def serve(
                 api_key=api_key,
                 control_key=control_key,
                 control_routes=routes,
+                client_requests=client_requests,
             )
         )
 

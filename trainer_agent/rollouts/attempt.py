@@ -162,7 +162,7 @@ async def pieces(
     fetched = "kv_transfer_params" not in body
     async with _posted(session, endpoint, body) as response:
         events = EventStream()
-        async for chunk in response.content.iter_any():
+        while chunk := await response.content.readany():
             batch, end = _decode(events, chunk)
             if batch:
                 fetched = True

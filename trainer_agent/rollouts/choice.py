@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Protocol
 
 from trainer_agent.rollouts.attempt import INTERRUPTED, Cut
@@ -361,6 +362,7 @@ def _check_spans(spans: Sequence[PieceSpan], tokens: int) -> None:
         raise Cut("broken", f"spans up to {at} of {tokens} tokens")
 
 
+@lru_cache(maxsize=64)
 def _number(label: str | int | None) -> int | None:
     """Returns a label's version; 0 for foreign labels, such as ``default``; None without label."""
     text = str(label)

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import os
 import secrets
+import socket
 from collections import OrderedDict
 from collections.abc import Sized
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import aiohttp
@@ -26,6 +28,7 @@ from trainer_agent.rollouts.rollout import RolloutRun
 if TYPE_CHECKING:
     from collections.abc import (
         AsyncGenerator,
+        Awaitable,
         Callable,
         Coroutine,
         Iterable,
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
         Sequence,
     )
     from pathlib import Path
+
+    from aiohttp.connector import AddrInfoType
 
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.request import OnInexact
@@ -45,6 +50,9 @@ T = TypeVar("T")
 # are closed before the server does (vLLM: after 5 s).
 _IDLE_S: Final = 2.0
 _CONNECT_S: Final = 5.0
+# How much of an answer may wait here if its caller is slow; the rest waits in the engine.
+_UNREAD_BYTES: Final = 1 << 14
+_UNREAD_IN_KERNEL_BYTES: Final = 1 << 17
 
 
 class RolloutClient(ChatClient):
@@ -125,13 +133,7 @@ class RolloutClient(ChatClient):
             Refused: the broker refuses the join.
         """
         async with contextlib.AsyncExitStack() as stack:
-            http = await stack.enter_async_context(
-                aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
-                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-                    headers=self._headers,
-                )
-            )
+            http = await stack.enter_async_context(_make_session(self._headers))
             await self._pool.open()
             stack.callback(self._pool.close)  # first, because that ends the requests
             self._http = http
@@ -158,6 +160,7 @@ class RolloutClient(ChatClient):
         client_id: str = "",
         on_inexact: OnInexact = "restart",
         on_delta: Callable[[TokenDelta], None] | None = None,
+        on_deltas: Callable[[list[TokenDelta]], Awaitable[None]] | None = None,
         **extra: Any,
     ) -> Completion:
         """Generates ``n`` choices for one prompt.
@@ -171,6 +174,8 @@ class RolloutClient(ChatClient):
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
                 ``raise``.
             on_delta: called with new tokens as they come, as :meth:`stream` yields them.
+            on_deltas: awaited with all tokens that have come at once. Meanwhile no more of the
+                engine's answer is read: a slow caller's tokens wait in the engine.
             extra: other fields of vLLM's request, such as ``cache_salt``, ``priority``, ``model``.
 
         Returns:
@@ -183,8 +188,9 @@ class RolloutClient(ChatClient):
             RolloutFailed: five attempts in a row gave no token; the request has restarted ten
                 times; or ``on_inexact="raise"`` applied.
         """
+        deliver = on_deltas if on_delta is None else partial(_each, on_delta)
         rollout = self._make(
-            prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra, on_delta
+            prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra, deliver
         )
         return await rollout.run()
 
@@ -206,7 +212,7 @@ class RolloutClient(ChatClient):
         deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
         rollout = self._make(
             *(prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra),
-            deltas.put_nowait,
+            partial(_each, deltas.put_nowait),
         )
         task = asyncio.create_task(rollout.run())
         task.add_done_callback(lambda _: deltas.put_nowait(None))
@@ -283,7 +289,7 @@ class RolloutClient(ChatClient):
         client_id: str,
         on_inexact: OnInexact,
         extra: Mapping[str, Any],
-        on_delta: Callable[[TokenDelta], None] | None = None,
+        deliver: Callable[[list[TokenDelta]], Awaitable[None] | None] | None,
     ) -> RolloutRun:
         http = self._session()
         request = make_request(
@@ -295,7 +301,30 @@ class RolloutClient(ChatClient):
             decodes=self._tokenizer is not None,
             extra=extra,
         )
-        return RolloutRun(request, self._pool, http, self._tokenizer, on_delta)
+        return RolloutRun(request, self._pool, http, self._tokenizer, deliver)
+
+
+def _make_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_IDLE_S, socket_factory=_make_socket
+        ),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        headers=headers,
+        read_bufsize=_UNREAD_BYTES,
+    )
+
+
+def _make_socket(address: AddrInfoType) -> socket.socket:
+    """Makes a socket for an engine, whose buffer does not grow with what is unread."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _UNREAD_IN_KERNEL_BYTES)
+    return made
+
+
+def _each(act: Callable[[TokenDelta], None], deltas: Iterable[TokenDelta]) -> None:
+    for delta in deltas:
+        act(delta)
 
 
 async def _run(

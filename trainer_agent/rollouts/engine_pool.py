@@ -15,7 +15,7 @@ from trainer_agent.failures import require_process
 from trainer_agent.rollouts.router import Router, Waiter, WaitingRequests
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Awaitable, Collection, Iterable
 
     from bus.messages import EngineView, Routes
     from trainer_agent.connection import Connection
@@ -41,6 +41,7 @@ class AttemptWatch:
         excused_s: when the attempt was last known to wait in a queue, or for a pause to end.
         in_order: whether the engine serves the attempt in the order of arrival.
         is_overtaken: whether an attempt that began later got a first token since ``last_s``.
+        is_delivering: whether the caller takes tokens now, and the engine's answer is not read.
     """
 
     load: EngineLoad
@@ -50,11 +51,20 @@ class AttemptWatch:
     excused_s: float = 0.0
     in_order: bool = True
     is_overtaken: bool = False
+    is_delivering: bool = False
 
     @property
     def engine(self) -> str:
         """The engine's name."""
         return self.load.route.engine
+
+    async def wait_for_caller(self, taken: Awaitable[None]) -> None:
+        """Waits until the caller has taken tokens; the engine can't stall meanwhile."""
+        self.is_delivering = True
+        try:
+            await taken
+        finally:
+            self.is_delivering = False
 
     def look(self, since_s: float) -> None:
         """Checks whether the engine keeps the attempt in a queue; ``since_s``: the last look."""
@@ -387,8 +397,9 @@ class EnginePool(EngineQueue):
         idle = {engine.name for engine in engines if engine.phase not in _SERVING}
         self.router.take_figures((each for each in engines if each.name not in idle), now_s)
         for attempt in self.attempts:
-            attempt.look(self._looked_s)
-            if attempt.engine in idle:
+            if not attempt.is_delivering:
+                attempt.look(self._looked_s)
+            if attempt.is_delivering or attempt.engine in idle:
                 attempt.excused_s = now_s
             elif max(attempt.last_s, attempt.excused_s) < now_s - self.stall_s:
                 expire(attempt.limit)

@@ -26,7 +26,7 @@ from aiohttp import web
 
 from bus.errors import NoEngine, UsageError, WavebusError
 from bus.runtime.http_access import HttpAccess
-from bus.runtime.http_server import HttpServer
+from bus.runtime.http_server import ClientRequests, HttpServer
 from trainer_agent.rollouts.attempt import UnknownModel
 from trainer_agent.rollouts.front_answer import (
     AnswerWriter,
@@ -43,12 +43,16 @@ from trainer_agent.rollouts.text import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+    from typing import TypeAlias
+
+    from aiohttp.abc import AbstractStreamWriter
 
     from trainer_agent.rollouts.chat import Chat
     from trainer_agent.rollouts.client import RolloutClient
     from trainer_agent.rollouts.results import Choice, Completion, TokenDelta
 
-    Deltas = asyncio.Queue[tuple[int, TokenDelta] | None]
+    # Takes the number of a prompt, and its new tokens.
+    Deliver: TypeAlias = Callable[[int, list[TokenDelta]], Coroutine[Any, Any, None]]
 
 _Result = TypeVar("_Result")
 
@@ -58,6 +62,8 @@ _MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 _MAX_VALUES: Final = 12_000_000
 _PARSED_AT_ONCE: Final = 1 << 20  # bytes, in the event loop
 _WRITTEN_AT_ONCE: Final = 4096  # tokens, in the event loop
+# Less than an engine waits for the front (embedded: 60 s), which reads no faster than its client.
+_UNREAD_S: Final = 30.0
 
 
 class _Front:
@@ -70,15 +76,19 @@ class _Front:
         api_key: str,
         control_key: str,
         control_routes: Sequence[web.RouteDef],
+        client_requests: int,
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
         self._engines = EngineRoutes(client, tokenizer)
         self._parts = PromptParts(client, tokenizer)
-        routes = [
+        asking = [
             web.post("/inference/v1/generate", self._generate),
             web.post("/v1/completions", self._complete),
             web.post("/v1/chat/completions", self._chat),
+        ]
+        routes = [
+            *asking,
             web.get("/v1/models", self._models),
             web.get("/v1/models/{name:.+}", self._model),
             web.get("/health", self._health),
@@ -95,6 +105,8 @@ class _Front:
             access=HttpAccess(
                 api_key, control_key, "/health".__eq__, control.__contains__, is_strict=True
             ),
+            unread_s=_UNREAD_S,
+            requests=ClientRequests(client_requests, [route.path for route in asking]),
         )
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -184,14 +196,15 @@ class _Front:
         return web.Response(body=body, content_type="application/json")
 
     async def generate(
-        self, asked: FrontRequest, prompts: list[Any], deltas: Deltas | None
+        self, asked: FrontRequest, prompts: list[Any], deliver: Deliver | None
     ) -> list[Completion]:
         """Generates for all prompts; one error cancels all.
 
         Args:
             asked: the request.
             prompts: the tokens of the prompts.
-            deltas: gets new tokens as they come, with the number of the prompt; None: not streamed.
+            deliver: takes new tokens as they come, with the number of the prompt; None: not
+                streamed.
         """
         if asked.is_prompt_alone:
             return [prompt_alone(asked, each) for each in prompts]
@@ -202,10 +215,8 @@ class _Front:
                 asked.params,
                 session_id=asked.session_id,
                 client_id=asked.client_id,
-                on_inexact="restart" if deltas is None else "continue",
-                on_delta=None
-                if deltas is None
-                else lambda delta: deltas.put_nowait((number, delta)),
+                on_inexact="restart" if deliver is None else "continue",
+                on_deltas=None if deliver is None else partial(deliver, number),
                 **asked.extra,
             )
 
@@ -239,50 +250,46 @@ class _Stream:
         self._ended: set[int] = set()
         self._shown: set[int] = set()  # prompts, by the index of the choice
         self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self._sink: AbstractStreamWriter | None = None  # once the answer has begun
 
     async def answer(
-        self, generate: Callable[[Deltas], Coroutine[Any, Any, list[Completion]]]
+        self, generate: Callable[[Deliver], Coroutine[Any, Any, list[Completion]]]
     ) -> web.StreamResponse:
         """Sends what ``generate`` makes, and an error as the last event.
 
         Args:
-            generate: generates for all prompts, and puts new tokens into the queue as they come.
+            generate: generates for all prompts, and has new tokens sent as they come.
 
         Raises:
             WavebusError: nothing has been sent yet.
         """
-        deltas: Deltas = asyncio.Queue()
-        finish = asyncio.ensure_future(generate(deltas))
-        finish.add_done_callback(lambda _: deltas.put_nowait(None))
         try:
-            while batch := await _next_batch(deltas):
-                await self._send_batch(batch)
-            await self._end(await finish)
+            await self._end(await generate(self._send_batch))
         except WavebusError as error:
             if not self._response.prepared:
                 raise
             answer = _answer_exception(self._http, error)
             await self._write(f"data: {answer.text if answer else ''}\n\n".encode())
-        finally:
-            finish.cancel()
-            await asyncio.wait([finish])
         await self._write(b"data: [DONE]\n\n")
         await self._response.write_eof()
         return self._response
 
-    async def _send_batch(self, batch: Sequence[tuple[int, TokenDelta]]) -> None:
-        """Sends new tokens, with the numbers of their prompts."""
-        parts = []
-        for number, delta in batch:
-            index = number * self._asked.params.get("n", 1) + delta.index
-            if self._by_engine:
-                self._messages[index].gather(delta)
-                parts.append(index)
-            else:
-                text = self._texts[index].add(delta)
-                await self._send(index, delta, text, {"content": text} if self._has_parts else {})
-        for index in dict.fromkeys(parts):  # one part of all that have come meanwhile
-            await self._send_part(index, self._messages[index].due())
+    async def _send_batch(self, number: int, batch: list[TokenDelta]) -> None:
+        """Sends new tokens of a prompt; returns when the client can take more."""
+        first = number * self._asked.params.get("n", 1)
+        if self._by_engine:
+            for delta in batch:
+                self._messages[first + delta.index].gather(delta)
+            for index in dict.fromkeys(first + delta.index for delta in batch):
+                await self._send_part(index, self._messages[index].due())
+            return
+        frames = []
+        for delta in batch:
+            index = first + delta.index
+            text = self._texts[index].add(delta)
+            fields = {"content": text} if self._has_parts else {}
+            frames.append(self._frame(index, delta, text, fields))
+        await self._write(b"".join(frames))
 
     async def _send_part(self, index: int, delta: TokenDelta | None) -> None:
         if delta is None:
@@ -290,9 +297,9 @@ class _Stream:
         fields, names = await self._messages[index].make(delta)
         if delta.finish_reason:
             self._ended.add(index)
-        await self._send(index, delta, "", fields, names)
+        await self._write(self._frame(index, delta, "", fields, names))
 
-    async def _send(
+    def _frame(
         self,
         index: int,
         delta: TokenDelta | None,
@@ -300,7 +307,7 @@ class _Stream:
         fields: Mapping[str, Any],
         names: Sequence[Mapping[str, Any]] | None = None,
         end: dict[str, Any] | None = None,
-    ) -> None:
+    ) -> bytes:
         message = self._messages[index].event(fields) if self._chat else {}
         shown = self._writer.choice(index, delta, text, message, names)
         of_choice = self._asked.kind == "text_completion"
@@ -308,7 +315,9 @@ class _Stream:
         if index not in self._shown and (of_choice or not self._shown):
             prompt = [self._prompts[index // self._asked.params.get("n", 1)]]
         self._shown.add(index)
-        await self._write(self._writer.frame([shown | (end or {})], None, prompt))
+        if end is not None:
+            shown |= end
+        return self._writer.frame([shown], None, prompt)
 
     async def _end(self, done: list[Completion]) -> None:
         """Sends what comes last: rests of texts, messages with tool calls, usage."""
@@ -327,14 +336,18 @@ class _Stream:
             if self._has_parts and not self._by_engine:
                 fields = {"content": text}
             end = ending(choice, message, is_named=self._asked.names_tool)
-            await self._send(index, None, text, fields, None, end)
+            await self._write(self._frame(index, None, text, fields, None, end))
         if self._asked.with_usage:
             await self._write(self._writer.frame([], _usage(done)))
 
     async def _write(self, raw: bytes) -> None:
-        """Sends bytes."""
-        await self._response.prepare(self._http)
-        await self._response.write(raw)
+        """Sends bytes; returns when the client has read most of what was sent."""
+        if self._sink is None:
+            self._sink = await self._response.prepare(self._http)
+        assert self._sink is not None
+        await self._sink.write(raw)
+        if self._http.protocol.writing_paused:
+            await self._sink.drain()
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
@@ -361,20 +374,6 @@ def _check_room(max_tokens: Any, prompts: Sequence[Any], most: int) -> None:
                 f"max_tokens: {max_tokens} tokens after a prompt of {len(prompt)} are more than "
                 f"the {most} that the model takes in all"
             )
-
-
-async def _next_batch(deltas: Deltas) -> list[tuple[int, TokenDelta]]:
-    """Returns all tokens that have come; empty at the end."""
-    batch = []
-    event = await deltas.get()
-    while event is not None:
-        batch.append(event)
-        if deltas.empty():
-            return batch
-        event = deltas.get_nowait()
-    if batch:
-        deltas.put_nowait(None)  # for the next call
-    return batch
 
 
 def _choices(done: Sequence[Completion]) -> list[Choice]:
@@ -404,6 +403,7 @@ async def serve(
     api_key: str = "",
     control_key: str = "",
     control_routes: Sequence[web.RouteDef] = (),
+    client_requests: int = 0,
 ) -> AsyncIterator[str]:
     """Serves a connected client over HTTP during a block; yields the base URL.
 
@@ -416,11 +416,12 @@ async def serve(
         control_key: the one of control routes, which opens the other routes, too. Empty: control
             routes need ``api_key``.
         control_routes: routes that the same server has besides those of generation.
+        client_requests: how many requests for tokens one address may have at once; 0: any number.
 
     Raises:
         UsageError: the address can't be used.
     """
-    server = _Front(client, tokenizer, api_key, control_key, control_routes).server
+    server = _Front(client, tokenizer, api_key, control_key, control_routes, client_requests).server
     try:
         try:
             url = await server.start(host, port)

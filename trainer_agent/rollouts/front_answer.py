@@ -51,6 +51,7 @@ _KINDS: Final = {
     401: "AuthenticationError",
     404: "NotFoundError",
     409: "ConflictError",
+    429: "RateLimitError",
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
@@ -71,11 +72,14 @@ class AnswerWriter:
         self._tokenizer = tokenizer if request.with_names else None
         self._offsets: dict[int, int] = {}
         ident = secrets.token_hex(12)
-        self._head = {"id": ident, "request_id": ident, "created": int(time.time())}
+        head = {"id": ident, "request_id": ident, "created": int(time.time())}
         is_chunk = request.is_stream and request.is_chat
         if not request.kind:
-            self._head["output_mode"] = "tokens"
-        self._head["object"] = request.kind + (".chunk" if is_chunk else "")
+            head["output_mode"] = "tokens"
+        head["object"] = request.kind + (".chunk" if is_chunk else "")
+        head["model"] = request.extra.get("model", "")
+        event = (b"data: ", b"\n\n") if request.is_stream else (b"", b"")
+        self._begin, self._end = event[0] + msgspec.json.encode(head)[:-1], event[1]
 
     def frame(
         self,
@@ -92,8 +96,7 @@ class AnswerWriter:
             prompts: the token ids of the prompts of these choices; None: they are not shown.
             fields: other fields of the answer.
         """
-        model = self._request.extra.get("model", "")
-        rest = {"model": model, "choices": choices, "usage": usage}
+        rest: dict[str, Any] = {"choices": choices, "usage": usage, **fields}
         if prompts and self._request.with_ids:
             if self._request.kind == "text_completion":
                 each = len(choices) // len(prompts)
@@ -101,8 +104,7 @@ class AnswerWriter:
                     choice["prompt_token_ids"] = prompts[index // each]
             else:
                 rest["prompt_token_ids"] = prompts[0]
-        raw = msgspec.json.encode({**self._head, **rest, **fields})
-        return b"data: " + raw + b"\n\n" if self._request.is_stream else raw
+        return b"%b,%b%b" % (self._begin, msgspec.json.encode(rest)[1:], self._end)
 
     def choice(
         self,
@@ -122,31 +124,35 @@ class AnswerWriter:
             names: the names of the tokens, with their log-probabilities, as an engine gave them.
         """
         ids = part.token_ids if part is not None else ()
-        shown = {"index": index, "token_ids": ids, "text": text, "logprobs": None}
+        shown = {
+            "index": index,
+            "token_ids": ids,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": None,
+        }
         if self._request.is_chat:
             shown["delta" if self._request.is_stream else "message"] = message
         if part is not None and part.logprobs is not None:
             shown["logprobs"] = self._logprobs(index, part, names)
-        return {**shown, "finish_reason": None}
+        return shown
 
     def _logprobs(
         self, index: int, part: TokenDelta | Choice, names: Sequence[Mapping[str, Any]] | None
     ) -> dict[str, Any]:
         logprobs = part.logprobs or ()
-        tops: Sequence[Mapping[int, float]] = part.top_logprobs or [{}] * len(logprobs)
+        tops = part.top_logprobs
         if names is not None and len(names) == len(logprobs) and self._request.with_names:
             content = [
                 {**each, "token_id": i} for each, i in zip(names, part.token_ids, strict=True)
             ]
         else:
-            content = [
-                self.named(token, logprob)
-                | {"top_logprobs": [self.named(*each) for each in top.items()]}
-                for token, logprob, top in zip(part.token_ids, logprobs, tops, strict=True)
-            ]
+            content = [self.named(*each) for each in zip(part.token_ids, logprobs, strict=True)]
+            for at, each in enumerate(content):
+                each["top_logprobs"] = [self.named(*t) for t in tops[at].items()] if tops else []
         if not self._request.kind:
-            for each, top in zip(content, tops, strict=True):
-                each["rank"] = _rank(each["logprob"], top)
+            for at, each in enumerate(content):
+                each["rank"] = _rank(each["logprob"], tops[at]) if tops else None
         if self._request.kind != "text_completion":
             return {"content": content}
         tokens = [each["token"] for each in content]

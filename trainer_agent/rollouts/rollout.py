@@ -14,10 +14,11 @@ from trainer_agent.rollouts.results import Completion
 from trainer_agent.rollouts.text import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     import aiohttp
 
+    from trainer_agent.rollouts.attempt import Piece
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.engine_pool import EnginePool
     from trainer_agent.rollouts.request import RolloutRequest
@@ -38,8 +39,9 @@ class RolloutRun:
         pool: the engines.
         http: the HTTP session for requests to engines.
         tokenizer: decodes tokens to text; None: no text and no stop strings.
-        on_delta: called with new tokens as they arrive. These tokens can't be taken back, so with
-            ``on_delta`` a choice that has tokens never restarts from the prompt.
+        deliver: called with the new tokens that have arrived at once. What it returns is awaited
+            before more of the answer is read. These tokens can't be taken back, so with
+            ``deliver`` a choice that has tokens never restarts from the prompt.
     """
 
     def __init__(
@@ -48,13 +50,13 @@ class RolloutRun:
         pool: EnginePool,
         http: aiohttp.ClientSession,
         tokenizer: Tokenizer | None,
-        on_delta: Callable[[TokenDelta], None] | None = None,
+        deliver: Callable[[list[TokenDelta]], Awaitable[None] | None] | None = None,
     ) -> None:
         self._request = request
         self._pool = pool
         self._http = http
         self._tokenizer = tokenizer
-        self._on_delta = on_delta
+        self._deliver = deliver
         self._blamed = _Blamed(request.id, pool)
         self._refused_s: float | None = None  # since when engines refuse each attempt
 
@@ -178,7 +180,7 @@ class RolloutRun:
         request = self._request
         if request.on_inexact == "continue":
             choice.mark_inexact(reasons)
-        elif request.on_inexact == "restart" and self._on_delta is None:
+        elif request.on_inexact == "restart" and self._deliver is None:
             if choice.restarts >= _RESTARTS:
                 raise RolloutFailed(
                     f"request {request.id} was interrupted {choice.restarts + 1} times, and "
@@ -200,23 +202,22 @@ class RolloutRun:
         Raises:
             Cut: the answer ends before that.
         """
-        route = load.route
         async with (
             self._watched(load) as attempt,
-            contextlib.aclosing(pieces(self._http, route.endpoint, body)) as stream,
+            contextlib.aclosing(pieces(self._http, load.route.endpoint, body)) as stream,
         ):
             async for batch in stream:
-                for piece in batch:
-                    if not 0 <= piece.index < len(choices):
-                        raise Cut("broken", f"choice {piece.index} of {len(choices)}")
-                    choice = choices[piece.index]
-                    delta = choice.take(piece, route.engine)
-                    if delta is not None:
-                        self._pool.on_token(attempt)
-                        if self._on_delta is not None:
-                            self._on_delta(delta)
-                    if choice.has_ended and all(each.has_ended for each in choices):
+                if attempt.limit.when() is not None:  # it must not be cancelled as it delivers
+                    raise _stalled(self._pool)
+                fresh: list[TokenDelta] = []
+                try:
+                    if _take(batch, choices, load.route.engine, fresh):
                         return
+                finally:
+                    if fresh:
+                        self._pool.on_token(attempt)
+                        if taken := self._deliver and self._deliver(fresh):
+                            await attempt.wait_for_caller(taken)
 
     async def _prefill(self, body: dict[str, Any]) -> str:
         """Makes a prefill engine compute the prompt; adds ``kv_transfer_params`` to ``body``.
@@ -261,7 +262,7 @@ class RolloutRun:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise Cut("stalled", f"no token for {self._pool.stall_s:g} s") from None
+            raise _stalled(self._pool) from None
 
     def _judge(
         self, choices: Sequence[ChoiceState], load: EngineLoad, cut: Cut | None, begun_s: float
@@ -280,6 +281,33 @@ class RolloutRun:
                 f"request {self._request.id}: {FAILURES} attempts in a row gave no token; the "
                 f"last: {self._blamed.last}"
             )
+
+
+def _stalled(pool: EnginePool) -> Cut:
+    return Cut("stalled", f"no token for {pool.stall_s:g} s")
+
+
+def _take(
+    batch: Sequence[Piece], choices: Sequence[ChoiceState], engine: str, fresh: list[TokenDelta]
+) -> bool:
+    """Adds pieces to their choices, and new tokens to ``fresh``.
+
+    Returns:
+        Whether all choices have ended.
+
+    Raises:
+        Cut: a piece is invalid; ``fresh`` has the tokens before it.
+    """
+    for piece in batch:
+        if not 0 <= piece.index < len(choices):
+            raise Cut("broken", f"choice {piece.index} of {len(choices)}")
+        choice = choices[piece.index]
+        delta = choice.take(piece, engine)
+        if delta is not None:
+            fresh.append(delta)
+        if choice.has_ended and all(each.has_ended for each in choices):
+            return True
+    return False
 
 
 class _Blamed:

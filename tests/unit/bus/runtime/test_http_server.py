@@ -14,7 +14,7 @@ from aiohttp import web
 
 from bus.runtime import http_server
 from bus.runtime.http_access import HttpAccess
-from bus.runtime.http_server import HttpServer
+from bus.runtime.http_server import ClientRequests, HttpServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ def run(main: Any) -> None:
 class Doubling:
     """A server that doubles a number."""
 
-    def __init__(self, api_key: str = "", **limits: int) -> None:
+    def __init__(self, api_key: str = "", **limits: Any) -> None:
         self.asked = asyncio.Event()
         self.go_on = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -81,7 +81,7 @@ class Doubling:
 
 @contextlib.asynccontextmanager
 async def doubling(
-    api_key: str = "", limit: int | None = None, **limits: int
+    api_key: str = "", limit: int | None = None, **limits: Any
 ) -> AsyncIterator[tuple[Doubling, int]]:
     """A server and its port."""
     served = Doubling(api_key, **limits)
@@ -174,7 +174,7 @@ def test_clients_too_many_are_told_so() -> None:
 
 
 def test_what_does_not_come_in_time_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HEADERS_S", "BODY_S", "IDLE_S", "UNREAD_S"):
+    for name in ("HEADERS_S", "BODY_S", "IDLE_S"):
         monkeypatch.setattr(http_server, name, 0.1)
 
     async def main() -> None:
@@ -187,6 +187,7 @@ def test_what_does_not_come_in_time_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
             reader, writer = await sent(port, post("/double", b"1"))
             assert (await reader.read()).endswith(b"2")  # idle afterwards
             await close(writer)
+            served.server.unread_s = 0.1
             _, writer = await sent(port, post("/flood", b"1"))  # is never read
             await served.cancelled.wait()
             await close(writer)
@@ -253,6 +254,34 @@ def test_large_bodies_have_bounded_memory_together_and_small_ones_pass(
             served.go_on.set()
             assert await working == (200, 1)
             assert await answer(port, post("/double", large)) == (200, 2)
+
+    run(main())
+
+
+def test_a_client_has_a_bounded_number_of_requests_at_once() -> None:
+    """Other routes, and other clients, are not concerned; an answered request makes room."""
+
+    async def main() -> None:
+        async with doubling(requests=ClientRequests(1, ["/wait", "/bug"])) as (served, port):
+            working = asyncio.create_task(answer(port, post("/wait", b"1")))
+            await served.asked.wait()
+            for path in ("/wait", "/%77ait", "/bug"):
+                reader, writer = await sent(port, post(path, b"1"))
+                head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+                assert head[0].split()[1] == b"429"
+                assert b"Retry-After: 1" in head
+                await close(writer)
+            assert await answer(port, post("/double", b"2")) == (200, 4)
+            assert served.server.load["limited"] == 3
+            other = ("127.0.0.2", 0)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=other)
+            writer.write(post("/bug", b"1"))
+            assert (await reader.readuntil(b"\r\n")).split()[1] == b"500"
+            await close(writer)
+            served.go_on.set()
+            assert await working == (200, 1)
+            for _ in range(2):
+                assert (await answer(port, post("/bug", b"1")))[0] == 500
 
     run(main())
 
