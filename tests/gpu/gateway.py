@@ -18,9 +18,9 @@ c. Whole updates of a larger model with vLLM's trainer engine by the gateway, an
 
 Each case is a process of its own with a time limit, and has a gateway of its own. Prints one table,
 last; exits with 1 if anything is wrong, or nothing was run. Beside vLLM, wavebus and what these
-need: trl, accelerate, datasets, pyarrow, pandas, python-dateutil, six, multiprocess, dill and xxhash
-for a; skyrl and cloudpathlib for b. (Its folder must have ``site-packages`` in its name, by which
-dill knows modules that it does not pickle.)
+need: trl, accelerate, datasets, pyarrow, pandas, python-dateutil, six, multiprocess, dill and
+xxhash for a; skyrl, cloudpathlib, loguru and rich for b. (The path of their folder must have
+``site-packages`` in it, or dill pickles whole modules.)
 
 ``--device cpu`` runs the same without GPUs, where gloo takes the place of NCCL and files that of
 IPC (:mod:`tests.support.nccl_pair`, :mod:`tests.support.ipc_pair`). There ``/weight_checker``
@@ -202,13 +202,13 @@ def trl(given: Given, how: How) -> list[Verdict]:
 
     if given.cpu:
         bring_stand_ins()
-    import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - where a case needs it
+    import datasets  # noqa: PLC0415 - where a case needs it
     from trl import GRPOConfig, GRPOTrainer  # noqa: PLC0415 - after the stand-in
     from trl.generation.vllm_client import VLLMClient  # noqa: PLC0415 - same
 
     if given.cpu:  # TRL asks for a CUDA device, which the stand-in needs not
         join = VLLMClient.init_communicator
-        VLLMClient.init_communicator = lambda client, device: join(client, "cuda")
+        VLLMClient.init_communicator = lambda client, **_: join(client, "cuda")
     with counted(given, "nccl") as ways, gateway(given, "nccl") as url:
         trainer = GRPOTrainer(
             model=str(Path(given.folder) / "0"),
@@ -225,7 +225,7 @@ def trl(given: Given, how: How) -> list[Verdict]:
                 per_device_train_batch_size=64,
                 num_generations=16,
                 max_completion_length=16,
-                learning_rate=3e-3,
+                learning_rate=1e-3,
                 lr_scheduler_type="constant",
                 model_init_kwargs={"dtype": "bfloat16"},
                 bf16=True,
@@ -303,10 +303,11 @@ class SkyrlCase:
         return verdicts
 
     async def _round(self, url: str, how: How) -> tuple[list[str], dict[str, Any]]:
-        from examples.gateway_skyrl import Numbers  # noqa: PLC0415 - slow
         from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (  # noqa: PLC0415
             RemoteInferenceClient,
         )
+
+        from examples.gateway_skyrl import Numbers  # noqa: PLC0415 - slow
 
         sampling = {"temperature": 1.0, "max_tokens": LONG, "logprobs": 1, "ignore_eos": True}
         asked = {"prompt_token_ids": [list(p) for p in PROMPTS], "sampling_params": sampling}
@@ -338,7 +339,7 @@ class SkyrlCase:
         return problems, {"engines": workers, "sums": max(sums), "update_ms": round(took_s * 1000)}
 
     async def _send(self, driver: Any, engine: Any, number: int, how: How) -> float:
-        """As SkyRL does: the driver pauses, a worker sends, the driver resumes. It takes so long."""
+        """As SkyRL does: the driver pauses and resumes, and a worker sends. It takes so long."""
         self._sent.update(self._checkpoints[number])
         since_s = time.perf_counter()
         if how == "paused":
@@ -351,14 +352,15 @@ class SkyrlCase:
     def _trainer_engine(self, url: str, workers: int) -> Any:
         """What `build_trainer_engine` of SkyRL makes on rank 0, without Ray. The gateway takes
         ``ipc`` in one call, so not packed."""
-        from examples.gateway_skyrl import free_port  # noqa: PLC0415 - slow
-        from sidecar.bench.programs.native import NativeWeights  # noqa: PLC0415 - it needs vLLM
         from skyrl.backends.skyrl_train.weight_sync import (  # noqa: PLC0415
             control_plane,
             register,
             weight_senders,
         )
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
+
+        from examples.gateway_skyrl import free_port  # noqa: PLC0415 - slow
+        from sidecar.bench.programs.native import NativeWeights  # noqa: PLC0415 - it needs vLLM
 
         register.register_trainer_engines()
         if self._backend == "nccl":
@@ -415,11 +417,12 @@ def large_config(given: Given) -> Any:
 
 def by_gateway(given: Given, weights: dict[str, Tensor]) -> float:
     """An update with vLLM's trainer engine and its HTTP client, in seconds; the second of two."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
+
     from bus.weight_transfer.allocation import World  # noqa: PLC0415 - where a case needs it
     from sidecar.bench.programs.native import NativeWeights  # noqa: PLC0415 - it needs vLLM
     from trainer_agent.vllm.init_info import native_info  # noqa: PLC0415 - same
-    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
-    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
 
     workers = len(given.engines["large"])
     options = ("--allow-pickled-handles",) if given.transport == "ipc" else ()
