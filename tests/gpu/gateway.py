@@ -587,13 +587,14 @@ class Bench:
         """All engines that the cases need."""
         groups = dict.fromkeys(group for case in self.cases for group in ENGINES[case])
         tiny = ("--dtype=bfloat16", "--logprobs-mode=processed_logprobs")
+        dtype = "float32" if self.options.device == "cpu" else "bfloat16"
         found = []
         for group in groups:
             if group == "fresh":
                 found.append(EngineSpec(group, group, (0,), "1", everywhere=tiny))
                 continue
             large = group == "large"
-            args = ("--load-format=dummy",) if large else tiny
+            args = ("--load-format=dummy", f"--dtype={dtype}") if large else tiny
             backend = self.options.transport if large else group
             checkpoint = "large" if large else "0"
             found += [
@@ -628,6 +629,13 @@ class Bench:
         for case in self.cases:
             for name in CASES[case]:
                 self.verdicts += judge(name, given, LIMIT_S[case])
+                self.write()  # also if there is no time for the others
+
+    def write(self, failure: str = "") -> None:
+        """Writes what is known."""
+        rows = [dataclasses.asdict(each) for each in self.verdicts]
+        found = {**self.figures, "failure": failure, "rows": rows}
+        self.options.json_out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
     def _endpoints(self, specs: list[EngineSpec]) -> dict[str, list[str]]:
         """Of all engines, by group, as soon as all have joined."""
@@ -701,17 +709,15 @@ def main() -> None:
         if failure or any(each.result != "ok" for each in bench.verdicts):
             print(bench.serving.tails())
         bench.serving.stop()
-    rows = [dataclasses.asdict(each) for each in bench.verdicts]
-    found = {**bench.figures, "failure": failure, "rows": rows}
-    options.json_out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    bench.write(failure)
     for each in bench.verdicts:
         if each.detail:
             print(f"{each.name}: {each.detail}")
     if failure:
         print(f"failed: {failure}")
     print_table(bench.verdicts)
-    right = not failure and bool(rows) and all(each.result == "ok" for each in bench.verdicts)
-    sys.exit(not right)
+    results = [each.result for each in bench.verdicts]
+    sys.exit(bool(failure) or not results or any(result != "ok" for result in results))
 
 
 if __name__ == "__main__":
