@@ -2,7 +2,7 @@
 
     python -m tests.gpu.gateway --json-out gateway.json
     python -m tests.gpu.gateway --json-out gateway.json --only a,c
-    python -m tests.gpu.gateway --json-out gateway.json --device cpu --only b
+    python -m tests.gpu.gateway --json-out gateway.json --device cpu --only a,b-nccl
 
 All is on the first GPU (:mod:`tests.gpu.one_gpu`). The cases:
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from trainer_agent.options import How
 
-LIMIT_S: Final = {"a": 120.0, "b": 120.0, "c": 240.0}
+LIMIT_S: Final = {"a": 120.0, "b-nccl": 120.0, "b-ipc": 120.0, "c": 240.0}
 STEPS: Final = 20
 VOCAB: Final = 256
 HIDDEN: Final = 256
@@ -73,10 +73,16 @@ PACKED_BYTES: Final = 1 << 20  # a buffer of SkyRL's: an update has several
 LETTER_TASKS: Final = ("ab", "cd", "ef", "gh")
 CASES: Final = {
     "a": ("trl staged", "trl paused"),
-    "b": ("skyrl nccl", "skyrl ipc"),
+    "b-nccl": ("skyrl nccl",),
+    "b-ipc": ("skyrl ipc",),
     "c": ("beside the agent",),
 }
-ENGINES: Final = {"a": ("nccl",), "b": ("nccl", "ipc", "fresh"), "c": ("large",)}
+ENGINES: Final = {
+    "a": ("nccl",),
+    "b-nccl": ("nccl", "fresh"),
+    "b-ipc": ("ipc", "fresh"),
+    "c": ("large",),
+}
 
 
 @dataclass(frozen=True)
@@ -573,7 +579,8 @@ class Bench:
         self.options = options
         self.verdicts: list[Verdict] = []
         self.figures: dict[str, Any] = {}
-        self.cases = [case for case in CASES if case in options.only.split(",")]
+        chosen = options.only.split(",")
+        self.cases = [case for case in CASES if {case, case[0]} & set(chosen)]
         self._folder = folder
         cpu = options.device == "cpu"
         variables = environment(folder, cpu=cpu, share_gpu=not cpu)
@@ -586,7 +593,7 @@ class Bench:
     def specs(self) -> list[EngineSpec]:
         """All engines that the cases need."""
         groups = dict.fromkeys(group for case in self.cases for group in ENGINES[case])
-        tiny = ("--dtype=bfloat16", "--logprobs-mode=processed_logprobs")
+        tiny = ("--dtype=bfloat16", "--logprobs-mode=processed_logprobs", "--max-num-seqs=64")
         dtype = "float32" if self.options.device == "cpu" else "bfloat16"
         found = []
         for group in groups:
