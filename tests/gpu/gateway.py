@@ -554,9 +554,10 @@ def judge(name: str, given: Given, limit_s: float) -> list[Verdict]:
             result = f"FAILED with {process.returncode}"
         except subprocess.TimeoutExpired:
             result = f"not done within {limit_s:g} s"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     took_s = round(time.monotonic() - since_s, 1)
     if out.exists():
         verdicts = [Verdict(**each) for each in json.loads(out.read_text(encoding="utf-8"))]
@@ -704,6 +705,7 @@ def main() -> None:
     parser.add_argument("--boot-s", type=float, default=240.0)
     parser.add_argument("--logs", type=Path, default=Path("gpu-logs/gateway"))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # what was started, ends
     options.logs = options.logs.resolve()
     options.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
@@ -713,9 +715,10 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - what there is, is printed all the same
             failure = f"{type(error).__name__}: {error}"
             traceback.print_exc()
-        if failure or any(each.result != "ok" for each in bench.verdicts):
-            print(bench.serving.tails())
-        bench.serving.stop()
+        finally:
+            if failure or any(each.result != "ok" for each in bench.verdicts):
+                print(bench.serving.tails())
+            bench.serving.stop()
     bench.write(failure)
     for each in bench.verdicts:
         if each.detail:
