@@ -200,6 +200,7 @@ def train(url: str, model: Policy) -> None:
 
 def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    torch.set_num_threads(1)  # the engines need the other processors
     torch.manual_seed(0)
     model = Policy(PolicyConfig())
     for weight in model.parameters():

@@ -41,6 +41,7 @@ class EngineSpec:
     args: tuple[str, ...] = ()
     ranks: int = 1  # of a DP group of experts, one per GPU; each is an engine on the bus
     backend: str = "wavebus"
+    everywhere: tuple[str, ...] = ()  # what vLLM is told besides, also on a CPU
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,6 +116,7 @@ class Serving:
                 server += one_gpu.SERVER
                 # Each rank is given its share of these, and all workers of a rank have that one.
                 environment = {"CUDA_VISIBLE_DEVICES": ",".join([_gpu(0)] * spec.ranks)}
+        server += spec.everywhere
         who = ["--name", spec.name]
         if spec.moe:
             who = ["--dp-group", spec.name, "--dp-size", str(spec.ranks)]
