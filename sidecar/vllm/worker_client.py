@@ -134,8 +134,12 @@ class WorkerClient:
         return min(each.ahead for each in done)
 
     async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
-        """Makes all workers receive over vLLM's own transport, and discard what comes."""
-        await self._perform(operations.Drain(backend, handle, int(timeout_s * 1000)))
+        """Makes all workers receive over vLLM's own transport, and discard what comes.
+
+        The engine steps on, if its workers have staging channels.
+        """
+        perform = self._perform if self._channels.unusable_reason else self._channels.perform
+        await perform(operations.Drain(backend, handle, int(timeout_s * 1000)))
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
