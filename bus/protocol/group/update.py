@@ -334,21 +334,23 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             self.excluded[name] = failure
         if not self.members:
             return self._on_no_engines(failure)
+        # An update that ends here fails its chunks, too: after a chunk that is done, a trainer enters
+        # the next one's collective, which nobody else does.
+        left = len(set(self.members.values()))
+        if left < self.quorum and (self.state, _E.GIVEN_UP) in TRANSITIONS:
+            detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
+            too_few = replace(failure, code=m.NackCode.QUORUM_MISSING, detail=detail)
+            return self.abort(too_few, now_ms)
+        is_sending = self.state in (_S.ARMED, *TAKES_CHUNKS) and not self.has_sent_all
+        if self._communicator and (is_sending or self.state in _REFUSABLE):
+            closed = replace(failure, code=m.NackCode.TRANSFER_CLOSED)
+            return self.abort(failure if is_sending else closed, now_ms)
         done: list[Instruction] = []
         for number, current in list(self.chunks.items()):
             current.remove(gone)
             if current.is_done:
                 del self.chunks[number]
                 done.append(StepDone(current))
-        left = len(set(self.members.values()))
-        if left < self.quorum and (self.state, _E.GIVEN_UP) in TRANSITIONS:
-            detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
-            too_few = replace(failure, code=m.NackCode.QUORUM_MISSING, detail=detail)
-            return [*done, *self.abort(too_few, now_ms)]
-        is_sending = self.state in (_S.ARMED, *TAKES_CHUNKS) and not self.has_sent_all
-        if self._communicator and (is_sending or self.state in _REFUSABLE):
-            closed = replace(failure, code=m.NackCode.TRANSFER_CLOSED)
-            return [*done, *self.abort(failure if is_sending else closed, now_ms)]
         if self.barrier is not None:
             self.barrier.remove(gone)
         return [*done, *self._check_barrier()]
