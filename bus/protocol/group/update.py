@@ -334,8 +334,8 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             self.excluded[name] = failure
         if not self.members:
             return self._on_no_engines(failure)
-        # An update that ends here fails its chunks, too: after a chunk that is done, a trainer enters
-        # the next one's collective, which nobody else does.
+        # An update that ends here fails its chunks, too: after a chunk that is done, a trainer
+        # enters the next one's collective, which nobody else does.
         left = len(set(self.members.values()))
         if left < self.quorum and (self.state, _E.GIVEN_UP) in TRANSITIONS:
             detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
