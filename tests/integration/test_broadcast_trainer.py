@@ -43,10 +43,11 @@ class Trainer:
         self._client = agent.client(chunk_bytes=CHUNK_BYTES, how="paused")
         self._source = agent.source(weights)
         self._calls = ThreadPoolExecutor(1)
-        place = {"master_address": "127.0.0.1", "master_port": free_port()}
+        port = free_port()
+        place = {"master_address": "127.0.0.1", "master_port": port}
         info = {**place, "rank_offset": 1, "world_size": 3}
         opened = self._calls.submit(self._client.init_weight_transfer_engine, info)
-        self._group = join("127.0.0.1", place["master_port"], 0, 3)
+        self._group = join("127.0.0.1", port, 0, 3)
         opened.result()
 
     def send(self) -> None:
@@ -87,7 +88,7 @@ def test_a_trainer_enters_no_collective_after_a_chunk_that_an_engine_could_not_l
         async with fleet(checkpoint) as served:
             bad, good = served.engines[broken], served.engines[1 - broken]
             bad.breaks_at = BROKEN
-            good.loaded = lambda seq: seq == BROKEN and bad.may_go.set()
+            good.loaded = lambda seq: bad.may_go.set() if seq == BROKEN else None
             first, second = perturbed(served.weights, 7), perturbed(served.weights, 8)
             await asyncio.to_thread(train, served.broker, first, second)
             await served.assert_serve(second)

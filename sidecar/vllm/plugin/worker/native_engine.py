@@ -173,9 +173,11 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._started_theirs:
             super()._post_process()
             return
-        self._original.finish_weight_update()
-        self._loadable[self._target].repacking.after_finish()
-        self._checked.require_equal()
+        try:
+            self._original.finish_weight_update()
+            self._loadable[self._target].repacking.after_finish()
+        finally:
+            self._checked.require_loaded()  # the cause, if the finish has failed for it
 
     def shutdown(self) -> None:
         """Closes wavebus's receiver; the caller closes vLLM's own transport itself."""
