@@ -88,6 +88,7 @@ class BroadcastEngine(EmbeddedEngine):
         reached: set when the call of :meth:`hold` has come.
         may_go: that call waits for it.
         breaks_at: the number of a chunk that it can't load, once ``may_go`` is set; -1: none.
+        refuses_at: the number of a chunk whose broadcast it does not enter; -1: none.
         loaded: is called with the number of each chunk that was loaded.
     """
 
@@ -95,7 +96,7 @@ class BroadcastEngine(EmbeddedEngine):
         super().__init__(folder, step_ms=2.0)
         self._held = ""
         self.reached, self.may_go = asyncio.Event(), asyncio.Event()
-        self.breaks_at = -1
+        self.breaks_at = self.refuses_at = -1
         self.loaded: Callable[[int], object] = lambda _: None
 
     def hold(self, call: str) -> None:
@@ -127,6 +128,8 @@ class BroadcastEngine(EmbeddedEngine):
         return await super().arm(manifest, target, staging)
 
     async def receive(self, chunk: Chunk) -> None:
+        if chunk.seq == self.refuses_at:
+            raise EngineError("refused on purpose", code=NackCode.TRANSFER_FAILED)
         await super().receive(chunk)
         if chunk.backend == BACKEND:
             if chunk.seq == self.breaks_at:

@@ -71,7 +71,13 @@ REGISTRY: Final = Registry(
         Seam(
             "nccl trainer engine",
             ("nccl_trainer_engine",),
-            (Has(f"{_TRANSFER}.nccl_engine:NCCLTrainerInitInfo", _RENDEZVOUS),),
+            (
+                Has(f"{_TRANSFER}.nccl_engine:NCCLTrainerInitInfo", _RENDEZVOUS),
+                Says(
+                    f"{_TRANSFER}.nccl_engine:NCCLTrainerWeightTransferEngine.shutdown",
+                    ("self.model_update_group.destroy()",),
+                ),
+            ),
             needs=("trainer engines", "weight sources"),
         ),
         Seam(
@@ -99,6 +105,11 @@ REGISTRY: Final = Registry(
             ("sparse_nccl_trainer_engine",),
             (
                 Has(f"{_TRANSFER}.sparse_nccl_engine:SparseNCCLTrainerInitInfo", _RENDEZVOUS),
+                Says(
+                    f"{_TRANSFER}.sparse_nccl_engine:"
+                    "SparseNCCLTrainerWeightTransferEngine.shutdown",
+                    ("self.model_update_group.destroy()",),
+                ),
                 Fields(
                     f"{_TRANSFER}.sparse_nccl_engine:SparseWeightPatch",
                     ((0, "name"), (1, "indices"), (2, "values")),
