@@ -1,6 +1,7 @@
 """Lists the interfaces of vLLM's trainer engines on which the trainer agent depends.
 
-The trainer agent wraps nothing in vLLM. With :data:`REGISTRY`, ``wavebus doctor --vllm`` shows
+The trainer agent wraps nothing in vLLM; it has subclasses of two trainer engines
+(:mod:`trainer_agent.vllm.init_info`). With :data:`REGISTRY`, ``wavebus doctor --vllm`` shows
 which trainer engines work with a version; :mod:`bus.seams` explains the entries.
 """
 
