@@ -28,8 +28,6 @@ PATCHING: Final = frozenset({"sparse_nccl"})
 # Worker engines to which every rank of the trainer sends its own shards. In the communicator, the
 # workers of all engines follow the trainer's ranks as one mesh, from ``rank_offset`` on.
 SHARDING: Final = frozenset({"nccl_m2n"})
-# Worker engines that receive by broadcasts whose sizes their ``update_info`` describes.
-DRAINABLE: Final = frozenset({"nccl"})
 # Worker engines of vLLM's that the bus can't drive, and why.
 UNSUPPORTED: Final = {
     "sharded_rdt": "its workers pull shards from every rank of its trainer, by plans of their own",
@@ -87,11 +85,6 @@ def is_patching(backend: str) -> bool:
 def is_sharding(backend: str) -> bool:
     """Returns whether each rank of the trainer sends its own shards over this backend."""
     return engine_of(backend) in SHARDING
-
-
-def is_drainable(backend: str) -> bool:
-    """Returns whether a worker can receive over this backend and discard what comes."""
-    return engine_of(backend) in DRAINABLE
 
 
 def is_loaded_on_receipt(backend: str) -> bool:

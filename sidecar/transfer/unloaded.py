@@ -94,12 +94,12 @@ class UnloadedTensors:
 
 
 class CheckedLoading:
-    """Passes what a transport receives to a loader, and stops loading where a check fails.
+    """Passes what a transport receives to a loader, and stops loading where it or a check fails.
 
     For transports that receive and load in one call. Whoever left this call half-way, or failed as
     soon as it returned, would take the others' collective away: that of its peers, of other engines
-    and of the trainer. So a failed check ends the loading and not the receiving, and
-    :meth:`require_equal` raises it at the end of the update, when everybody has received all.
+    and of the trainer. So a failure ends the loading and not the receiving, and
+    :meth:`require_loaded` raises it at the end of the update, when everybody has received all.
 
     Args:
         unloaded: checks the tensors of one update. That of a tied head is not passed on.
@@ -111,19 +111,32 @@ class CheckedLoading:
     def __init__(self, unloaded: UnloadedTensors) -> None:
         self.loader: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] = list
         self._unloaded = unloaded
-        self._error: EngineError | None = None
+        self._error: Exception | None = None
 
     def load(self, received: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """Checks and loads tensors, and returns what the loader returns.
+        """Checks and loads tensors, and returns what the loader returns; an empty set if it fails.
 
         Args:
             received: names and tensors. A list is loaded whole or not at all; the tensors of
                 another iterable are received as they are loaded.
         """
-        if not isinstance(received, list):
-            return self.loader(self._checked(received))
-        loadable = list(self._checked(received))
-        return self.loader(loadable) if loadable and self._error is None else set()
+        checked = self._checked(received)
+        if isinstance(received, list):
+            loadable = list(checked)
+            if not loadable or self._error is not None:
+                return set()
+            return self._load(loadable)
+        loaded = self._load(checked)
+        for _ in checked:  # what the loader has left is received, too
+            pass
+        return loaded
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        try:
+            return self.loader(tensors)
+        except Exception as error:  # noqa: BLE001 - require_loaded() raises it
+            self._error = self._error or error
+            return set()
 
     def require_checked(self, names: Collection[str]) -> None:
         """Fails the update if a head that was received has not come by :meth:`load`.
@@ -138,11 +151,12 @@ class CheckedLoading:
                 "leave it out",
             )
 
-    def require_equal(self) -> None:
-        """Raises the error of the check that has failed, if any; once.
+    def require_loaded(self) -> None:
+        """Raises what has kept tensors from being loaded, if anything; once.
 
         Raises:
             EngineError: as :meth:`UnloadedTensors.check`.
+            Exception: of the loader.
         """
         error, self._error = self._error, None
         if error is not None:

@@ -197,7 +197,7 @@ class VllmAdapter(WorkerClient):
         vLLM's sleep call is not used: it pauses a second time, and a rank then waits for the other
         ranks' sleep. Staged weights are released first, because a sleep must free their memory.
         """
-        if self._has_channels:
+        if not self._channels.unusable_reason:
             await self._perform(operations.ReleaseStaging())
         await self._vllm.ask("sleep", {"level": level})
 

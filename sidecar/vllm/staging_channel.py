@@ -28,26 +28,47 @@ class StagingChannels:
     One operation runs at a time. A call that fails or is cancelled closes all connections, because
     a late answer would be taken for that of the next call. The next call connects again. The
     ``len()`` is the number of workers.
+
+    Attributes:
+        unusable_reason: why the channels can't be used; empty if they can.
     """
 
     def __init__(self) -> None:
+        self.unusable_reason = "its staging channels are not open"
         self._names: tuple[str, ...] = ()
         self._connections: list[_Connection] = []
 
     def __len__(self) -> int:
         return len(self._names)
 
-    async def open(self, names: Sequence[str]) -> None:
+    async def open(self, names: Sequence[str], *, cores: int = 1) -> None:
         """Connects to the workers' sockets, which then ignore all older connections.
 
         Args:
-            names: each worker's socket, by its name in the abstract namespace.
+            names: each worker's socket, by its name in the abstract namespace; an empty name if a
+                worker has none.
+            cores: how many engine cores the workers belong to. Workers of different cores can't
+                agree on anything.
 
         Raises:
-            EngineError: a worker can't be reached from here.
+            EngineError: a worker can't be reached from here. It becomes
+                :attr:`unusable_reason`.
         """
+        try:
+            await self._open(tuple(names), cores)
+        except EngineError as error:
+            self.unusable_reason = error.detail
+            raise
+        self.unusable_reason = ""
+
+    async def _open(self, names: tuple[str, ...], cores: int) -> None:
         self.close()
-        self._names = tuple(names)
+        self._names = ()
+        if cores != 1:
+            raise EngineError("it has several cores behind one client")
+        if not names or not all(names):
+            raise EngineError("its workers have no staging channels")
+        self._names = names
         try:
             async with asyncio.timeout(_GREET_TIMEOUT_S):
                 await self.perform(operations.Greet())

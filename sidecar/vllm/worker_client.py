@@ -87,7 +87,6 @@ class WorkerClient:
         self._in_place = False
         self._sent: list[operations.SentChunk] = []  # not yet reported to the workers
         self._channels = StagingChannels()
-        self._no_channels_reason = ""
         self._cannot_stage = ""
         self._is_one_core = True
 
@@ -115,7 +114,8 @@ class WorkerClient:
         if worker_rpc.read_called_off(called_off) is None and not why:
             self._cannot_stage = "its cores can't swap between steps (their log says why)"
         # From here on the staging channels ignore an earlier sidecar.
-        await self._open_channels(tuple(each.channel for each in workers))
+        with contextlib.suppress(EngineError):  # the channels keep the reason
+            await self._channels.open([each.channel for each in workers], cores=cores)
         await self._perform(operations.ReleaseStaging())
 
     async def open_transfer(self, backend: str, params: bytes, place: RankAssignment) -> int:
@@ -128,14 +128,18 @@ class WorkerClient:
         opened = operations.Open(backend, params, place.communicator, place.world_size, place.rank)
         theirs, adapter = is_loaded_on_receipt(backend), adapter_of(backend)
         self._adapter = ""
-        by_core = not self._has_channels or theirs or self._is_vllms_engine
+        by_core = bool(self._channels.unusable_reason) or theirs or self._is_vllms_engine
         done = await (self._perform if by_core else self._channels.perform)(opened)
         self._adapter, self._load_comes_with_receive = adapter, theirs
         return min(each.ahead for each in done)
 
     async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
-        """Makes all workers receive over vLLM's own transport, and discard what comes."""
-        await self._perform(operations.Drain(backend, handle, int(timeout_s * 1000)))
+        """Makes all workers receive over vLLM's own transport, and discard what comes.
+
+        The engine steps on, if its workers have staging channels.
+        """
+        perform = self._perform if self._channels.unusable_reason else self._channels.perform
+        await perform(operations.Drain(backend, handle, int(timeout_s * 1000)))
 
     async def arm(
         self, manifest: Manifest, target: Target = "model", staging: Staging | None = None
@@ -261,10 +265,6 @@ class WorkerClient:
         if self._adapter:
             await self._perform(operations.SettleAdapter())
 
-    @property
-    def _has_channels(self) -> bool:
-        return bool(len(self._channels)) and not self._no_channels_reason
-
     async def _arm_for(
         self, staging: Staging | None, arm: operations.ArmManifest, digest: str
     ) -> StagingCapacity:
@@ -275,7 +275,7 @@ class WorkerClient:
         if staging is None:
             await self._perform(arm)
             return StagingCapacity()
-        if why_not := self._cannot_stage or self._no_channels_reason:
+        if why_not := self._cannot_stage or self._channels.unusable_reason:
             await self._perform(arm)
             return StagingCapacity(why_not=why_not)
         if digest:
@@ -296,17 +296,6 @@ class WorkerClient:
                 if error.code is not NackCode.WRONG_STATE:
                     raise
         return _room(await self._perform(arm))
-
-    async def _open_channels(self, names: tuple[str, ...]) -> None:
-        self._no_channels_reason = ""
-        try:
-            if not self._is_one_core:
-                raise EngineError("it has several cores behind one client")
-            if not all(names):
-                raise EngineError("its workers have no staging channels")
-            await self._channels.open(names)
-        except EngineError as error:
-            self._no_channels_reason = error.detail
 
     async def _perform(self, operation: operations.Operation) -> list[operations.Done]:
         """Carries out an operation in all workers through the core; returns their answers."""

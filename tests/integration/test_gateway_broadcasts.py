@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -128,7 +129,12 @@ def test_a_broadcast_that_can_not_be_ended_closes_the_transport(
             info = ["no object"]
         assert (await served.client.call("/start_weight_update"))[0] == 200
         status, text = await served.client.call("/update_weights", {"update_info": info})
-        assert (status, "init_weight_transfer_engine" in text) == (400, True), text
+        assert (status, text.count("init_weight_transfer_engine")) == (400, 1), text
+        refused = json.loads(text)["error"]["message"]
+        for path in ("/finish_weight_update", "/finish_weight_update", "/update_weights"):
+            status, text = await served.client.call(path)
+            said = json.loads(text)["error"]["message"]
+            assert (status, said.endswith(f"what they had: {refused}")) == (409, True), text
         await served.assert_serve(served.weights)
         assert (await served.client.call("/start_weight_update"))[0] == 200
         info = described(perturbed(served.weights, 3))
@@ -136,6 +142,18 @@ def test_a_broadcast_that_can_not_be_ended_closes_the_transport(
         assert (status, "not open" in text) == (409, True), text
         assert (await served.client.init())[0] == 200
         await served.update(6)
+
+    run(checkpoint, scenario)
+
+
+def test_a_transport_that_is_open_again_is_not_said_to_be_closed(checkpoint: Checkpoint) -> None:
+    async def scenario(served: Fleet) -> None:
+        assert (await served.client.call("/start_weight_update"))[0] == 200
+        _, text = await served.client.call("/update_weights", {"update_info": ["no object"]})
+        assert "is closed" in text
+        assert (await served.client.init())[0] == 200
+        status, text = await served.client.call("/finish_weight_update")
+        assert (status, "is closed" in text) == (409, False), text
 
     run(checkpoint, scenario)
 

@@ -22,7 +22,7 @@ from sidecar.embedded.engine import EmbeddedEngine
 from tests.support.gloo_group import broadcast, join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -87,12 +87,17 @@ class BroadcastEngine(EmbeddedEngine):
     Attributes:
         reached: set when the call of :meth:`hold` has come.
         may_go: that call waits for it.
+        breaks_at: the number of a chunk that it can't load, once ``may_go`` is set; -1: none.
+        refuses_at: the number of a chunk whose broadcast it does not enter; -1: none.
+        loaded: is called with the number of each chunk that was loaded.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, step_ms=2.0)
         self._held = ""
         self.reached, self.may_go = asyncio.Event(), asyncio.Event()
+        self.breaks_at = self.refuses_at = -1
+        self.loaded: Callable[[int], object] = lambda _: None
 
     def hold(self, call: str) -> None:
         """Makes the next such call wait: ``pause``, ``arm``, ``commit`` or ``resume``."""
@@ -123,9 +128,15 @@ class BroadcastEngine(EmbeddedEngine):
         return await super().arm(manifest, target, staging)
 
     async def receive(self, chunk: Chunk) -> None:
+        if chunk.seq == self.refuses_at:
+            raise EngineError("refused on purpose", code=NackCode.TRANSFER_FAILED)
         await super().receive(chunk)
         if chunk.backend == BACKEND:
+            if chunk.seq == self.breaks_at:
+                await self.may_go.wait()
+                raise EngineError("broken on purpose", code=NackCode.ENGINE_FAILED)
             await self.load(chunk.seq)
+            self.loaded(chunk.seq)
 
     async def drain_transfer(self, backend: str, handle: bytes, timeout_s: float) -> None:
         receiver = self._update()._receiver

@@ -7,6 +7,7 @@ own classes don't forbid it.
 
 from __future__ import annotations
 
+import threading
 from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from trainer_agent.weights.any_source import as_source
 from trainer_agent.weights.source import meta_of, tensor_metas
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -312,6 +313,52 @@ def test_both_ends_of_vllms_engines_understand_what_the_bus_carries(engine: str)
     assert client.described == [["a", "b", "c"], [] if once else ["a", "b", "c"]]
     trainer.shutdown()
     worker.shutdown()
+
+
+class Refusing:
+    """In place of the bus's client: no worker enters the broadcast, and the bus ends it."""
+
+    def __init__(self, worker: threading.Thread) -> None:
+        self._worker = worker
+        self._leave: Callable[[], object] = lambda: None
+
+    def on_trainer_engine(self, leave: Callable[[], object]) -> None:
+        self._leave = leave
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:  # noqa: ARG002 - vLLM's
+        self._worker.start()
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:  # noqa: ARG002 - vLLM's
+        self._leave()
+        raise UsageError("refused on purpose")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_vllms_nccl_trainer_engine_leaves_a_broadcast_that_nobody_else_enters(packed: bool) -> None:
+    """Its class is vLLM's, but that its communicator can be aborted while a thread is in it."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
+
+    from tests.support import pair_plugin  # noqa: PLC0415 - after require_vllm
+    from tests.support.gloo_group import join  # noqa: PLC0415 - same
+    from trainer_agent.vllm.init_info import native_info  # noqa: PLC0415 - same
+
+    _, theirs, source_class = both_ends("nccl")
+    pair_plugin.register_on_cpu("nccl")
+    info = native_info("nccl", {"packed": packed}, rank=0, world=World(1, 2, "127.0.0.1", 1))
+    joined: list[Any] = []
+    worker = threading.Thread(
+        target=lambda: joined.append(join(info.master_address, info.master_port, 1, 2))
+    )
+    trainer = WeightTransferTrainerFactory.trainer_init(
+        info, client=Refusing(worker), source=source_class({"a": torch.rand(3, 4)})
+    )
+    assert isinstance(trainer, theirs)
+    worker.join()
+    with pytest.raises(UsageError, match="refused on purpose"):
+        trainer.send_weights()
+    trainer.shutdown()
 
 
 # -- shards -----------------------------------------------------------------------------

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from trainer_agent.gateway.group import ClientGroup
-    from trainer_agent.gateway.pauses import ClientPauses
     from trainer_agent.gateway.updates import ClientUpdates
 
     Answer = dict[str, Any] | str
@@ -62,13 +61,11 @@ class ControlRoutes:
     """The handlers.
 
     Args:
-        pauses: carries out pauses.
+        group: carries out all else.
         updates: carries out updates whose tensors the client sends.
-        group: sends what lies in files, and counts workers.
     """
 
-    def __init__(self, pauses: ClientPauses, updates: ClientUpdates, group: ClientGroup) -> None:
-        self._pauses = pauses
+    def __init__(self, group: ClientGroup, updates: ClientUpdates) -> None:
         self._updates = updates
         self._group = group
 
@@ -111,15 +108,15 @@ class ControlRoutes:
     async def _pause(self, http: web.Request) -> Answer:
         mode: Any = http.query.get("mode", "abort")
         check_choice("mode", mode, PauseMode)
-        await self._pauses.pause(mode, clear_cache=_flag(http, "clear_cache", default=True))
+        await self._group.pause(mode, clear_cache=_flag(http, "clear_cache", default=True))
         return {"status": "paused"}
 
     async def _resume(self, _: web.Request) -> Answer:
-        await self._pauses.resume()
+        await self._group.resume()
         return {"status": "resumed"}
 
     async def _is_paused(self, _: web.Request) -> Answer:
-        return {"is_paused": self._pauses.is_paused}
+        return {"is_paused": self._group.is_paused}
 
     async def _sleep(self, http: web.Request) -> Answer:
         mode: Any = http.query.get("mode", "abort")
@@ -127,24 +124,24 @@ class ControlRoutes:
         text = http.query.get("level", "1")
         if not text.isdecimal():
             raise UsageError(f"level={text!r}: 0, 1 or 2")
-        await self._pauses.sleep(int(text), mode)
+        await self._group.sleep(int(text), mode)
         return {"status": "sleeping", "level": int(text)}
 
     async def _wake_up(self, http: web.Request) -> Answer:
         tags = tuple(http.query.getall("tags", []))
-        await self._pauses.wake(tags)
-        status = "sleeping" if self._pauses.is_asleep else "awake"
+        await self._group.wake(tags)
+        status = "sleeping" if self._group.is_asleep else "awake"
         return {"status": status, "tags": list(tags) or None}
 
     async def _is_sleeping(self, _: web.Request) -> Answer:
-        return {"is_sleeping": self._pauses.is_asleep}
+        return {"is_sleeping": self._group.is_asleep}
 
     async def _reset_prefix_cache(self, _: web.Request) -> Answer:
-        await self._pauses.reset_prefix_cache()
+        await self._group.reset_prefix_cache()
         return {"success": True}
 
     async def _reset_caches(self, _: web.Request) -> Answer:
-        await self._pauses.reset_prefix_cache()
+        await self._group.reset_prefix_cache()
         return ""
 
     # -- updates ------------------------------------------------------------------------
@@ -214,9 +211,9 @@ class ControlRoutes:
         body = await _body(http)
         method, kwargs = body.get("method"), body.get("kwargs") or {}
         if method == "skyrl_sleep_for_weight_sync":
-            await self._pauses.sleep(1, "keep")
+            await self._group.sleep(1, "keep")
         elif method == "skyrl_wake_for_weight_sync":
-            await self._pauses.wake(tuple(kwargs.get("tags") or ()))
+            await self._group.wake(tuple(kwargs.get("tags") or ()))
         elif method == "skyrl_set_lora_receive_target":
             raise NotOffered(_IN_MEMORY)
         else:

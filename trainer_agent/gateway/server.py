@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from trainer_agent.gateway.client_session import ClientSession
 from trainer_agent.gateway.control_routes import ControlRoutes
 from trainer_agent.gateway.group import ClientGroup
-from trainer_agent.gateway.pauses import ClientPauses
 from trainer_agent.gateway.updates import ClientUpdates
 from trainer_agent.options import LEASE_MS
 from trainer_agent.rollouts import client, front
@@ -86,8 +85,7 @@ async def serve(
             session = ClientSession(make_agent, silence_s=silence_s, lease_s=LEASE_MS / 1000)
             stack.push_async_callback(session.close)
             updates = ClientUpdates(session, takes_pickles=allow_pickled_handles)
-            pauses, files = ClientPauses(session, updates), ClientGroup(session, updates)
-            routes = ControlRoutes(pauses, updates, files).routes()
+            routes = ControlRoutes(ClientGroup(session, updates), updates).routes()
         yield await stack.enter_async_context(
             front.serve(
                 rollouts,

@@ -35,7 +35,8 @@ and discard what comes. Not so:
   after that comes in FAILED, and ends the broadcast,
 - for a repeated call whose broadcast was ended before.
 
-If a broadcast can't be ended, the transport is closed, and the answer says so.
+If a broadcast can't be ended, the transport is closed. The answer says so, and so do the answers of
+later calls in FAILED, until another transport is open.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class HttpUpdate:
     since_s: float
     stage: HttpStage = HttpStage.STARTED
     error: str = ""
+    left: str = ""  # why its client's transport was closed, if it was
     drained: object = None  # the update_info of the last refused call whose broadcast was ended
 
     def __str__(self) -> str:
@@ -145,6 +147,8 @@ class ClientUpdates:
         async with self._session.call() as agent:
             self._manifests.clear()
             await agent.open_native(info)
+            if self._update is not None:
+                self._update.left = ""
 
     async def close_transport(self) -> None:
         """Closes the client's communicator."""
@@ -225,7 +229,7 @@ class ClientUpdates:
             described, metas = self._read(info, target)
         except UsageError:
             await agent.close_native()
-            error.add_note(f"what its client sends is unknown: {_LEFT}")
+            self._note_left(error, "what its client sends is unknown")
             return
         columns = {
             "names": [""] * len(metas),  # how much comes does not depend on them
@@ -234,13 +238,19 @@ class ClientUpdates:
         }
         drain = asyncio.create_task(agent.drain_native({**described, **columns}))
         try:
-            await asyncio.shield(drain)
-        except WavebusError as failure:
-            error.add_note(f"{failure}: {_LEFT}")
+            await asyncio.wait([drain])
         finally:
             await asyncio.wait([drain])  # it ends soon, also if the client has disconnected
-            if update is not None and drain.exception() is None:
+            if failure := drain.exception():
+                self._note_left(error, str(failure))
+            elif update is not None:
                 update.drained = info
+
+    def _note_left(self, error: Exception, why: str) -> None:
+        left = f"{why}: {_LEFT}"
+        error.add_note(left)
+        if self._update is not None:
+            self._update.left = left
 
     def _read(self, info: object, target: Target) -> tuple[Mapping[str, Any], list[TensorMeta]]:
         """Returns a client's ``update_info``, and the tensors that it describes.
@@ -315,7 +325,10 @@ class ClientUpdates:
         if update is None:
             raise Conflict("no update is under way: start_weight_update comes first")
         if update.stage is HttpStage.FAILED:
-            raise Conflict(f"the update failed, and engines serve what they had: {update.error}")
+            failed = Conflict(f"the update failed, and engines serve what they had: {update.error}")
+            if update.left:
+                failed.add_note(update.left)
+            raise failed
         return update
 
     def _open_update(self) -> HttpUpdate | None:

@@ -23,10 +23,16 @@ if TYPE_CHECKING:
     from trainer_agent.update.steps import Steps
     from trainer_agent.update.update import Update
 
+    Leave = Callable[[], object] | None
+
 _OPENINGS: Final = 3
 _PORTS: Final = 2
 DRAIN_S: Final = 30.0  # how long a sender may take for a broadcast that engines discard
 _MAX_PORT: Final = 65_535
+
+
+def _stay() -> None:
+    """Does nothing about the broadcast of a trainer engine that has no way to leave it."""
 
 
 class Transport:
@@ -80,6 +86,7 @@ class Transport:
         self._scope = scope
         self._adapter: Adapter | None = None  # what the transport is opened for; None: the model
         self._packs_model = sender.packed
+        self._leave_foreign: Callable[[], object] = _stay
 
     def sender_for(self, adapter: Adapter | None) -> Sender:
         """Returns the sender of the next update, whose chunks are not planned yet.
@@ -130,16 +137,18 @@ class Transport:
         self.communicator = world.number
         self.opening = update_id
 
-    async def open_foreign(self, init: TransferInit) -> None:
+    async def open_foreign(self, init: TransferInit, leave: Leave = None) -> None:
         """Makes engines open their ends of a transport that this agent's sender does not serve.
 
         That is the transport of a vLLM trainer engine. The agent's own sender is closed.
 
         Args:
             init: the message to engines.
+            leave: makes that trainer engine leave its broadcast, from any thread; None: it can't.
         """
         self.invalidate()
         self.sender.close()
+        self._leave_foreign = leave or _stay
         await self._steps.step(init)
         self.backend = init.backend
         self.communicator = init.communicator
@@ -210,10 +219,14 @@ class Transport:
         self.is_foreign = False
 
     async def discard(self) -> None:
-        """Invalidates the transport and closes the sender, which ends a broadcast under way."""
+        """Invalidates the transport and closes the sender, which ends a broadcast under way.
+
+        Also one of a vLLM trainer engine that can leave it.
+        """
+        leave = self._leave_foreign if self.is_foreign else self.sender.close
         self.invalidate()
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self.sender.close)
+            await anyio.to_thread.run_sync(leave)
 
     def close(self) -> None:
         """Closes the sender."""

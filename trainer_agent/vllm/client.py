@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from bus.messages import Target
     from trainer_agent.options import UpdateOptions
     from trainer_agent.update.plan import UpdatePlan
+    from trainer_agent.update.transport import Leave
     from trainer_agent.vllm.session import TrainerEngineSession
 
 
@@ -35,10 +36,21 @@ class BusWeightSyncClient:
         self._options = options
         self._target: Target = target
         self._chunk_bytes = chunk_bytes
+        self._leave: Leave = None
+
+    def on_trainer_engine(self, leave: Leave) -> None:
+        """Notes how the trainer engine leaves a broadcast, if an update fails while it is in one.
+
+        The trainer engines of :meth:`TrainerAgent.init_info` call this.
+
+        Args:
+            leave: makes the trainer engine leave its broadcast; called from any thread.
+        """
+        self._leave = leave
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Makes every engine open its end of the trainer engine's transport."""
-        self._session.call(lambda: self._session.init(init_info, self._chunk_bytes))
+        self._session.call(lambda: self._session.init(init_info, self._chunk_bytes, self._leave))
 
     def shutdown_weight_transfer_engine(self) -> None:
         """Aborts an update that was not finished, and stops using the transport.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from bus.weight_transfer.allocation import World
+
+
+# Those whose communicator can be aborted while a thread is in a broadcast.
+_LEAVABLE: Final = frozenset({"nccl", "sparse_nccl"})
 
 
 def native_info(
@@ -56,9 +61,45 @@ def native_info(
     if "num_trainer_ranks" in fields:
         filled["num_trainer_ranks"] = world.senders
     try:
-        return info_class(**{**filled, **(meeting or {}), **given})
+        info = info_class(**{**filled, **(meeting or {}), **given})
     except (TypeError, ValueError) as error:
         raise UsageError(f"init_info of vLLM's trainer engine {engine!r}: {error}") from error
+    if engine in _LEAVABLE:
+        info.backend = _leavable(engine)  # by which vLLM's factory finds the class
+    return info
+
+
+def _leavable(engine: str) -> str:
+    """Registers a subclass of a trainer engine, and returns its name in vLLM.
+
+    vLLM's collectives have no deadline. If an update fails while the trainer engine is in one, its
+    communicator must be aborted, or its thread stays there.
+    """
+    registry = WeightTransferTrainerFactory._registry  # noqa: SLF001 - as above
+    theirs: type[Any] = registry[engine]()
+    name = f"wavebus_{engine}"
+    if name in registry:
+        return name
+
+    class Leavable(theirs):  # type: ignore[misc]
+        def __init__(self, *, client: Any, **fields: Any) -> None:
+            super().__init__(client=client, **fields)
+            self._wavebus_lock = threading.Lock()  # NCCL must not abort a communicator twice
+            if hasattr(client, "on_trainer_engine"):
+                client.on_trainer_engine(self._wavebus_leave)
+
+        def _wavebus_leave(self) -> None:
+            with self._wavebus_lock:
+                if self.model_update_group is not None:
+                    self.model_update_group.destroy()
+
+        def shutdown(self) -> None:
+            with self._wavebus_lock:
+                super().shutdown()
+
+    Leavable.__name__ = Leavable.__qualname__ = f"{theirs.__name__}OnTheBus"
+    WeightTransferTrainerFactory.register_engine(name, Leavable)
+    return name
 
 
 def packed_bytes(engine: str, info: Any) -> int | None:

@@ -1,6 +1,7 @@
 """Lists the interfaces of vLLM's trainer engines on which the trainer agent depends.
 
-The trainer agent wraps nothing in vLLM. With :data:`REGISTRY`, ``wavebus doctor --vllm`` shows
+The trainer agent wraps nothing in vLLM; it has subclasses of two trainer engines
+(:mod:`trainer_agent.vllm.init_info`). With :data:`REGISTRY`, ``wavebus doctor --vllm`` shows
 which trainer engines work with a version; :mod:`bus.seams` explains the entries.
 """
 
@@ -71,7 +72,13 @@ REGISTRY: Final = Registry(
         Seam(
             "nccl trainer engine",
             ("nccl_trainer_engine",),
-            (Has(f"{_TRANSFER}.nccl_engine:NCCLTrainerInitInfo", _RENDEZVOUS),),
+            (
+                Has(f"{_TRANSFER}.nccl_engine:NCCLTrainerInitInfo", _RENDEZVOUS),
+                Says(
+                    f"{_TRANSFER}.nccl_engine:NCCLTrainerWeightTransferEngine.shutdown",
+                    ("self.model_update_group.destroy()",),
+                ),
+            ),
             needs=("trainer engines", "weight sources"),
         ),
         Seam(
@@ -99,6 +106,11 @@ REGISTRY: Final = Registry(
             ("sparse_nccl_trainer_engine",),
             (
                 Has(f"{_TRANSFER}.sparse_nccl_engine:SparseNCCLTrainerInitInfo", _RENDEZVOUS),
+                Says(
+                    f"{_TRANSFER}.sparse_nccl_engine:"
+                    "SparseNCCLTrainerWeightTransferEngine.shutdown",
+                    ("self.model_update_group.destroy()",),
+                ),
                 Fields(
                     f"{_TRANSFER}.sparse_nccl_engine:SparseWeightPatch",
                     ((0, "name"), (1, "indices"), (2, "values")),

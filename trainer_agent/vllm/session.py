@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from trainer_agent.connection import Connection
     from trainer_agent.options import UpdateOptions
     from trainer_agent.update.steps import Steps
-    from trainer_agent.update.transport import Transport
+    from trainer_agent.update.transport import Leave, Transport
     from trainer_agent.update.update import Updates
     from trainer_agent.weights.source import WeightSource
 
@@ -239,8 +239,8 @@ class TrainerEngineSession:
         native_payloads.require_engines(await self._connection.engines(), engine)
         return await self._transport.plan(native_payloads.sender_count(engine, self._ranks))
 
-    async def init(self, info: object, chunk_bytes: int | None) -> None:
-        """Makes every engine open its end of the transport that ``info`` describes."""
+    async def init(self, info: object, chunk_bytes: int | None, leave: Leave = None) -> None:
+        """Makes every engine open its end; arguments as of :meth:`Transport.open_foreign`."""
         async with self._step_lock, self._suspend_catch_up():
             await self._undo_unfinished()
             if payloads.is_ours(info):
@@ -250,21 +250,21 @@ class TrainerEngineSession:
                 self._open_communicator, self._native_transport = self._planned_communicator, None
                 return
             try:
-                await self._init_native(info, chunk_bytes or self.packed_bytes)
+                await self._init_native(info, chunk_bytes or self.packed_bytes, leave)
             except WavebusError as error:
                 # With a communicator, vLLM's rendezvous waits before it raises this.
                 if native_payloads.has_communicator(info):
                     self._log.error("trainer_engine_refused", detail=str(error))
                 raise
 
-    async def _init_native(self, info: object, chunk_bytes: int | None) -> None:
+    async def _init_native(self, info: object, chunk_bytes: int | None, leave: Leave) -> None:
         engine = native_payloads.engine_of_all(await self._connection.engines())
         senders = native_payloads.sender_count(engine, self._ranks)
         world = (
             await self._transport.plan(senders) if native_payloads.has_communicator(info) else ALONE
         )
         opening = native_payloads.transfer_init(info, engine, world, self._steps.new_id())
-        await self._transport.open_foreign(opening)
+        await self._transport.open_foreign(opening, leave)
         opened_for = native_payloads.opened_for(info, engine)
         self._open_communicator = 0
         self._native_transport = native_payloads.NativeTransport(
@@ -429,10 +429,10 @@ class TrainerEngineSession:
             starting.cancel()
             with anyio.CancelScope(shield=True):
                 await asyncio.gather(starting, return_exceptions=True)
-        if may_broadcast and self._transport.communicator:
-            self._transport.invalidate()  # some rank may have left a broadcast
         try:
             with anyio.CancelScope(shield=True):
+                if may_broadcast and self._transport.communicator:
+                    await self._transport.discard()  # some rank may have left a broadcast
                 await current.update.end(error)
         finally:
             current.undone.set()

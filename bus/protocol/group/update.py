@@ -20,6 +20,8 @@ Invariants:
 - From the first chunk on, an engine that fails or is lost drops out with all ranks of its DP group.
   They get ABORT, and quarantine themselves if they loaded anything. The others continue, because
   an abort would leave all of them half-loaded. The trainer finds the names in ``excluded``.
+- An update that is aborted fails its chunks, even if all who are left have applied them: after a
+  chunk that is done, the trainer enters the next one's collective, which nobody else does.
 - No COMMIT is sent with fewer DP groups left than the quorum: the update is aborted as soon as they
   are fewer. After COMMIT, each engine that commits serves, even if fewer than the quorum do.
 - An engine that fails the canary drops out in the same way, before any COMMIT.
@@ -334,21 +336,21 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             self.excluded[name] = failure
         if not self.members:
             return self._on_no_engines(failure)
+        left = len(set(self.members.values()))
+        if left < self.quorum and (self.state, _E.GIVEN_UP) in TRANSITIONS:
+            detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
+            too_few = replace(failure, code=m.NackCode.QUORUM_MISSING, detail=detail)
+            return self.abort(too_few, now_ms)
+        is_sending = self.state in (_S.ARMED, *TAKES_CHUNKS) and not self.has_sent_all
+        if self._communicator and (is_sending or self.state in _REFUSABLE):
+            closed = replace(failure, code=m.NackCode.TRANSFER_CLOSED)
+            return self.abort(failure if is_sending else closed, now_ms)
         done: list[Instruction] = []
         for number, current in list(self.chunks.items()):
             current.remove(gone)
             if current.is_done:
                 del self.chunks[number]
                 done.append(StepDone(current))
-        left = len(set(self.members.values()))
-        if left < self.quorum and (self.state, _E.GIVEN_UP) in TRANSITIONS:
-            detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
-            too_few = replace(failure, code=m.NackCode.QUORUM_MISSING, detail=detail)
-            return [*done, *self.abort(too_few, now_ms)]
-        is_sending = self.state in (_S.ARMED, *TAKES_CHUNKS) and not self.has_sent_all
-        if self._communicator and (is_sending or self.state in _REFUSABLE):
-            closed = replace(failure, code=m.NackCode.TRANSFER_CLOSED)
-            return [*done, *self.abort(failure if is_sending else closed, now_ms)]
         if self.barrier is not None:
             self.barrier.remove(gone)
         return [*done, *self._check_barrier()]

@@ -9,6 +9,8 @@
     the channel     StartStaging     channel's     memory is allocated beside the weights
     the channel     ReceiveChunk,    channel's     a chunk is received, and staged. Over a
                     Stage                          transport of vLLM's own, ReceiveChunk does both
+    the channel     Drain            channel's     what comes over a transport of vLLM's own is
+                                                   received, and discarded
     the channel     Seal             channel's     checked: every element is staged
     the core        CheckReady,      worker's      checked; then everything is copied into the
                     SwapStaged                     weights
@@ -48,6 +50,7 @@ from sidecar.vllm.plugin.loading.target_model import ArmedUpdate, require_armed
 from sidecar.vllm.plugin.operations import (
     ArmManifest,
     Done,
+    Drain,
     Greet,
     Open,
     Operation,
@@ -99,7 +102,7 @@ class VllmReceiver(Protocol):
 
     @property
     def unstaged_reason(self) -> str:
-        """Why updates over this transport can't be staged; empty if they can."""
+        """Why nothing can be staged or discarded over this transport; empty if it can."""
 
     def buffer_bytes(self, armed: ArmedUpdate) -> int:
         """Returns how much memory vLLM takes while tensors of the update arrive, in bytes."""
@@ -115,8 +118,14 @@ class VllmReceiver(Protocol):
             put: gets some of the tensors at a time, in the current CUDA stream.
         """
 
+    def drain(self, operation: Drain) -> None:
+        """Receives what the sender sends, and discards it.
+
+        If this fails, the transport is closed.
+        """
+
     def interrupt(self) -> None:
-        """Makes a running :meth:`receive` end soon; called from any thread."""
+        """Makes a running :meth:`receive` or :meth:`drain` end soon; called from any thread."""
 
 
 class Stager:
@@ -282,6 +291,8 @@ class Stager:
                     self._stage(operation.chunks)
                 case Seal():
                     self._target.staged.seal()
+                case Drain() if self.theirs is not None:
+                    self.theirs.drain(operation)
                 case _:
                     raise EngineError("not by a staging channel", code=NackCode.WRONG_STATE)
             return Done()

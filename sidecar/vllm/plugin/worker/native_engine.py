@@ -28,7 +28,6 @@ from sidecar.transfer.unloaded import CheckedLoading
 from sidecar.vllm.plugin import agreement, operations
 from sidecar.vllm.plugin.loading.loader_trace import refused
 from sidecar.vllm.plugin.loading.target_model import require_armed
-from sidecar.vllm.plugin.worker import native_drain
 from sidecar.vllm.plugin.worker.engine import WavebusWeightTransferEngine, not_this_engine
 from sidecar.vllm.plugin.worker.native_handles import rebuildable
 from sidecar.vllm.plugin.worker.native_transport import VllmTransport
@@ -72,7 +71,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     @property
     def unstaged_reason(self) -> str:
-        """Why updates over vLLM's transport can't be staged; empty if they can."""
+        """As :attr:`VllmTransport.unstaged_reason`."""
         return self._transport.unstaged_reason
 
     def buffer_bytes(self, armed: ArmedUpdate) -> int:
@@ -101,8 +100,21 @@ class NativeUpdates(WavebusWeightTransferEngine):
         is_last = operation.seq + 1 == armed.manifest.chunks
         self._transport.receive(info, metas, put, is_last=is_last)
 
+    def drain(self, operation: operations.Drain) -> None:
+        """Receives what the sender sends, and discards it; see :class:`VllmReceiver`."""
+        try:
+            if operation.backend != self._receiver.backend:
+                raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
+            if why := self.unstaged_reason:
+                raise transfer_failed(why)
+            info = vllm_payloads.decode_info(operation.handle)
+            self._transport.discard(info, operation.timeout_ms / 1000)
+        except BaseException:
+            self._transport.close()
+            raise
+
     def interrupt(self) -> None:
-        """Makes :meth:`receive` of another thread end soon."""
+        """Makes :meth:`receive` or :meth:`drain` of another thread end soon."""
         self._transport.interrupt()
 
     def _start(self) -> None:
@@ -161,9 +173,11 @@ class NativeUpdates(WavebusWeightTransferEngine):
         if not self._started_theirs:
             super()._post_process()
             return
-        self._original.finish_weight_update()
-        self._loadable[self._target].repacking.after_finish()
-        self._checked.require_equal()
+        try:
+            self._original.finish_weight_update()
+            self._loadable[self._target].repacking.after_finish()
+        finally:
+            self._checked.require_loaded()  # the cause, if the finish has failed for it
 
     def shutdown(self) -> None:
         """Closes wavebus's receiver; the caller closes vLLM's own transport itself."""
@@ -203,28 +217,9 @@ class NativeUpdates(WavebusWeightTransferEngine):
 
     def _execute(self, worker: Any, operation: operations.Operation) -> operations.Done:
         if isinstance(operation, operations.Drain):
-            self._drain(operation)
+            self.drain(operation)
             return operations.Done()
         return super()._execute(worker, operation)
-
-    def _drain(self, operation: operations.Drain) -> None:
-        typed: Any = None
-
-        def prepare() -> None:
-            nonlocal typed
-            if not self._transport.is_open or operation.backend != self._receiver.backend:
-                raise transfer_failed(f"transport {operation.backend!r} is not open in this worker")
-            if not vllm_payloads.is_drainable(operation.backend):
-                raise transfer_failed(f"transport {operation.backend!r} can't be drained")
-            info = vllm_payloads.decode_info(operation.handle)
-            typed = native_drain.checked(self._original.parse_update_info(info))
-
-        try:
-            agreement.run_before_any_continues(prepare)
-            native_drain.drain(self._engine, self._original, typed, operation.timeout_ms / 1000)
-        except BaseException:
-            self._transport.close()
-            raise
 
     def _placed(self, info: dict[str, Any], place: RankAssignment) -> dict[str, Any]:
         """Returns vLLM's init info with this worker's rank from the bus, if any.

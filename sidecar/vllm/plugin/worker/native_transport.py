@@ -3,7 +3,9 @@
 vLLM's classes receive and load in one call: ``receive_weights`` gives what arrives to
 ``self.model.load_weights``. In a pause that is what is wanted. For a staged update the method is
 called on a copy of the engine that has the same communicator, and whose model is a
-:class:`_TensorSink`: the tensors are staged, and the served model is not touched.
+:class:`_TensorSink`: the tensors are staged, and the served model is not touched. In a drain they
+are discarded: a trainer may have entered its broadcast when its update is refused, and its NCCL
+kernel ends only if all ranks of the communicator enter the same broadcast.
 
 All that depends on this is in this module. The registry's seam *staged worker engines* checks it
 against vLLM's source; where it does not fit, updates over vLLM's own engines take a pause.
@@ -20,6 +22,7 @@ until theirs is closed, too.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from bus.errors import EngineError
+from bus.manifest import TensorMeta
 from bus.weight_transfer.cuda import synchronize
 from bus.weight_transfer.formats import transfer_failed
 from sidecar.transfer.verification import check_delivered
@@ -34,9 +38,8 @@ from sidecar.vllm.plugin import installation
 from sidecar.vllm.plugin.vllm_names import TRANSFER_PACKAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
-    from bus.manifest import TensorMeta
     from bus.weight_transfer.packing import Tensors
 
     Put = Callable[[Tensors], None]
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 FEATURE: Final = "staged_worker_engines"
 # vLLM's worker engines whose tensors can be staged.
 _STAGED: Final = frozenset({"nccl", "ipc"})
+_RETRY_S: Final = 0.05
 
 
 class VllmTransport:
@@ -99,11 +103,11 @@ class VllmTransport:
                 self.is_open = False
                 self._original.shutdown()
 
-    # -- staged updates -------------------------------------------------------------------------
+    # -- staged updates and drains ------------------------------------------------------------
 
     @property
     def unstaged_reason(self) -> str:
-        """Why updates over this transport can't be staged; empty if they can."""
+        """Why nothing can be staged or discarded over this transport; empty if it can."""
         if not self.is_open:
             return "its transport was closed"
         if self._name not in _STAGED:
@@ -152,9 +156,32 @@ class VllmTransport:
             EngineError: of ``put``; or code ``transfer_failed``: the transport is not open, the
                 receive failed or was interrupted, or other tensors arrived.
         """
+        self._receive(self._original.parse_update_info(update_info), metas, put)
+        if is_last and not self._is_collective:
+            self._engine._packed_importer.close()  # noqa: SLF001 - as vLLM's finish_weight_update
+
+    def discard(self, update_info: dict[str, Any], timeout_s: float) -> None:
+        """Receives what the sender sends, and discards it. The caller holds the lock as above.
+
+        Args:
+            update_info: the arguments of vLLM's ``update_weights``; the tensors' names don't count.
+            timeout_s: how long to wait for the sender, in seconds.
+
+        Raises:
+            EngineError: code ``transfer_failed``: the transport has no collectives; a dtype or a
+                shape is unknown, and so is how much comes; the sender has not sent all in time; or
+                as :meth:`receive`.
+        """
+        if not self._is_collective:
+            raise transfer_failed(f"nobody waits in a broadcast of vLLM's {self._name!r}")
+        parsed = self._original.parse_update_info(update_info)
+        metas = tuple(map(_described, parsed.names, parsed.dtype_names, parsed.shapes))
+        with self._interrupted_after(timeout_s):
+            self._receive(parsed, metas, lambda _: None)
+
+    def _receive(self, parsed: Any, metas: tuple[TensorMeta, ...], put: Put) -> None:
         if not self.is_open:
             raise transfer_failed(f"transport {self._name!r} is not open in this worker")
-        parsed = self._original.parse_update_info(update_info)
         double = copy.copy(self._engine)
         double.model = sink = self._sink
         sink.begin(metas, put)
@@ -171,8 +198,6 @@ class VllmTransport:
             ) from error
         finally:
             sink.end()
-        if is_last and not self._is_collective:
-            self._engine._packed_importer.close()  # noqa: SLF001 - as vLLM's finish_weight_update
 
     def interrupt(self) -> None:
         """Makes a running :meth:`receive` end soon; called from any other thread, repeatedly.
@@ -181,6 +206,30 @@ class VllmTransport:
         """
         if self._sink.interrupt() and self._is_collective:
             self.close()
+
+    @contextlib.contextmanager
+    def _interrupted_after(self, timeout_s: float) -> Iterator[None]:
+        """Interrupts the receive of the block if it takes longer."""
+        done, late = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            if not done.wait(timeout_s):
+                late.set()
+                while not done.is_set():
+                    self.interrupt()  # again: the second one aborts
+                    done.wait(_RETRY_S)
+
+        watching = threading.Thread(target=watch, name="wavebus-drain", daemon=True)
+        watching.start()
+        try:
+            yield
+        except EngineError as error:
+            if not late.is_set():
+                raise
+            raise transfer_failed(f"the sender has not sent all within {timeout_s:g} s") from error
+        finally:
+            done.set()
+            watching.join()  # it interrupts no later receive
 
     @property
     def _is_collective(self) -> bool:
@@ -192,6 +241,15 @@ class VllmTransport:
             self.close()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # vLLM receives on streams of its own
+
+
+def _described(name: str, dtype: str, shape: list[int]) -> TensorMeta:
+    known = getattr(torch, str(dtype), None)
+    if not isinstance(known, torch.dtype):
+        raise transfer_failed(f"dtype {dtype!r} is unknown, so the size of what comes is, too")
+    if any(type(length) is not int or length < 0 for length in shape):
+        raise transfer_failed(f"shape {shape!r} is no shape")
+    return TensorMeta(name, str(known).removeprefix("torch."), tuple(shape))
 
 
 class _TensorSink:

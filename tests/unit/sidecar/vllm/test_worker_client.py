@@ -410,6 +410,24 @@ def test_a_staged_receive_of_vllms_own_is_called_off_through_the_core(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_engines_step_on_while_their_workers_drain_a_transport(
+    cores: int, closed: list[WorkerClient | StagingChannelServer]
+) -> None:
+    """Unless they have no staging channels: several cores have none."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    drain = operations.Drain("vllm:nccl", b"h", 1500)
+
+    async def scenario() -> None:
+        await client._hello(facts(), cores=cores, backend="nccl")
+        await client.drain_transfer("vllm:nccl", b"h", 1.5)
+        assert workers.told[-1] == drain
+        assert workers.by_lane == ([drain] if cores == 1 else [])
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("fails", [None, operations.VerifyChunk])
 def test_cores_that_cannot_agree_verify_before_any_of_them_loads(
     fails: type[Any] | None, closed: list[WorkerClient | StagingChannelServer]

@@ -334,6 +334,25 @@ def test_an_engine_that_is_lost_ends_an_update_whose_chunks_need_it(sent: int) -
     assert update.on_ack("e0", ack(Step.ABORT), 9.0) == [StepFailed(Step.ABORT, LOST)]
 
 
+@pytest.mark.parametrize(("communicator", "quorum"), [(5, 1), (0, 2)])
+def test_a_chunk_that_ends_its_update_is_not_done(communicator: int, quorum: int) -> None:
+    """Not even if who is left has applied it: after a chunk that is done, the trainer would enter
+    the next one's collective alone."""
+    update = UpdateMachine()
+    update.arm(replace(ARM, communicator=communicator, quorum=quorum), MEMBERS, 0.0)
+    all_ack(update, Step.ARM)
+    update.start(UpdateStart("u1"), 1.0)
+    all_ack(update, Step.START)
+    begin(update, 0)
+    assert update.on_ack("e0", ack(Step.CHUNK, "u1", 0), 2.0) == []
+    asked = update.on_refused("e1", REFUSED, 3.0)
+    assert {type(each) for each in asked} == {Ask}
+    assert update.state is _S.ABORTING
+    (failed,) = update.on_ack("e0", ack(Step.ABORT), 4.0)
+    assert isinstance(failed, StepFailed)
+    assert failed.step is Step.ABORT
+
+
 def test_a_command_of_an_update_that_was_given_up_hears_why() -> None:
     update = machine(_S.ABORTING)
     all_ack(update, Step.ABORT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,10 @@ import torch
 from bus.errors import EngineError
 from bus.manifest import TensorMeta
 from bus.messages import NackCode
+from sidecar.vllm.plugin import operations
+from sidecar.vllm.plugin.staging.channel_server import StagingChannelServer
 from sidecar.vllm.plugin.worker.native_transport import VllmTransport
+from sidecar.vllm.staging_channel import StagingChannels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +37,7 @@ class TheirEngine:
         self.model: Any = SimpleNamespace(load_weights=self._load)
         self.loaded: list[str] = []
         self.received = 0
+        self.users = 0  # of the communicator
         self.closed = 0
         self.silent_from = len(METAS)  # of the sender
         self.waits = threading.Event()
@@ -42,18 +47,24 @@ class TheirEngine:
     def init_transfer_engine(self, info: Any) -> None:  # noqa: ARG002 - vLLM's
         assert self.parallel_config == "the bus's"
 
-    def parse_update_info(self, info: dict[str, Any]) -> dict[str, Any]:
-        return info
+    def parse_update_info(self, info: dict[str, Any]) -> SimpleNamespace:
+        return SimpleNamespace(**info)
 
-    def receive_weights(self, info: dict[str, Any]) -> None:
-        for number, name in enumerate(info["names"]):
-            if number == self.silent_from:
-                self.waits.set()
-                self.aborted.wait()
-                return
-            shared = info["counter"]
-            shared.received += 1
-            self.model.load_weights([(name, torch.full((2,), float(number)))])
+    def receive_weights(self, info: SimpleNamespace) -> None:
+        shared = info.counter  # the engine itself: this may be a copy
+        shared.users += 1
+        try:
+            for number, name in enumerate(info.names):
+                if number == self.silent_from:
+                    self.waits.set()
+                    self.aborted.wait()
+                    return
+                if name == "broken":
+                    raise ValueError("broken")
+                shared.received += 1
+                self.model.load_weights([(name, torch.full((2,), float(number)))])
+        finally:
+            shared.users -= 1
 
     def shutdown(self) -> None:
         self.closed += 1
@@ -89,7 +100,7 @@ def test_tensors_are_handed_over_and_the_served_model_gets_none() -> None:
         assert got == {"a": 0.0, "b": 1.0, "c": 2.0, "d": 3.0}
     assert engine.loaded == []
     assert engine.parallel_config == "own"
-    engine.receive_weights({"names": ["a"], "counter": engine})
+    engine.receive_weights(SimpleNamespace(names=["a"], counter=engine))
     assert engine.loaded == ["a"], "in a pause it loads, as ever"
 
 
@@ -201,3 +212,85 @@ def test_what_vllm_allocates_is_counted(info: dict[str, Any], size_bytes: int) -
     """Two chunks, of one and of three tensors with 8 bytes each."""
     transport = opened(TheirEngine(), **info)
     assert transport.buffer_bytes((METAS[:1], METAS[1:])) == size_bytes
+
+
+def sent(engine: TheirEngine, *names: str, dtype: str = "float32", shape: object = (2,)) -> Any:
+    """What a client says that it sends."""
+    dtypes, shapes = [dtype] * len(names), [shape] * len(names)
+    return {"names": list(names), "dtype_names": dtypes, "shapes": shapes, "counter": engine}
+
+
+def test_what_is_discarded_reaches_no_model() -> None:
+    """And the transport stays open."""
+    engine = TheirEngine()
+    transport = opened(engine)
+    for dtype in ("float32", "float"):
+        transport.discard(sent(engine, "", "", "", dtype=dtype), 60.0)
+    assert (engine.received, engine.loaded, engine.closed) == (6, [], 0)
+    receive(transport, engine, lambda _: None)
+
+
+def test_a_sender_that_is_late_is_left() -> None:
+    engine = TheirEngine()
+    engine.silent_from = 1
+    transport = opened(engine)
+    with pytest.raises(EngineError, match=r"not sent all within 0\.01 s") as failed:
+        transport.discard(sent(engine, "a", "b"), 0.01)
+    assert failed.value.code is NackCode.TRANSFER_FAILED
+    assert (engine.users, engine.closed, engine.loaded) == (0, 1, [])
+
+
+def test_a_broadcast_that_fails_says_so() -> None:
+    engine = TheirEngine()
+    with pytest.raises(EngineError, match="ValueError: broken"):
+        opened(engine).discard(sent(engine, "broken"), 60.0)
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "float99"}, {"dtype": "nn"}, {"shape": (2, -1)}])
+def test_what_has_no_size_is_not_received(wrong: dict[str, Any]) -> None:
+    engine = TheirEngine()
+    with pytest.raises(EngineError, match=r"unknown|no shape"):
+        opened(engine).discard(sent(engine, "a", **wrong), 60.0)
+    assert engine.received == 0
+
+
+def test_what_is_no_broadcast_is_not_discarded() -> None:
+    engine = TheirEngine()
+    with pytest.raises(EngineError, match="nobody waits"):
+        opened(engine, "ipc", packed=False).discard(sent(engine, "a"), 60.0)
+
+
+def test_nobody_uses_the_communicator_beside_a_drain() -> None:
+    """Who has the channel's lock, as a staged receive has, finds that the drain has ended."""
+    engine = TheirEngine()
+    engine.silent_from = 1
+    transport = opened(engine)
+
+    def execute(operation: operations.Operation) -> operations.Done:
+        if isinstance(operation, operations.Drain):
+            transport.discard(sent(engine, "a", "b"), operation.timeout_ms / 1000)
+        return operations.Done()
+
+    channel = StagingChannelServer(execute, transport.interrupt)
+
+    def preempt() -> int:
+        with channel.preempted():
+            return engine.users
+
+    async def scenario() -> None:
+        channels = StagingChannels()
+        await channels.open([channel.name])
+        draining = asyncio.create_task(
+            channels.perform(operations.Drain("vllm:nccl", b"", 600_000))
+        )
+        await asyncio.to_thread(engine.waits.wait)
+        assert engine.users == 1
+        assert await asyncio.to_thread(preempt) == 0
+        with pytest.raises(EngineError, match="given up"):
+            await draining
+        channels.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        channel.close()
