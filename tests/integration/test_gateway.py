@@ -220,7 +220,7 @@ def test_a_group_that_sleeps_wakes_as_one_vllm_does(gateway: Gateway) -> None:
         {"status": "awake", "tags": ["kv_cache"]},
     )
     assert gateway.phases() == {"running"}
-    assert gateway.call("/pause?mode=keep")[0] == 200
+    assert gateway.call("/pause?mode=keep&clear_cache=false")[0] == 200
     assert gateway.call("/sleep?level=1")[0] == 200
     assert gateway.call("/wake_up") == (200, {"status": "awake", "tags": None})
     assert gateway.get("/is_paused") == {"is_paused": True}

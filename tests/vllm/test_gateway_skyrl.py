@@ -324,6 +324,7 @@ def test_a_head_that_differs_is_refused_by_its_name(trained: Trained, comes_firs
 def test_sleep_and_wake_around_an_update(trained: Trained) -> None:
     """Without a pause before it, the last wake resumes; with one, resume does."""
     first, second = (perturbed(trained.weights, seed) for seed in (5, 6))
+    asked = {"prompt_token_ids": [PROMPT], "sampling_params": SAMPLING | {"max_tokens": 100}}
 
     async def scenario() -> None:
         async with trained.driver() as driver:
@@ -335,12 +336,16 @@ def test_sleep_and_wake_around_an_update(trained: Trained) -> None:
             assert not await driver.is_sleeping()
             await trained.assert_serve(first)
 
-            await driver.pause_generation(clear_cache=True)
-            await driver.sleep_for_weight_sync(offload_kv=False)
+            # As its fully asynchronous trainer: a pause that keeps the caches, and requests in it.
+            request = asyncio.create_task(driver.generate(asked))
+            await driver.pause_generation()
+            await driver.sleep_for_weight_sync()
             await driver.wake_for_weight_sync(["weights"])
             await asyncio.to_thread(trained.send, with_head(second))
             await driver.wake_for_weight_sync(["kv_cache"])
             await driver.resume_generation()
+            [tokens] = (await request)["response_ids"]
+            assert len(tokens) == 100
             await trained.assert_serve(second)
 
             await driver.sleep(level=1, tags=["weights"])
