@@ -261,7 +261,6 @@ def test_code_of_clients_is_not_run(gateway: Gateway) -> None:
         ("/collective_rpc", {"method": "skyrl_set_lora_receive_target"}, "sync_mode=disk"),
         ("/fetch_weights", {"target_version": 1}, "weight_sync_backend=nccl"),
         ("/v1/unload_lora_adapter", {"lora_name": "a"}, "same name"),
-        ("/abort_requests", {}, "close its connection"),
         ("/weight_checker", {}, "canary"),
         ("/release_kv_cache_memory", {}, "/sleep?level=1"),
     ],
@@ -272,6 +271,32 @@ def test_what_a_group_does_not_have_names_what_to_use(
     status, answer = gateway.call(path, body)
     assert (status, answer["error"]["type"]) == (501, "NotImplementedError")
     assert use in message(answer)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_requests_that_a_client_aborts_end_with_what_they_have(bus: Bus, named: bool) -> None:
+    """By vLLM's ids, or all; in a pause, too."""
+    bus.sidecar("e0", "--step-ms", "30")
+    gateway = Gateway(bus)
+    body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    headers = {"Content-Type": "application/json", "X-Request-Id": "mine"}
+    asked = Request(f"{gateway.url}/v1/completions", json.dumps(body).encode(), headers)
+    with urlopen(asked, timeout=60) as stream:
+        assert json.loads(stream.readline()[6:])["id"] == "cmpl-mine"
+        assert gateway.call("/pause?mode=keep")[0] == 200
+        for other in ("mine", "cmpl-mine", "cmpl-mine-1"):
+            answer = gateway.call("/abort_requests", {"request_ids": [other]})
+            assert answer == (200, {"status": "aborted", "aborted": 0})
+        ids = ["cmpl-mine-0"] if named else []
+        answer = gateway.call("/abort_requests", {"request_ids": ids})
+        assert answer == (200, {"status": "aborted", "aborted": 1})
+        *_, last, end = (line for line in stream if line.strip())
+        assert end == b"data: [DONE]\n"
+        assert json.loads(last[6:])["choices"][0]["finish_reason"] == "abort"
+    assert gateway.call("/resume")[0] == 200
+    gateway.generate()
+    for wrong in ("mine", [1]):
+        assert gateway.call("/abort_requests", {"request_ids": wrong})[0] == 400
 
 
 def test_caches_of_the_group_are_dropped(gateway: Gateway) -> None:

@@ -23,6 +23,7 @@ from sidecar.supervision.server import SupervisedServer
 from sidecar.vllm.connection_http import HttpConnection
 from sidecar.vllm.engine import VllmAdapter
 from tests.support import pair_plugin
+from tests.support.adapters import make_adapter
 from tests.support.broker import a_broker
 from tests.support.checkpoints import make_checkpoint, perturbed
 from tests.support.letters import write_letters
@@ -85,11 +86,12 @@ class Flow:
     async def get(self, name: str, path: str) -> None:
         await self.call(name, path, get=True)
 
-    async def run(self, weights: Mapping[str, Tensor]) -> Answers:
+    async def run(self, weights: Mapping[str, Tensor], adapter: Path) -> Answers:
         await self.ask()
         await self.pause()
         await self.update(weights)
         await self.sleep()
+        await self.adapt(str(adapter))
         await self.misuse()
         return self.answers
 
@@ -180,6 +182,24 @@ class Flow:
         await self.call("wake", "/wake_up")
         await self.get("is sleeping, after", "/is_sleeping")
 
+    async def adapt(self, folder: str) -> None:
+        load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+        named = {"lora_name": "tuned"}
+        await self.call("load an adapter", load, named | {"lora_path": folder})
+        await self.get("models with an adapter", "/v1/models")
+        asked = {"model": "tuned", "prompt": PROMPT, **GREEDY}
+        await self.call("completions of an adapter", "/v1/completions", asked)
+        await self.call("load an adapter again", load, named | {"lora_path": folder})
+        in_place = named | {"lora_path": folder, "load_inplace": True}
+        await self.call("load an adapter in place", load, in_place)
+        await self.call("load an adapter, no folder", load, named | {"lora_path": "/none"})
+        await self.call("load an adapter without a name", load, {"lora_path": folder})
+        await self.call("unload an adapter", unload, named)
+        await self.call("completions, unloaded adapter", "/v1/completions", asked)
+        await self.get("models without an adapter", "/v1/models")
+        await self.call("unload an adapter again", unload, named)
+        await self.call("unload an adapter without a name", unload, {})
+
     async def misuse(self) -> None:
         await self.call("wrong mode", "/pause?mode=gently")
         await self.call("wrong level", "/sleep?level=7")
@@ -258,8 +278,10 @@ def test_the_gateway_answers_as_one_vllm(tmp_path: Path) -> None:
         *("--model", str(checkpoint.folder), "--served-model-name", "tiny"),
         *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", "--enable-sleep-mode"),
         *("--max-model-len", "256", "--weight-transfer-config", '{"backend": "nccl"}'),
+        *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"),
     ]
     new = perturbed(checkpoint.weights, 1)
+    adapter = make_adapter(new, 1).save(tmp_path / "adapter")
 
     async def main() -> tuple[Answers, Answers]:
         keys = Keys(None, None, insecure=False)
@@ -274,9 +296,11 @@ def test_the_gateway_answers_as_one_vllm(tmp_path: Path) -> None:
             await booting
             gateway = serve(broker, "policy", "127.0.0.1", 0, keys=keys, silence_s=60.0)
             url = await stack.enter_async_context(gateway)
-            http = await stack.enter_async_context(aiohttp.ClientSession())
-            one = await Flow(http, plain.base_url).run(new)
-            return one, await Flow(http, url).run(new)
+            # vLLM closes a connection after 500, without a word.
+            connector = aiohttp.TCPConnector(force_close=True)
+            http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+            one = await Flow(http, plain.base_url).run(new, adapter)
+            return one, await Flow(http, url).run(new, adapter)
 
     one, here = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
     pairs = {name: difference(answer, here[name]) for name, answer in one.items()}

@@ -19,7 +19,7 @@ from trainer_agent.options import check_choice
 from trainer_agent.rollouts.front_answer import error_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Collection
 
     from trainer_agent.gateway.group import ClientGroup
     from trainer_agent.gateway.pauses import ClientPauses
@@ -36,8 +36,6 @@ _STATUSES: Final = (
 )
 # vLLM's routes that a group doesn't have, and what its clients use instead.
 _NOT_OFFERED: Final = {
-    "/abort_requests": "the gateway continues requests that an engine aborts; to end a request, "
-    "close its connection",
     "/weight_checker": "checksums of workers are not merged; a canary compares the engines: "
     "`update_weights(canary=...)` of a TrainerAgent",
     "/release_kv_cache_memory": "the KV cache is not freed alone; use /sleep?level=1",
@@ -65,12 +63,20 @@ class ControlRoutes:
         pauses: carries out pauses.
         updates: carries out updates whose tensors the client sends.
         group: sends what lies in files, and counts workers.
+        abort_requests: ends the gateway's requests of these ids, or all; returns their number.
     """
 
-    def __init__(self, pauses: ClientPauses, updates: ClientUpdates, group: ClientGroup) -> None:
+    def __init__(
+        self,
+        pauses: ClientPauses,
+        updates: ClientUpdates,
+        group: ClientGroup,
+        abort_requests: Callable[[Collection[str] | None], int],
+    ) -> None:
         self._pauses = pauses
         self._updates = updates
         self._group = group
+        self._abort_requests = abort_requests
 
     def routes(self) -> list[web.RouteDef]:
         """Returns the routes."""
@@ -92,6 +98,7 @@ class ControlRoutes:
             "/v1/load_lora_adapter": self._load_adapter,
             "/skyrl/v1/load_lora_adapter": self._load_adapter_named,
             "/load_lora_adapter": self._load_adapter_named,
+            "/abort_requests": self._abort,
             "/collective_rpc": self._call_all,
             **dict.fromkeys(_NOT_OFFERED, self._refuse),
         }
@@ -204,6 +211,14 @@ class ControlRoutes:
             raise NotOffered(_IN_MEMORY)
         name, folder = _text(body, "lora_name"), _text(body, "lora_path")
         return name, await self._group.send_adapter(name, folder)
+
+    # -- requests ------------------------------------------------------------------------
+
+    async def _abort(self, http: web.Request) -> Answer:
+        ids = (await _body(http)).get("request_ids") or None
+        if ids is not None and not (isinstance(ids, list) and all(isinstance(i, str) for i in ids)):
+            raise UsageError("request_ids: a list of texts is needed")
+        return {"status": "aborted", "aborted": self._abort_requests(ids)}
 
     # -- what is not offered --------------------------------------------------------------
 

@@ -221,6 +221,11 @@ class ChoiceState:
         if self._tokenizer is not None and self._stop_search is not None:
             self._stop_search = _StopSearch(self._tokenizer)
 
+    def abort(self) -> None:
+        """Ends the choice with the tokens that it has, unless it is complete."""
+        if not self.done:
+            self._finish, self.done = "abort", True
+
     def result(self) -> Choice:
         """Returns the finished choice."""
         text = None

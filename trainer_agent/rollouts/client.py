@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import (
         AsyncGenerator,
         Callable,
+        Collection,
         Coroutine,
         Iterable,
         Iterator,
@@ -156,6 +157,7 @@ class RolloutClient(ChatClient):
         *,
         session_id: str | None = None,
         client_id: str = "",
+        request_id: str = "",
         on_inexact: OnInexact = "restart",
         on_delta: Callable[[TokenDelta], None] | None = None,
         **extra: Any,
@@ -167,6 +169,7 @@ class RolloutClient(ChatClient):
             sampling_params: see :class:`~trainer_agent.rollouts.request.SamplingParameters`.
             session_id: requests of one session go to the same engine, whose cache has their prefix.
             client_id: on whose behalf you ask. While requests wait for engines, clients take turns.
+            request_id: your own id of the request, for :meth:`abort_requests`.
             on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
                 ``raise``.
@@ -184,7 +187,9 @@ class RolloutClient(ChatClient):
                 times; or ``on_inexact="raise"`` applied.
         """
         rollout = self._make(
-            prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra, on_delta
+            *(prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra),
+            on_delta,
+            request_id,
         )
         return await rollout.run()
 
@@ -271,6 +276,24 @@ class RolloutClient(ChatClient):
             if bar is not None:
                 bar.close()
 
+    def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
+        """Ends requests of this client with the tokens that they have.
+
+        Their choices get the ``finish_reason`` ``abort``. An engine's own abort, in a pause for
+        example, does not end a request.
+
+        Args:
+            request_ids: the ids that were given to :meth:`generate`; None: all requests.
+
+        Returns:
+            How many requests end.
+        """
+        runs = self._pool.requests
+        ended = [run for run in runs if request_ids is None or run.asked_id in request_ids]
+        for run in ended:
+            run.abort()
+        return len(ended)
+
     def finish_session(self, session_id: str) -> None:
         """Ends a session, so that its engine has room for another one."""
         self._pool.router.finish_session(session_id)
@@ -284,6 +307,7 @@ class RolloutClient(ChatClient):
         on_inexact: OnInexact,
         extra: Mapping[str, Any],
         on_delta: Callable[[TokenDelta], None] | None = None,
+        asked_id: str = "",
     ) -> RolloutRun:
         http = self._session()
         request = make_request(
@@ -291,6 +315,7 @@ class RolloutClient(ChatClient):
             params,
             session_id=session_id,
             client_id=client_id,
+            asked_id=asked_id,
             on_inexact=on_inexact,
             decodes=self._tokenizer is not None,
             extra=extra,

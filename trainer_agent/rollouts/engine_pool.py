@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from bus.messages import EngineView, Routes
     from trainer_agent.connection import Connection
+    from trainer_agent.rollouts.rollout import RolloutRun
     from trainer_agent.rollouts.router import EngineLoad, QueueKey
 
 _SERVING: Final = ("running", "staging")
@@ -255,7 +256,7 @@ class EnginePool(EngineQueue):
 
     Attributes:
         attempts: the attempts under way.
-        requests: the timeout of each request under way; all expire when the pool is closed.
+        requests: the requests under way; all end when the pool is closed.
         stall_s, unavailable_s: as the arguments.
     """
 
@@ -269,7 +270,7 @@ class EnginePool(EngineQueue):
     ) -> None:
         super().__init__()
         self.attempts: set[AttemptWatch] = set()
-        self.requests: set[asyncio.Timeout] = set()
+        self.requests: set[RolloutRun] = set()
         self.stall_s = stall_s
         self._group = group
         self.unavailable_s = unavailable_s
@@ -296,8 +297,8 @@ class EnginePool(EngineQueue):
 
     def close(self) -> None:
         """Leaves the bus, and cancels all requests under way."""
-        for limit in self.requests:
-            expire(limit)
+        for run in self.requests:
+            run.close()
         self._connection.close()
         self._stop_holds()
         if self._watch is not None:

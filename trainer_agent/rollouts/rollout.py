@@ -7,9 +7,10 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 from bus.errors import BusClosed, NoEngine, RequestPoisoned, RolloutFailed
+from bus.messages import RequestLimits
 from trainer_agent.rollouts.attempt import FAILURES, Cut, pieces, prefill
 from trainer_agent.rollouts.choice import ChoiceState
-from trainer_agent.rollouts.engine_pool import AttemptWatch
+from trainer_agent.rollouts.engine_pool import AttemptWatch, expire
 from trainer_agent.rollouts.results import Completion
 from trainer_agent.rollouts.text import in_thread
 
@@ -56,6 +57,9 @@ class RolloutRun:
         self._tokenizer = tokenizer
         self._on_delta = on_delta
         self._blamed = _Blamed(request.id, pool)
+        self._choices: list[ChoiceState] = []
+        self._limit = asyncio.timeout(None)
+        self._is_aborted = False
         self._refused_s: float | None = None  # since when engines refuse each attempt
 
     async def run(self) -> Completion:
@@ -66,27 +70,48 @@ class RolloutRun:
             BusClosed: the client was closed.
         """
         try:
-            async with asyncio.timeout(None) as limit:
-                self._pool.requests.add(limit)
+            async with self._limit:
+                self._pool.requests.add(self)
                 try:
-                    return await self._run()
+                    await self._run()
                 finally:
-                    self._pool.requests.discard(limit)
+                    self._pool.requests.discard(self)
         except Exception:
-            if limit.when() is None:
+            if self._limit.when() is None:
                 raise
-            # The client was closed, and its HTTP session as well.
-            raise BusClosed(f"request {self._request.id}: the client was closed") from None
+            if not self._is_aborted:  # the client was closed, and its HTTP session as well
+                raise BusClosed(f"request {self._request.id}: the client was closed") from None
+            self._choices = self._choices or self._make_choices(RequestLimits())
+            for choice in self._choices:
+                choice.abort()
+        return await self._completion()
 
-    async def _run(self) -> Completion:
+    @property
+    def asked_id(self) -> str:
+        """The caller's own id of the request; empty: none."""
+        return self._request.asked_id
+
+    def close(self) -> None:
+        """Ends the request with ``BusClosed``, because its client is closed."""
+        expire(self._limit)
+
+    def abort(self) -> None:
+        """Ends the request with the tokens that it has; their ``finish_reason`` is ``abort``."""
+        self._is_aborted = True
+        expire(self._limit)
+
+    def _make_choices(self, limits: RequestLimits) -> list[ChoiceState]:
+        return [
+            ChoiceState(self._request, index, self._tokenizer, limits)
+            for index in range(self._request.params.n)
+        ]
+
+    async def _run(self) -> None:
         request = self._request
         await self._pool.until_routed()
         limits = self._pool.router.limits_of(len(request.prompt), request.params.max_tokens)
         request.check(limits)
-        choices = [
-            ChoiceState(request, index, self._tokenizer, limits)
-            for index in range(request.params.n)
-        ]
+        choices = self._choices = self._make_choices(limits)
         # One request for all choices; a hand-over from prefill to decode engines is for one choice.
         while not (
             self._pool.router.is_split or any(choice.token_ids or choice.done for choice in choices)
@@ -99,6 +124,9 @@ class RolloutRun:
                         tasks.create_task(self._finish(choice))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+
+    async def _completion(self) -> Completion:
+        request, choices = self._request, self._choices
         if sum(len(choice.token_ids) for choice in choices) > _DECODED_AT_ONCE:
             results = await in_thread(lambda: [choice.result() for choice in choices])
         else:
@@ -130,6 +158,10 @@ class RolloutRun:
                 cut = error
                 if cut.how == "unfetched":
                     self._blamed.avoid |= {prefiller}
+            except asyncio.CancelledError:
+                for choice in choices:
+                    choice.end_attempt(route.engine, "abort")
+                raise
             for choice in choices:
                 try:
                     choice.end_attempt(route.engine, cut.how if cut else "")
