@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from aiohttp import web
 from safetensors.torch import load_file, save_file
 
+from bus.errors import EngineError
+from tests.integration.test_rollouts import clients_of
 from tests.support.checkpoints import perturbed
 from tests.support.procs import run_wavebus, wavebus
+from trainer_agent.gateway.checksums import WeightChecksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -261,7 +266,7 @@ def test_code_of_clients_is_not_run(gateway: Gateway) -> None:
         ("/collective_rpc", {"method": "skyrl_set_lora_receive_target"}, "sync_mode=disk"),
         ("/fetch_weights", {"target_version": 1}, "weight_sync_backend=nccl"),
         ("/v1/unload_lora_adapter", {"lora_name": "a"}, "same name"),
-        ("/weight_checker", {}, "canary"),
+        ("/weight_checker", {"action": "reset"}, "zero"),
         ("/release_kv_cache_memory", {}, "/sleep?level=1"),
     ],
 )
@@ -297,6 +302,40 @@ def test_requests_that_a_client_aborts_end_with_what_they_have(bus: Bus, named: 
     gateway.generate()
     for wrong in ("mine", [1]):
         assert gateway.call("/abort_requests", {"request_ids": wrong})[0] == 400
+
+
+def test_checksums_are_those_of_all_engines() -> None:
+    """An engine that has none is named; so is the group that has no engine."""
+
+    async def checksums(http: web.Request) -> web.StreamResponse:
+        assert await http.json() == {"action": "checksum"}
+        return web.json_response({"checksums": {"a": "1"}})
+
+    async def nothing(_: web.Request) -> web.StreamResponse:
+        return web.json_response({})
+
+    async def main() -> None:
+        both = {"/weight_checker": checksums}
+        async with clients_of(both, both) as client:
+            assert (await WeightChecksums.read(client)).merged() == {"a": "1"}
+        async with clients_of(both, {}) as client:
+            with pytest.raises(EngineError, match="no checksums of e1"):
+                await WeightChecksums.read(client)
+        async with clients_of({"/weight_checker": nothing}) as client:
+            with pytest.raises(EngineError, match="missing required field"):
+                await WeightChecksums.read(client)
+        async with clients_of() as client:
+            with pytest.raises(EngineError, match="any engine"):
+                await WeightChecksums.read(client)
+
+    asyncio.run(asyncio.wait_for(main(), 60.0))
+
+
+def test_wrong_checks_of_weights_are_refused(gateway: Gateway) -> None:
+    for body in ({}, {"action": "guess"}, {"action": "compare"}):
+        assert gateway.call("/weight_checker", body)[0] == 400
+    status, answer = gateway.call("/weight_checker", {"action": "checksum"})
+    assert (status, "no checksums of e0, e1" in message(answer)) == (409, True)
 
 
 def test_caches_of_the_group_are_dropped(gateway: Gateway) -> None:

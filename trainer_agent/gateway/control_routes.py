@@ -14,16 +14,18 @@ from aiohttp import web
 
 from bus.errors import BusClosed, BusTimeout, ManifestRefused, UsageError, WavebusError
 from bus.messages import PauseMode
+from trainer_agent.gateway.checksums import WeightChecksums
 from trainer_agent.gateway.updates import Caller, Conflict
 from trainer_agent.options import check_choice
 from trainer_agent.rollouts.front_answer import error_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Awaitable, Callable
 
     from trainer_agent.gateway.group import ClientGroup
     from trainer_agent.gateway.pauses import ClientPauses
     from trainer_agent.gateway.updates import ClientUpdates
+    from trainer_agent.rollouts.client import RolloutClient
 
     Answer = dict[str, Any] | str
     Call = Callable[[web.Request], Awaitable[Answer]]
@@ -36,8 +38,6 @@ _STATUSES: Final = (
 )
 # vLLM's routes that a group doesn't have, and what its clients use instead.
 _NOT_OFFERED: Final = {
-    "/weight_checker": "checksums of workers are not merged; a canary compares the engines: "
-    "`update_weights(canary=...)` of a TrainerAgent",
     "/release_kv_cache_memory": "the KV cache is not freed alone; use /sleep?level=1",
     "/v1/unload_lora_adapter": "adapters are not unloaded: load the next one under the same name, "
     "which replaces it",
@@ -63,7 +63,7 @@ class ControlRoutes:
         pauses: carries out pauses.
         updates: carries out updates whose tensors the client sends.
         group: sends what lies in files, and counts workers.
-        abort_requests: ends the gateway's requests of these ids, or all; returns their number.
+        rollouts: has the gateway's requests, and asks engines.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class ControlRoutes:
         pauses: ClientPauses,
         updates: ClientUpdates,
         group: ClientGroup,
-        abort_requests: Callable[[Collection[str] | None], int],
+        rollouts: RolloutClient,
     ) -> None:
         self._pauses = pauses
         self._updates = updates
         self._group = group
-        self._abort_requests = abort_requests
+        self._rollouts = rollouts
 
     def routes(self) -> list[web.RouteDef]:
         """Returns the routes."""
@@ -99,6 +99,7 @@ class ControlRoutes:
             "/skyrl/v1/load_lora_adapter": self._load_adapter_named,
             "/load_lora_adapter": self._load_adapter_named,
             "/abort_requests": self._abort,
+            "/weight_checker": self._check_weights,
             "/collective_rpc": self._call_all,
             **dict.fromkeys(_NOT_OFFERED, self._refuse),
         }
@@ -218,7 +219,21 @@ class ControlRoutes:
         ids = (await _body(http)).get("request_ids") or None
         if ids is not None and not (isinstance(ids, list) and all(isinstance(i, str) for i in ids)):
             raise UsageError("request_ids: a list of texts is needed")
-        return {"status": "aborted", "aborted": self._abort_requests(ids)}
+        return {"status": "aborted", "aborted": self._rollouts.abort_requests(ids)}
+
+    async def _check_weights(self, http: web.Request) -> Answer:
+        body = await _body(http)
+        action = body.get("action")
+        if action == "reset":
+            raise NotOffered(f"{http.path}: action reset sets the weights of engines to zero")
+        if action not in ("checksum", "compare"):
+            raise UsageError(f"action={action!r}: checksum or compare")
+        baseline = _part(body, "baseline") if action == "compare" else {}
+        sums = await WeightChecksums.read(self._rollouts)
+        if action == "checksum":
+            return {"checksums": sums.merged()}
+        mismatches = sums.mismatches(baseline)
+        return {"match": not mismatches, "mismatches": mismatches}
 
     # -- what is not offered --------------------------------------------------------------
 

@@ -85,7 +85,7 @@ async def serve(
             stack.push_async_callback(session.close)
             updates = ClientUpdates(session, takes_pickles=allow_pickled_handles)
             pauses, files = ClientPauses(session, updates), ClientGroup(session, updates)
-            routes = ControlRoutes(pauses, updates, files, rollouts.abort_requests).routes()
+            routes = ControlRoutes(pauses, updates, files, rollouts).routes()
         yield await stack.enter_async_context(
             front.serve(
                 rollouts,
