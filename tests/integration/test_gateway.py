@@ -158,6 +158,17 @@ def test_what_is_wrong_with_a_folder_is_said_and_nothing_changes(
     assert gateway.generate()[1] == "0"
 
 
+def test_an_adapter_that_is_not_there_yet_is_not_found(gateway: Gateway, tmp_path: Path) -> None:
+    """prime-rl repeats its call then, and only then."""
+    asked = {"lora_name": "tuned", "lora_path": str(tmp_path)}
+    for _ in range(2):
+        status, answer = gateway.call("/load_lora_adapter", asked)
+        assert (status, answer["error"]["type"]) == (404, "NotFoundError")
+        (tmp_path / "adapter_config.json").write_text("[]")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
+    assert gateway.call("/load_lora_adapter", asked)[0] == 400
+
+
 def test_calls_out_of_order_are_refused_and_those_repeated_are_not(gateway: Gateway) -> None:
     """A finish after a failed update commits nothing."""
     assert gateway.call("/finish_weight_update")[0] == 409

@@ -74,14 +74,17 @@ class Flow:
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body)
         headers = {} if body is None else {"Content-Type": "application/json"}
         method = "GET" if get else "POST"
-        async with self._http.request(
-            method, self._url + path, data=data, headers=headers
-        ) as answer:
-            text = await answer.text()
-            try:
-                self.answers[name] = answer.status, json.loads(text)
-            except ValueError:
-                self.answers[name] = answer.status, text
+        try:
+            async with self._http.request(
+                method, self._url + path, data=data, headers=headers
+            ) as answer:
+                status, text = answer.status, await answer.text()
+        except aiohttp.ClientError as error:
+            status, text = 0, type(error).__name__
+        try:
+            self.answers[name] = status, json.loads(text)
+        except ValueError:
+            self.answers[name] = status, text
 
     async def get(self, name: str, path: str) -> None:
         await self.call(name, path, get=True)
@@ -126,7 +129,13 @@ class Flow:
         for cache in ("prefix", "mm", "encoder"):
             await self.call(f"reset {cache} cache", f"/reset_{cache}_cache")
         await self.call("abort requests", "/abort_requests", {})
-        await self.call("weight checker", "/weight_checker", {"action": "checksum"})
+        await self.call("abort unknown requests", "/abort_requests", {"request_ids": ["x"]})
+        await self.call("abort requests, no JSON", "/abort_requests", b"{")
+        checker = "/weight_checker"
+        await self.call("weight checker", checker, {"action": "checksum"})
+        await self.call("weight checker, compare", checker, {"action": "compare", "baseline": {}})
+        await self.call("weight checker, no baseline", checker, {"action": "compare"})
+        await self.call("weight checker, wrong action", checker, {"action": "guess"})
 
     async def update(self, weights: Mapping[str, Tensor]) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init  # noqa: PLC0415

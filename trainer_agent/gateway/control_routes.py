@@ -1,8 +1,9 @@
 """vLLM's routes for RL training, served for a group. docs/gateway.md lists them.
 
-An error is answered once: 400 if the call is wrong, 409 if it doesn't fit what is under way or what
-has failed, 504 if the bus or an engine didn't answer in time. Never 500, 502 or 503: some clients
-repeat a call after these, and then hide its text.
+An error is answered once: 400 if the call is wrong, 404 if it names an adapter that is not there,
+409 if it doesn't fit what is under way or what has failed, 504 if the bus or an engine didn't
+answer in time. Never 500, 502 or 503: some clients repeat a call after these, and then hide its
+text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from aiohttp import web
 from bus.errors import BusClosed, BusTimeout, ManifestRefused, UsageError, WavebusError
 from bus.messages import PauseMode
 from trainer_agent.gateway.checksums import WeightChecksums
-from trainer_agent.gateway.updates import Caller, Conflict
+from trainer_agent.gateway.updates import Caller, Conflict, Missing
 from trainer_agent.options import check_choice
 from trainer_agent.rollouts.front_answer import error_answer
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _STATUSES: Final = (
     (Conflict, 409),
+    (Missing, 404),
     ((UsageError, ManifestRefused), 400),
     ((BusTimeout, BusClosed), 504),
     (WavebusError, 409),
