@@ -24,7 +24,7 @@ from trainer_agent.rollouts.results import ChatCompletion
 from trainer_agent.rollouts.text import check_length, flat_messages, in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.engine_pool import EnginePool
@@ -216,6 +216,16 @@ class ChatClient:
     ) -> Any:
         """Requests JSON as :meth:`ask` does, when it is the turn of a session and a client."""
         return await ask_any(self._pool, self._session(), path, body, None, place, kind)
+
+    def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
+        """Ends requests of this client with the tokens that they have, and returns how many.
+
+        Their choices get the ``finish_reason`` ``abort``. An engine's own abort ends no request.
+
+        Args:
+            request_ids: the ids that :meth:`RolloutClient.generate` was given; None: all requests.
+        """
+        return self._pool.abort(request_ids)
 
     async def ask_each(
         self, path: str, body: Mapping[str, str] | None = None, timeout_s: float = ANSWER_S

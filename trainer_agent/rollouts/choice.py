@@ -221,13 +221,8 @@ class ChoiceState:
         if self._tokenizer is not None and self._stop_search is not None:
             self._stop_search = _StopSearch(self._tokenizer)
 
-    def abort(self) -> None:
-        """Ends the choice with the tokens that it has, unless it is complete."""
-        if not self.done:
-            self._finish, self.done = "abort", True
-
     def result(self) -> Choice:
-        """Returns the finished choice."""
+        """Returns the choice; one that is not done was aborted."""
         text = None
         if self._tokenizer is not None:
             text = self._tokenizer.decode(self.token_ids[: self._end_of_text()])
@@ -240,7 +235,7 @@ class ChoiceState:
             tuple(self.token_ids),
             tuple(self._logprobs) if self._request.params.logprobs is not None else None,
             text,
-            self._finish,
+            self._finish or "abort",
             self._stop,
             tuple(self._spans),
             tuple(self._attempts),

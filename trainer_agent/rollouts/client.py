@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import (
         AsyncGenerator,
         Callable,
-        Collection,
         Coroutine,
         Iterable,
         Iterator,
@@ -186,12 +185,8 @@ class RolloutClient(ChatClient):
             RolloutFailed: five attempts in a row gave no token; the request has restarted ten
                 times; or ``on_inexact="raise"`` applied.
         """
-        rollout = self._make(
-            *(prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra),
-            on_delta,
-            request_id,
-        )
-        return await rollout.run()
+        ask = (prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra)
+        return await self._make(*ask, on_delta, request_id).run()
 
     async def stream(
         self,
@@ -209,11 +204,8 @@ class RolloutClient(ChatClient):
         without tokens, and raises otherwise.
         """
         deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
-        rollout = self._make(
-            *(prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra),
-            deltas.put_nowait,
-        )
-        task = asyncio.create_task(rollout.run())
+        ask = (prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra)
+        task = asyncio.create_task(self._make(*ask, deltas.put_nowait).run())
         task.add_done_callback(lambda _: deltas.put_nowait(None))
         try:
             while (delta := await deltas.get()) is not None:
@@ -275,24 +267,6 @@ class RolloutClient(ChatClient):
         finally:
             if bar is not None:
                 bar.close()
-
-    def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
-        """Ends requests of this client with the tokens that they have.
-
-        Their choices get the ``finish_reason`` ``abort``. An engine's own abort, in a pause for
-        example, does not end a request.
-
-        Args:
-            request_ids: the ids that were given to :meth:`generate`; None: all requests.
-
-        Returns:
-            How many requests end.
-        """
-        runs = self._pool.requests
-        ended = [run for run in runs if request_ids is None or run.asked_id in request_ids]
-        for run in ended:
-            run.abort()
-        return len(ended)
 
     def finish_session(self, session_id: str) -> None:
         """Ends a session, so that its engine has room for another one."""

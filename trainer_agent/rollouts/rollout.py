@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
-from bus.errors import BusClosed, NoEngine, RequestPoisoned, RolloutFailed
+from bus.errors import NoEngine, RequestPoisoned, RolloutFailed
 from bus.messages import RequestLimits
 from trainer_agent.rollouts.attempt import FAILURES, Cut, pieces, prefill
 from trainer_agent.rollouts.choice import ChoiceState
-from trainer_agent.rollouts.engine_pool import AttemptWatch, expire
+from trainer_agent.rollouts.engine_pool import AttemptWatch
 from trainer_agent.rollouts.results import Completion
 from trainer_agent.rollouts.text import in_thread
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.engine_pool import EnginePool
     from trainer_agent.rollouts.request import RolloutRequest
-    from trainer_agent.rollouts.results import TokenDelta
+    from trainer_agent.rollouts.results import Choice, TokenDelta
     from trainer_agent.rollouts.router import EngineLoad
 
 _POISONED: Final = 2
@@ -58,8 +58,6 @@ class RolloutRun:
         self._on_delta = on_delta
         self._blamed = _Blamed(request.id, pool)
         self._choices: list[ChoiceState] = []
-        self._limit = asyncio.timeout(None)
-        self._is_aborted = False
         self._refused_s: float | None = None  # since when engines refuse each attempt
 
     async def run(self) -> Completion:
@@ -69,36 +67,9 @@ class RolloutRun:
             UsageError, NoEngine, RequestPoisoned, RolloutFailed: as :meth:`RolloutClient.generate`.
             BusClosed: the client was closed.
         """
-        try:
-            async with self._limit:
-                self._pool.requests.add(self)
-                try:
-                    await self._run()
-                finally:
-                    self._pool.requests.discard(self)
-        except Exception:
-            if self._limit.when() is None:
-                raise
-            if not self._is_aborted:  # the client was closed, and its HTTP session as well
-                raise BusClosed(f"request {self._request.id}: the client was closed") from None
-            self._choices = self._choices or self._make_choices(RequestLimits())
-            for choice in self._choices:
-                choice.abort()
+        async with self._pool.under_way(self._request.id, self._request.asked_id):
+            await self._run()
         return await self._completion()
-
-    @property
-    def asked_id(self) -> str:
-        """The caller's own id of the request; empty: none."""
-        return self._request.asked_id
-
-    def close(self) -> None:
-        """Ends the request with ``BusClosed``, because its client is closed."""
-        expire(self._limit)
-
-    def abort(self) -> None:
-        """Ends the request with the tokens that it has; their ``finish_reason`` is ``abort``."""
-        self._is_aborted = True
-        expire(self._limit)
 
     def _make_choices(self, limits: RequestLimits) -> list[ChoiceState]:
         return [
@@ -126,12 +97,14 @@ class RolloutRun:
             raise group.exceptions[0] from None
 
     async def _completion(self) -> Completion:
-        request, choices = self._request, self._choices
-        if sum(len(choice.token_ids) for choice in choices) > _DECODED_AT_ONCE:
-            results = await in_thread(lambda: [choice.result() for choice in choices])
-        else:
-            results = [choice.result() for choice in choices]
-        return Completion(request.id, request.prompt, tuple(results))
+        choices = self._choices or self._make_choices(RequestLimits())  # aborted at once
+
+        def results() -> tuple[Choice, ...]:
+            return tuple(choice.result() for choice in choices)
+
+        is_long = sum(len(choice.token_ids) for choice in choices) > _DECODED_AT_ONCE
+        found = await in_thread(results) if is_long else results()
+        return Completion(self._request.id, self._request.prompt, found)
 
     async def _finish(self, choice: ChoiceState) -> None:
         while not choice.done:
