@@ -69,7 +69,8 @@ class RolloutRun:
         """
         async with self._pool.under_way(self._request.id, self._request.asked_id):
             await self._run()
-        return await self._completion()
+        choices = self._choices or self._make_choices(RequestLimits())  # aborted at once
+        return Completion(self._request.id, self._request.prompt, await _results(choices))
 
     def _make_choices(self, limits: RequestLimits) -> list[ChoiceState]:
         return [
@@ -95,16 +96,6 @@ class RolloutRun:
                         tasks.create_task(self._finish(choice))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
-
-    async def _completion(self) -> Completion:
-        choices = self._choices or self._make_choices(RequestLimits())  # aborted at once
-
-        def results() -> tuple[Choice, ...]:
-            return tuple(choice.result() for choice in choices)
-
-        is_long = sum(len(choice.token_ids) for choice in choices) > _DECODED_AT_ONCE
-        found = await in_thread(results) if is_long else results()
-        return Completion(self._request.id, self._request.prompt, found)
 
     async def _finish(self, choice: ChoiceState) -> None:
         while not choice.done:
@@ -285,6 +276,14 @@ class RolloutRun:
                 f"request {self._request.id}: {FAILURES} attempts in a row gave no token; the "
                 f"last: {self._blamed.last}"
             )
+
+
+async def _results(choices: Sequence[ChoiceState]) -> tuple[Choice, ...]:
+    def make() -> tuple[Choice, ...]:
+        return tuple(choice.result() for choice in choices)
+
+    is_long = sum(len(choice.token_ids) for choice in choices) > _DECODED_AT_ONCE
+    return await in_thread(make) if is_long else make()
 
 
 class _Blamed:
