@@ -51,6 +51,7 @@ GREEDY: Final = {"temperature": 0.0, "max_tokens": 4}
 VARYING: Final = frozenset(
     ("id", "created", "request_id", "message", "root", "vllm_config", "system_fingerprint")
 )
+OF_ERRORS: Final = ("error.type", "error.param")  # they say as much as the message does
 Answers = dict[str, tuple[int, Any]]
 
 
@@ -269,7 +270,7 @@ def difference(
     more = added & (right.keys() - left.keys())
     seen |= more
     paths = sorted(path for path in left | right if left.get(path) != right.get(path))
-    paths = [path for path in paths if path not in more]
+    paths = [path for path in paths if path not in (*more, *OF_ERRORS)]
     if not paths:
         return None
 
