@@ -254,7 +254,7 @@ def test_prime_rls_calls_update_both(two: Two, tmp_path: Path) -> None:
                 answer = await client.post(
                     f"{url}/inference/v1/generate", cast_to=httpx.Response, body=body
                 )
-                return protocol.GenerateResponse.model_validate_json(answer.content)
+                return protocol.GenerateTokensResponse.model_validate_json(answer.content)
 
             (await admin.get("/health")).raise_for_status()
             models = (await admin.get("/v1/models")).json()["data"]
