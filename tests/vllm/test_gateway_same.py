@@ -49,7 +49,11 @@ CHAT: Final = [{"role": "user", "content": "hi"}]
 GREEDY: Final = {"temperature": 0.0, "max_tokens": 4}
 # Fields whose values differ from call to call, or between two servers of one kind.
 VARYING: Final = frozenset(
-    ("id", "created", "request_id", "message", "root", "vllm_config", "system_fingerprint")
+    (
+        *("id", "created", "request_id", "message", "root", "system_fingerprint"),
+        *("vllm_config", "vllm_env", "system_env"),
+        *("connections", "engines", "evicted", "limit", "refused", "slow"),
+    )
 )
 OF_ERRORS: Final = ("error.type", "error.param")  # they say as much as the message does
 Answers = dict[str, tuple[int, Any]]
@@ -114,8 +118,10 @@ class Flow:
         await self.call("detokenize", "/detokenize", {"tokens": [104, 105]})
         prompt = {"model": "tiny", "prompt": PROMPT, **GREEDY}
         await self.call("completions", "/v1/completions", prompt)
-        more = {"logprobs": 1, "return_token_ids": True, "n": 2, "temperature": 1.0, "seed": 3}
-        await self.call("completions with all", "/v1/completions", prompt | more)
+        drawn = {"logprobs": 1, "n": 2, "temperature": 1.0, "seed": 3}
+        await self.call("completions with logprobs", "/v1/completions", prompt | drawn)
+        ids = {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        await self.call("completions with token ids", "/v1/completions", prompt | ids)
         chat = {"model": "tiny", "messages": CHAT, **GREEDY}
         await self.call("chat", "/v1/chat/completions", chat)
         asked = {"token_ids": PROMPT, "sampling_params": GREEDY}
@@ -206,7 +212,8 @@ class Flow:
         await self.call("load an adapter again", load, named | {"lora_path": folder})
         in_place = named | {"lora_path": folder, "load_inplace": True}
         await self.call("load an adapter in place", load, in_place)
-        await self.call("load an adapter, no folder", load, named | {"lora_path": "/none"})
+        absent = {"lora_name": "other", "lora_path": "/none"}
+        await self.call("load an adapter, no folder", load, absent)
         await self.call("load an adapter without a name", load, {"lora_path": folder})
         await self.call("unload an adapter", unload, named)
         await self.call("completions, unloaded adapter", "/v1/completions", asked)
@@ -244,7 +251,7 @@ def flat(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
     if value is None:
         return
     if name in VARYING and not (name == "message" and isinstance(value, dict)):
-        yield path, type(value).__name__
+        yield path, json.dumps(value) if value in ({}, "") else type(value).__name__
     elif isinstance(value, dict):
         for each, inner in value.items():
             yield from flat(inner, f"{path}.{each}".lstrip("."))
@@ -262,13 +269,18 @@ def difference(
 ) -> tuple[str, str] | None:
     """What differs between vLLM's answer and the gateway's; None: nothing.
 
-    Fields of ``added`` may be in the gateway's answer alone; ``seen`` gets those that are.
+    Fields of ``added``, and those within them, may be in the gateway's answer alone; ``seen`` gets
+    those that are.
     """
     if one[0] != here[0]:
         return str(one[0]), str(here[0])
     left, right = dict(flat(one[1])), dict(flat(here[1]))
-    more = added & (right.keys() - left.keys())
-    seen |= more
+    more = set()
+    for path in right.keys() - left.keys():
+        for each in added:
+            if path == each or path.startswith((f"{each}.", f"{each}[")):
+                more.add(path)
+                seen.add(each)
     paths = sorted(path for path in left | right if left.get(path) != right.get(path))
     paths = [path for path in paths if path not in (*more, *OF_ERRORS)]
     if not paths:

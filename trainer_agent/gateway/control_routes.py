@@ -184,7 +184,9 @@ class ControlRoutes:
         if "weight_dir" in body:
             await self._group.send_folder(_text(body, "weight_dir"))
         else:
-            await self._updates.receive(body.get("update_info"))
+            if body.get("update_info") is None:
+                raise UsageError("update_info: is missing")
+            await self._updates.receive(body["update_info"])
         return {"message": "Weights updated"}
 
     async def _finish(self, http: web.Request) -> Answer:
