@@ -65,7 +65,9 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
             if opens:
                 await engine.admit(open=True)
             await (engine.wake() if asleep else engine.resume())
-        case CallSleep(level):
+        case CallSleep(level, clears):
+            if clears:
+                await engine.clear_cache()
             await engine.sleep(level)
         case CallWakeWeights():
             await engine.wake_weights()

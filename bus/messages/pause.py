@@ -59,7 +59,8 @@ class PauseGlobal(Message):
 class Sleep(Message):
     """Trainer to broker to engines: give memory back, in the pause ``update_id``.
 
-    Level 1 keeps the weights in the host's memory, level 2 discards them. Both drop KV caches.
+    Level 1 keeps the weights in the host's memory, level 2 discards them. Both drop KV caches, also
+    in a pause that has kept them.
     """
 
     update_id: UpdateId

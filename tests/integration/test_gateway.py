@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from aiohttp import web
 from safetensors.torch import load_file, save_file
 
+from bus.errors import EngineError
+from tests.integration.test_rollouts import clients_of
 from tests.support.checkpoints import perturbed
 from tests.support.procs import run_wavebus, wavebus
+from trainer_agent.gateway.checksums import WeightChecksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,6 +158,17 @@ def test_what_is_wrong_with_a_folder_is_said_and_nothing_changes(
     assert gateway.generate()[1] == "0"
 
 
+def test_an_adapter_that_is_not_there_yet_is_not_found(gateway: Gateway, tmp_path: Path) -> None:
+    """prime-rl repeats its call then, and only then."""
+    asked = {"lora_name": "tuned", "lora_path": str(tmp_path)}
+    for _ in range(2):
+        status, answer = gateway.call("/load_lora_adapter", asked)
+        assert (status, answer["error"]["type"]) == (404, "NotFoundError")
+        (tmp_path / "adapter_config.json").write_text("[]")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
+    assert gateway.call("/load_lora_adapter", asked)[0] == 400
+
+
 def test_calls_out_of_order_are_refused_and_those_repeated_are_not(gateway: Gateway) -> None:
     """A finish after a failed update commits nothing."""
     assert gateway.call("/finish_weight_update")[0] == 409
@@ -220,7 +236,7 @@ def test_a_group_that_sleeps_wakes_as_one_vllm_does(gateway: Gateway) -> None:
         {"status": "awake", "tags": ["kv_cache"]},
     )
     assert gateway.phases() == {"running"}
-    assert gateway.call("/pause?mode=keep")[0] == 200
+    assert gateway.call("/pause?mode=keep&clear_cache=false")[0] == 200
     assert gateway.call("/sleep?level=1")[0] == 200
     assert gateway.call("/wake_up") == (200, {"status": "awake", "tags": None})
     assert gateway.get("/is_paused") == {"is_paused": True}
@@ -261,8 +277,7 @@ def test_code_of_clients_is_not_run(gateway: Gateway) -> None:
         ("/collective_rpc", {"method": "skyrl_set_lora_receive_target"}, "sync_mode=disk"),
         ("/fetch_weights", {"target_version": 1}, "weight_sync_backend=nccl"),
         ("/v1/unload_lora_adapter", {"lora_name": "a"}, "same name"),
-        ("/abort_requests", {}, "close its connection"),
-        ("/weight_checker", {}, "canary"),
+        ("/weight_checker", {"action": "reset"}, "zero"),
         ("/release_kv_cache_memory", {}, "/sleep?level=1"),
     ],
 )
@@ -272,6 +287,66 @@ def test_what_a_group_does_not_have_names_what_to_use(
     status, answer = gateway.call(path, body)
     assert (status, answer["error"]["type"]) == (501, "NotImplementedError")
     assert use in message(answer)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_requests_that_a_client_aborts_end_with_what_they_have(bus: Bus, named: bool) -> None:
+    """By vLLM's ids, or all; in a pause, too."""
+    bus.sidecar("e0", "--step-ms", "30")
+    gateway = Gateway(bus)
+    body = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    headers = {"Content-Type": "application/json", "X-Request-Id": "mine"}
+    asked = Request(f"{gateway.url}/v1/completions", json.dumps(body).encode(), headers)
+    with urlopen(asked, timeout=60) as stream:
+        assert json.loads(stream.readline()[6:])["id"] == "cmpl-mine"
+        assert gateway.call("/pause?mode=keep")[0] == 200
+        for other in ("mine", "cmpl-mine", "cmpl-mine-1"):
+            answer = gateway.call("/abort_requests", {"request_ids": [other]})
+            assert answer == (200, {"status": "aborted", "aborted": 0})
+        ids = ["cmpl-mine-0"] if named else []
+        answer = gateway.call("/abort_requests", {"request_ids": ids})
+        assert answer == (200, {"status": "aborted", "aborted": 1})
+        *_, last, end = (line for line in stream if line.strip())
+        assert end == b"data: [DONE]\n"
+        assert json.loads(last[6:])["choices"][0]["finish_reason"] == "abort"
+    assert gateway.call("/resume")[0] == 200
+    gateway.generate()
+    for wrong in ("mine", [1]):
+        assert gateway.call("/abort_requests", {"request_ids": wrong})[0] == 400
+
+
+def test_checksums_are_those_of_all_engines() -> None:
+    """An engine that has none is named; so is the group that has no engine."""
+
+    async def checksums(http: web.Request) -> web.StreamResponse:
+        assert await http.json() == {"action": "checksum"}
+        return web.json_response({"checksums": {"a": "1"}})
+
+    async def nothing(_: web.Request) -> web.StreamResponse:
+        return web.json_response({})
+
+    async def main() -> None:
+        both = {"/weight_checker": checksums}
+        async with clients_of(both, both) as client:
+            assert (await WeightChecksums.read(client)).merged() == {"a": "1"}
+        async with clients_of(both, {}) as client:
+            with pytest.raises(EngineError, match="no checksums of e1"):
+                await WeightChecksums.read(client)
+        async with clients_of({"/weight_checker": nothing}) as client:
+            with pytest.raises(EngineError, match="missing required field"):
+                await WeightChecksums.read(client)
+        async with clients_of() as client:
+            with pytest.raises(EngineError, match="any engine"):
+                await WeightChecksums.read(client)
+
+    asyncio.run(asyncio.wait_for(main(), 60.0))
+
+
+def test_wrong_checks_of_weights_are_refused(gateway: Gateway) -> None:
+    for body in ({}, {"action": "guess"}, {"action": "compare"}):
+        assert gateway.call("/weight_checker", body)[0] == 400
+    status, answer = gateway.call("/weight_checker", {"action": "checksum"})
+    assert (status, "no checksums of e0, e1" in message(answer)) == (409, True)
 
 
 def test_caches_of_the_group_are_dropped(gateway: Gateway) -> None:

@@ -485,6 +485,56 @@ def test_what_an_engine_aborts_goes_on_there_up_to_the_budget() -> None:
     run(main())
 
 
+def test_requests_end_where_they_are_if_their_caller_aborts_them() -> None:
+    """With the tokens and spans that they have, or none; others go on."""
+    begun = asyncio.Semaphore(0)
+    may_end = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for each in (event(78), event(79, index=1)):
+            await response.write(b"data: " + json.dumps(each).encode() + b"\n\n")
+        begun.release()
+        await may_end.wait()
+        for each in (event(80, finish="stop"), event(81, finish="stop", index=1)):
+            await response.write(b"data: " + json.dumps(each).encode() + b"\n\n")
+        return response
+
+    async def main() -> None:
+        seen = asyncio.Semaphore(0)
+        async with clients_of(answer) as client:
+            assert client.abort_requests() == 0
+
+            def ask(name: str) -> asyncio.Task[Any]:
+                params = {"max_tokens": 5, "n": 2, "logprobs": 0}
+                return asyncio.create_task(
+                    client.generate(
+                        PROMPT, params, request_id=name, on_delta=lambda _: seen.release()
+                    )
+                )
+
+            first, second = ask("a"), ask("b")
+            for _ in range(4):
+                await seen.acquire()
+            assert client.abort_requests(["a", "c"]) == 1
+            done = (await first).choices
+            assert [each.token_ids for each in done] == [(78,), (79,)]
+            assert {each.finish_reason for each in done} == {"abort"}
+            assert [each.spans[-1].end for each in done] == [1, 1]
+            may_end.set()
+            assert {each.finish_reason for each in (await second).choices} == {"stop"}
+        async with clients_of() as client:
+            waiting = asyncio.create_task(client.generate(PROMPT, {"max_tokens": 5}))
+            while not client._pool.requests:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0)
+            assert client.abort_requests() == 1
+            (choice,) = (await waiting).choices
+            assert (choice.token_ids, choice.finish_reason) == ((), "abort")
+
+    run(main())
+
+
 def test_an_engine_that_aborts_without_a_token_is_left_alone_for_a_while() -> None:
     """Also by a request that has tokens already."""
     asked: list[int] = []

@@ -234,6 +234,8 @@ class GroundTruth:
             case CallStrengthenPause(aborts, clears):
                 self.cleared = self.cleared or clears
                 self.in_flight = 0 if aborts else self.in_flight
+            case CallSleep(clears=clears):
+                self.cleared = self.cleared or clears
             case CallWakeWeights():
                 self.asleep.discard("weights")
             case CallResume(opens=opens):
@@ -426,6 +428,8 @@ class GroundTruth:
             self._refuse("it is put to sleep twice")
         if self._started and self._begun not in self.broken:
             self._refuse("it is put to sleep in the middle of an update")
+        if not (self.cleared or call.clears):
+            self._refuse("it is put to sleep with keys and values that requests still use")
         self.asleep = {"weights", "cache"}
         if call.level == 2:
             for target, weights in self.models.items():

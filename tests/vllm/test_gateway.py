@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+from safetensors.torch import save_file
 
 from bus.cli.options import Keys
 from tests.support import pair_plugin
 from tests.support.checkpoints import perturbed
 from tests.vllm._two import Two, booted_two
-from tests.vllm._vllm import MAX_POSITIONS, require_vllm
+from tests.vllm._vllm import MAX_POSITIONS, PROMPT, require_vllm
 from trainer_agent.gateway.server import serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -211,6 +213,69 @@ def test_trls_asynchronous_clients_update_both(two: Two) -> None:
         async with served(two) as url:
             await asyncio.gather(asyncio.to_thread(train, url), asyncio.to_thread(roll_out, url))
             await two.assert_serve(new)
+
+    two.run(scenario())
+
+
+def test_prime_rls_calls_update_both(two: Two, tmp_path: Path) -> None:
+    """Its requests, as `prime_rl/utils/client.py` (559b447) makes them, and its folders."""
+    import httpx  # noqa: PLC0415 - only with vLLM
+    import openai  # noqa: PLC0415 - same
+    from vllm.entrypoints.scale_out.token_in_token_out import protocol  # noqa: PLC0415
+
+    new, folder = perturbed(two.weights, 6), tmp_path / "step_1"
+    folder.mkdir()
+    files: dict[str, str] = {}
+    for number in range(2):
+        file = f"model-{number + 1:05}-of-00002.safetensors"
+        mine = {name: new[name].contiguous() for name in list(new)[number::2]}
+        files |= dict.fromkeys(mine, file)
+        save_file(mine, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (folder / "STABLE").touch()
+
+    async def scenario() -> None:
+        async with (
+            served(two) as url,
+            httpx.AsyncClient(
+                base_url=f"{url}/v1".removesuffix("/v1"),
+                limits=httpx.Limits(max_connections=4, max_keepalive_connections=1),
+                timeout=None,
+            ) as admin,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0) as client,
+        ):
+
+            async def post(path: str, **what: Any) -> None:
+                limits = httpx.Timeout(connect=10.0, read=300.0, write=60.0, pool=10.0)
+                (await admin.post(path, timeout=limits, **what)).raise_for_status()
+
+            async def generate(**what: Any) -> Any:
+                body = {"model": "tiny", "token_ids": PROMPT, **what}
+                answer = await client.post(
+                    f"{url}/inference/v1/generate", cast_to=httpx.Response, body=body
+                )
+                return protocol.GenerateTokensResponse.model_validate_json(answer.content)
+
+            (await admin.get("/health")).raise_for_status()
+            models = (await admin.get("/v1/models")).json()["data"]
+            assert any(model["id"] == "tiny" for model in models)
+            sampling = {"max_tokens": 40, "temperature": 1.0, "logprobs": 1, "ignore_eos": True}
+            rollout = asyncio.create_task(generate(sampling_params=sampling, cache_salt="0"))
+            await post("/pause", params={"mode": "keep", "clear_cache": "false"})
+            try:
+                (folder / "NCCL_READY").touch()
+                await post("/update_weights", json={"weight_dir": folder.as_posix()})
+            finally:
+                await post("/resume")
+            [choice] = (await rollout).choices
+            assert len(choice.token_ids) == 40
+            await two.assert_serve(new)
+            scoring = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
+            none, *scored = (await generate(sampling_params=scoring)).prompt_logprobs
+            assert none is None
+            found = [next(iter(each.values())).logprob for each in scored]
+            expected = two.oracle.score(new, PROMPT[:1], PROMPT[1:])
+            assert found == pytest.approx(expected, abs=1e-4)
 
     two.run(scenario())
 

@@ -302,19 +302,32 @@ def test_a_module_of_fsdp_has_a_head_that_is_tied(trained: Trained) -> None:
     trained.run(scenario())
 
 
-@pytest.mark.parametrize("comes_first", [False, True])
-def test_a_head_that_differs_is_refused_by_its_name(trained: Trained, comes_first: bool) -> None:
-    """No tensor of that update is served: engines wait for the next whole one."""
-    new = perturbed(trained.weights, 4)
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_head_that_differs_is_refused_by_its_name(trained: Trained, paused: bool) -> None:
+    """No tensor of that update is served: engines serve on if it was staged. If it was loaded in a
+    pause, they wait for the next whole one."""
+    old, new = trained.weights, perturbed(trained.weights, 4)
     head = {HEAD: new[EMBEDDINGS] * 2}
-    wrong = {**head, **new} if comes_first else {**new, **head}
+    wrong = {**new, **head} if paused else {**head, **new}
 
-    async def scenario() -> None:
-        with pytest.raises(RuntimeError, match=r"lm_head\.weight: is not equal to model\.embed"):
-            await asyncio.to_thread(trained.send, wrong)
+    async def phases() -> set[str]:
         shown = await asyncio.to_thread(run_wavebus, "status", "--broker", trained.broker, "--json")
         [group] = json.loads(shown.stdout)["groups"]
-        assert {each["phase"] for each in group["engines"]} == {"quarantined"}
+        return {each["phase"] for each in group["engines"]}
+
+    async def scenario() -> None:
+        async with trained.driver() as driver:
+            if paused:
+                await driver.pause_generation()
+            with pytest.raises(
+                RuntimeError, match=r"lm_head\.weight: is not equal to model\.embed"
+            ):
+                await asyncio.to_thread(trained.send, wrong)
+            await driver.resume_generation()
+        if paused:
+            assert await phases() == {"quarantined"}
+        else:
+            await trained.assert_serve(old)
         await asyncio.to_thread(trained.send, with_head(new))
         await trained.assert_serve(new)
 
@@ -324,6 +337,7 @@ def test_a_head_that_differs_is_refused_by_its_name(trained: Trained, comes_firs
 def test_sleep_and_wake_around_an_update(trained: Trained) -> None:
     """Without a pause before it, the last wake resumes; with one, resume does."""
     first, second = (perturbed(trained.weights, seed) for seed in (5, 6))
+    asked = {"prompt_token_ids": [PROMPT], "sampling_params": SAMPLING | {"max_tokens": 100}}
 
     async def scenario() -> None:
         async with trained.driver() as driver:
@@ -335,12 +349,16 @@ def test_sleep_and_wake_around_an_update(trained: Trained) -> None:
             assert not await driver.is_sleeping()
             await trained.assert_serve(first)
 
-            await driver.pause_generation(clear_cache=True)
-            await driver.sleep_for_weight_sync(offload_kv=False)
+            # As its fully asynchronous trainer: a pause that keeps the caches, and requests in it.
+            request = asyncio.create_task(driver.generate(asked))
+            await driver.pause_generation()
+            await driver.sleep_for_weight_sync()
             await driver.wake_for_weight_sync(["weights"])
             await asyncio.to_thread(trained.send, with_head(second))
             await driver.wake_for_weight_sync(["kv_cache"])
             await driver.resume_generation()
+            [tokens] = (await request)["response_ids"]
+            assert len(tokens) == 100
             await trained.assert_serve(second)
 
             await driver.sleep(level=1, tags=["weights"])
@@ -381,8 +399,6 @@ def test_what_a_group_does_not_have_is_refused_by_name(trained: Trained) -> None
     )
 
     client = SkyrlWeightSyncClient([trained.url])
-    with pytest.raises(RuntimeError, match=r"\[409\].*start_weight_update comes first"):
-        client.finish_weight_update()
     with pytest.raises(RuntimeError, match=r"\[501\].*weight_sync_backend"):
         client.fetch_weights(1)
     with pytest.raises(RuntimeError, match=r"\[400\].*world_size=9"):

@@ -1,8 +1,9 @@
 """vLLM's routes for RL training, served for a group. docs/gateway.md lists them.
 
-An error is answered once: 400 if the call is wrong, 409 if it doesn't fit what is under way or what
-has failed, 504 if the bus or an engine didn't answer in time. Never 500, 502 or 503: some clients
-repeat a call after these, and then hide its text.
+An error is answered once: 400 if the call is wrong, 404 if it names an adapter that is not there,
+409 if it doesn't fit what is under way or what has failed, 504 if the bus or an engine didn't
+answer in time. Never 500, 502 or 503: some clients repeat a call after these, and then hide its
+text.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from aiohttp import web
 
 from bus.errors import BusClosed, BusTimeout, ManifestRefused, UsageError, WavebusError
 from bus.messages import PauseMode
-from trainer_agent.gateway.updates import Caller, Conflict
+from trainer_agent.gateway.checksums import WeightChecksums
+from trainer_agent.gateway.updates import Caller, Conflict, Missing
 from trainer_agent.options import check_choice
 from trainer_agent.rollouts.front_answer import error_answer
 
@@ -23,22 +25,20 @@ if TYPE_CHECKING:
 
     from trainer_agent.gateway.group import ClientGroup
     from trainer_agent.gateway.updates import ClientUpdates
+    from trainer_agent.rollouts.client import RolloutClient
 
     Answer = dict[str, Any] | str
     Call = Callable[[web.Request], Awaitable[Answer]]
 
 _STATUSES: Final = (
     (Conflict, 409),
+    (Missing, 404),
     ((UsageError, ManifestRefused), 400),
     ((BusTimeout, BusClosed), 504),
     (WavebusError, 409),
 )
 # vLLM's routes that a group doesn't have, and what its clients use instead.
 _NOT_OFFERED: Final = {
-    "/abort_requests": "the gateway continues requests that an engine aborts; to end a request, "
-    "close its connection",
-    "/weight_checker": "checksums of workers are not merged; a canary compares the engines: "
-    "`update_weights(canary=...)` of a TrainerAgent",
     "/release_kv_cache_memory": "the KV cache is not freed alone; use /sleep?level=1",
     "/v1/unload_lora_adapter": "adapters are not unloaded: load the next one under the same name, "
     "which replaces it",
@@ -63,11 +63,13 @@ class ControlRoutes:
     Args:
         group: carries out all else.
         updates: carries out updates whose tensors the client sends.
+        rollouts: has the gateway's requests, and asks engines.
     """
 
-    def __init__(self, group: ClientGroup, updates: ClientUpdates) -> None:
+    def __init__(self, group: ClientGroup, updates: ClientUpdates, rollouts: RolloutClient) -> None:
         self._updates = updates
         self._group = group
+        self._rollouts = rollouts
 
     def routes(self) -> list[web.RouteDef]:
         """Returns the routes."""
@@ -89,6 +91,8 @@ class ControlRoutes:
             "/v1/load_lora_adapter": self._load_adapter,
             "/skyrl/v1/load_lora_adapter": self._load_adapter_named,
             "/load_lora_adapter": self._load_adapter_named,
+            "/abort_requests": self._abort,
+            "/weight_checker": self._check_weights,
             "/collective_rpc": self._call_all,
             **dict.fromkeys(_NOT_OFFERED, self._refuse),
         }
@@ -171,7 +175,9 @@ class ControlRoutes:
         if "weight_dir" in body:
             await self._group.send_folder(_text(body, "weight_dir"))
         else:
-            await self._updates.receive(body.get("update_info"))
+            if body.get("update_info") is None:
+                raise UsageError("update_info: is missing")
+            await self._updates.receive(body["update_info"])
         return {"message": "Weights updated"}
 
     async def _finish(self, http: web.Request) -> Answer:
@@ -201,6 +207,28 @@ class ControlRoutes:
             raise NotOffered(_IN_MEMORY)
         name, folder = _text(body, "lora_name"), _text(body, "lora_path")
         return name, await self._group.send_adapter(name, folder)
+
+    # -- requests ------------------------------------------------------------------------
+
+    async def _abort(self, http: web.Request) -> Answer:
+        ids = (await _body(http)).get("request_ids") or None
+        if ids is not None and not (isinstance(ids, list) and all(isinstance(i, str) for i in ids)):
+            raise UsageError("request_ids: a list of texts is needed")
+        return {"status": "aborted", "aborted": self._rollouts.abort_requests(ids)}
+
+    async def _check_weights(self, http: web.Request) -> Answer:
+        body = await _body(http)
+        action = body.get("action")
+        if action == "reset":
+            raise NotOffered(f"{http.path}: action reset sets the weights of engines to zero")
+        if action not in ("checksum", "compare"):
+            raise UsageError(f"action={action!r}: checksum or compare")
+        baseline = _part(body, "baseline") if action == "compare" else {}
+        sums = await WeightChecksums.read(self._rollouts)
+        if action == "checksum":
+            return {"checksums": sums.merged()}
+        mismatches = sums.mismatches(baseline)
+        return {"match": not mismatches, "mismatches": mismatches}
 
     # -- what is not offered --------------------------------------------------------------
 

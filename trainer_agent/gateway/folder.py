@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 
 from bus.errors import UsageError
 from bus.manifest import TensorMeta
+from trainer_agent.gateway.updates import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
+_OF_ADAPTER: Final = ("adapter_config.json", "adapter_model.safetensors")
 _DTYPES: Final = {
     "F64": "float64",
     "F32": "float32",
@@ -85,12 +87,14 @@ def read_adapter(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         folder: the adapter's folder.
 
     Raises:
-        UsageError: there is none.
+        Missing: there is none, or not yet.
+        UsageError: it can't be read.
     """
-    path = Path(folder)
-    config = _read_json(path / "adapter_config.json")
+    config, tensors = (Path(folder) / name for name in _OF_ADAPTER)
+    if absent := [each.name for each in (config, tensors) if not each.is_file()]:
+        raise Missing(f"lora_path={folder!r}: no {absent[0]} that the gateway's host sees")
     try:
-        return load_file(path / "adapter_model.safetensors"), config
+        return load_file(tensors), _read_json(config)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{folder!r}: no adapter_model.safetensors: {error}") from error
 

@@ -179,7 +179,8 @@ class ClientGroup:
 
         Raises:
             Conflict: an update is under way.
-            UsageError: there is no adapter.
+            Missing: there is no adapter.
+            UsageError: it can't be read.
         """
         from trainer_agent.gateway.folder import read_adapter  # noqa: PLC0415 - it needs torch
 

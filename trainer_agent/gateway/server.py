@@ -85,7 +85,7 @@ async def serve(
             session = ClientSession(make_agent, silence_s=silence_s, lease_s=LEASE_MS / 1000)
             stack.push_async_callback(session.close)
             updates = ClientUpdates(session, takes_pickles=allow_pickled_handles)
-            routes = ControlRoutes(ClientGroup(session, updates), updates).routes()
+            routes = ControlRoutes(ClientGroup(session, updates), updates, rollouts).routes()
         yield await stack.enter_async_context(
             front.serve(
                 rollouts,

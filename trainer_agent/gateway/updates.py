@@ -68,6 +68,10 @@ class Conflict(WavebusError):
     """A call doesn't fit what is under way, or what has failed."""
 
 
+class Missing(UsageError):
+    """A call names what is not there."""
+
+
 class HttpStage(Enum):
     """How far a client's update is."""
 

@@ -18,13 +18,13 @@ import msgspec
 
 from bus.errors import BusClosed, RolloutFailed, UsageError
 from trainer_agent.rollouts.attempt import FAILURES, UNREACHABLE, Cut, read_bounded, refused
-from trainer_agent.rollouts.engine_survey import ask_each
+from trainer_agent.rollouts.engine_survey import ANSWER_S, ask_each
 from trainer_agent.rollouts.request import make_request, plain_params, structured_outputs
 from trainer_agent.rollouts.results import ChatCompletion
 from trainer_agent.rollouts.text import check_length, flat_messages, in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.engine_pool import EnginePool
@@ -217,9 +217,21 @@ class ChatClient:
         """Requests JSON as :meth:`ask` does, when it is the turn of a session and a client."""
         return await ask_any(self._pool, self._session(), path, body, None, place, kind)
 
-    async def ask_each(self, path: str) -> dict[str, bytes]:
-        """Returns the answers of all routable engines to a GET, as :func:`ask_each`."""
-        return await ask_each(self._pool, self._session(), path)
+    def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
+        """Ends requests of this client with the tokens that they have, and returns how many.
+
+        Their choices get the ``finish_reason`` ``abort``. An engine's own abort ends no request.
+
+        Args:
+            request_ids: the ids that :meth:`RolloutClient.generate` was given; None: all requests.
+        """
+        return self._pool.abort(request_ids)
+
+    async def ask_each(
+        self, path: str, body: Mapping[str, str] | None = None, timeout_s: float = ANSWER_S
+    ) -> dict[str, bytes]:
+        """Returns the answers of all routable engines, as :func:`ask_each`."""
+        return await ask_each(self._pool, self._session(), path, body, timeout_s)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:

@@ -223,7 +223,7 @@ class ChoiceState:
             self._stop_search = _StopSearch(self._tokenizer)
 
     def result(self) -> Choice:
-        """Returns the finished choice."""
+        """Returns the choice; one that is not done was aborted."""
         text = None
         if self._tokenizer is not None:
             text = self._tokenizer.decode(self.token_ids[: self._end_of_text()])
@@ -236,7 +236,7 @@ class ChoiceState:
             tuple(self.token_ids),
             tuple(self._logprobs) if self._request.params.logprobs is not None else None,
             text,
-            self._finish,
+            self._finish or "abort",
             self._stop,
             tuple(self._spans),
             tuple(self._attempts),

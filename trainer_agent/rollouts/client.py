@@ -158,6 +158,7 @@ class RolloutClient(ChatClient):
         *,
         session_id: str | None = None,
         client_id: str = "",
+        request_id: str = "",
         on_inexact: OnInexact = "restart",
         on_delta: Callable[[TokenDelta], None] | None = None,
         on_deltas: Callable[[list[TokenDelta]], Awaitable[None]] | None = None,
@@ -170,6 +171,7 @@ class RolloutClient(ChatClient):
             sampling_params: see :class:`~trainer_agent.rollouts.request.SamplingParameters`.
             session_id: requests of one session go to the same engine, whose cache has their prefix.
             client_id: on whose behalf you ask. While requests wait for engines, clients take turns.
+            request_id: your own id of the request, for :meth:`abort_requests`.
             on_inexact: what to do if an interrupted request can't continue exactly: ``restart`` it
                 from its prompt, ``continue`` and name the reasons in ``Choice.inexact``, or
                 ``raise``.
@@ -189,10 +191,8 @@ class RolloutClient(ChatClient):
                 times; or ``on_inexact="raise"`` applied.
         """
         deliver = on_deltas if on_delta is None else partial(_each, on_delta)
-        rollout = self._make(
-            prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra, deliver
-        )
-        return await rollout.run()
+        ask = (prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra)
+        return await self._make(*ask, deliver, request_id).run()
 
     async def stream(
         self,
@@ -210,11 +210,8 @@ class RolloutClient(ChatClient):
         without tokens, and raises otherwise.
         """
         deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()
-        rollout = self._make(
-            *(prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra),
-            partial(_each, deltas.put_nowait),
-        )
-        task = asyncio.create_task(rollout.run())
+        ask = (prompt_token_ids, sampling_params, session_id, client_id, on_inexact, extra)
+        task = asyncio.create_task(self._make(*ask, partial(_each, deltas.put_nowait)).run())
         task.add_done_callback(lambda _: deltas.put_nowait(None))
         try:
             while (delta := await deltas.get()) is not None:
@@ -290,6 +287,7 @@ class RolloutClient(ChatClient):
         on_inexact: OnInexact,
         extra: Mapping[str, Any],
         deliver: Callable[[list[TokenDelta]], Awaitable[None] | None] | None,
+        asked_id: str = "",
     ) -> RolloutRun:
         http = self._session()
         request = make_request(
@@ -297,6 +295,7 @@ class RolloutClient(ChatClient):
             params,
             session_id=session_id,
             client_id=client_id,
+            asked_id=asked_id,
             on_inexact=on_inexact,
             decodes=self._tokenizer is not None,
             extra=extra,

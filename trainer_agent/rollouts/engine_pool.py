@@ -10,12 +10,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from bus.errors import NoEngine, WavebusError
+from bus.errors import BusClosed, NoEngine, WavebusError
 from trainer_agent.failures import require_process
 from trainer_agent.rollouts.router import Router, Waiter, WaitingRequests
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Collection, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Collection, Iterable
 
     from bus.messages import EngineView, Routes
     from trainer_agent.connection import Connection
@@ -24,6 +24,21 @@ if TYPE_CHECKING:
 _SERVING: Final = ("running", "staging")
 _FIGURES_S: Final = 0.5
 _NOBODY: Final = frozenset[str]()
+
+
+@dataclass(eq=False, slots=True)
+class RequestUnderWay:
+    """A request that may be ended early.
+
+    Attributes:
+        limit: ends it, when it expires.
+        asked_id: the caller's own id of the request; empty: none.
+        is_aborted: whether it ends with the tokens that it has, not with an error.
+    """
+
+    limit: asyncio.Timeout
+    asked_id: str
+    is_aborted: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -265,7 +280,7 @@ class EnginePool(EngineQueue):
 
     Attributes:
         attempts: the attempts under way.
-        requests: the timeout of each request under way; all expire when the pool is closed.
+        requests: the requests under way; all end when the pool is closed.
         stall_s, unavailable_s: as the arguments.
     """
 
@@ -279,7 +294,7 @@ class EnginePool(EngineQueue):
     ) -> None:
         super().__init__()
         self.attempts: set[AttemptWatch] = set()
-        self.requests: set[asyncio.Timeout] = set()
+        self.requests: set[RequestUnderWay] = set()
         self.stall_s = stall_s
         self._group = group
         self.unavailable_s = unavailable_s
@@ -306,12 +321,49 @@ class EnginePool(EngineQueue):
 
     def close(self) -> None:
         """Leaves the bus, and cancels all requests under way."""
-        for limit in self.requests:
-            expire(limit)
+        for each in self.requests:
+            expire(each.limit)
         self._connection.close()
         self._stop_holds()
         if self._watch is not None:
             self._watch.cancel()
+
+    @contextlib.asynccontextmanager
+    async def under_way(self, request_id: str, asked_id: str) -> AsyncIterator[None]:
+        """Runs a block that :meth:`abort` ends early.
+
+        Args:
+            request_id: the id of the block's request, for errors.
+            asked_id: the caller's own id of it; empty: none.
+
+        Raises:
+            BusClosed: the pool was closed.
+        """
+        this = RequestUnderWay(asyncio.timeout(None), asked_id)
+        try:
+            async with this.limit:
+                self.requests.add(this)
+                try:
+                    yield
+                finally:
+                    self.requests.discard(this)
+        except Exception:
+            if this.limit.when() is None:
+                raise
+            if not this.is_aborted:  # the client was closed, and its HTTP session as well
+                raise BusClosed(f"request {request_id}: the client was closed") from None
+
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        """Ends requests with the tokens that they have; returns how many.
+
+        Args:
+            request_ids: the callers' own ids of them; None: all.
+        """
+        found = [r for r in self.requests if request_ids is None or r.asked_id in request_ids]
+        for each in found:
+            each.is_aborted = True
+            expire(each.limit)
+        return len(found)
 
     def require_process(self) -> None:
         """Raises ``BusClosed`` in a process that was forked from the one that has connected."""

@@ -10,27 +10,40 @@ import aiohttp
 from trainer_agent.rollouts.attempt import Cut, read_bounded
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trainer_agent.rollouts.engine_pool import EnginePool
 
 _OK: Final = 200
-_ANSWER_S: Final = 5.0
+ANSWER_S: Final = 5.0
 
 
-async def ask_each(pool: EnginePool, http: aiohttp.ClientSession, path: str) -> dict[str, bytes]:
-    """Returns the bodies of all engines' answers to a GET, by the engines' names.
+async def ask_each(
+    pool: EnginePool,
+    http: aiohttp.ClientSession,
+    path: str,
+    body: Mapping[str, str] | None = None,
+    timeout_s: float = ANSWER_S,
+) -> dict[str, bytes]:
+    """Returns the bodies of all engines' answers, by the engines' names.
 
-    An engine is left out if its status is not 200, or if it does not answer within 5 s.
+    An engine is left out if its status is not 200, or if it does not answer in time.
 
     Args:
         pool: the engines.
         http: the client's session.
         path: the route.
+        body: the JSON to POST. Default: a GET.
+        timeout_s: how long an engine may take, in seconds.
     """
-    timeout = aiohttp.ClientTimeout(_ANSWER_S)
+    timeout = aiohttp.ClientTimeout(timeout_s)
+    method = "GET" if body is None else "POST"
 
     async def ask(url: str) -> bytes | None:
         try:
-            async with http.get(url, timeout=timeout, allow_redirects=False) as response:
+            async with http.request(
+                method, url, json=body, timeout=timeout, allow_redirects=False
+            ) as response:
                 raw = await read_bounded(response)
                 return raw if response.status == _OK else None
         except (aiohttp.ClientError, OSError, TimeoutError, Cut):

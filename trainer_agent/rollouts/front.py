@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 _STATUSES: Final = ((UnknownModel, 404), (UsageError, 400), (NoEngine, 503), (WavebusError, 500))
+_ID_HEADER: Final = "X-Request-Id"
 # A whole batch of a trainer: 512 prompts of 8k tokens have 29 MiB, and 4 million values.
 _MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 _MAX_VALUES: Final = 12_000_000
@@ -131,6 +132,8 @@ class _Front:
             asked = await in_thread(FrontRequest, http.path, header, raw)
         else:
             asked = FrontRequest(http.path, header, raw)
+        if named := http.headers.get(_ID_HEADER):
+            asked.name(named)
         peer = http.transport and http.transport.get_extra_info("peername")
         asked.client_id = asked.client_id or f"connection {peer}"
         return asked
@@ -215,6 +218,7 @@ class _Front:
                 asked.params,
                 session_id=asked.session_id,
                 client_id=asked.client_id,
+                request_id=asked.id_of(number),
                 on_inexact="restart" if deliver is None else "continue",
                 on_deltas=None if deliver is None else partial(deliver, number),
                 **asked.extra,

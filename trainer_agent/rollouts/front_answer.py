@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from dataclasses import replace
 from itertools import chain
@@ -71,8 +70,7 @@ class AnswerWriter:
         self._request = request
         self._tokenizer = tokenizer if request.with_names else None
         self._offsets: dict[int, int] = {}
-        ident = secrets.token_hex(12)
-        head = {"id": ident, "request_id": ident, "created": int(time.time())}
+        head = {"id": request.id, "request_id": request.id, "created": int(time.time())}
         is_chunk = request.is_stream and request.is_chat
         if not request.kind:
             head["output_mode"] = "tokens"

@@ -7,6 +7,7 @@ A field that changes nothing here passes; one that would be ignored is refused, 
 from __future__ import annotations
 
 import re
+import secrets
 from typing import Any, Final
 
 import msgspec
@@ -21,6 +22,11 @@ ROUTES: Final = {
     "/v1/completions": ("prompt", "text_completion"),
     "/v1/chat/completions": ("messages", "chat.completion"),
 }
+_ID_PREFIXES: Final = {
+    "/inference/v1/generate": "generate-tokens-",
+    "/v1/completions": "cmpl-",
+    "/v1/chat/completions": "chatcmpl-",
+}
 # Fields that only concern how engines render messages, and make messages of tokens.
 _CHAT_FIELDS: Final = (
     *("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning"),
@@ -31,7 +37,7 @@ _CHAT_FIELDS: Final = (
 # They name a request, or say how OpenAI should store, price or cache it.
 _WITHOUT_EFFECT: Final = (
     *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "prediction", "request_id"),
+    *("prompt_cache_retention", "prediction"),
 )
 # Values that clients send although they change nothing.
 _IDLE: Final[dict[str, tuple[Any, ...]]] = {
@@ -87,6 +93,7 @@ class _Common(msgspec.Struct):
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
     session_id: str | None = None
+    request_id: str | None = None
     user: str | None = None  # has no effect: one user may be all the requests
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
@@ -105,6 +112,7 @@ class FrontRequest:
 
     Attributes:
         path: the route.
+        id: the request's id in its answer, as vLLM makes it.
         kind: the ``object`` of the answer; empty: vLLM's own route, not one of OpenAI's API.
         is_chat: whether the prompt is messages.
         prompt: the prompt.
@@ -137,6 +145,7 @@ class FrontRequest:
             if name in body and body[name] in values:
                 del body[name]
         self.session_id = _session(header, common)
+        self.name(common.request_id or secrets.token_hex(16))
         self.client_id = f"user {common.user}" if common.user else ""
         self.extra: dict[str, Any] = {
             name: value
@@ -161,6 +170,20 @@ class FrontRequest:
         for name, value in (("echo", self.echo), ("prompt_logprobs", self.scored_logprobs)):
             if self.is_stream and value is not None and value is not False:
                 raise UsageError(f"{name}: not in a stream")
+
+    def name(self, request_id: str) -> None:
+        """Sets the id by which a client can abort the request.
+
+        Raises:
+            UsageError: the client's id is too long.
+        """
+        if len(request_id) > MAX_SESSION_CHARS:
+            raise UsageError(f"request_id: more than {MAX_SESSION_CHARS} characters")
+        self.id = _ID_PREFIXES[self.path] + request_id
+
+    def id_of(self, number: int) -> str:
+        """Returns the id of the request for one of the prompts, as vLLM makes it."""
+        return f"{self.id}-{number}" if self.kind == "text_completion" else self.id
 
     def _openai(self, body: dict[str, Any]) -> dict[str, Any]:
         """Returns the sampling parameters of a request of OpenAI's API."""

@@ -108,6 +108,7 @@ class RolloutRequest:
         session_id: the session, whose requests go to one engine; None: no session.
         client_id: who asks; clients take turns while requests wait.
         extra: other fields, such as ``cache_salt`` and ``priority``.
+        asked_id: the caller's own id of the request; empty: none.
     """
 
     id: str
@@ -118,6 +119,7 @@ class RolloutRequest:
     session_id: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     client_id: str = ""
+    asked_id: str = ""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -223,6 +225,7 @@ def make_request(
     decodes: bool,
     extra: Mapping[str, Any],
     client_id: str = "",
+    asked_id: str = "",
 ) -> RolloutRequest:
     """Makes a request, and checks it as far as that is possible without engines.
 
@@ -234,6 +237,7 @@ def make_request(
         decodes: whether the client has a tokenizer.
         extra: other fields of vLLM's request.
         client_id: who asks.
+        asked_id: the caller's own id of the request; empty: none.
 
     Raises:
         UsageError: the text names the field at fault.
@@ -260,8 +264,9 @@ def make_request(
         raise UsageError("sampling_params.stop: needs a client with a tokenizer")
     ours = ("stop", "include_stop_str_in_output")
     asked = {name: value for name, value in sampling_params.items() if name not in ours}
+    own_id = secrets.token_hex(8)
     return RolloutRequest(
-        secrets.token_hex(8), prompt, asked, params, on_inexact, session_id, dict(extra), client_id
+        *(own_id, prompt, asked, params, on_inexact, session_id, dict(extra), client_id, asked_id)
     )
 
 

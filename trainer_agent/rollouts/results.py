@@ -54,8 +54,9 @@ class Choice:
             None if the sampling parameters request none.
         text: the text of all tokens, up to the stop string, or to the token that ended the choice;
             None without a tokenizer.
-        finish_reason: ``stop``, ``length``, or another reason of the engine's own, such as
-            ``repetition`` (of ``repetition_detection``).
+        finish_reason: ``stop``, ``length``, ``abort`` (by
+            :meth:`~trainer_agent.rollouts.client.RolloutClient.abort_requests`), or another reason
+            of the engine's own, such as ``repetition`` (of ``repetition_detection``).
         stop_reason: the token of ``stop_token_ids``, or the string of ``stop``, that ended it; None
             for the model's own end of sequence, and for ``length``.
         spans: the spans in order, which cover each token once.

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
-from bus.errors import BusClosed, NoEngine, RequestPoisoned, RolloutFailed
+from bus.errors import NoEngine, RequestPoisoned, RolloutFailed
+from bus.messages import RequestLimits
 from trainer_agent.rollouts.attempt import FAILURES, Cut, pieces, prefill
 from trainer_agent.rollouts.choice import ChoiceState
 from trainer_agent.rollouts.engine_pool import AttemptWatch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from trainer_agent.rollouts.choice import Tokenizer
     from trainer_agent.rollouts.engine_pool import EnginePool
     from trainer_agent.rollouts.request import RolloutRequest
-    from trainer_agent.rollouts.results import TokenDelta
+    from trainer_agent.rollouts.results import Choice, TokenDelta
     from trainer_agent.rollouts.router import EngineLoad
 
 _POISONED: Final = 2
@@ -58,6 +59,7 @@ class RolloutRun:
         self._tokenizer = tokenizer
         self._deliver = deliver
         self._blamed = _Blamed(request.id, pool)
+        self._choices: list[ChoiceState] = []
         self._refused_s: float | None = None  # since when engines refuse each attempt
 
     async def run(self) -> Completion:
@@ -67,28 +69,23 @@ class RolloutRun:
             UsageError, NoEngine, RequestPoisoned, RolloutFailed: as :meth:`RolloutClient.generate`.
             BusClosed: the client was closed.
         """
-        try:
-            async with asyncio.timeout(None) as limit:
-                self._pool.requests.add(limit)
-                try:
-                    return await self._run()
-                finally:
-                    self._pool.requests.discard(limit)
-        except Exception:
-            if limit.when() is None:
-                raise
-            # The client was closed, and its HTTP session as well.
-            raise BusClosed(f"request {self._request.id}: the client was closed") from None
+        async with self._pool.under_way(self._request.id, self._request.asked_id):
+            await self._run()
+        choices = self._choices or self._make_choices(RequestLimits())  # aborted at once
+        return Completion(self._request.id, self._request.prompt, await _results(choices))
 
-    async def _run(self) -> Completion:
+    def _make_choices(self, limits: RequestLimits) -> list[ChoiceState]:
+        return [
+            ChoiceState(self._request, index, self._tokenizer, limits)
+            for index in range(self._request.params.n)
+        ]
+
+    async def _run(self) -> None:
         request = self._request
         await self._pool.until_routed()
         limits = self._pool.router.limits_of(len(request.prompt), request.params.max_tokens)
         request.check(limits)
-        choices = [
-            ChoiceState(request, index, self._tokenizer, limits)
-            for index in range(request.params.n)
-        ]
+        choices = self._choices = self._make_choices(limits)
         # One request for all choices; a hand-over from prefill to decode engines is for one choice.
         while not (
             self._pool.router.is_split or any(choice.token_ids or choice.done for choice in choices)
@@ -101,11 +98,6 @@ class RolloutRun:
                         tasks.create_task(self._finish(choice))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
-        if sum(len(choice.token_ids) for choice in choices) > _DECODED_AT_ONCE:
-            results = await in_thread(lambda: [choice.result() for choice in choices])
-        else:
-            results = [choice.result() for choice in choices]
-        return Completion(request.id, request.prompt, tuple(results))
 
     async def _finish(self, choice: ChoiceState) -> None:
         while not choice.done:
@@ -132,6 +124,10 @@ class RolloutRun:
                 cut = error
                 if cut.how == "unfetched":
                     self._blamed.avoid |= {prefiller}
+            except asyncio.CancelledError:
+                for choice in choices:
+                    choice.end_attempt(route.engine, "abort")
+                raise
             for choice in choices:
                 try:
                     choice.end_attempt(route.engine, cut.how if cut else "")
@@ -308,6 +304,14 @@ def _take(
         if choice.has_ended and all(each.has_ended for each in choices):
             return True
     return False
+
+
+async def _results(choices: Sequence[ChoiceState]) -> tuple[Choice, ...]:
+    def make() -> tuple[Choice, ...]:
+        return tuple(choice.result() for choice in choices)
+
+    is_long = sum(len(choice.token_ids) for choice in choices) > _DECODED_AT_ONCE
+    return await in_thread(make) if is_long else make()
 
 
 class _Blamed:

@@ -11,7 +11,7 @@ from trainer_agent.bus_thread import BusThread
 from trainer_agent.rollouts.client import RolloutClient
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 
     from trainer_agent.rollouts.results import ChatCompletion, Completion, TokenDelta
 
@@ -68,6 +68,11 @@ class SyncRolloutClient(BusThread[RolloutClient]):
     ) -> ChatCompletion:
         """Generates the next message of a conversation, as :meth:`RolloutClient.chat` does."""
         return self._call(lambda: self._async.chat(messages, tools, sampling_params, **options))
+
+    def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
+        """Ends requests with the tokens that they have, as :meth:`RolloutClient.abort_requests`."""
+        portal, client = self._connected()
+        return portal.call(client.abort_requests, request_ids)
 
     def finish_session(self, session_id: str) -> None:
         """Ends a session, so that its engine has room for another one."""

@@ -50,9 +50,15 @@ class CallEscalate:
 
 @dataclass(frozen=True, slots=True)
 class CallSleep:
-    """Engine call: free the engine's memory. Level 1 keeps a copy of the weights, level 2 none."""
+    """Engine call: free the engine's memory. Level 1 keeps a copy of the weights, level 2 none.
+
+    Attributes:
+        level: the level.
+        clears: whether KV caches are dropped first, because the pause has kept them.
+    """
 
     level: m.SleepLevel
+    clears: bool = False
 
 
 @dataclass(frozen=True, slots=True)

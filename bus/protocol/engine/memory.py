@@ -90,8 +90,13 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
         """Whether the present sleep has discarded the weights."""
         return self._level == 2 and not self.awake  # noqa: PLR2004 - the level
 
-    def sleep(self, msg_id: int, message: Sleep) -> list[c.SessionEffect]:
+    def sleep(self, msg_id: int, message: Sleep, *, clears: bool) -> list[c.SessionEffect]:
         """Executes a SLEEP command, whose message id is ``msg_id``.
+
+        Args:
+            msg_id: the message's id.
+            message: the command.
+            clears: whether the pause has kept KV caches, which the sleep call then drops.
 
         Raises:
             Declined: the engine sleeps at another level, or is waking.
@@ -101,7 +106,7 @@ class EngineMemory(StateMachine[MemoryState, MemoryEvent]):
             self._go(_E.SLEEP_ASKED)
             self._level = message.level
             self._pause_id = message.update_id
-            self._queue.add(c.CallSleep(message.level), msg_id)
+            self._queue.add(c.CallSleep(message.level, clears), msg_id)
             return []
         if message.level != self._level and not another:
             raise wrong_state(f"the engine sleeps at level {self._level}", "level")

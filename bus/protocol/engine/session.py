@@ -184,10 +184,8 @@ class EngineSession:
     def _sleep(self, msg_id: int, message: m.Sleep) -> list[c.SessionEffect]:
         if self.update.state is not EngineUpdateState.NONE:
             return self.update.give_way("the bus has no update under way, and asks for a sleep")
-        if not self.pause.clears_cache:
-            raise wrong_state("the pause keeps KV caches, which a sleep drops", "clear_cache")
         self._abandoned = False
-        return self.memory.sleep(msg_id, message)
+        return self.memory.sleep(msg_id, message, clears=not self.pause.clears_cache)
 
     def _require_lease(self) -> None:
         if self.lease.state is LeaseState.OVER:

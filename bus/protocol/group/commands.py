@@ -258,12 +258,6 @@ class Commands:
         sleep = self._state.sleep
         if sleep.state is not SleepState.AWAKE:
             raise wrong_state(f"the group is {sleep.state.value}", hint="RESUME it first")
-        if not self._state.pause.clears_cache:
-            raise wrong_state(
-                "the pause keeps KV caches, which a sleep drops",
-                "clear_cache",
-                hint="pause with clear_cache",
-            )
         facts = self._state.registry.facts(members)
         cannot = [name for name, engine in facts.items() if not engine.can_sleep]
         if cannot:

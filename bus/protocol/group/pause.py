@@ -118,11 +118,6 @@ class PauseMachine(StateMachine[PauseState, PauseEvent]):
         step = Step.PAUSE_GLOBAL if one_phase else Step.PAUSE_LOCAL
         return self._ask(step, self._asked, now_ms)
 
-    @property
-    def clears_cache(self) -> bool:
-        """Whether the pause under way drops KV caches."""
-        return self._asked is not None and self._asked.clear_cache
-
     def resume(self, now_ms: float) -> list[Instruction]:
         """Resumes every engine, except those that must stay paused.
 

@@ -52,7 +52,7 @@ def late_engines(state: GroupState, barrier: AckBarrier, now_ms: float) -> list[
         limit_ms = min(limit_ms, message.timeout_ms + SLOW_MS)
     if now_ms - barrier.asked_ms > limit_ms:
         return sorted(barrier.waiting)
-    joins = barrier.step is Step.TRANSFER_INIT and getattr(message, "communicator", 0)
+    joins = barrier.step is Step.TRANSFER_INIT and bool(getattr(message, "communicator", 0))
     if not joins and barrier.step is not Step.ABORT:
         return []
     if now_ms - barrier.asked_ms <= state.config.peer_timeout_ms / 2:

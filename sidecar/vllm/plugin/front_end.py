@@ -3,7 +3,7 @@
 vLLM's API key protects ``/v1`` and ``/inference``. It does not protect the RL routes, which pause
 an engine and replace its weights. So if a server listens beyond loopback, clients of other hosts
 may use only the routes in :data:`DATA_ROUTES`. Of ``/server_info`` they get a few settings, without
-the environment of the engine.
+the environment of the engine, and of ``/weight_checker`` the checksums alone, whatever they ask.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ _SHOWN: Final[dict[str, tuple[str, ...]]] = {
     "lora_config": ("max_lora_rank", "max_loras"),
     "weight_transfer_config": ("backend",),
 }
+# It can also set all weights to zero.
+_CHECKER: Final = "/weight_checker"
+_CHECKSUMS: Final = b'{"action": "checksum"}'
 # uvicorn reads a client's address from such a header if it trusts the peer.
 _FORWARDED: Final = (b"x-forwarded-for", b"forwarded")
 _REFUSAL: Final = b"this route is for clients on the engine's host alone"
@@ -84,6 +87,9 @@ class DataRoutesOnly:
             await self._app(scope, receive, send)
         elif kind == "http" and scope["path"] == _SERVER_INFO and scope.get("method") == "GET":
             await self._send_shown_info(scope, receive, send)
+        elif kind == "http" and scope["path"] == _CHECKER and scope.get("method") == "POST":
+            asked = _with_length(scope, len(_CHECKSUMS))
+            await self._app(asked, _given(_CHECKSUMS, receive), send)
         elif kind == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
@@ -118,6 +124,29 @@ def _shown_info(raw: bytes) -> dict[str, Any]:
         for part, names in _SHOWN.items()
     }
     return {"vllm_config": shown, "vllm_env": {}, "system_env": {}}
+
+
+def _with_length(scope: dict[str, Any], size_bytes: int) -> dict[str, Any]:
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(size_bytes).encode()),
+    ]
+    return {**scope, "headers": headers}
+
+
+def _given(body: bytes, receive: Any) -> Callable[[], Awaitable[dict[str, Any]]]:
+    """Returns ASGI's ``receive`` of a request with this body in place of the client's own."""
+    bodies = [body]
+
+    async def receive_given() -> dict[str, Any]:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        message: dict[str, Any] = await receive()
+        while message["type"] != "http.disconnect":
+            message = await receive()
+        return message
+
+    return receive_given
 
 
 def _is_local(scope: dict[str, Any]) -> bool:

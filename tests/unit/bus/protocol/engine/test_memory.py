@@ -77,7 +77,7 @@ def test_it_is_asked_once_and_acked_by_the_return(level: SleepLevel) -> None:
 
 
 def test_only_a_paused_engine_sleeps() -> None:
-    """In that pause, and one that drops KV caches."""
+    """In the pause that is named."""
     driver = Driver()
     assert nack_in(driver.command(Sleep("u1", 1))).code is NackCode.WRONG_STATE
     driver.command(PauseLocal("u1", "keep", False, 5_000, 60_000, 0, "keep"))
@@ -85,8 +85,17 @@ def test_only_a_paused_engine_sleeps() -> None:
     driver.returned()
     assert nack_in(driver.command(Sleep("u2", 1))).field == "update_id"
     assert nack_in(driver.command(Wake("u2"))).field == "update_id"
-    assert nack_in(driver.command(Sleep("u1", 1))).field == "clear_cache"
     assert not [call for call in driver.calls if isinstance(call, CallSleep)]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_sleep_drops_the_caches_that_its_pause_has_kept(kept: bool) -> None:
+    """Their memory is gone: requests compute keys and values again."""
+    driver = Driver()
+    driver.command(PauseLocal("u1", "keep", not kept, 5_000, 60_000, 0, "keep"))
+    driver.returned()
+    assert driver.command(Sleep("u1", 1)) == [CallSleep(1, clears=kept)]
+    assert only(driver.returned(), Ack).step is Step.SLEEP
 
 
 @pytest.mark.parametrize("to", ["armed", "staging", "staged", "started", "loaded"])

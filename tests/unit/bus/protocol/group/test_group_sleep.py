@@ -14,7 +14,6 @@ from bus.protocol.engine.calls import (
     CallStart,
     CallWakeWeights,
 )
-from bus.protocol.group.pause import PauseState
 from bus.protocol.group.sleep import SleepState
 from bus.protocol.group.update import UpdateState
 from tests.sim.makers import make_arm, make_manifest
@@ -26,9 +25,9 @@ def nap(scene: Scene, level: SleepLevel, payload: int = 0) -> None:
     scene.trainer.run(scene.trainer.sleep(level, payload=payload, hold_ms=200.0))
 
 
-def paused(scene: Scene) -> str:
+def paused(scene: Scene, *, clear_cache: bool = True) -> str:
     """The trainer's own pause, held."""
-    ask = PauseLocal("p1", "keep", True, 6000, 60_000, 0, "keep")
+    ask = PauseLocal("p1", "keep", clear_cache, 6000, 60_000, 0, "keep")
     scene.trainer.run(scene.trainer.ask(ask))
     assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     return "p1"
@@ -45,6 +44,16 @@ def test_an_update_of_a_group_that_sleeps(level: SleepLevel) -> None:
         assert [c for c in engine.calls if isinstance(c, CallSleep)] == [CallSleep(level)]
         assert [c for c in engine.calls if isinstance(c, CallResume)] == [CallResume(asleep=True)]
         assert set(engine.truth.weights.values()) == {7}
+
+
+def test_a_sleep_in_a_pause_that_keeps_caches_drops_them() -> None:
+    scene = Scene(2, 1)
+    pause_id = paused(scene, clear_cache=False)
+    scene.trainer.run(scene.trainer.ask(Sleep(pause_id, 1)))
+    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
+    assert scene.trainer.outcomes[-1].error is None
+    for engine in scene.world.live_engines:
+        assert engine.calls[-1] == CallSleep(1, clears=True)
 
 
 def test_a_sleep_of_level_1_keeps_the_weights() -> None:
@@ -147,15 +156,6 @@ def test_a_group_that_sleeps_is_not_armed() -> None:
     assert scene.world.run_until(lambda: not scene.trainer.is_busy)
     assert scene.refused(make_arm("u1", make_manifest())) is NackCode.ENGINE_ASLEEP
     assert scene.refused(Sleep(pause_id, 1)) is NackCode.WRONG_STATE
-
-
-def test_a_pause_that_keeps_caches_can_not_become_a_sleep() -> None:
-    """Requests would go on with keys and values that are gone."""
-    scene = Scene(1)
-    scene.trainer.run(scene.trainer.ask(PauseLocal("p1", "keep", False, 6000, 60_000, 0, "keep")))
-    scene.until(PauseState.PAUSED)
-    assert scene.world.run_until(lambda: not scene.trainer.is_busy)
-    assert scene.refused(Sleep("p1", 1)) is NackCode.WRONG_STATE
 
 
 def test_an_engine_that_can_not_sleep_keeps_all_awake() -> None:

@@ -106,6 +106,33 @@ def test_clients_of_other_hosts_get_no_environment(client: str, is_whole: bool) 
     assert told["vllm_env"] == told["system_env"] == {}
 
 
+@pytest.mark.parametrize(("client", "is_own"), [("192.0.2.3", False), (HERE, True)])
+def test_clients_of_other_hosts_get_checksums_and_reset_no_weights(
+    client: str, is_own: bool
+) -> None:
+    reset = b'{"action": "reset"}'
+    comes = [
+        {"type": "http.request", "body": reset, "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(dict(scope["headers"]).get(b"content-length"))
+        seen.append((await receive())["body"])
+        seen.append((await receive())["type"])
+
+    async def receive() -> Any:
+        return comes.pop(0)
+
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/weight_checker"}
+    scope |= {"client": (client, 5000), "server": (HERE, 8000)}
+    scope["headers"] = [(b"content-length", str(len(reset)).encode())]
+    asyncio.run(DataRoutesOnly(app)(scope, receive, None))
+    body = reset if is_own else b'{"action": "checksum"}'
+    assert seen == [str(len(body)).encode(), body, "http.disconnect"]
+
+
 @pytest.mark.parametrize("header", ["x_forwarded_for", "forwarded"])
 def test_who_is_forwarded_is_not_of_this_host(header: str) -> None:
     """Whatever it says: a server may believe that of anybody."""
