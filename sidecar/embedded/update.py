@@ -8,8 +8,9 @@
     LOADING    receive               LOADING    the chunk's tensors are there
     LOADING    verify                LOADING    their checksums are compared
     LOADING    load                  LOADING    they are copied into the parameters
+    LOADING    extend                LOADING    the manifest is open: more tensors will be loaded
     LOADING    restore, none loaded  IDLE       the old weights were never changed
-    LOADING    finish, all loaded    FINISHED
+    LOADING    finish, all loaded    FINISHED   refused, if an open manifest lacks tensors
     FINISHED   commit                IDLE       the engine serves the new version
 
     of a staged update, without a pause
@@ -190,11 +191,18 @@ class Updater:
         self._release()
         self._manifest, self._armed = self._armed, None
         self._loaded.clear()
-        self._unloaded.begin(self._manifest.names)
+        self._unloaded.begin(self._manifest.names, is_open=self._manifest.is_open)
         self.staged = staged
         if staged:
             self._memory.allocate()
         self._state = UpdaterState.LOADING
+
+    def extend(self, part: Manifest) -> None:
+        """Adds further tensors to the manifest; raises as :meth:`arm` for a wrong one."""
+        manifest = self._loading("extend").joined(part)
+        self._expected.check(manifest)
+        check_room(self._backend, self._receiver, part)
+        self._manifest = manifest
 
     def receive(self, chunk: Chunk) -> None:
         """Receives a chunk of the current update, and keeps it until it is loaded."""
@@ -268,6 +276,7 @@ class Updater:
         missing = manifest.chunks - len(self._loaded)
         if missing:
             raise _wrong_state(f"{missing} of {manifest.chunks} chunks are not loaded")
+        self._expected.check_whole(manifest)
         self._state = UpdaterState.FINISHED
 
     def require_finished(self, what: str) -> None:

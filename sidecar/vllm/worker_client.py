@@ -150,8 +150,9 @@ class WorkerClient:
         if self._adapter:
             await self._connection.check_adapter(self._adapter)
         described = manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends
-        asked = target, manifest.counts, staging, manifest.is_cast
-        arm = operations.ArmManifest(*described, *asked)
+        asked = target, manifest.counts, staging
+        flags = manifest.is_cast, manifest.is_open
+        arm = operations.ArmManifest(*described, *asked, *flags)
         of_model = target == "model" and not self._adapter
         before, self._armed = self._armed, None
         digest = manifest.digest() if of_model and staging and before == manifest else ""
@@ -159,6 +160,21 @@ class WorkerClient:
         self._armed = manifest if of_model else None
         self._manifest = manifest
         return room if staging is None else require_capacity(staging, room)
+
+    async def extend(self, part: Manifest) -> None:
+        """Checks further tensors of the open update in all workers.
+
+        Raises:
+            EngineError: code ``manifest_refused``; also if the update is staged, because then all
+                tensors of the model had come before.
+        """
+        if self._staged:
+            detail = f"{part.names[0]}: all tensors of the model had come, and the update is staged"
+            raise EngineError(detail, code=NackCode.MANIFEST_REFUSED, tensor=part.names[0])
+        described = part.names, part.dtypes, part.shapes, part.chunk_ends
+        await self._perform(operations.Extend(*described))
+        assert self._manifest is not None
+        self._manifest, self._armed = self._manifest.joined(part), None
 
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False

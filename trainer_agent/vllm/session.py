@@ -52,11 +52,12 @@ from trainer_agent.vllm.source import BusWeightSource, wrap_source
 from trainer_agent.weights.source import as_described, tensor_metas
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
     from contextlib import AbstractAsyncContextManager
 
     import torch
 
+    from bus.manifest import TensorMeta
     from bus.messages import Target
     from bus.weight_transfer.allocation import World
     from trainer_agent.connection import Connection
@@ -341,6 +342,24 @@ class TrainerEngineSession:
         else:
             current.started.set()
 
+    async def extend(self, metas: Sequence[TensorMeta]) -> None:
+        """Has every engine check further tensors of an update that was armed open.
+
+        Args:
+            metas: the tensors, which the next call of :meth:`update` brings.
+
+        Raises:
+            ManifestRefused: an engine's model doesn't take these tensors. No engine has entered a
+                collective for them.
+        """
+        current = self._require_current()
+        async with self._undo_on_failure(current):
+            await self._wait_until_started()
+            part = UpdatePlan.of_parts([metas], is_open=True)
+            plan = current.plan.joined(part)
+            await current.update.extend(plan, part)
+            current.plan = plan
+
     async def update(self, info: object) -> None:
         """Announces the chunk in ``info``; returns when every engine has applied it."""
         current = self._require_current()
@@ -359,7 +378,8 @@ class TrainerEngineSession:
                     with anyio.move_on_after(self._timeout_s):  # gathering is the trainer's time
                         await current.wait_until_taken(meta.chunk)
                 answer = asyncio.ensure_future(self._steps.send_chunk(sent))
-                if meta.chunk + 1 == current.plan.chunks:
+                is_last = meta.chunk + 1 == current.plan.chunks
+                if is_last and not current.plan.manifest.is_open:
                     current.update.finish()
                 await answer
 

@@ -24,7 +24,9 @@ Invariants:
 
 - A chunk is loaded at most once, in order, and only after the sender has sent all of it and its
   checksums match. (Backends of vLLM's own load what they receive, see :mod:`bus.vllm_payloads`.)
-- The model is finished only when every chunk of the manifest is loaded.
+- The model is finished only when every chunk of the manifest is loaded. If the manifest is open,
+  the engine's call checks first that no tensor is missing.
+- The tensors of a part are received only after the engine has checked the part.
 - The version changes at COMMIT only, and grows; an engine that catches up may commit its own
   version again (:mod:`bus.protocol.group.catch_up`).
 - A part leaves ``partial`` only by a commit of that part. An update that begins while ``partial``
@@ -236,6 +238,18 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             self._require_kept()
         return self._chunks.take(msg_id, message)
 
+    def extend(self, msg_id: int, message: m.ArmPart) -> list[c.SessionEffect]:
+        """Executes an ARM_PART, whose message id is ``msg_id``."""
+        self._require(message.update_id)
+        if self.state is _S.EXTENDING:
+            return []
+        if self.state is not _S.LOADING:
+            raise wrong_state(f"the update is {self.state.value}, not loading")
+        if message.part < self._chunks.parts:
+            return [c.ack(msg_id, m.Step.PART, self.update_id)]
+        part = self._chunks.extend(message)
+        return [] if part is None else self._begin(_E.PART_ASKED, c.CallExtend(part), msg_id)
+
     def finish(self, msg_id: int, message: m.UpdateFinish) -> list[c.SessionEffect]:
         """Executes an UPDATE_FINISH, whose message id is ``msg_id``."""
         self._require(message.update_id)
@@ -325,6 +339,9 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return self._run_waiting_abort([self._order.ack(job.reply_to, took_ms)])
         if isinstance(call, c.CallStart):
             self._go(_E.START_RETURNED)
+        elif isinstance(call, c.CallExtend):
+            self._go(_E.PART_ENDED)
+            self._chunks.on_extended()
         elif isinstance(call, c.CallLoad):
             self._chunks.on_loaded()
             self._lost_the_old()
@@ -376,6 +393,8 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             return [note, *self._ack_abort(job.reply_to, "partial", 0.0)]
         if isinstance(call, c.CallArm):
             self._go(_E.ARM_FAILED)
+        elif isinstance(call, c.CallExtend):
+            self._go(_E.PART_ENDED)
         elif isinstance(call, c.CallStart):
             self._lost_the_old()  # a half-started update may have changed weights
         elif isinstance(call, c.CallLoad) and failure.code not in NOTHING_LOADED:
@@ -477,6 +496,7 @@ _OF_TRANSPORTS: Final = (c.CallOpenTransfer, c.CallDrain)
 _UPDATE_CALLS: Final = (
     *_OF_TRANSPORTS,
     c.CallArm,
+    c.CallExtend,
     c.CallStart,
     c.CallReceive,
     c.CallLoad,

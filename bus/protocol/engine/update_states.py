@@ -16,6 +16,7 @@ class EngineUpdateState(StrEnum):
     ARMED = "armed"
     STARTING = "starting"
     LOADING = "loading"
+    EXTENDING = "extending"
     FINISHING = "finishing"
     FINISHED = "finished"
     PROBING = "probing"
@@ -31,6 +32,8 @@ class EngineUpdateEvent(StrEnum):
     ARM_FAILED = "arm_failed"
     START_ASKED = "start_asked"
     START_RETURNED = "start_returned"
+    PART_ASKED = "part_asked"
+    PART_ENDED = "part_ended"
     FINISH_ASKED = "finish_asked"
     FINISH_RETURNED = "finish_returned"
     FINISH_FAILED = "finish_failed"
@@ -59,6 +62,8 @@ TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdat
     (_S.ARMING, _E.ARM_FAILED): _S.NONE,  # nack arm
     (_S.ARMED, _E.START_ASKED): _S.STARTING,  # start_update(recover) in a pause, or (staged)
     (_S.STARTING, _E.START_RETURNED): _S.LOADING,  # ack start
+    (_S.LOADING, _E.PART_ASKED): _S.EXTENDING,  # extend(part), after all chunks; takes no chunk
+    (_S.EXTENDING, _E.PART_ENDED): _S.LOADING,  # ack part; nack part: its chunks are unknown
     (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,  # finish_update(), behind the last load
     (_S.FINISHING, _E.FINISH_RETURNED): _S.FINISHED,  # ack finish
     (_S.FINISHING, _E.FINISH_FAILED): _S.LOADING,  # nack finish or chunk; may be tried again

@@ -8,11 +8,11 @@ changes the state machines, and returns actions for :class:`bus.protocol.group.g
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus import messages as m
 from bus.protocol.core.failures import Declined, Failure, decline, wrong_state
-from bus.protocol.core.validation import check_chunk, check_sums, manifest_of
+from bus.protocol.core.validation import check_chunk, check_sums, manifest_of, part_of
 from bus.protocol.group import catch_up
 from bus.protocol.group.canary import failures, require_probes
 from bus.protocol.group.engine_registry import Communicator, communicator
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bus.protocol.core.instructions import Instruction
     from bus.protocol.group.group_state import Action, GroupState
 
+    Queued: TypeAlias = m.UpdateStart | m.ArmPart | m.UpdateFinish | m.Commit
 
 # In these states a chunk, or a repeated chunk, is accepted.
 _KNOWS_CHUNKS: Final = (UpdateState.ARMED, *TAKES_CHUNKS, UpdateState.FINISHING)
@@ -43,6 +44,7 @@ class Commands:
     early is queued:
 
     - UPDATE_START until the group is paused, unless the update is staged,
+    - ARM_PART until every engine has applied every chunk,
     - UPDATE_FINISH until every chunk is sent,
     - COMMIT until every engine has finished,
     - RESUME until the update is over.
@@ -57,7 +59,7 @@ class Commands:
         self._state = state
         self._manifest: Manifest | None = None  # of the update under way
         self._earlier_commits = EarlierCommits(state)
-        self._queued: dict[m.Step, m.UpdateStart | m.UpdateFinish | m.Commit] = {}
+        self._queued: dict[m.Step, Queued] = {}
 
     def execute(self, msg_id: int, message: m.Message, now_ms: float) -> list[Action]:
         """Checks a command and starts its step.
@@ -110,6 +112,9 @@ class Commands:
                 return self._queue(msg_id, m.Step.START, message)
             case m.WeightChunkMeta() | m.ChunkSent():
                 return self._chunk(msg_id, message, now_ms)
+            case m.ArmPart():
+                self._check_part(message)
+                return self._queue(msg_id, m.Step.PART, message)
             case m.UpdateFinish():
                 self._state.update.require(*TAKES_CHUNKS, update_id=message.update_id)
                 return self._queue(msg_id, m.Step.FINISH, message)
@@ -145,9 +150,7 @@ class Commands:
 
     # -- queued commands ---------------------------------------------------------
 
-    def _queue(
-        self, msg_id: int, step: m.Step, message: m.UpdateStart | m.UpdateFinish | m.Commit
-    ) -> list[Action]:
+    def _queue(self, msg_id: int, step: m.Step, message: Queued) -> list[Action]:
         """Queues a command; :meth:`next_queued` executes it when its turn comes."""
         self._state.session.ask((step, 0), msg_id)
         self._queued[step] = message
@@ -175,6 +178,8 @@ class Commands:
                     message.staged or pause is PauseState.PAUSED
                 ) and update.state is UpdateState.ARMED:
                     asked = update.start(message, now_ms)
+                case m.ArmPart() if update.state is UpdateState.LOADING and not update.chunks:
+                    asked = update.extend(message, now_ms)
                 case m.UpdateFinish() if (
                     update.state is UpdateState.LOADING and update.has_sent_all
                 ):
@@ -389,6 +394,19 @@ class Commands:
                 hint="update the model first, then its draft",
             )
 
+    def _check_part(self, message: m.ArmPart) -> None:
+        """Checks that a part is the next one of an open update, and adds it to the manifest.
+
+        Raises:
+            Declined: it is not; or a tensor came before, and is named.
+        """
+        update, manifest = self._state.update, self._manifest
+        update.require(*TAKES_CHUNKS, update_id=message.update_id)
+        assert manifest is not None
+        if not update.is_open or message.part != update.parts or not update.has_sent_all:
+            raise wrong_state(f"part {message.part} is not the next one", "part")
+        _, self._manifest = part_of(manifest, message)
+
     def _chunk(
         self, msg_id: int, message: m.WeightChunkMeta | m.ChunkSent, now_ms: float
     ) -> list[Action]:
@@ -397,8 +415,8 @@ class Commands:
         if update.state is UpdateState.ARMED:  # UPDATE_START was lost
             return []
         assert manifest is not None
-        if number >= manifest.chunks:
-            raise wrong_state(f"chunk {number} of an update of {manifest.chunks}", "chunk")
+        if number >= update.chunks_planned:
+            raise wrong_state(f"chunk {number} of an update of {update.chunks_planned}", "chunk")
         if number >= update.chunks_asked + isinstance(message, m.WeightChunkMeta):
             return []  # an earlier one was lost: the trainer repeats both
         under_way = update.chunks.get(number)

@@ -141,6 +141,10 @@ class ArmedUpdate:
         """The manifest of the update."""
         return self.announced.manifest
 
+    def begin(self, unloaded: UnloadedTensors) -> None:
+        """Begins to check the update's tensors that have no parameter of their own."""
+        unloaded.begin(self.manifest.names, is_open=self.manifest.is_open)
+
     def counts(self, seq: int) -> tuple[int, ...]:
         """Returns how many elements of each tensor a chunk of a patch brings.
 

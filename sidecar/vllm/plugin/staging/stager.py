@@ -173,6 +173,8 @@ class Stager:
         if theirs is not None and theirs.unstaged_reason:
             return StagingCapacity(why_not=theirs.unstaged_reason)
         known = self._target.plans.entry
+        if known.plan is None and armed.manifest.is_open:
+            return StagingCapacity(why_not="its tensors come in several calls, for the first time")
         if known.plan is None:
             return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
         if is_partial:
@@ -304,7 +306,7 @@ class Stager:
                 self._last_refusal = known.plan.size_bytes, free_memory(self._device)
             raise
         synchronize(self._device)  # earlier work of this stream may still use the memory
-        self._target.unloaded.begin(armed.manifest.names)
+        armed.begin(self._target.unloaded)
         self._armed = armed
         launches = receiver is not None and receiver.can_launch
         return launches and known.proven and staged.buffer_for(0) is not None

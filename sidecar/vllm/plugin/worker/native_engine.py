@@ -111,7 +111,8 @@ class NativeUpdates(WavebusWeightTransferEngine):
             super()._start()
             return
         loadable = self._loadable[self._target]
-        loadable.unloaded.begin(self.armed.manifest.names if self.armed else ())
+        if self.armed is not None:
+            self.armed.begin(loadable.unloaded)
         self._checked = CheckedLoading(loadable.unloaded)
         loadable.repacking.before_start()
         self._original.start_weight_update()
