@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
     Arm,
+    ArmPart,
     CanaryMode,
     ChunkSent,
     Nack,
@@ -65,7 +66,15 @@ def make_arm(
         staging,
         default_quorum,
         transfer,
+        is_open=manifest.is_open,
     )
+
+
+def make_part(update_id: str, known: Manifest, part: Manifest, number: int = 1) -> ArmPart:
+    """ARM_PART with these tensors, after those that are known."""
+    digest = known.joined(part).digest()
+    columns = part.names, part.dtypes, part.shapes, part.chunk_ends
+    return ArmPart(update_id, number, *columns, digest)
 
 
 def make_chunk(
