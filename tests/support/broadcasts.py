@@ -87,16 +87,23 @@ class BroadcastEngine(EmbeddedEngine):
     Attributes:
         reached: set when the call of :meth:`hold` has come.
         may_go: that call waits for it.
+        extended: how many parts it was asked to check, but those of ARM.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, step_ms=2.0)
         self._held = ""
+        self.extended = 0
         self.reached, self.may_go = asyncio.Event(), asyncio.Event()
 
     def hold(self, call: str) -> None:
         """Makes the next such call wait: ``pause``, ``arm``, ``commit`` or ``resume``."""
         self._held = call
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether its weights are not those of its version."""
+        return self._update()._foreign
 
     async def _wait(self, call: str) -> None:
         if call == self._held:
@@ -121,6 +128,10 @@ class BroadcastEngine(EmbeddedEngine):
     ) -> StagingCapacity:
         await self._wait("arm")
         return await super().arm(manifest, target, staging)
+
+    async def extend(self, part: Manifest) -> None:
+        self.extended += 1
+        await super().extend(part)
 
     async def receive(self, chunk: Chunk) -> None:
         await super().receive(chunk)
