@@ -80,7 +80,7 @@ class Manifest:
             index. Empty: full tensors are sent.
         is_cast: whether the sender has cast tensors to the dtype of the engines' models, and wants
             to know which of them an engine keeps in a wider one. Not a part of the digest.
-        is_open: whether more tensors may follow (:meth:`joined`). Not a part of the digest.
+        is_open: whether more tensors may follow (:meth:`join`). Not a part of the digest.
     """
 
     names: tuple[str, ...]
@@ -168,7 +168,7 @@ class Manifest:
         names, dtypes = tuple(m.name for m in metas), tuple(m.dtype for m in metas)
         return cls(names, dtypes, tuple(m.shape for m in metas), ends, counts)
 
-    def joined(self, part: Manifest) -> Manifest:
+    def join(self, part: Manifest) -> Manifest:
         """Returns the manifest of these tensors, followed by those of ``part`` in their chunks.
 
         Raises:

@@ -199,10 +199,8 @@ class Updater:
 
     def extend(self, part: Manifest) -> None:
         """Adds further tensors to the manifest; raises as :meth:`arm` for a wrong one."""
-        manifest = self._loading("extend").joined(part)
-        self._expected.check(manifest)
-        check_room(self._backend, self._receiver, part)
-        self._manifest = manifest
+        self._manifest = self._loading("extend").join(part)
+        self._expected.check(self._manifest)
 
     def receive(self, chunk: Chunk) -> None:
         """Receives a chunk of the current update, and keeps it until it is loaded."""
@@ -273,18 +271,13 @@ class Updater:
         manifest = self._loading("finish")
         if not self.staged:
             self._core.require_paused("finish")
-        missing = manifest.chunks - len(self._loaded)
-        if missing:
+        if missing := manifest.chunks - len(self._loaded):
             raise _wrong_state(f"{missing} of {manifest.chunks} chunks are not loaded")
         self._expected.check_whole(manifest)
         self._state = UpdaterState.FINISHED
 
     def require_finished(self, what: str) -> None:
-        """Rejects the call named ``what`` unless a whole update is loaded and not committed.
-
-        Raises:
-            EngineError: code ``wrong_state``.
-        """
+        """Rejects the call named ``what`` unless a whole update is loaded and not committed."""
         if self._state is not UpdaterState.FINISHED:
             raise _wrong_state(f"{what} while the update is {self._state.value}")
 
@@ -331,11 +324,7 @@ class Updater:
         self._core.resume()
 
     def resume(self) -> None:
-        """Resumes the core.
-
-        Raises:
-            EngineError: code ``wrong_state``: an update is open, or weights are incomplete.
-        """
+        """Resumes the core, unless an update is open, or weights are incomplete."""
         self._require_whole()
         self._core.resume()
 

@@ -162,19 +162,14 @@ class WorkerClient:
         return room if staging is None else require_capacity(staging, room)
 
     async def extend(self, part: Manifest) -> None:
-        """Checks further tensors of the open update in all workers.
-
-        Raises:
-            EngineError: code ``manifest_refused``; also if the update is staged, because then all
-                tensors of the model had come before.
-        """
+        """Checks further tensors in all workers; a staged update has all tensors already."""
+        assert self._manifest is not None
         if self._staged:
-            detail = f"{part.names[0]}: all tensors of the model had come, and the update is staged"
-            raise EngineError(detail, code=NackCode.MANIFEST_REFUSED, tensor=part.names[0])
+            text, name = "all tensors of the model had come, and are staged", part.names[0]
+            raise EngineError(f"{name}: {text}", code=NackCode.MANIFEST_REFUSED, tensor=name)
         described = part.names, part.dtypes, part.shapes, part.chunk_ends
         await self._perform(operations.Extend(*described))
-        assert self._manifest is not None
-        self._manifest, self._armed = self._manifest.joined(part), None
+        self._manifest, self._armed = self._manifest.join(part), None
 
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False

@@ -254,7 +254,7 @@ class GroundTruth:
                 self.manifest, self._target = manifest, target
             case CallExtend(part):
                 assert self.manifest is not None
-                self.manifest = self.manifest.joined(part)
+                self.manifest = self.manifest.join(part)
             case CallStart(target=target, staged=staged):
                 self._started, self._begun = True, target
                 self._staged_weights = dict(self.models[target]) if staged else None

@@ -17,6 +17,7 @@ from bus.messages import (
     Verify,
     WeightChunkMeta,
 )
+from bus.protocol.trainer.update import part_message
 from tests.sim.engine import TENSORS
 
 if TYPE_CHECKING:
@@ -72,9 +73,7 @@ def make_arm(
 
 def make_part(update_id: str, known: Manifest, part: Manifest, number: int = 1) -> ArmPart:
     """ARM_PART with these tensors, after those that are known."""
-    digest = known.joined(part).digest()
-    columns = part.names, part.dtypes, part.shapes, part.chunk_ends
-    return ArmPart(update_id, number, *columns, digest)
+    return part_message(update_id, number, known, part)
 
 
 def make_chunk(

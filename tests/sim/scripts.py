@@ -313,7 +313,7 @@ class TrainerScripts(ABC):
         yield from self._send_all(update.id, payload, manifest, think_ms, verify)
         for part in parts:
             yield from self._ask_for(update, update.extend(manifest, part))
-            before, manifest = manifest.chunks, manifest.joined(part)
+            before, manifest = manifest.chunks, manifest.join(part)
             yield from self._send_all(update.id, payload, manifest, think_ms, verify, before)
         yield from self._ask_for(update, update.finish())
         differing = (yield from self._differing(update, payload)) if self.canary else ()

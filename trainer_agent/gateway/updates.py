@@ -171,17 +171,17 @@ class ClientUpdates:
         """
         self.require_none()
         async with self._session.call() as agent:
-            self._forget()
+            self._discard_manifests()
             await agent.open_native(info)
 
-    def _forget(self) -> None:
+    def _discard_manifests(self) -> None:
         self._manifests.clear()
         self._committed.clear()
 
     async def close_transport(self) -> None:
         """Closes the client's communicator."""
         async with self._session.call() as agent:
-            self._forget()
+            self._discard_manifests()
             await agent.close_native()
 
     # -- updates ----------------------------------------------------------------------

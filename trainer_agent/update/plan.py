@@ -100,14 +100,14 @@ class UpdatePlan:
         except ValueError as error:
             raise UsageError(f"patches: {error}") from error
 
-    def joined(self, part: UpdatePlan) -> UpdatePlan:
+    def join(self, part: UpdatePlan) -> UpdatePlan:
         """Returns the plan of these tensors, followed by those of ``part``.
 
         Raises:
             UsageError: a tensor occurs in both.
         """
         try:
-            return UpdatePlan([*self.metas, *part.metas], self.manifest.joined(part.manifest))
+            return UpdatePlan([*self.metas, *part.metas], self.manifest.join(part.manifest))
         except ValueError as error:
             raise UsageError(f"update_info: {error}") from error
 

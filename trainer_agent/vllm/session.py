@@ -274,9 +274,8 @@ class TrainerEngineSession:
 
     async def shutdown(self) -> None:
         """Aborts an update that was not finished, and stops using the transport."""
-        async with self._step_lock:
-            await self._undo_unfinished()
-            self._transport.invalidate()
+        await self.undo()
+        self._transport.invalidate()
 
     async def undo(self) -> None:
         """Aborts an update that was not finished."""
@@ -343,22 +342,10 @@ class TrainerEngineSession:
             current.started.set()
 
     async def extend(self, metas: Sequence[TensorMeta]) -> None:
-        """Has every engine check further tensors of an update that was armed open.
-
-        Args:
-            metas: the tensors, which the next call of :meth:`update` brings.
-
-        Raises:
-            ManifestRefused: an engine's model doesn't take these tensors. No engine has entered a
-                collective for them.
-        """
+        """Has every engine check the tensors that the next call of :meth:`update` brings."""
         current = self._require_current()
         async with self._undo_on_failure(current):
-            await self._wait_until_started()
-            part = UpdatePlan.of_parts([metas], is_open=True)
-            plan = current.plan.joined(part)
-            await current.update.extend(plan, part)
-            current.plan = plan
+            await current.extend(metas)
 
     async def update(self, info: object) -> None:
         """Announces the chunk in ``info``; returns when every engine has applied it."""
@@ -378,8 +365,7 @@ class TrainerEngineSession:
                     with anyio.move_on_after(self._timeout_s):  # gathering is the trainer's time
                         await current.wait_until_taken(meta.chunk)
                 answer = asyncio.ensure_future(self._steps.send_chunk(sent))
-                is_last = meta.chunk + 1 == current.plan.chunks
-                if is_last and not current.plan.manifest.is_open:
+                if current.is_last(meta.chunk):
                     current.update.finish()
                 await answer
 

@@ -53,7 +53,7 @@ def part_of(known: Manifest, message: ArmPart) -> tuple[Manifest, Manifest]:
     """
     try:
         part = Manifest(message.names, message.dtypes, message.shapes, message.chunk_ends)
-        joined = known.joined(part)
+        joined = known.join(part)
     except ValueError as error:
         raise _contradiction(message, error) from error
     _check_digest(message, joined)

@@ -68,8 +68,10 @@ from bus.protocol.engine.chunks import EngineChunks
 from bus.protocol.engine.transfer import EngineTransfer
 from bus.protocol.engine.update_spec import UpdateSpec
 from bus.protocol.engine.update_states import (
+    FAILED,
     MIXED,
     NOTHING_LOADED,
+    RETURNED,
     TRANSITIONS,
     EngineUpdateEvent,
     EngineUpdateState,
@@ -153,10 +155,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._queue.cancellable(staged=self.staged)
 
     def about_to_serve(self, version: int) -> bool:
-        """Returns whether the engine has staged this version or a later one.
-
-        Such an engine only waits for COMMIT, and is not stale.
-        """
+        """Returns whether the engine has staged this version or a later one, and is not stale."""
         waits = self.staged and self.state in (_S.FINISHED, _S.COMMITTING)
         return waits and self._order.version >= version
 
@@ -337,16 +336,13 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             if isinstance(result, StagingCapacity):
                 self._order.has_room(result, self.partial, took_ms)
             return self._run_waiting_abort([self._order.ack(job.reply_to, took_ms)])
-        if isinstance(call, c.CallStart):
-            self._go(_E.START_RETURNED)
-        elif isinstance(call, c.CallExtend):
-            self._go(_E.PART_ENDED)
+        if type(call) in RETURNED:
+            self._go(RETURNED[type(call)])
+        if isinstance(call, c.CallExtend):
             self._chunks.on_extended()
         elif isinstance(call, c.CallLoad):
             self._chunks.on_loaded()
             self._lost_the_old()
-        elif isinstance(call, c.CallFinish):
-            self._go(_E.FINISH_RETURNED)
         elif isinstance(call, c.CallProbe):
             self._go(_E.PROBE_ENDED)
             results = result if isinstance(result, tuple) else ()
@@ -391,18 +387,14 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
                 self._undoing = self._queue.add(c.CallAbortRequests(), job.reply_to)
                 return [note]
             return [note, *self._ack_abort(job.reply_to, "partial", 0.0)]
-        if isinstance(call, c.CallArm):
-            self._go(_E.ARM_FAILED)
-        elif isinstance(call, c.CallExtend):
-            self._go(_E.PART_ENDED)
+        if isinstance(call, c.CallSwap) and failure.code is not m.NackCode.CALLED_OFF:
+            return self._on_half_swapped(job, failure)
+        if type(call) in FAILED:
+            self._go(FAILED[type(call)])
         elif isinstance(call, c.CallStart):
             self._lost_the_old()  # a half-started update may have changed weights
         elif isinstance(call, c.CallLoad) and failure.code not in NOTHING_LOADED:
             self._lost_the_old()
-        elif isinstance(call, c.CallSwap) and failure.code is not m.NackCode.CALLED_OFF:
-            return self._on_half_swapped(job, failure)
-        elif isinstance(call, c.CallProbe | c.CallCommit | c.CallSwap):
-            self._go(_E.PROBE_ENDED if isinstance(call, c.CallProbe) else _E.COMMIT_FAILED)
         if self.state is _S.FINISHING:
             self._go(_E.FINISH_FAILED)
         return self._run_waiting_abort([c.nack(job.reply_to, step, failure, self.update_id, chunk)])

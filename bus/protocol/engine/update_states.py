@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 from bus.messages import NackCode
+from bus.protocol.engine import calls as c
 
 
 class EngineUpdateState(StrEnum):
@@ -84,6 +85,20 @@ TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdat
         (each, _E.FOUND): _S.NONE
         for each in (_S.NONE, _S.ARMED, _S.STARTING, _S.LOADING, _S.FINISHED)
     },
+}
+
+# The events of calls that have returned, or failed.
+RETURNED: Final = {
+    c.CallStart: _E.START_RETURNED,
+    c.CallExtend: _E.PART_ENDED,
+    c.CallFinish: _E.FINISH_RETURNED,
+}
+FAILED: Final = {
+    c.CallArm: _E.ARM_FAILED,
+    c.CallExtend: _E.PART_ENDED,
+    c.CallProbe: _E.PROBE_ENDED,
+    c.CallCommit: _E.COMMIT_FAILED,
+    c.CallSwap: _E.COMMIT_FAILED,
 }
 
 # In these states the model may hold weights of two versions.

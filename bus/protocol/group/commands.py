@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus import messages as m
-from bus.protocol.core.failures import Declined, Failure, decline, wrong_state
+from bus.protocol.core.failures import Failure, decline, wrong_state
 from bus.protocol.core.validation import check_chunk, check_sums, manifest_of, part_of
 from bus.protocol.group import catch_up
 from bus.protocol.group.canary import failures, require_probes
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.protocol.core.instructions import Instruction
     from bus.protocol.group.group_state import Action, GroupState
+    from bus.protocol.group.update import UpdateMachine
 
     Queued: TypeAlias = m.UpdateStart | m.ArmPart | m.UpdateFinish | m.Commit
 
@@ -113,7 +114,7 @@ class Commands:
             case m.WeightChunkMeta() | m.ChunkSent():
                 return self._chunk(msg_id, message, now_ms)
             case m.ArmPart():
-                self._check_part(message)
+                self._manifest = _extended(self._state.update, self._manifest, message)
                 return self._queue(msg_id, m.Step.PART, message)
             case m.UpdateFinish():
                 self._state.update.require(*TAKES_CHUNKS, update_id=message.update_id)
@@ -136,10 +137,7 @@ class Commands:
             case m.Abort():
                 return self._abort(msg_id, message, now_ms)
             case _:
-                failure = Failure(
-                    m.NackCode.FORBIDDEN, "a trainer does not send this", field="kind"
-                )
-                raise Declined(failure)
+                raise decline(m.NackCode.FORBIDDEN, "a trainer does not send this", field="kind")
 
     def _ask(
         self, msg_id: int, step: m.Step, instructions: Iterable[Instruction], chunk: int = 0
@@ -164,6 +162,7 @@ class Commands:
             the actions: the next command may follow.
         """
         update, pause = self._state.update, self._state.pause.state
+        loads = update.state is UpdateState.LOADING
         refused: list[Action] = []
         for step, message in list(self._queued.items()):
             if update.state in _OVER or message.update_id != update.update_id:
@@ -178,11 +177,9 @@ class Commands:
                     message.staged or pause is PauseState.PAUSED
                 ) and update.state is UpdateState.ARMED:
                     asked = update.start(message, now_ms)
-                case m.ArmPart() if update.state is UpdateState.LOADING and not update.chunks:
+                case m.ArmPart() if loads and not update.chunks:
                     asked = update.extend(message, now_ms)
-                case m.UpdateFinish() if (
-                    update.state is UpdateState.LOADING and update.has_sent_all
-                ):
+                case m.UpdateFinish() if loads and update.has_sent_all:
                     asked = update.finish(message, now_ms)
                 case m.Commit() if update.state is UpdateState.FINISHED and message.differing:
                     self._queued[step] = replace(message, differing=())
@@ -394,19 +391,6 @@ class Commands:
                 hint="update the model first, then its draft",
             )
 
-    def _check_part(self, message: m.ArmPart) -> None:
-        """Checks that a part is the next one of an open update, and adds it to the manifest.
-
-        Raises:
-            Declined: it is not; or a tensor came before, and is named.
-        """
-        update, manifest = self._state.update, self._manifest
-        update.require(*TAKES_CHUNKS, update_id=message.update_id)
-        assert manifest is not None
-        if not update.is_open or message.part != update.parts or not update.has_sent_all:
-            raise wrong_state(f"part {message.part} is not the next one", "part")
-        _, self._manifest = part_of(manifest, message)
-
     def _chunk(
         self, msg_id: int, message: m.WeightChunkMeta | m.ChunkSent, now_ms: float
     ) -> list[Action]:
@@ -442,3 +426,16 @@ class Commands:
             return []
         failure = Failure(m.NackCode.CANCELLED, message.reason or "aborted by the trainer")
         return [*self._state.update.abort(failure, now_ms)]
+
+
+def _extended(update: UpdateMachine, known: Manifest | None, message: m.ArmPart) -> Manifest:
+    """Returns the manifest of an open update, with its next part.
+
+    Raises:
+        Declined: the part is not the next one; or a tensor came before, and is named.
+    """
+    update.require(*TAKES_CHUNKS, update_id=message.update_id)
+    assert known is not None
+    if not update.is_open or message.part != update.parts or not update.has_sent_all:
+        raise wrong_state(f"part {message.part} is not the next one", "part")
+    return part_of(known, message)[1]

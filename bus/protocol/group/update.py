@@ -305,14 +305,12 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         """Excludes an engine that refused, is ``overdue`` or dead; or aborts the whole update."""
         if name not in self.members or self.state is _S.IDLE:
             return []
-        checks = self.state in (_S.ARMING, _S.EXTENDING)
-        if failure.code is m.NackCode.MANIFEST_UNKNOWN and checks and self.barrier:
+        is_checking = self.state in (_S.ARMING, _S.EXTENDING)
+        if failure.code is m.NackCode.MANIFEST_UNKNOWN and is_checking and self.barrier:
             self.barrier.lacks_manifest.add(name)  # it is sent again
             return []
-        lacks_tensors = self.state is _S.FINISHING and failure.code is m.NackCode.MANIFEST_REFUSED
-        if self.state in _REFUSABLE and not (overdue or failure.code is m.NackCode.ENGINE_DEAD):
-            return self.abort(failure, now_ms)
-        if self.is_open and lacks_tensors:
+        is_lost = overdue or failure.code is m.NackCode.ENGINE_DEAD
+        if not is_lost and (self.state in _REFUSABLE or self._lacks_tensors(failure)):
             return self.abort(failure, now_ms)
         gone = [name] if self.state is _S.ABORTING else self._dp_group_of(name)
         abort = Ask(m.Abort(self.update_id, failure.detail[:4096]), tuple(gone))
@@ -346,6 +344,10 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
     def _dp_group_of(self, name: str) -> list[str]:
         """Returns the members of the update in one engine's DP group; they drop out together."""
         return [n for n, g in self.members.items() if g == self.members[name]]
+
+    def _lacks_tensors(self, failure: Failure) -> bool:
+        is_refusal = failure.code is m.NackCode.MANIFEST_REFUSED
+        return self.is_open and self.state is _S.FINISHING and is_refusal
 
     def _ask(self, step: m.Step, message: m.Message, now_ms: float) -> list[Instruction]:
         self.barrier = AckBarrier(step, message, self.members, now_ms)

@@ -245,16 +245,10 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         return [*pause, m.UpdateStart(self.id, self.is_staged)]
 
     def extend(self, known: Manifest, part: Manifest) -> list[m.Message]:
-        """Returns ARM_PART, with which engines check further tensors.
-
-        Args:
-            known: the tensors that were armed before.
-            part: the tensors that follow.
-        """
+        """Returns ARM_PART, with which engines check the tensors of ``part`` after those known."""
         self._go(_E.PART_ASKED)
         self._parts += 1
-        columns = part.names, part.dtypes, part.shapes, part.chunk_ends
-        return [m.ArmPart(self.id, self._parts, *columns, known.joined(part).digest())]
+        return [part_message(self.id, self._parts, known, part)]
 
     def finish(self) -> list[m.Message]:
         """Returns UPDATE_FINISH; nothing, if it was already requested."""
@@ -383,6 +377,12 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
             return []
         self._owns_pause = True
         return [self.request.pause]
+
+
+def part_message(update_id: str, number: int, known: Manifest, part: Manifest) -> m.ArmPart:
+    """Returns the ARM_PART of the tensors of ``part``, which follow those known."""
+    columns = part.names, part.dtypes, part.shapes, part.chunk_ends
+    return m.ArmPart(update_id, number, *columns, known.join(part).digest())
 
 
 def _shows_no_commit(error: WavebusError) -> bool:

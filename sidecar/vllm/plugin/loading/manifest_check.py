@@ -186,16 +186,21 @@ class ManifestChecker:
         return trace
 
     def check_whole(self, manifest: Manifest) -> None:
-        """Refuses an open manifest of which tensors are missing. It was checked last.
+        """Refuses an open manifest of which tensors are missing, and which was checked last.
+
+        A collective of the engine's workers.
 
         Raises:
-            EngineError: as :meth:`check`.
+            EngineError: as :meth:`check`, in all workers.
         """
-        trace = self._load(manifest)
-        self._check_filled(manifest, trace)
-        for meta in manifest.tensors():
-            if meta.name == self._tied_head and not _equals_embeddings(meta, manifest):
-                raise _unknown(meta, "it is tied to the embeddings, which did not come with it")
+
+        def check() -> None:
+            self._check_filled(manifest, self._load(manifest))
+            for meta in manifest.tensors():
+                if meta.name == self._tied_head and not _equals_embeddings(meta, manifest):
+                    raise _unknown(meta, "it is tied to the embeddings, which did not come")
+
+        agreement.run_before_any_continues(check)
 
     def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], TargetNames]:
         """Returns the meta model's loader, for a comparison with a copy plan.

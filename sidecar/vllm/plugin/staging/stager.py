@@ -306,7 +306,7 @@ class Stager:
                 self._last_refusal = known.plan.size_bytes, free_memory(self._device)
             raise
         synchronize(self._device)  # earlier work of this stream may still use the memory
-        armed.begin(self._target.unloaded)
+        self._target.begin(armed)
         self._armed = armed
         launches = receiver is not None and receiver.can_launch
         return launches and known.proven and staged.buffer_for(0) is not None

@@ -36,7 +36,6 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from bus.errors import EngineError
-from bus.kept_dtypes import kept_refusal
 from bus.lora import adapter_of
 from bus.manifest import Manifest
 from bus.messages import NackCode, Target
@@ -172,8 +171,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         loadable = self._loadable[self._target]
         run = loadable.plans.start(reloading=loadable.is_reloading)
         self._receiver.clear()
-        if self.armed is not None:
-            self.armed.begin(loadable.unloaded)
+        loadable.begin(self.armed)
         loadable.repacking.before_start()
         if not run:
             initialize_layerwise_reload(self.model)
@@ -263,7 +261,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self._arm(operation)
                 return operations.Done(room=self.wavebus_room)
             case operations.Extend():
-                self._extend(operation)
+                armed = require_armed(self.armed)
+                self.armed = self._loadable[armed.target].extend(armed, operation)
             case operations.Hello(protocol=protocol):
                 _check_protocol(protocol)
                 self._loadable["model"].checker.prepare()
@@ -288,7 +287,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             case operations.Restore(target=target):
                 self._restore(worker, target)
             case operations.Finish():
-                self._check_whole()
+                if self.armed is not None and self.armed.manifest.is_open:
+                    self._loadable[self.armed.target].checker.check_whole(self.armed.manifest)
                 self.session.finish(worker)
             case operations.LoadAdapter():
                 self._load_adapter(operation)
@@ -372,37 +372,13 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
         else:
             loadable = self._loadable[target]
-            trace = loadable.checker.check(manifest)
-            if manifest.is_cast and trace.widened:
-                raise kept_refusal([trace.metas[index].name for index in sorted(trace.widened)])
+            trace = loadable.check(manifest)
             if not manifest.counts:  # a patch is always loaded by vLLM's loader
                 loadable.plans.on_armed(manifest, trace)
         if self._last_manifest is None or self._last_manifest.manifest != manifest:
             self._last_manifest = ArmedManifest(manifest)
         self._last_manifest.check_room(self._receiver.backend, self._receiver.receiver)
         self.armed = ArmedUpdate(self._last_manifest, target, operation.staging)
-
-    def _extend(self, operation: operations.Extend) -> None:
-        """Adds tensors to the open update. A collective of the engine's workers."""
-        known = require_armed(self.armed)
-        described = operation.names, operation.dtypes, operation.shapes
-        try:
-            manifest = known.manifest.joined(Manifest(*described, operation.chunk_ends))
-        except ValueError as error:
-            raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
-        trace = self._loadable[known.target].checker.check(manifest, known.manifest)
-        if manifest.is_cast and trace.widened:
-            raise kept_refusal([trace.metas[index].name for index in sorted(trace.widened)])
-        announced = ArmedManifest(manifest)
-        announced.check_room(self._receiver.backend, self._receiver.receiver)
-        self.armed = ArmedUpdate(announced, known.target, known.staging)
-
-    def _check_whole(self) -> None:
-        """Refuses the end of an open update that lacks tensors, in all workers or in none."""
-        armed = self.armed
-        if armed is not None and armed.manifest.is_open and self._incoming is None:
-            check = self._loadable[armed.target].checker.check_whole
-            agreement.run_before_any_continues(lambda: check(armed.manifest))
 
     def arm(self, operation: operations.ArmManifest) -> StagingCapacity:
         """Arms an update while the engine serves; returns how much memory staging needs.

@@ -111,8 +111,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             super()._start()
             return
         loadable = self._loadable[self._target]
-        if self.armed is not None:
-            self.armed.begin(loadable.unloaded)
+        loadable.begin(self.armed)
         self._checked = CheckedLoading(loadable.unloaded)
         loadable.repacking.before_start()
         self._original.start_weight_update()

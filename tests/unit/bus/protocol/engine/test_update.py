@@ -59,7 +59,7 @@ MANIFEST = make_manifest(("a", "b", "c"))
 CHUNKS = MANIFEST.chunks
 OPEN = replace(MANIFEST, is_open=True)
 PART = make_manifest(("d", "e"))
-JOINED = OPEN.joined(PART)
+JOINED = OPEN.join(PART)
 BROKEN = Failure(NackCode.ENGINE_FAILED, "it broke", tensor="b")
 LATE = Failure(NackCode.TRANSFER_FAILED, "the broadcast broke")
 _S = EngineUpdateState

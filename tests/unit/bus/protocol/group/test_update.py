@@ -38,7 +38,7 @@ MANIFEST = make_manifest(("a", "b", "c"))
 CHUNKS = MANIFEST.chunks
 OPEN = replace(MANIFEST, is_open=True)
 PART = make_manifest(("d", "e"))
-JOINED = OPEN.joined(PART)
+JOINED = OPEN.join(PART)
 ARM = make_arm("u1", MANIFEST, version=4, label="step 4")
 REFUSED = Failure(NackCode.ENGINE_FAILED, "no", peer="e1", tensor="b")
 STATES = list(UpdateState)
