@@ -140,10 +140,16 @@ def test_a_stack_of_more_experts_than_the_model_has_is_refused(rank: int, ranks:
 def test_tensors_that_come_in_parts_are_checked_part_by_part_and_counted_at_the_end() -> None:
     """Each part is given to the loader once, and the last one may be missing until the end."""
     sent = list(split().items())
-    checked, fed = checker(), []
+    checked, fed = checker(), list[str]()
     model: Any = checked._model
     load = model.load_weights
-    model.load_weights = lambda pairs: load((fed.append(name), (name, t))[1] for name, t in pairs)
+
+    def note(pairs: Iterable[tuple[str, Tensor]]) -> None:
+        received = list(pairs)
+        fed.extend(name for name, _ in received)
+        load(received)
+
+    model.load_weights = note
     known = replace(manifest_of(dict(sent[:3])), is_open=True)
     checked.check(known)
     for one in sent[3:]:
