@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -80,6 +80,7 @@ class Manifest:
             index. Empty: full tensors are sent.
         is_cast: whether the sender has cast tensors to the dtype of the engines' models, and wants
             to know which of them an engine keeps in a wider one. Not a part of the digest.
+        is_open: whether more tensors may follow (:meth:`join`). Not a part of the digest.
     """
 
     names: tuple[str, ...]
@@ -88,6 +89,7 @@ class Manifest:
     chunk_ends: tuple[int, ...]
     counts: tuple[int, ...] = ()
     is_cast: bool = False
+    is_open: bool = False
 
     def __post_init__(self) -> None:
         """Checks that the fields agree.
@@ -165,6 +167,21 @@ class Manifest:
     ) -> Manifest:
         names, dtypes = tuple(m.name for m in metas), tuple(m.dtype for m in metas)
         return cls(names, dtypes, tuple(m.shape for m in metas), ends, counts)
+
+    def join(self, part: Manifest) -> Manifest:
+        """Returns the manifest of these tensors, followed by those of ``part`` in their chunks.
+
+        Raises:
+            ValueError: a name occurs in both.
+        """
+        count = len(self.names)
+        return replace(
+            self,
+            names=self.names + part.names,
+            dtypes=self.dtypes + part.dtypes,
+            shapes=self.shapes + part.shapes,
+            chunk_ends=(*self.chunk_ends, *(count + end for end in part.chunk_ends)),
+        )
 
     @property
     def chunks(self) -> int:

@@ -17,6 +17,7 @@ from bus.protocol.engine.calls import (
     CallArm,
     CallCommit,
     CallDrain,
+    CallExtend,
     CallFinish,
     CallLoad,
     CallOpenTransfer,
@@ -32,7 +33,7 @@ from bus.protocol.engine.calls import (
     CallSwap,
     CallWakeWeights,
 )
-from sidecar.engine import DrainableEngine
+from sidecar.engine import DrainableEngine, ExtendableEngine
 
 if TYPE_CHECKING:
     from sidecar.engine import Engine
@@ -77,6 +78,11 @@ async def dispatch(engine: Engine, call: Call) -> CallResult:
             await engine.load(seq, verify, sums)
         case CallArm(manifest, target, staging):
             return await engine.arm(manifest, target, staging)
+        case CallExtend(part):
+            if not isinstance(engine, ExtendableEngine):
+                text = "this engine takes all tensors of an update at once"
+                raise EngineError(text, code=NackCode.MANIFEST_REFUSED)
+            await engine.extend(part)
         case CallStart(recover, target, staged):
             await engine.start_update(recover=recover, target=target, staged=staged)
         case CallFinish():

@@ -411,6 +411,28 @@ class DrainableEngine(Protocol):
         """
 
 
+@runtime_checkable
+class ExtendableEngine(Protocol):
+    """An engine that takes the tensors of an update in parts.
+
+    If a manifest is open (``manifest.is_open``), its :meth:`Engine.arm` accepts tensors of which
+    others are missing, and its :meth:`Engine.finish_update` refuses with ``manifest_refused``, in
+    all workers before any of them finishes, if some are missing still.
+    """
+
+    async def extend(self, part: Manifest) -> None:
+        """Checks further tensors of the update under way. Loads and changes nothing.
+
+        Called after all chunks that are known were loaded or staged.
+
+        Args:
+            part: names, dtypes, shapes and chunks of these tensors alone.
+
+        Raises:
+            EngineError: code ``manifest_refused``, with ``tensor`` set, as :meth:`Engine.arm`.
+        """
+
+
 def require_model(target: Target) -> None:
     """Rejects an update of a draft model, for engines without speculative decoding.
 

@@ -45,6 +45,7 @@ _PHASES: Final[dict[str, str]] = {
     Step.PAUSE_GLOBAL: "pause",
     Step.START: "transfer",
     Step.CHUNK: "transfer",
+    Step.PART: "transfer",
     Step.FINISH: "transfer",
     Step.PROBE: "canary",
 }

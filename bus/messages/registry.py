@@ -68,6 +68,7 @@ MESSAGES: Final = (
     MessageEntry(update.UpdateStart, "UPDATE_START", _TRAINER, Step.START),
     MessageEntry(update.WeightChunkMeta, "WEIGHT_CHUNK_META", _TRAINER, Step.CHUNK),
     MessageEntry(update.ChunkSent, "CHUNK_SENT", _TRAINER, Step.CHUNK),
+    MessageEntry(update.ArmPart, "ARM_PART", _TRAINER, Step.PART),
     MessageEntry(update.UpdateFinish, "UPDATE_FINISH", _TRAINER, Step.FINISH),
     MessageEntry(canary.Probe, "PROBE", _TRAINER, Step.PROBE),
     MessageEntry(canary.Probed, "PROBED", _ENGINE),

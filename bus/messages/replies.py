@@ -35,6 +35,7 @@ class Step(StrEnum):
     ARM = "arm"
     START = "start"
     CHUNK = "chunk"
+    PART = "part"
     FINISH = "finish"
     PROBE = "probe"
     COMMIT = "commit"

@@ -161,6 +161,8 @@ class Arm(Message):
         transfer: the id of the TRANSFER_INIT that opened the transport. An engine that has any
             other transport open refuses with ``transfer_closed``. Empty: from a peer that is one
             wire version older.
+        is_open: True: more tensors may follow, by :class:`ArmPart`. Engines then accept tensors of
+            which others are missing, and check at UPDATE_FINISH that all have come.
     """
 
     update_id: UpdateId
@@ -183,6 +185,7 @@ class Arm(Message):
     default_quorum: bool = False
     transfer: UpdateId = ""
     is_cast: bool = False
+    is_open: bool = False
 
     def without_tensors(self) -> Arm:
         """Returns the same ARM with the digest in place of the tensors."""
@@ -237,6 +240,34 @@ class WeightChunkMeta(Message):
     shapes: Shapes
     sizes_bytes: Counts
     handle: Blob
+
+
+@dataclass(frozen=True, slots=True)
+class ArmPart(Message):
+    """Trainer to broker to engines: further tensors of an update that was armed open.
+
+    Sent when all engines have applied all chunks of the tensors before. The broker repeats it
+    without the tensors, as ARM.
+
+    Attributes:
+        update_id: the update.
+        part: the part's number; the tensors of ARM are part 0.
+        names, dtypes, shapes, chunk_ends: the part's tensors, as :class:`bus.manifest.Manifest`.
+            The indexes of ``chunk_ends`` count from the part's first tensor.
+        digest: the digest of the manifest of all parts so far, with this one.
+    """
+
+    update_id: UpdateId
+    part: Count
+    names: TensorNames
+    dtypes: Dtypes
+    shapes: Shapes
+    chunk_ends: Counts
+    digest: ShortText
+
+    def without_tensors(self) -> ArmPart:
+        """Returns the same ARM_PART with the digest in place of the tensors."""
+        return replace(self, names=(), dtypes=(), shapes=(), chunk_ends=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,6 +299,10 @@ class EmbeddedEngine:
         require_model(target)
         return self._update().arm(manifest, staging)
 
+    async def extend(self, part: Manifest) -> None:
+        """Checks further tensors of an update whose manifest is open."""
+        await self._call(partial(self._update().extend, part))
+
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False
     ) -> None:

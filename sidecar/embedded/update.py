@@ -8,8 +8,9 @@
     LOADING    receive               LOADING    the chunk's tensors are there
     LOADING    verify                LOADING    their checksums are compared
     LOADING    load                  LOADING    they are copied into the parameters
+    LOADING    extend                LOADING    the manifest is open: more tensors will be loaded
     LOADING    restore, none loaded  IDLE       the old weights were never changed
-    LOADING    finish, all loaded    FINISHED
+    LOADING    finish, all loaded    FINISHED   refused, if an open manifest lacks tensors
     FINISHED   commit                IDLE       the engine serves the new version
 
     of a staged update, without a pause
@@ -190,11 +191,16 @@ class Updater:
         self._release()
         self._manifest, self._armed = self._armed, None
         self._loaded.clear()
-        self._unloaded.begin(self._manifest.names)
+        self._unloaded.begin(self._manifest.names, is_open=self._manifest.is_open)
         self.staged = staged
         if staged:
             self._memory.allocate()
         self._state = UpdaterState.LOADING
+
+    def extend(self, part: Manifest) -> None:
+        """Adds further tensors to the manifest; raises as :meth:`arm` for a wrong one."""
+        self._manifest = self._loading("extend").join(part)
+        self._expected.check(self._manifest)
 
     def receive(self, chunk: Chunk) -> None:
         """Receives a chunk of the current update, and keeps it until it is loaded."""
@@ -265,17 +271,13 @@ class Updater:
         manifest = self._loading("finish")
         if not self.staged:
             self._core.require_paused("finish")
-        missing = manifest.chunks - len(self._loaded)
-        if missing:
+        if missing := manifest.chunks - len(self._loaded):
             raise _wrong_state(f"{missing} of {manifest.chunks} chunks are not loaded")
+        self._expected.check_whole(manifest)
         self._state = UpdaterState.FINISHED
 
     def require_finished(self, what: str) -> None:
-        """Rejects the call named ``what`` unless a whole update is loaded and not committed.
-
-        Raises:
-            EngineError: code ``wrong_state``.
-        """
+        """Rejects the call named ``what`` unless a whole update is loaded and not committed."""
         if self._state is not UpdaterState.FINISHED:
             raise _wrong_state(f"{what} while the update is {self._state.value}")
 
@@ -322,11 +324,7 @@ class Updater:
         self._core.resume()
 
     def resume(self) -> None:
-        """Resumes the core.
-
-        Raises:
-            EngineError: code ``wrong_state``: an update is open, or weights are incomplete.
-        """
+        """Resumes the core, unless an update is open, or weights are incomplete."""
         self._require_whole()
         self._core.resume()
 

@@ -55,7 +55,7 @@ class ExpectedWeights:
         return cls(whole.config.dtype, shapes, head if whole.config.tied else {})
 
     def check(self, manifest: Manifest) -> None:
-        """Checks that a manifest is one whole update of the model; loads nothing.
+        """Checks that a manifest is one whole update of the model, or an open one a part of it.
 
         Args:
             manifest: names, dtypes, shapes and chunks of the update.
@@ -67,6 +67,15 @@ class ExpectedWeights:
         for name, dtype, shape in tensors:
             if dtype != self.dtype or shape != self.shapes.get(name):
                 self._check_tensor(TensorMeta(name, dtype, shape))
+        if not manifest.is_open:
+            self.check_whole(manifest)
+
+    def check_whole(self, manifest: Manifest) -> None:
+        """Checks that no tensor is missing.
+
+        Raises:
+            EngineError: as :meth:`check`.
+        """
         sent = frozenset(manifest.names)
         missing = next((name for name in self.shapes if name not in sent), None)
         if missing is not None:

@@ -45,10 +45,10 @@ class UnloadedTensors:
         self._compares_head = False
         self._sums: dict[str, int] = {}  # of the head and the embeddings that have come
 
-    def begin(self, names: Collection[str]) -> None:
-        """Begins an update that brings the tensors of these names."""
+    def begin(self, names: Collection[str], *, is_open: bool = False) -> None:
+        """Begins an update that brings the tensors of these names; ``is_open``: others may come."""
         self._sums.clear()
-        self._compares_head = self.head in names
+        self._compares_head = self.head in names or (is_open and bool(self.head))
 
     def check(self, received: Tensors) -> None:
         """Checks the tensors of one chunk, before any of them is loaded.

@@ -154,8 +154,9 @@ class WorkerClient:
         if self._adapter:
             await self._connection.check_adapter(self._adapter)
         described = manifest.names, manifest.dtypes, manifest.shapes, manifest.chunk_ends
-        asked = target, manifest.counts, staging, manifest.is_cast
-        arm = operations.ArmManifest(*described, *asked)
+        asked = target, manifest.counts, staging
+        flags = manifest.is_cast, manifest.is_open
+        arm = operations.ArmManifest(*described, *asked, *flags)
         of_model = target == "model" and not self._adapter
         before, self._armed = self._armed, None
         digest = manifest.digest() if of_model and staging and before == manifest else ""
@@ -163,6 +164,16 @@ class WorkerClient:
         self._armed = manifest if of_model else None
         self._manifest = manifest
         return room if staging is None else require_capacity(staging, room)
+
+    async def extend(self, part: Manifest) -> None:
+        """Checks further tensors in all workers; a staged update has all tensors already."""
+        assert self._manifest is not None
+        if self._staged:
+            text, name = "all tensors of the model had come, and are staged", part.names[0]
+            raise EngineError(f"{name}: {text}", code=NackCode.MANIFEST_REFUSED, tensor=name)
+        described = part.names, part.dtypes, part.shapes, part.chunk_ends
+        await self._perform(operations.Extend(*described))
+        self._manifest, self._armed = self._manifest.join(part), None
 
     async def start_update(
         self, *, recover: bool, target: Target = "model", staged: bool = False

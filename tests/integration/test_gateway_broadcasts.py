@@ -33,9 +33,9 @@ def run(checkpoint: Checkpoint, scenario: Callable[[Fleet], Awaitable[None]]) ->
 
 
 def wrong(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without one tensor, and with the others of no version."""
-    *kept, _ = perturbed(weights, 99).items()
-    return dict(kept)
+    """One tensor has a name that no model knows, and all are of no version."""
+    *kept, (_, last) = perturbed(weights, 99).items()
+    return dict([*kept, ("unknown", last)])
 
 
 def test_the_broadcast_of_a_refused_update_ends_and_the_next_needs_no_init(

@@ -30,6 +30,7 @@ from bus.protocol.engine.calls import (
     Call,
     CallArm,
     CallCommit,
+    CallExtend,
     CallFinish,
     CallLoad,
     CallOpenTransfer,
@@ -41,7 +42,7 @@ from bus.protocol.engine.calls import (
     CallStart,
     CallWakeWeights,
 )
-from tests.sim.engine import Behaviour, SimEngine
+from tests.sim.engine import TENSORS, Behaviour, SimEngine
 from tests.sim.memory_network import Faults
 from tests.sim.watch import Watch
 from tests.sim.world import GROUP, SimWorld
@@ -303,6 +304,25 @@ class Play:
             script = self.trainer.update(self.payload, think_ms=think_ms, verify=self.verify)
             self.trainer.run(script)
 
+    def update_parts(self, engine: SimEngine | None, index: int) -> None:
+        """In two or three parts. Sometimes one is missing at the end, or refused by one engine, or
+        it takes one its time to check it."""
+        if not self.trainer.alive or self.trainer.is_busy:
+            return
+        self.payload += 1
+        first, *further = (TENSORS[:1], TENSORS[1:2], TENSORS[2:])
+        if index in (1, 2):
+            further = further[:1]
+            self.reach["a part missing"] += 1
+        elif index == 3 and engine is not None:
+            engine.behaviour.fail_next.add(CallExtend)
+        elif index == 4 and engine is not None:
+            engine.behaviour.slow_ms[CallExtend] = 700.0
+        script = self.trainer.update(
+            self.payload, tensors=first, parts=further, think_ms=20.0, verify=self.verify
+        )
+        self.trainer.run(script)
+
     def update_draft(self, _engine: SimEngine | None, index: int) -> None:
         if self.trainer.alive and not self.trainer.is_busy:
             self.payload += 1
@@ -547,7 +567,7 @@ class Play:
             group = self.world.group
             if group is not None and state == "unsent":
                 return any(chunk.waiting_for_trainer for chunk in group.update.chunks.values())
-            machine = "update" if kind == "update_draft" else kind
+            machine = "update" if kind.startswith("update_") else kind
             return group is not None and getattr(group, machine).state == state
 
         self.world.run_until(lambda: there() or not self.trainer.is_busy, within_ms=3000.0)

@@ -22,6 +22,7 @@ from bus.protocol.engine.calls import (
     CallAdmit,
     CallArm,
     CallCommit,
+    CallExtend,
     CallFinish,
     CallLoad,
     CallOpenTransfer,
@@ -164,6 +165,10 @@ class GroundTruth:
         match call:
             case CallArm(manifest):
                 self._check_manifest(manifest)
+            case CallExtend():
+                known = self.manifest
+                if known is None or not known.is_open or len(self.loaded) != known.chunks:
+                    self._refuse(f"{known} is extended with chunks {self.loaded}")
             case CallStart(recover, target, staged):
                 if not staged:
                     self._require_weights("an update is started")
@@ -193,6 +198,8 @@ class GroundTruth:
             case CallCommit(version):
                 self._begin_commit(version)
             case CallSwap(version):
+                if len(set((self._staged_weights or {}).values())) > 1:
+                    self._refuse(f"swaps in mixed weights {self._staged_weights}")
                 if self._staged_weights is None or not self._finished or version <= self.version:
                     self._refuse(f"swaps to {version}, staged is {self._staged_weights}")
 
@@ -247,13 +254,13 @@ class GroundTruth:
                 self.transfer = call
             case CallArm(manifest, target):
                 self.manifest, self._target = manifest, target
+            case CallExtend(part):
+                assert self.manifest is not None
+                self.manifest = self.manifest.join(part)
             case CallStart(target=target, staged=staged):
-                self._started, self._begun = True, target
-                self._staged_weights = dict(self.models[target]) if staged else None
+                self._start(target, staged=staged)
                 self._finished = self._load_begun = self.twisted = False
-                self.loaded = []
                 self.sent = {}
-                self.staged.clear()
             case CallReceive() | CallLoad():
                 self._end_chunk(call)
             case CallRestore():
@@ -283,10 +290,7 @@ class GroundTruth:
                     self.asleep = {"weights", "cache"}
             case CallStart(target=target, staged=staged):
                 self._load_begun = not staged  # half started
-                self._started, self._begun = True, target
-                self._staged_weights = dict(self.models[target]) if staged else None
-                self.loaded = []
-                self.staged.clear()
+                self._start(target, staged=staged)
             case CallReceive() | CallLoad():
                 self.staged.clear()
             case CallProbe():
@@ -301,6 +305,12 @@ class GroundTruth:
                 self.transfer = None
             case _:
                 pass
+
+    def _start(self, target: Target, *, staged: bool) -> None:
+        self._started, self._begun = True, target
+        self._staged_weights = dict(self.models[target]) if staged else None
+        self.loaded = []
+        self.staged.clear()
 
     def on_escalated(self, *, clear_cache: bool) -> None:
         """A second pause, beside one that may have failed, has returned."""
@@ -320,20 +330,24 @@ class GroundTruth:
 
     def refusal(self, call: Call) -> EngineError | None:
         """What the engine itself has against a call: a manifest that does not fit."""
-        if isinstance(call, CallArm):
-            weights = self.models[call.target]
-            unknown = [name for name in call.manifest.names if name not in weights]
+        weights = self.models[call.target if isinstance(call, CallArm) else self._target]
+        if isinstance(call, CallArm | CallExtend):
+            named = call.manifest.names if isinstance(call, CallArm) else call.part.names
+            unknown = [name for name in named if name not in weights]
             if unknown:
                 return EngineError(
                     "the model has no such tensor",
                     code=NackCode.MANIFEST_REFUSED,
                     tensor=unknown[0],
                 )
-            missing = [name for name in weights if name not in call.manifest.names]
-            if missing:
-                return EngineError(
-                    "the manifest lacks it", code=NackCode.MANIFEST_REFUSED, tensor=missing[0]
-                )
+        whole = self.manifest if isinstance(call, CallFinish) else None
+        if isinstance(call, CallArm) and not call.manifest.is_open:
+            whole = call.manifest
+        missing = [name for name in weights if whole is not None and name not in whole.names]
+        if missing:
+            return EngineError(
+                "the manifest lacks it", code=NackCode.MANIFEST_REFUSED, tensor=missing[0]
+            )
         if isinstance(call, CallLoad) and (wrong := self._mismatched(call)):
             code = NackCode.CHECKSUM_MISMATCH
             return EngineError("not what was sent", code=code, tensor=wrong[0])

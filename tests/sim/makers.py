@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from bus.manifest import Manifest, TensorMeta
 from bus.messages import (
     Arm,
+    ArmPart,
     CanaryMode,
     ChunkSent,
     Nack,
@@ -16,6 +17,7 @@ from bus.messages import (
     Verify,
     WeightChunkMeta,
 )
+from bus.protocol.trainer.update import part_message
 from tests.sim.engine import TENSORS
 
 if TYPE_CHECKING:
@@ -65,7 +67,13 @@ def make_arm(
         staging,
         default_quorum,
         transfer,
+        is_open=manifest.is_open,
     )
+
+
+def make_part(update_id: str, known: Manifest, part: Manifest, number: int = 1) -> ArmPart:
+    """ARM_PART with these tensors, after those that are known."""
+    return part_message(update_id, number, known, part)
 
 
 def make_chunk(

@@ -263,15 +263,19 @@ class TrainerScripts(ABC):
         think_ms: float = 0.0,
         verify: Verify = "full",
         target: Target = "model",
+        parts: Sequence[Sequence[str]] = (),
     ) -> Script:
         """A whole update: weights named ``payload``, in chunks, with a pause around it.
 
-        ``think_ms`` is what the trainer takes between two steps.
+        ``think_ms`` is what the trainer takes between two steps. With ``parts``, further tensors
+        are armed one part after the other.
         """
         update = self._new_update(mode, target)
         manifest = make_manifest(tensors, chunk_bytes=chunk_bytes)
+        manifest = replace(manifest, is_open=bool(parts))
+        further = [make_manifest(part, chunk_bytes=chunk_bytes) for part in parts]
         try:
-            yield from self._send_weights(update, payload, manifest, think_ms, verify)
+            yield from self._send_weights(update, payload, manifest, think_ms, verify, further)
         except WavebusError as error:
             yield from self._undo(*update.undo())
             return Outcome("update", update.id, error=error)
@@ -296,16 +300,21 @@ class TrainerScripts(ABC):
         manifest: Manifest,
         think_ms: float,
         verify: Verify,
+        parts: Sequence[Manifest] = (),
     ) -> Part:
         yield from self._arm(update, payload, manifest)
         if think_ms:
             yield think_ms
         label = f"p{payload}"
-        if self.pipelined and not self.canary:
+        if self.pipelined and not (self.canary or parts):
             yield from self._stream(update, payload, manifest, think_ms, verify, label)
             return
         yield from self._ask_for(update, update.start())
         yield from self._send_all(update.id, payload, manifest, think_ms, verify)
+        for part in parts:
+            yield from self._ask_for(update, update.extend(manifest, part))
+            before, manifest = manifest.chunks, manifest.join(part)
+            yield from self._send_all(update.id, payload, manifest, think_ms, verify, before)
         yield from self._ask_for(update, update.finish())
         differing = (yield from self._differing(update, payload)) if self.canary else ()
         yield from self._ask_for(update, update.commit(label, differing))
@@ -495,10 +504,16 @@ class TrainerScripts(ABC):
         yield from self._ask_together(stream.begin(), stream)
 
     def _send_all(
-        self, update_id: str, payload: int, manifest: Manifest, think_ms: float, verify: Verify
+        self,
+        update_id: str,
+        payload: int,
+        manifest: Manifest,
+        think_ms: float,
+        verify: Verify,
+        begin: int = 0,
     ) -> Part:
-        """All chunks, ``prefetch_depth`` at a time."""
-        for first in range(0, manifest.chunks, self.prefetch_depth):
+        """All chunks from ``begin`` on, ``prefetch_depth`` at a time."""
+        for first in range(begin, manifest.chunks, self.prefetch_depth):
             if think_ms:
                 yield think_ms
             batch: list[Message | Later] = []

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from bus.messages import (
     Ack,
     Arm,
+    ArmPart,
     ChunkSent,
     GroupAck,
     Message,
@@ -302,6 +303,14 @@ class Watch:
             self._digest = arm.digest
             if arm.communicator:
                 self._check_communicator(group, arm.communicator)
+        if self._update is UpdateState.EXTENDING and update.state is UpdateState.LOADING:
+            self.reach["extended"] += 1
+            for name in update.members:
+                self._require_extended(group, name)
+        if update.state is UpdateState.EXTENDING and update.barrier is not None:
+            (part,) = update.barrier.messages
+            assert isinstance(part, ArmPart)
+            self._digest = part.digest
         if update.state in (UpdateState.ARMED, UpdateState.STARTING):
             for name in update.members:
                 self._require_armed(group, name)
@@ -309,7 +318,10 @@ class Watch:
     def _check_collective(self, group: Group) -> None:
         """While chunks of a communicator are to be sent, nobody of it is missing."""
         update = group.update
-        sends = update.state in (UpdateState.ARMED, *TAKES_CHUNKS) and not update.has_sent_all
+        may_send = update.state in (UpdateState.ARMED, *TAKES_CHUNKS, UpdateState.EXTENDING)
+        sends = may_send and (update.is_open or not update.has_sent_all)
+        if update.state is UpdateState.EXTENDING and update.chunks:
+            raise InvariantViolation(f"chunks {sorted(update.chunks)} of what may be refused")
         if sends and update._communicator and update.excluded:
             raise InvariantViolation(f"the next chunk needs {sorted(update.excluded)}")
 
@@ -357,6 +369,14 @@ class Watch:
         manifest = engine.truth.manifest
         if manifest is None or manifest.digest() != self._digest:
             raise InvariantViolation(f"{name} armed another manifest than was sent")
+
+    def _require_extended(self, group: Group, name: str) -> None:
+        engine = self._member(group, name)
+        if engine is None or engine.aborted_update == group.update.update_id:
+            return
+        manifest = engine.truth.manifest
+        if manifest is None or manifest.digest() != self._digest:
+            raise InvariantViolation(f"{name} is sent tensors that it has not checked")
 
     def _require_idle(self, group: Group, name: str, why: str) -> None:
         engine = self._member(group, name)

@@ -90,11 +90,13 @@ class BroadcastEngine(EmbeddedEngine):
         breaks_at: the number of a chunk that it can't load, once ``may_go`` is set; -1: none.
         refuses_at: the number of a chunk whose broadcast it does not enter; -1: none.
         loaded: is called with the number of each chunk that was loaded.
+        extended: how many parts it was asked to check, but those of ARM.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, step_ms=2.0)
         self._held = ""
+        self.extended = 0
         self.reached, self.may_go = asyncio.Event(), asyncio.Event()
         self.breaks_at = self.refuses_at = -1
         self.loaded: Callable[[int], object] = lambda _: None
@@ -102,6 +104,11 @@ class BroadcastEngine(EmbeddedEngine):
     def hold(self, call: str) -> None:
         """Makes the next such call wait: ``pause``, ``arm``, ``commit`` or ``resume``."""
         self._held = call
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether its weights are not those of its version."""
+        return self._update()._foreign
 
     async def _wait(self, call: str) -> None:
         if call == self._held:
@@ -126,6 +133,10 @@ class BroadcastEngine(EmbeddedEngine):
     ) -> StagingCapacity:
         await self._wait("arm")
         return await super().arm(manifest, target, staging)
+
+    async def extend(self, part: Manifest) -> None:
+        self.extended += 1
+        await super().extend(part)
 
     async def receive(self, chunk: Chunk) -> None:
         if chunk.seq == self.refuses_at:

@@ -12,7 +12,7 @@ from tests.support.broadcasts import BroadcastClient, BroadcastEngine, registere
 from tests.support.broker import a_broker
 from tests.support.checkpoints import perturbed
 from tests.support.procs import wavebus
-from trainer_agent import RolloutClient
+from trainer_agent import RolloutClient, TrainerAgent
 from trainer_agent.gateway.server import serve
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ class Fleet:
             answers = [rollouts.generate(PROMPT, params) for _ in range(6)]
             for answer in await asyncio.gather(*answers):
                 assert list(answer.choices[0].token_ids) == expected
+
+    async def have_workers(self, count: int) -> None:
+        """Waits until the group has so many."""
+        async with TrainerAgent(self.broker) as agent:
+            await agent.wait_for_engines(count)
 
     async def forgets(self) -> None:
         """Waits until the gateway forgets a silent client."""

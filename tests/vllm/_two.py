@@ -102,6 +102,10 @@ class Two:
         assert await self.served_tokens() == expected
         self.weights = weights
 
+    async def swap_ms(self) -> list[float]:
+        """How long the last swap of each worker here has taken: those of no two are the same."""
+        return [each["swap_ms"] for each in await self.llm.collective_rpc("wavebus_loading")]
+
     async def tokens_here(self) -> list[int]:
         """Of the one in this process."""
         self._asked += 1

@@ -277,6 +277,52 @@ def test_prime_rls_calls_update_both(two: Two, tmp_path: Path) -> None:
             expected = two.oracle.score(new, PROMPT[:1], PROMPT[1:])
             assert found == pytest.approx(expected, abs=1e-4)
 
+
+def described(weights: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
+    """As TRL's client takes it."""
+    return [
+        (name, str(each.dtype).removeprefix("torch."), list(each.shape))
+        for name, each in weights.items()
+    ]
+
+
+def test_trls_client_sends_an_update_in_several_calls(two: Two) -> None:
+    """In its block. The first one is loaded in a pause. The same calls again are staged. A part
+    that is refused lets it go, and so does the end of an update that lacks one; a whole update then
+    frees the engines."""
+    from trl.generation.vllm_client import VLLMClient  # noqa: PLC0415 - only with vLLM
+
+    def send(client: Any, weights: Mapping[str, Tensor], *parts: slice) -> None:
+        items = list(weights.items())
+        with client.weight_update():
+            for part in parts:
+                some = dict(items[part])
+                client.update_named_params(described(some), iter(some.items()))
+
+    half = len(two.weights) // 2
+    first, second = slice(half), slice(half, None)
+
+    async def scenario() -> None:
+        async with served(two) as url:
+            client = await asyncio.to_thread(VLLMClient, base_url=url, connection_timeout=60)
+            await asyncio.to_thread(client.init_communicator, device="cuda")
+            for seed, is_staged in ((6, False), (7, True)):
+                new, before_ms = perturbed(two.weights, seed), await two.swap_ms()
+                await asyncio.to_thread(send, client, new, first, second)
+                await two.assert_serve(new)
+                assert (await two.swap_ms() != before_ms) is is_staged
+            wrong = perturbed(two.weights, 8)
+            wrong["model.unknown"] = wrong.pop(list(wrong)[-1])
+            with pytest.raises(Exception, match=r"model\.unknown") as raised:
+                await asyncio.to_thread(send, client, wrong, slice(1), slice(1, None))
+            assert "init_weight_transfer_engine" not in str(raised.value.__context__)
+            with pytest.raises(Exception, match="missing"):
+                await asyncio.to_thread(send, client, perturbed(two.weights, 9), first)
+            new = perturbed(two.weights, 10)
+            await asyncio.to_thread(send, client, new, slice(1), slice(1, 3), slice(3, None))
+            await two.assert_serve(new)
+            await asyncio.to_thread(client.close_communicator)
+
     two.run(scenario())
 
 
@@ -286,16 +332,11 @@ def test_a_refused_update_lets_trls_client_go_and_its_communicator_is_of_use(two
 
     served_before, new = two.weights, perturbed(two.weights, 4)
 
-    def described(weights: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
-        return [
-            (name, str(each.dtype).removeprefix("torch."), list(each.shape))
-            for name, each in weights.items()
-        ]
-
     def refused(client: Any) -> None:
-        some = dict(list(perturbed(two.weights, 5).items())[:-1])
-        with pytest.raises(Exception, match=r"lm_head\.weight: missing") as raised:
-            client.update_named_params(described(some), iter(some.items()))
+        *some, (_, last) = perturbed(two.weights, 5).items()
+        wrong = dict([*some, ("model.unknown", last)])
+        with pytest.raises(Exception, match=r"model\.unknown") as raised:
+            client.update_named_params(described(wrong), iter(wrong.items()))
         assert "init_weight_transfer_engine" not in str(raised.value)
 
     async def scenario() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from bus.errors import UsageError
 from bus.messages import Sleep, Wake
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from bus.manifest import TensorMeta
     from bus.messages import GroupStatus, PauseMode, SleepLevel, Target
     from bus.weight_transfer.allocation import World
-
-_ONE_CHUNK: Final = sys.maxsize
 
 
 class GatewayAgent(TrainerAgent):
@@ -96,26 +93,41 @@ class GatewayAgent(TrainerAgent):
         """Aborts an update that was not finished, and stops using the client's transport."""
         await self._engine_session.shutdown()
 
-    async def start_native(self, metas: Sequence[TensorMeta], target: Target) -> None:
+    async def start_native(
+        self, parts: Sequence[Sequence[TensorMeta]], target: Target, *, is_open: bool
+    ) -> None:
         """Checks the tensors on every engine, arms them, and has them wait for the tensors.
 
         The update is staged if possible, and not if the group is paused.
 
         Args:
-            metas: all tensors of the update, in the order of sending.
+            parts: the tensors of each call of :meth:`receive_native`, in the order of sending.
             target: the model or the draft model.
+            is_open: whether more may follow, by :meth:`extend_native`.
 
         Raises:
             ManifestRefused: an engine's model doesn't take these tensors. No engine has entered a
                 collective.
             Refused: an engine or the broker refused.
         """
-        plan = UpdatePlan.of_source(metas, chunk_bytes=_ONE_CHUNK)
+        plan = UpdatePlan.of_parts(parts, is_open=is_open)
         options = UpdateOptions(PauseOptions(), how="auto")
         await self._engine_session.start(plan, options, target, reads_source=False)
 
+    async def extend_native(self, metas: Sequence[TensorMeta]) -> None:
+        """Checks further tensors on every engine, which the next receive brings.
+
+        Args:
+            metas: the tensors, in the order of sending.
+
+        Raises:
+            ManifestRefused: an engine's model doesn't take these tensors. No engine has entered a
+                collective for them; the update is aborted.
+        """
+        await self._engine_session.extend(metas)
+
     async def receive_native(self, info: Mapping[str, Any]) -> None:
-        """Has every engine receive and load the tensors; returns when all have.
+        """Has every engine receive and load the next tensors; returns when all have.
 
         Args:
             info: vLLM's ``update_info``.

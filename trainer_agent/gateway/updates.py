@@ -7,11 +7,14 @@ the middle of it::
     NONE       start                      STARTED    nothing is known of the tensors yet
     STARTED    start, of the same client  STARTED    the same answer
     STARTED    update_weights             LOADING    ARM with the tensors, the transfer
+    LOADING    update_weights, further    LOADING    ARM_PART with these tensors, the transfer
+               tensors
+    LOADING    update_weights, repeated   LOADING    refused
     STARTED    finish                     NONE       nothing was sent. Refused, if an earlier
                                                      update was loaded, and not finished
     STARTED    silence                    FAILED     nothing was begun on the bus
     LOADING    finish                     DONE       UPDATE_FINISH, COMMIT
-    LOADING    the call fails, or its     FAILED     ABORT; engines serve what they had
+    LOADING    a call fails, or its       FAILED     ABORT; engines serve what they had
                client disconnects
     LOADING    resume, silence            FAILED     the same
     any        update_weights, refused    (as above) the client's broadcast is ended, see below
@@ -24,13 +27,21 @@ Invariants:
 
 - No update is committed of which a call has failed.
 - A start is refused while an update of another client is under way, or a call is at work.
+- No engine enters a broadcast for tensors that another engine may still refuse.
+
+A client may send an update in several calls. How many is unknown, so its first update is armed
+open, and engines check at the end that no tensor is missing. If the same tensors come again, the
+next one is armed at its first call with the tensors of all calls, so that it can be staged. Then
+its calls must be the same again. In a client's pause each call is armed by itself: a call that
+differs would leave engines with a part of the weights.
 
 A client enters its broadcast while it sends ``update_weights``, and reads the answer only when the
 broadcast has ended. So if the call is refused before an engine has entered it, all engines enter it
 and discard what comes. Not so:
 
-- while an update is LOADING, or if another ``update_weights`` was answered while the call waited:
-  it is a repeated one, or another client's, which is in a broadcast of its own, if in any,
+- for a repeated call of an update that is LOADING, or if another ``update_weights`` was answered
+  while the call waited: it is a repeated one, or another client's, which is in a broadcast of its
+  own, if in any,
 - if engines may have entered the broadcast already, or the client has disconnected; a repeated call
   after that comes in FAILED, and ends the broadcast,
 - for a repeated call whose broadcast was ended before.
@@ -43,7 +54,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -105,7 +116,22 @@ class HttpUpdate:
     stage: HttpStage = HttpStage.STARTED
     error: str = ""
     left: str = ""  # why its client's transport was closed, if it was
+    known: list[list[TensorMeta]] = field(default_factory=list)  # of the calls of the last update
+    planned: list[list[TensorMeta]] = field(default_factory=list)  # armed at once; empty: open
+    calls: list[list[TensorMeta]] = field(default_factory=list)  # that were received
+    infos: list[object] = field(default_factory=list)  # their update_info
     drained: object = None  # the update_info of the last refused call whose broadcast was ended
+
+    @property
+    def next_known(self) -> list[TensorMeta]:
+        """What the next call brings, if it is as in the last update; empty: that had no more."""
+        after = self.known[len(self.calls) :]
+        return after[0] if after else []
+
+    def repeats(self, info: object) -> bool:
+        """Returns whether a call was received before."""
+        names = info.get("names") if isinstance(info, dict) else None
+        return info in self.infos and (bool(names) or not self.next_known)
 
     def __str__(self) -> str:
         age_s = time.monotonic() - self.since_s
@@ -130,7 +156,9 @@ class ClientUpdates:
         self._update: HttpUpdate | None = None
         self._has_finished = False  # the last update; it may be finished again
         self._finishing: asyncio.Task[None] | None = None
-        self._manifests: dict[Target, list[TensorMeta]] = {}  # of the open communicator
+        # Over the open communicator: the tensors of the last calls, and whether all were committed.
+        self._manifests: dict[Target, list[list[TensorMeta]]] = {}
+        self._committed: set[Target] = set()
         self._answered = 0  # how many `update_weights` have been
         session.on_undone = self._on_undone
         session.is_begun = lambda: self._is_begun
@@ -149,15 +177,19 @@ class ClientUpdates:
         """
         self.require_none()
         async with self._session.call() as agent:
-            self._manifests.clear()
+            self._discard_manifests()
             await agent.open_native(info)
             if self._update is not None:
                 self._update.left = ""
 
+    def _discard_manifests(self) -> None:
+        self._manifests.clear()
+        self._committed.clear()
+
     async def close_transport(self) -> None:
         """Closes the client's communicator."""
         async with self._session.call() as agent:
-            self._manifests.clear()
+            self._discard_manifests()
             await agent.close_native()
 
     # -- updates ----------------------------------------------------------------------
@@ -179,10 +211,11 @@ class ClientUpdates:
             elif self._is_begun and update is not None and update.target == target:
                 return
             self._has_finished = False
-            self._update = HttpUpdate(target, caller, time.monotonic())
+            known = self._manifests.get(target, [])
+            self._update = HttpUpdate(target, caller, time.monotonic(), known=known)
 
     async def receive(self, info: object) -> None:
-        """Has all engines check, receive and load the tensors of the update.
+        """Has all engines check, receive and load tensors of the update.
 
         Args:
             info: vLLM's ``update_info``.
@@ -207,30 +240,47 @@ class ClientUpdates:
 
     async def _receive(self, agent: GatewayAgent, info: object, began: HttpUpdate | None) -> None:
         update = self._require_update()
-        if update is not began or update.stage is not HttpStage.STARTED:
-            raise Conflict(
-                f"{update} has its tensors already: send all in one call, or finish first"
-            )
-        update.stage = HttpStage.LOADING
+        if update is not began or update.repeats(info):
+            raise Conflict(f"{update} has these tensors already")
+        update.stage, given = HttpStage.LOADING, info
         try:
             if isinstance(info, dict):
                 info = await asyncio.to_thread(read_info, info, allowed=self._takes_pickles)
-            described, metas = self._read(info, update.target)
-            await agent.start_native(metas, update.target)
+            described, metas = _read(info, update.next_known)
+            await self._arm(agent, update, metas)
             await agent.receive_native(described)
         except BaseException as error:
             self._fail(update, str(error) or "its client disconnected")
             raise
-        self._manifests[update.target] = metas
+        update.calls.append(metas)
+        update.infos.append(given)
+        self._manifests[update.target] = update.calls
+
+    async def _arm(self, agent: GatewayAgent, update: HttpUpdate, metas: list[TensorMeta]) -> None:
+        """Has all engines check the tensors of the update's next call, unless they have."""
+        if not update.calls:
+            is_same = update.target in self._committed and metas == update.next_known
+            if is_same and not (agent.is_paused and len(update.known) > 1):
+                update.planned = update.known
+            self._committed.discard(update.target)
+            parts = update.planned or [metas]
+            await agent.start_native(parts, update.target, is_open=not update.planned)
+        elif not update.planned:
+            await agent.extend_native(metas)
+        elif metas != update.next_known:
+            await agent.undo_native()
+            raise Conflict(
+                f"call {len(update.calls) + 1} brings other tensors than in the last update; "
+                "begin again, and they are taken"
+            )
 
     async def _end_broadcast(self, agent: GatewayAgent, info: object, error: Exception) -> None:
         """Ends the broadcast of a refused call; the error's notes say if that is impossible."""
         update = self._update
         if update is not None and (update.stage is HttpStage.LOADING or info == update.drained):
             return
-        target: Target = "model" if update is None else update.target
         try:
-            described, metas = self._read(info, target)
+            described, metas = _read(info, [] if update is None else update.next_known)
         except UsageError:
             await agent.close_native()
             self._note_left(error, "what its client sends is unknown")
@@ -255,27 +305,6 @@ class ClientUpdates:
         error.add_note(left)
         if self._update is not None:
             self._update.left = left
-
-    def _read(self, info: object, target: Target) -> tuple[Mapping[str, Any], list[TensorMeta]]:
-        """Returns a client's ``update_info``, and the tensors that it describes.
-
-        Raises:
-            UsageError: it can't be read, or describes none.
-        """
-        if not isinstance(info, dict):
-            raise UsageError("update_info: an object is needed")
-        try:
-            names, dtypes, shapes = info["names"], info["dtype_names"], info["shapes"]
-            metas = [
-                TensorMeta(name, dtype, tuple(shape))
-                for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"update_info: {error!r}: names, dtype_names and shapes") from error
-        # From 0.33 on vLLM's trainer engine says once what it sends over a communicator.
-        if not metas and target not in self._manifests:
-            raise UsageError("update_info: no tensors are named, and none were named before")
-        return info, metas or self._manifests[target]
 
     async def finish(self, label: str) -> None:
         """Commits the update: all engines serve the new weights when this returns.
@@ -309,10 +338,14 @@ class ClientUpdates:
     async def _commit(self, update: HttpUpdate, label: str) -> None:
         async with self._session.call() as agent:
             try:
+                if len(update.calls) < len(update.planned):
+                    await agent.undo_native()
+                    raise Conflict(f"{len(update.calls)} of {len(update.planned)} calls have come")
                 version = await agent.commit_native(label)
             except BaseException as error:
                 self._fail(update, str(error))
                 raise
+        self._committed.add(update.target)
         self._update, self._has_finished, self.label = None, True, label or str(version)
 
     # -- checks -----------------------------------------------------------------------
@@ -362,3 +395,29 @@ class ClientUpdates:
     def _on_undone(self, reason: str) -> None:
         if self._update is not None:
             self._fail(self._update, reason)
+
+
+def _read(info: object, known: list[TensorMeta]) -> tuple[Mapping[str, Any], list[TensorMeta]]:
+    """Returns a client's ``update_info``, and the tensors that it describes.
+
+    Args:
+        info: the ``update_info``.
+        known: its tensors, if it names none.
+
+    Raises:
+        UsageError: it can't be read, or describes none.
+    """
+    if not isinstance(info, dict):
+        raise UsageError("update_info: an object is needed")
+    try:
+        names, dtypes, shapes = info["names"], info["dtype_names"], info["shapes"]
+        metas = [
+            TensorMeta(name, dtype, tuple(shape))
+            for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"update_info: {error!r}: names, dtype_names and shapes") from error
+    # From 0.33 on vLLM's trainer engine says once what it sends over a communicator.
+    if not metas and not known:
+        raise UsageError("update_info: no tensors are named, and none were named before")
+    return info, metas or known

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 import bus.log
@@ -62,6 +65,25 @@ class UpdatePlan:
             raise UsageError(f"source: {error}") from error
 
     @classmethod
+    def of_parts(cls, parts: Sequence[Sequence[TensorMeta]], *, is_open: bool) -> Self:
+        """Returns the plan of tensors that are sent part by part, each in one chunk.
+
+        Args:
+            parts: names, dtypes and full shapes of each part's tensors, in the order of sending.
+            is_open: whether more parts may follow.
+
+        Raises:
+            UsageError: as :meth:`of_source`.
+        """
+        metas = [meta for part in parts for meta in part]
+        ends = tuple(itertools.accumulate(map(len, parts)))
+        try:
+            whole = Manifest.plan(metas, chunk_bytes=sys.maxsize)
+            return cls(metas, replace(whole, chunk_ends=ends, is_open=is_open))
+        except ValueError as error:
+            raise UsageError(f"update_info: {error}") from error
+
+    @classmethod
     def of_patch(cls, metas: Sequence[TensorMeta], counts: Sequence[int], *, base: int) -> Self:
         """Returns the plan for a patch, which is sent as one chunk.
 
@@ -77,6 +99,17 @@ class UpdatePlan:
             return cls(metas, Manifest.of_patch(metas, counts), base=base)
         except ValueError as error:
             raise UsageError(f"patches: {error}") from error
+
+    def join(self, part: UpdatePlan) -> UpdatePlan:
+        """Returns the plan of these tensors, followed by those of ``part``.
+
+        Raises:
+            UsageError: a tensor occurs in both.
+        """
+        try:
+            return UpdatePlan([*self.metas, *part.metas], self.manifest.join(part.manifest))
+        except ValueError as error:
+            raise UsageError(f"update_info: {error}") from error
 
     def buffer_bytes(self, sender: Sender) -> int:
         """Returns the size of the buffer that a sender needs for the largest chunk."""

@@ -313,6 +313,20 @@ class Update:
             self.paused.set()
             self.started.set()
 
+    async def extend(self, plan: UpdatePlan, part: UpdatePlan) -> None:
+        """Makes every engine check further tensors of an update that was armed open.
+
+        Args:
+            plan: the plan of all tensors, with those that follow.
+            part: the plan of those that follow, which is sent in the next chunks.
+
+        Raises:
+            ManifestRefused: an engine's model doesn't take these tensors.
+        """
+        assert self._plan is not None
+        await self._ask(self._machine.extend(self._plan.manifest, part.manifest))
+        self._plan = plan
+
     def finish(self) -> None:
         """Sends UPDATE_FINISH after the last chunk, without waiting for the answer."""
         if self._finishing is None:

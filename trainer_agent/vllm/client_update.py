@@ -10,6 +10,7 @@ import anyio
 
 from bus.errors import UsageError, refusal
 from trainer_agent.failures import nack_of
+from trainer_agent.update.plan import UpdatePlan
 from trainer_agent.weights.source import as_described
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from bus.manifest import TensorMeta
     from bus.messages import Verify
-    from trainer_agent.update.plan import UpdatePlan
     from trainer_agent.update.update import Update
     from trainer_agent.weights.source import WeightSource
 
@@ -113,6 +113,27 @@ class ClientUpdate:
         self.is_in_chunk = True
         yield
         self.is_in_chunk = False
+
+    async def extend(self, metas: Sequence[TensorMeta]) -> None:
+        """Has every engine check further tensors of an update that was armed open.
+
+        Args:
+            metas: the tensors of the next chunk.
+
+        Raises:
+            ManifestRefused: an engine's model doesn't take these tensors. No engine has entered a
+                collective for them.
+        """
+        await self.started.wait()
+        self.raise_failure()
+        part = UpdatePlan.of_parts([metas], is_open=True)
+        plan = self.plan.join(part)
+        await self.update.extend(plan, part)
+        self.plan = plan
+
+    def is_last(self, seq: int) -> bool:
+        """Returns whether no chunk can follow this one."""
+        return seq + 1 == self.plan.chunks and not self.plan.manifest.is_open
 
     def may_be_in_broadcast(self, *, patches: bool) -> bool:
         """Returns whether an engine, or the trainer engine, may have left a broadcast or be in it.

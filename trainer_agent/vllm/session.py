@@ -52,11 +52,12 @@ from trainer_agent.vllm.source import BusWeightSource, wrap_source
 from trainer_agent.weights.source import as_described, tensor_metas
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
     from contextlib import AbstractAsyncContextManager
 
     import torch
 
+    from bus.manifest import TensorMeta
     from bus.messages import Target
     from bus.weight_transfer.allocation import World
     from trainer_agent.connection import Connection
@@ -273,9 +274,8 @@ class TrainerEngineSession:
 
     async def shutdown(self) -> None:
         """Aborts an update that was not finished, and stops using the transport."""
-        async with self._step_lock:
-            await self._undo_unfinished()
-            self._transport.invalidate()
+        await self.undo()
+        self._transport.invalidate()
 
     async def undo(self) -> None:
         """Aborts an update that was not finished."""
@@ -341,6 +341,12 @@ class TrainerEngineSession:
         else:
             current.started.set()
 
+    async def extend(self, metas: Sequence[TensorMeta]) -> None:
+        """Has every engine check the tensors that the next call of :meth:`update` brings."""
+        current = self._require_current()
+        async with self._undo_on_failure(current):
+            await current.extend(metas)
+
     async def update(self, info: object) -> None:
         """Announces the chunk in ``info``; returns when every engine has applied it."""
         current = self._require_current()
@@ -359,7 +365,7 @@ class TrainerEngineSession:
                     with anyio.move_on_after(self._timeout_s):  # gathering is the trainer's time
                         await current.wait_until_taken(meta.chunk)
                 answer = asyncio.ensure_future(self._steps.send_chunk(sent))
-                if meta.chunk + 1 == current.plan.chunks:
+                if current.is_last(meta.chunk):
                     current.update.finish()
                 await answer
 

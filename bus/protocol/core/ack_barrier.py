@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from bus.messages import Arm
+from bus.messages import Arm, ArmPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -90,11 +90,12 @@ class AckBarrier:
     def repeats(self) -> Iterator[tuple[Message, list[str]]]:
         """Yields each message to repeat, with the engines that get it.
 
-        A repeated ARM has the digest alone; engines that refused it as unknown get the manifest.
+        A repeated ARM or ARM_PART has the digest alone; engines that refused it as unknown get the
+        tensors.
         """
         lacks = self.lacks_manifest & self.waiting
         for message in self.messages:
-            short = message.without_tensors() if isinstance(message, Arm) else message
+            short = message.without_tensors() if isinstance(message, Arm | ArmPart) else message
             if has := sorted(self.waiting - lacks):
                 yield short, has
             if lacks:

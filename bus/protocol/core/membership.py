@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 WATCHERS: Final = ("observer", "scheduler")
 # Steps that an ABORT ends; engines answer the ABORT once the step's call has returned.
 UNDONE: Final = (
-    *(Step.TRANSFER_INIT, Step.TRANSFER_DRAIN, Step.ARM, Step.START, Step.CHUNK, Step.FINISH),
-    *(Step.PROBE, Step.COMMIT, Step.ABORT),
+    *(Step.TRANSFER_INIT, Step.TRANSFER_DRAIN, Step.ARM, Step.START, Step.CHUNK, Step.PART),
+    *(Step.FINISH, Step.PROBE, Step.COMMIT, Step.ABORT),
 )
 _LONGEST: Final = 6  # misses in a row; more count as many
 # The phases in which an engine may still execute a step; any other phase shows the step's end.

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from bus.manifest import Manifest
 from bus.messages import NackCode
-from bus.protocol.core.failures import decline
+from bus.protocol.core.failures import Declined, decline
 from bus.vllm_payloads import is_patching
 
 if TYPE_CHECKING:
-    from bus.messages import Arm, ChunkSent, WeightChunkMeta
+    from bus.messages import Arm, ArmPart, ChunkSent, WeightChunkMeta
 
 
 def manifest_of(message: Arm) -> Manifest:
@@ -28,19 +28,47 @@ def manifest_of(message: Arm) -> Manifest:
             message.chunk_ends,
             message.counts,
             message.is_cast,
+            message.is_open,
         )
     except ValueError as error:
-        field, _, detail = str(error).partition(": ")
-        code = NackCode.MANIFEST_REFUSED if message.names else NackCode.MANIFEST_UNKNOWN
-        raise decline(code, detail, field=field) from error
-    if manifest.digest() != message.digest:
-        raise decline(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
+        raise _contradiction(message, error) from error
+    _check_digest(message, manifest)
     if bool(message.base) is not bool(message.counts):
         raise decline(NackCode.MANIFEST_REFUSED, "a patch has both counts and a base", field="base")
     if bool(message.counts) is not is_patching(message.backend):
         sent = "patches" if message.counts else "whole sets of weights"
         raise decline(NackCode.BACKEND_MISSING, f"{message.backend} has no {sent}", field="backend")
     return manifest
+
+
+def part_of(known: Manifest, message: ArmPart) -> tuple[Manifest, Manifest]:
+    """Returns the manifest of a part's tensors, and that of all tensors with them.
+
+    Args:
+        known: the manifest of the parts before.
+        message: the ARM_PART.
+
+    Raises:
+        Declined: as :func:`manifest_of`; or a tensor came before.
+    """
+    try:
+        part = Manifest(message.names, message.dtypes, message.shapes, message.chunk_ends)
+        joined = known.join(part)
+    except ValueError as error:
+        raise _contradiction(message, error) from error
+    _check_digest(message, joined)
+    return part, joined
+
+
+def _contradiction(message: Arm | ArmPart, error: ValueError) -> Declined:
+    field, _, detail = str(error).partition(": ")
+    code = NackCode.MANIFEST_REFUSED if message.names else NackCode.MANIFEST_UNKNOWN
+    return decline(code, detail, field=field)
+
+
+def _check_digest(message: Arm | ArmPart, manifest: Manifest) -> None:
+    if manifest.digest() != message.digest:
+        raise decline(NackCode.MANIFEST_REFUSED, "is not the manifest's digest", field="digest")
 
 
 def check_chunk(manifest: Manifest, message: WeightChunkMeta) -> None:

@@ -143,6 +143,16 @@ class CallArm:
 
 
 @dataclass(frozen=True, slots=True)
+class CallExtend:
+    """Engine call: check further tensors of an update whose manifest is open.
+
+    ``part``: the manifest of these tensors alone.
+    """
+
+    part: Manifest
+
+
+@dataclass(frozen=True, slots=True)
 class CallStart:
     """Engine call: begin an update, so that chunks can be loaded.
 
@@ -261,6 +271,7 @@ Call: TypeAlias = (
     | CallOpenTransfer
     | CallDrain
     | CallArm
+    | CallExtend
     | CallStart
     | CallReceive
     | CallLoad
@@ -297,6 +308,7 @@ CALL_STEPS: Final[dict[type[Call], m.Step]] = {
     CallOpenTransfer: m.Step.TRANSFER_INIT,
     CallDrain: m.Step.TRANSFER_DRAIN,
     CallArm: m.Step.ARM,
+    CallExtend: m.Step.PART,
     CallStart: m.Step.START,
     CallReceive: m.Step.CHUNK,
     CallLoad: m.Step.CHUNK,

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING
 
 from bus.messages import ChunkSent, Step, WeightChunkMeta
 from bus.protocol.core.failures import wrong_state
-from bus.protocol.core.validation import check_chunk, check_sums
+from bus.protocol.core.validation import check_chunk, check_sums, part_of
 from bus.protocol.engine.calls import CallLoad, CallQueue, CallReceive, SessionEffect, ack
 from bus.vllm_payloads import is_loaded_on_receipt
 
 if TYPE_CHECKING:
     from bus.manifest import Manifest
+    from bus.messages import ArmPart
 
 
 class EngineChunks:
@@ -34,16 +35,19 @@ class EngineChunks:
 
     Attributes:
         applied: how many chunks are loaded.
+        parts: how many parts of the manifest have been armed.
         prefetch_depth: how many chunks the open transport may receive before they are loaded.
     """
 
     def __init__(self, queue: CallQueue) -> None:
         self.applied = 0
+        self.parts = 1
         self.prefetch_depth = 1
         self._queue = queue
         self._update_id = ""
         self._backend = ""
         self._manifest: Manifest | None = None
+        self._joined: Manifest | None = None  # the same, with the part that is being checked
         # How many chunks are announced (WEIGHT_CHUNK_META), sent (CHUNK_SENT) and received. The two
         # queues hold the messages whose receive or load can't be queued yet.
         self._ack_received = self._sent = self._received = 0
@@ -61,8 +65,27 @@ class EngineChunks:
         self._update_id = update_id
         self._backend = backend
         self._manifest = manifest
-        self.applied = 0
+        self.applied, self.parts = 0, 1
         self.discard()
+
+    def extend(self, message: ArmPart) -> Manifest | None:
+        """Returns the manifest of the next part of an open update; None while chunks are pending.
+
+        Raises:
+            Declined: the part is not the next one, or contradicts the parts before.
+        """
+        manifest = self._armed_manifest()
+        if not manifest.is_open or message.part != self.parts:
+            raise wrong_state(f"part {message.part} of an update with {self.parts} parts", "part")
+        if self.applied < self.total:  # a CHUNK_SENT was lost: the broker repeats it
+            return None
+        part, self._joined = part_of(manifest, message)
+        return part
+
+    def on_extended(self) -> None:
+        """Records that the engine takes the tensors of the part that :meth:`extend` returned."""
+        self.parts += 1
+        self._manifest = self._joined
 
     def discard(self) -> None:
         """Discards all chunks that are announced, sent or received, but not loaded."""
@@ -72,7 +95,7 @@ class EngineChunks:
 
     @property
     def total(self) -> int:
-        """The number of chunks of the update."""
+        """The number of chunks of the update, as far as its manifest is known."""
         return self._armed_manifest().chunks
 
     @property

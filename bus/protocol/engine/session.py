@@ -160,6 +160,8 @@ class EngineSession:
                 return self.update.start(msg_id, message, paused=paused)
             case m.WeightChunkMeta() | m.ChunkSent():
                 return self.update.chunk(msg_id, message)
+            case m.ArmPart():
+                return self.update.extend(msg_id, message)
             case m.UpdateFinish():
                 return self.update.finish(msg_id, message)
             case m.Probe():

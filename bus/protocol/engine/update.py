@@ -24,7 +24,9 @@ Invariants:
 
 - A chunk is loaded at most once, in order, and only after the sender has sent all of it and its
   checksums match. (Backends of vLLM's own load what they receive, see :mod:`bus.vllm_payloads`.)
-- The model is finished only when every chunk of the manifest is loaded.
+- The model is finished only when every chunk of the manifest is loaded. If the manifest is open,
+  the engine's call checks first that no tensor is missing.
+- The tensors of a part are received only after the engine has checked the part.
 - The version changes at COMMIT only, and grows; an engine that catches up may commit its own
   version again (:mod:`bus.protocol.group.catch_up`).
 - A part leaves ``partial`` only by a commit of that part. An update that begins while ``partial``
@@ -66,8 +68,10 @@ from bus.protocol.engine.chunks import EngineChunks
 from bus.protocol.engine.transfer import EngineTransfer
 from bus.protocol.engine.update_spec import UpdateSpec
 from bus.protocol.engine.update_states import (
+    FAILED,
     MIXED,
     NOTHING_LOADED,
+    RETURNED,
     TRANSITIONS,
     EngineUpdateEvent,
     EngineUpdateState,
@@ -151,10 +155,7 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
         return self._queue.cancellable(staged=self.staged)
 
     def about_to_serve(self, version: int) -> bool:
-        """Returns whether the engine has staged this version or a later one.
-
-        Such an engine only waits for COMMIT, and is not stale.
-        """
+        """Returns whether the engine has staged this version or a later one, and is not stale."""
         waits = self.staged and self.state in (_S.FINISHED, _S.COMMITTING)
         return waits and self._order.version >= version
 
@@ -235,6 +236,18 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
                 raise wrong_state(f"the update is {self.state.value}, not loading")
             self._require_kept()
         return self._chunks.take(msg_id, message)
+
+    def extend(self, msg_id: int, message: m.ArmPart) -> list[c.SessionEffect]:
+        """Executes an ARM_PART, whose message id is ``msg_id``."""
+        self._require(message.update_id)
+        if self.state is _S.EXTENDING:
+            return []
+        if self.state is not _S.LOADING:
+            raise wrong_state(f"the update is {self.state.value}, not loading")
+        if message.part < self._chunks.parts:
+            return [c.ack(msg_id, m.Step.PART, self.update_id)]
+        part = self._chunks.extend(message)
+        return [] if part is None else self._begin(_E.PART_ASKED, c.CallExtend(part), msg_id)
 
     def finish(self, msg_id: int, message: m.UpdateFinish) -> list[c.SessionEffect]:
         """Executes an UPDATE_FINISH, whose message id is ``msg_id``."""
@@ -323,13 +336,13 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
             if isinstance(result, StagingCapacity):
                 self._order.has_room(result, self.partial, took_ms)
             return self._run_waiting_abort([self._order.ack(job.reply_to, took_ms)])
-        if isinstance(call, c.CallStart):
-            self._go(_E.START_RETURNED)
+        if type(call) in RETURNED:
+            self._go(RETURNED[type(call)])
+        if isinstance(call, c.CallExtend):
+            self._chunks.on_extended()
         elif isinstance(call, c.CallLoad):
             self._chunks.on_loaded()
             self._lost_the_old()
-        elif isinstance(call, c.CallFinish):
-            self._go(_E.FINISH_RETURNED)
         elif isinstance(call, c.CallProbe):
             self._go(_E.PROBE_ENDED)
             results = result if isinstance(result, tuple) else ()
@@ -374,16 +387,14 @@ class EngineUpdate(StateMachine[EngineUpdateState, EngineUpdateEvent]):
                 self._undoing = self._queue.add(c.CallAbortRequests(), job.reply_to)
                 return [note]
             return [note, *self._ack_abort(job.reply_to, "partial", 0.0)]
-        if isinstance(call, c.CallArm):
-            self._go(_E.ARM_FAILED)
+        if isinstance(call, c.CallSwap) and failure.code is not m.NackCode.CALLED_OFF:
+            return self._on_half_swapped(job, failure)
+        if type(call) in FAILED:
+            self._go(FAILED[type(call)])
         elif isinstance(call, c.CallStart):
             self._lost_the_old()  # a half-started update may have changed weights
         elif isinstance(call, c.CallLoad) and failure.code not in NOTHING_LOADED:
             self._lost_the_old()
-        elif isinstance(call, c.CallSwap) and failure.code is not m.NackCode.CALLED_OFF:
-            return self._on_half_swapped(job, failure)
-        elif isinstance(call, c.CallProbe | c.CallCommit | c.CallSwap):
-            self._go(_E.PROBE_ENDED if isinstance(call, c.CallProbe) else _E.COMMIT_FAILED)
         if self.state is _S.FINISHING:
             self._go(_E.FINISH_FAILED)
         return self._run_waiting_abort([c.nack(job.reply_to, step, failure, self.update_id, chunk)])
@@ -477,6 +488,7 @@ _OF_TRANSPORTS: Final = (c.CallOpenTransfer, c.CallDrain)
 _UPDATE_CALLS: Final = (
     *_OF_TRANSPORTS,
     c.CallArm,
+    c.CallExtend,
     c.CallStart,
     c.CallReceive,
     c.CallLoad,

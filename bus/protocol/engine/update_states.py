@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 from bus.messages import NackCode
+from bus.protocol.engine import calls as c
 
 
 class EngineUpdateState(StrEnum):
@@ -16,6 +17,7 @@ class EngineUpdateState(StrEnum):
     ARMED = "armed"
     STARTING = "starting"
     LOADING = "loading"
+    EXTENDING = "extending"
     FINISHING = "finishing"
     FINISHED = "finished"
     PROBING = "probing"
@@ -31,6 +33,8 @@ class EngineUpdateEvent(StrEnum):
     ARM_FAILED = "arm_failed"
     START_ASKED = "start_asked"
     START_RETURNED = "start_returned"
+    PART_ASKED = "part_asked"
+    PART_ENDED = "part_ended"
     FINISH_ASKED = "finish_asked"
     FINISH_RETURNED = "finish_returned"
     FINISH_FAILED = "finish_failed"
@@ -59,6 +63,8 @@ TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdat
     (_S.ARMING, _E.ARM_FAILED): _S.NONE,  # nack arm
     (_S.ARMED, _E.START_ASKED): _S.STARTING,  # start_update(recover) in a pause, or (staged)
     (_S.STARTING, _E.START_RETURNED): _S.LOADING,  # ack start
+    (_S.LOADING, _E.PART_ASKED): _S.EXTENDING,  # extend(part), after all chunks; takes no chunk
+    (_S.EXTENDING, _E.PART_ENDED): _S.LOADING,  # ack part; nack part: its chunks are unknown
     (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,  # finish_update(), behind the last load
     (_S.FINISHING, _E.FINISH_RETURNED): _S.FINISHED,  # ack finish
     (_S.FINISHING, _E.FINISH_FAILED): _S.LOADING,  # nack finish or chunk; may be tried again
@@ -79,6 +85,20 @@ TRANSITIONS: Final[dict[tuple[EngineUpdateState, EngineUpdateEvent], EngineUpdat
         (each, _E.FOUND): _S.NONE
         for each in (_S.NONE, _S.ARMED, _S.STARTING, _S.LOADING, _S.FINISHED)
     },
+}
+
+# The events of calls that have returned, or failed.
+RETURNED: Final = {
+    c.CallStart: _E.START_RETURNED,
+    c.CallExtend: _E.PART_ENDED,
+    c.CallFinish: _E.FINISH_RETURNED,
+}
+FAILED: Final = {
+    c.CallArm: _E.ARM_FAILED,
+    c.CallExtend: _E.PART_ENDED,
+    c.CallProbe: _E.PROBE_ENDED,
+    c.CallCommit: _E.COMMIT_FAILED,
+    c.CallSwap: _E.COMMIT_FAILED,
 }
 
 # In these states the model may hold weights of two versions.

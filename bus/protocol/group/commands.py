@@ -8,11 +8,11 @@ changes the state machines, and returns actions for :class:`bus.protocol.group.g
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bus import messages as m
-from bus.protocol.core.failures import Declined, Failure, decline, wrong_state
-from bus.protocol.core.validation import check_chunk, check_sums, manifest_of
+from bus.protocol.core.failures import Failure, decline, wrong_state
+from bus.protocol.core.validation import check_chunk, check_sums, manifest_of, part_of
 from bus.protocol.group import catch_up
 from bus.protocol.group.canary import failures, require_probes
 from bus.protocol.group.engine_registry import Communicator, communicator
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from bus.manifest import Manifest
     from bus.protocol.core.instructions import Instruction
     from bus.protocol.group.group_state import Action, GroupState
+    from bus.protocol.group.update import UpdateMachine
 
+    Queued: TypeAlias = m.UpdateStart | m.ArmPart | m.UpdateFinish | m.Commit
 
 # In these states a chunk, or a repeated chunk, is accepted.
 _KNOWS_CHUNKS: Final = (UpdateState.ARMED, *TAKES_CHUNKS, UpdateState.FINISHING)
@@ -43,6 +45,7 @@ class Commands:
     early is queued:
 
     - UPDATE_START until the group is paused, unless the update is staged,
+    - ARM_PART until every engine has applied every chunk,
     - UPDATE_FINISH until every chunk is sent,
     - COMMIT until every engine has finished,
     - RESUME until the update is over.
@@ -57,7 +60,7 @@ class Commands:
         self._state = state
         self._manifest: Manifest | None = None  # of the update under way
         self._earlier_commits = EarlierCommits(state)
-        self._queued: dict[m.Step, m.UpdateStart | m.UpdateFinish | m.Commit] = {}
+        self._queued: dict[m.Step, Queued] = {}
 
     def execute(self, msg_id: int, message: m.Message, now_ms: float) -> list[Action]:
         """Checks a command and starts its step.
@@ -110,6 +113,9 @@ class Commands:
                 return self._queue(msg_id, m.Step.START, message)
             case m.WeightChunkMeta() | m.ChunkSent():
                 return self._chunk(msg_id, message, now_ms)
+            case m.ArmPart():
+                self._manifest = _extended(self._state.update, self._manifest, message)
+                return self._queue(msg_id, m.Step.PART, message)
             case m.UpdateFinish():
                 self._state.update.require(*TAKES_CHUNKS, update_id=message.update_id)
                 return self._queue(msg_id, m.Step.FINISH, message)
@@ -131,10 +137,7 @@ class Commands:
             case m.Abort():
                 return self._abort(msg_id, message, now_ms)
             case _:
-                failure = Failure(
-                    m.NackCode.FORBIDDEN, "a trainer does not send this", field="kind"
-                )
-                raise Declined(failure)
+                raise decline(m.NackCode.FORBIDDEN, "a trainer does not send this", field="kind")
 
     def _ask(
         self, msg_id: int, step: m.Step, instructions: Iterable[Instruction], chunk: int = 0
@@ -145,9 +148,7 @@ class Commands:
 
     # -- queued commands ---------------------------------------------------------
 
-    def _queue(
-        self, msg_id: int, step: m.Step, message: m.UpdateStart | m.UpdateFinish | m.Commit
-    ) -> list[Action]:
+    def _queue(self, msg_id: int, step: m.Step, message: Queued) -> list[Action]:
         """Queues a command; :meth:`next_queued` executes it when its turn comes."""
         self._state.session.ask((step, 0), msg_id)
         self._queued[step] = message
@@ -161,6 +162,7 @@ class Commands:
             the actions: the next command may follow.
         """
         update, pause = self._state.update, self._state.pause.state
+        loads = update.state is UpdateState.LOADING
         refused: list[Action] = []
         for step, message in list(self._queued.items()):
             if update.state in _OVER or message.update_id != update.update_id:
@@ -175,9 +177,9 @@ class Commands:
                     message.staged or pause is PauseState.PAUSED
                 ) and update.state is UpdateState.ARMED:
                     asked = update.start(message, now_ms)
-                case m.UpdateFinish() if (
-                    update.state is UpdateState.LOADING and update.has_sent_all
-                ):
+                case m.ArmPart() if loads and not update.chunks:
+                    asked = update.extend(message, now_ms)
+                case m.UpdateFinish() if loads and update.has_sent_all:
                     asked = update.finish(message, now_ms)
                 case m.Commit() if update.state is UpdateState.FINISHED and message.differing:
                     self._queued[step] = replace(message, differing=())
@@ -391,8 +393,8 @@ class Commands:
         if update.state is UpdateState.ARMED:  # UPDATE_START was lost
             return []
         assert manifest is not None
-        if number >= manifest.chunks:
-            raise wrong_state(f"chunk {number} of an update of {manifest.chunks}", "chunk")
+        if number >= update.chunks_planned:
+            raise wrong_state(f"chunk {number} of an update of {update.chunks_planned}", "chunk")
         if number >= update.chunks_asked + isinstance(message, m.WeightChunkMeta):
             return []  # an earlier one was lost: the trainer repeats both
         under_way = update.chunks.get(number)
@@ -418,3 +420,16 @@ class Commands:
             return []
         failure = Failure(m.NackCode.CANCELLED, message.reason or "aborted by the trainer")
         return [*self._state.update.abort(failure, now_ms)]
+
+
+def _extended(update: UpdateMachine, known: Manifest | None, message: m.ArmPart) -> Manifest:
+    """Returns the manifest of an open update, with its next part.
+
+    Raises:
+        Declined: the part is not the next one; or a tensor came before, and is named.
+    """
+    update.require(*TAKES_CHUNKS, update_id=message.update_id)
+    assert known is not None
+    if not update.is_open or message.part != update.parts or not update.has_sent_all:
+        raise wrong_state(f"part {message.part} is not the next one", "part")
+    return part_of(known, message)[1]

@@ -30,6 +30,7 @@ DONE_EVENTS: Final = {
     m.Step.ARM: "armed",
     m.Step.START: "update_started",
     m.Step.CHUNK: "chunk_applied",
+    m.Step.PART: "part_armed",
     m.Step.FINISH: "update_finished",
     m.Step.PROBE: "probed",
     m.Step.COMMIT: "committed",

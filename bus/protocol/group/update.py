@@ -26,6 +26,21 @@ Invariants:
   are fewer. After COMMIT, each engine that commits serves, even if fewer than the quorum do.
 - An engine that fails the canary drops out in the same way, before any COMMIT.
 
+The tensors of an *open* update (ARM ``is_open``) come in parts, each announced by ARM_PART::
+
+    LOADING    ARM_PART, no chunk in flight         EXTENDING  ARM_PART to every engine
+    EXTENDING  every engine has checked the part    LOADING    the part's chunks may be announced
+    EXTENDING  an engine refuses; or is lost or     ABORTING   ABORT; the trainer gets why
+               overdue, if it has a communicator
+    FINISHING  an engine refuses: a tensor is       ABORTING   the same
+               missing
+
+- No chunk is announced while EXTENDING: no rank enters a collective for a part that an engine may
+  still refuse.
+- An open update is being sent until UPDATE_FINISH: until then the loss of an engine that shares the
+  communicator aborts it.
+- Engines check at UPDATE_FINISH that no tensor is missing. If one finds that one is, none commits.
+
 A staged update loads nothing before it is committed: see :mod:`bus.protocol.group.staging`.
 """
 
@@ -52,6 +67,7 @@ class UpdateState(StrEnum):
     ARMED = "armed"
     STARTING = "starting"
     LOADING = "loading"
+    EXTENDING = "extending"
     FINISHING = "finishing"
     FINISHED = "finished"
     PROBING = "probing"
@@ -65,6 +81,7 @@ class UpdateEvent(StrEnum):
     INIT_ASKED = "init_asked"
     ARM_ASKED = "arm_asked"
     START_ASKED = "start_asked"
+    PART_ASKED = "part_asked"
     FINISH_ASKED = "finish_asked"
     PROBE_ASKED = "probe_asked"
     COMMIT_ASKED = "commit_asked"
@@ -87,6 +104,8 @@ TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
     (_S.ARMING, _E.ALL_DONE): _S.ARMED,  # the trainer gets: armed
     (_S.ARMED, _E.START_ASKED): _S.STARTING,  # UPDATE_START
     (_S.STARTING, _E.ALL_DONE): _S.LOADING,
+    (_S.LOADING, _E.PART_ASKED): _S.EXTENDING,  # ARM_PART
+    (_S.EXTENDING, _E.ALL_DONE): _S.LOADING,  # the trainer gets: armed
     (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,  # UPDATE_FINISH
     (_S.FINISHING, _E.ALL_DONE): _S.FINISHED,
     (_S.FINISHED, _E.PROBE_ASKED): _S.PROBING,  # PROBE: engines run the canary's probes
@@ -102,7 +121,7 @@ TRANSITIONS: Final[dict[tuple[UpdateState, UpdateEvent], UpdateState]] = {
 UNSAFE: Final = frozenset(_S) - {_S.IDLE, _S.OPENING, _S.ARMING, _S.ARMED}
 
 # In these states an engine that refuses a step aborts the update.
-_REFUSABLE: Final = (_S.OPENING, _S.ARMING, _S.STARTING)
+_REFUSABLE: Final = (_S.OPENING, _S.ARMING, _S.STARTING, _S.EXTENDING)
 
 # In these states the trainer may announce chunks.
 TAKES_CHUNKS: Final = (_S.STARTING, _S.LOADING)
@@ -133,6 +152,8 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self.chunks: dict[int, AckBarrier] = {}  # chunks in flight, by number
         self.chunks_asked = 0
         self.chunks_planned = 0
+        self.is_open = False  # more tensors may follow
+        self.parts = 1
         self._communicator = communicator  # 0: the transport has none
 
     def require(self, *states: UpdateState, update_id: str = "") -> None:
@@ -177,7 +198,7 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         self.target = message.target
         self.canary = message.canary
         self.quorum = message.quorum or len(set(members.values()))
-        self.chunks_planned = len(message.chunk_ends)
+        self.chunks_planned, self.is_open = len(message.chunk_ends), message.is_open
         return self._ask(m.Step.ARM, message, now_ms)
 
     def start(self, message: m.UpdateStart, now_ms: float) -> list[Instruction]:
@@ -188,7 +209,8 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
 
     def chunk(self, message: m.WeightChunkMeta, now_ms: float) -> list[Instruction]:
         """Sends the next chunk's metadata to every engine; the caller has checked its number."""
-        if self.state not in TAKES_CHUNKS or message.chunk != self.chunks_asked:
+        is_next = message.chunk == self.chunks_asked < self.chunks_planned
+        if self.state not in TAKES_CHUNKS or not is_next:
             raise self._illegal(f"chunk {message.chunk}")
         self.chunks_asked += 1
         chunk = AckBarrier(m.Step.CHUNK, message, self.members, now_ms)
@@ -203,6 +225,14 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         chunk.waiting_for_trainer = False
         chunk.asked_ms = chunk.resent_ms = now_ms
         return [Ask(message, tuple(sorted(chunk.waiting)))]
+
+    def extend(self, message: m.ArmPart, now_ms: float) -> list[Instruction]:
+        """Sends ARM_PART to every engine, so that each checks the part's tensors."""
+        if self.chunks or not self.has_sent_all or not self.is_open:
+            raise self._illegal(f"part {message.part}")
+        self._go(_E.PART_ASKED)
+        self.parts += 1
+        return self._ask(m.Step.PART, message, now_ms)
 
     def finish(self, message: m.UpdateFinish, now_ms: float) -> list[Instruction]:
         """Sends UPDATE_FINISH to every engine, after the last chunk."""
@@ -277,10 +307,12 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         """Excludes an engine that refused, is ``overdue`` or dead; or aborts the whole update."""
         if name not in self.members or self.state is _S.IDLE:
             return []
-        if failure.code is m.NackCode.MANIFEST_UNKNOWN and self.state is _S.ARMING and self.barrier:
+        is_checking = self.state in (_S.ARMING, _S.EXTENDING)
+        if failure.code is m.NackCode.MANIFEST_UNKNOWN and is_checking and self.barrier:
             self.barrier.lacks_manifest.add(name)  # it is sent again
             return []
-        if self.state in _REFUSABLE and not (overdue or failure.code is m.NackCode.ENGINE_DEAD):
+        is_lost = overdue or failure.code is m.NackCode.ENGINE_DEAD
+        if not is_lost and (self.state in _REFUSABLE or self._lacks_tensors(failure)):
             return self.abort(failure, now_ms)
         gone = [name] if self.state is _S.ABORTING else self._dp_group_of(name)
         abort = Ask(m.Abort(self.update_id, failure.detail[:4096]), tuple(gone))
@@ -315,6 +347,10 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         """Returns the members of the update in one engine's DP group; they drop out together."""
         return [n for n, g in self.members.items() if g == self.members[name]]
 
+    def _lacks_tensors(self, failure: Failure) -> bool:
+        is_refusal = failure.code is m.NackCode.MANIFEST_REFUSED
+        return self.is_open and self.state is _S.FINISHING and is_refusal
+
     def _ask(self, step: m.Step, message: m.Message, now_ms: float) -> list[Instruction]:
         self.barrier = AckBarrier(step, message, self.members, now_ms)
         return [Ask(message, tuple(self.members))]
@@ -341,7 +377,8 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
             detail = f"{left} of {self.quorum} DP groups are left: {failure.detail}"
             too_few = replace(failure, code=m.NackCode.QUORUM_MISSING, detail=detail)
             return self.abort(too_few, now_ms)
-        is_sending = self.state in (_S.ARMED, *TAKES_CHUNKS) and not self.has_sent_all
+        sends = self.state in (_S.ARMED, *TAKES_CHUNKS, _S.EXTENDING)
+        is_sending = sends and (self.is_open or not self.has_sent_all)
         if self._communicator and (is_sending or self.state in _REFUSABLE):
             closed = replace(failure, code=m.NackCode.TRANSFER_CLOSED)
             return self.abort(failure if is_sending else closed, now_ms)
@@ -378,6 +415,8 @@ class UpdateMachine(StateMachine[UpdateState, UpdateEvent]):
         if self.state in (_S.OPENING, _S.COMMITTING):
             self._end(_E.ALL_DONE)
         else:
+            if isinstance(part := done.messages[0], m.ArmPart):
+                self.chunks_planned += len(part.chunk_ends)
             self._go(_E.ALL_DONE)
             self.barrier = None
         return [StepDone(done)]

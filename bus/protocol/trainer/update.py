@@ -37,6 +37,7 @@ class TrainerUpdateState(StrEnum):
     ARMED = "armed"
     STARTING = "starting"
     LOADING = "loading"
+    EXTENDING = "extending"
     FINISHING = "finishing"
     FINISHED = "finished"
     PROBING = "probing"
@@ -54,6 +55,8 @@ class TrainerUpdateEvent(StrEnum):
     ARMED = "armed"
     START_ASKED = "start_asked"
     STARTED = "started"
+    PART_ASKED = "part_asked"
+    PART_ARMED = "part_armed"
     FINISH_ASKED = "finish_asked"
     FINISHED = "finished"
     PROBE_ASKED = "probe_asked"
@@ -78,6 +81,8 @@ TRANSITIONS: Final[dict[tuple[TrainerUpdateState, TrainerUpdateEvent], TrainerUp
     (_S.ARMED, _E.START_ASKED): _S.STARTING,
     (_S.STARTING, _E.STARTED): _S.LOADING,  # chunks
     (_S.STARTING, _E.FINISH_ASKED): _S.FINISHING,  # UPDATE_FINISH, after the last chunk
+    (_S.LOADING, _E.PART_ASKED): _S.EXTENDING,  # ARM_PART, of an update that was armed open
+    (_S.EXTENDING, _E.PART_ARMED): _S.LOADING,
     (_S.LOADING, _E.FINISH_ASKED): _S.FINISHING,
     (_S.FINISHING, _E.STARTED): _S.FINISHING,
     (_S.FINISHING, _E.FINISHED): _S.FINISHED,
@@ -97,7 +102,9 @@ _KNOWN_TO_BUS: Final = frozenset(_S) - {_S.IDLE, _S.WAKING, _S.COMMITTED, _S.UND
 # A NACK of COMMIT with one of these codes leaves open whether engines commit; unless the NACK is
 # about an earlier step.
 _ENDS_OTHERWISE: Final = frozenset({m.NackCode.FENCED, m.NackCode.PEER_LOST, m.NackCode.TIMEOUT})
-_BEFORE_COMMIT: Final = frozenset({m.Step.START.value, m.Step.CHUNK.value, m.Step.FINISH.value})
+_BEFORE_COMMIT: Final = frozenset(
+    step.value for step in (m.Step.START, m.Step.CHUNK, m.Step.PART, m.Step.FINISH)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +153,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         self._arm: m.Arm | None = None
         self._owns_pause = False  # the update requested a pause, not resumed yet
         self._has_woken = False
+        self._parts = 0  # after those of ARM
         self._has_probed = False
 
     @property
@@ -226,6 +234,7 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
             request.default_quorum,
             transfer,
             manifest.is_cast,
+            manifest.is_open,
         )
         return self._wake() if self._window.state is PauseWindowState.ASLEEP else self._ask_arm()
 
@@ -234,6 +243,12 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
         self._go(_E.START_ASKED)
         pause = [] if self.is_staged else self._pause_unless_paused()
         return [*pause, m.UpdateStart(self.id, self.is_staged)]
+
+    def extend(self, known: Manifest, part: Manifest) -> list[m.Message]:
+        """Returns ARM_PART, with which engines check the tensors of ``part`` after those known."""
+        self._go(_E.PART_ASKED)
+        self._parts += 1
+        return [part_message(self.id, self._parts, known, part)]
 
     def finish(self) -> list[m.Message]:
         """Returns UPDATE_FINISH; nothing, if it was already requested."""
@@ -285,6 +300,8 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
                 self.armed = ack
             case m.UpdateStart():
                 self._go(_E.STARTED)
+            case m.ArmPart():
+                self._go(_E.PART_ARMED)
             case m.UpdateFinish():
                 self._go(_E.FINISHED)
             case m.Commit():
@@ -360,6 +377,12 @@ class TrainerUpdate(StateMachine[TrainerUpdateState, TrainerUpdateEvent]):
             return []
         self._owns_pause = True
         return [self.request.pause]
+
+
+def part_message(update_id: str, number: int, known: Manifest, part: Manifest) -> m.ArmPart:
+    """Returns the ARM_PART of the tensors of ``part``, which follow those known."""
+    columns = part.names, part.dtypes, part.shapes, part.chunk_ends
+    return m.ArmPart(update_id, number, *columns, known.join(part).digest())
 
 
 def _shows_no_commit(error: WavebusError) -> bool:

@@ -44,7 +44,7 @@ from bus.weight_transfer.allocation import StagingCapacity  # noqa: TC001 - as a
 # The worker's method that carries out an operation. Its argument is ``operation``; it returns
 # :class:`Done`, as a dict.
 PERFORM: Final = "wavebus_perform"
-PROTOCOL: Final = 15
+PROTOCOL: Final = 16
 MAX_PAYLOAD_CHARS: Final = 32 * 1024 * 1024
 DETAIL_CHARS: Final = 2000
 TENSOR_CHARS: Final = 512
@@ -118,7 +118,7 @@ class ArmManifest(_Strict, frozen=True, tag="arm"):
             :class:`bus.manifest.Manifest` describe them.
         target: what the update replaces: the model, or its draft model.
         staging: the options of a staged update; None if it is loaded in a pause.
-        is_cast: as :class:`bus.manifest.Manifest`.
+        is_cast, is_open: as :class:`bus.manifest.Manifest`.
     """
 
     names: TensorNames
@@ -129,6 +129,16 @@ class ArmManifest(_Strict, frozen=True, tag="arm"):
     counts: Counts
     staging: Staging | None = None
     is_cast: bool = False
+    is_open: bool = False
+
+
+class Extend(_Strict, frozen=True, tag="extend"):
+    """Checks further tensors of the open update; fields as :class:`ArmManifest`, of these alone."""
+
+    names: TensorNames
+    dtypes: Dtypes
+    shapes: Shapes
+    chunk_ends: Counts
 
 
 class Start(_Strict, frozen=True, tag="start"):
@@ -266,6 +276,7 @@ Operation: TypeAlias = (
     | Open
     | Drain
     | ArmManifest
+    | Extend
     | Start
     | ReceiveChunk
     | VerifyChunk

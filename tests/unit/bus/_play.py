@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, get_args
 
 from bus.messages import (
@@ -22,7 +23,7 @@ from bus.messages import (
 from bus.protocol.core.failures import Failure
 from bus.protocol.engine.calls import CallArm, CallEscalate
 from bus.protocol.engine.pause import EnginePauseState
-from tests.sim.makers import make_arm, make_chunk, make_sent
+from tests.sim.makers import make_arm, make_chunk, make_manifest, make_part, make_sent
 from tests.unit.bus._session import MANIFEST, ROOM, STAGING, Driver
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from bus.messages import Message
     from bus.protocol.engine.calls import SessionEffect
 
+OPEN: Final = replace(MANIFEST, is_open=True)
+PART: Final = make_manifest(("c",))
 _PAUSES: Final = ("u1", "p2")
 _UPDATES: Final = ("u1", "u2")
 
@@ -139,6 +142,8 @@ ACTIONS: Final[dict[str, Callable[[AnyOrder], object]]] = {
         for u in _UPDATES
         for k in range(MANIFEST.chunks)
     },
+    "arm u1 open": _command(make_arm("u1", OPEN, version=4, staging=STAGING)),
+    **{f"part {u}": _command(make_part(u, OPEN, PART)) for u in _UPDATES},
     **{f"finish {u}": _command(UpdateFinish(u)) for u in _UPDATES},
     **{f"probe {u}": _command(Probe(u, ((1, 2),), 2, "s")) for u in _UPDATES},
     **{f"commit {u}": _command(Commit(u, v, "", ())) for u, v in (("u1", 4), ("u2", 5))},

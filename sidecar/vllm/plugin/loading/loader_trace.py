@@ -106,7 +106,8 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             float32 parameter.
 
     Attributes:
-        sources: meta tensors as ``metas`` describe them, to be passed to the loader.
+        sources: by index, meta tensors as the ``metas`` added last describe them, to be passed to
+            the loader.
         used: indices of the tensors that filled something.
         copies: by index of a tensor, the copies that were made from it.
         fills: the constants that the loader wrote.
@@ -125,25 +126,33 @@ class LoaderTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shared: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.metas = metas
+        self.metas: tuple[TensorMeta, ...] = ()
         self.targets = targets
         self.shared = shared
         self.exact_dtype = exact_dtype
         self.model_dtype = model_dtype
-        self.sources = [
-            torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
-            for meta in metas
-        ]
+        self.sources: dict[int, torch.Tensor] = {}
         self.used: set[int] = set()
         self.widened: set[int] = set()
         self.copies: dict[int, list[TracedCopy]] = {}
         self.fills: list[TracedFill] = []
         self.beyond_copies = ""
-        self._index_of = {storage_of(source): index for index, source in enumerate(self.sources)}
+        self._index_of: dict[int, int] = {}
         self._at = 0
         self._writes: dict[str, dict[Region, int]] = {}
         self._reads: dict[int, set[Region]] = {}
         self._derived: set[int] = set()
+        self.extend(metas)
+
+    def extend(self, metas: tuple[TensorMeta, ...]) -> None:
+        """Adds tensors that the loader will be given after those before."""
+        begin = len(self.metas)
+        self.metas = (*self.metas, *metas)
+        self.sources = {
+            index: torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
+            for index, meta in enumerate(metas, begin)
+        }
+        self._index_of = {storage_of(source): index for index, source in self.sources.items()}
 
     @property
     def current(self) -> TensorMeta:

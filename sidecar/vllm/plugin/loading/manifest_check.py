@@ -29,6 +29,7 @@ parameters must still have that layout (:mod:`sidecar.vllm.plugin.loading.patch_
 
 from __future__ import annotations
 
+import bisect
 import copy
 import logging
 import re
@@ -152,11 +153,13 @@ class ManifestChecker:
         """Whether the meta model is built, so that :meth:`check` is quick."""
         return self._model is not None
 
-    def check(self, manifest: Manifest) -> LoaderTrace:
+    def check(self, manifest: Manifest, known: Manifest | None = None) -> LoaderTrace:
         """Refuses a manifest that would not fill the model. A collective of the engine's workers.
 
         Args:
             manifest: names, shapes, dtypes and chunks of an update.
+            known: the manifest that was checked last, if the tensors of this one begin with its
+                tensors; these are not loaded into the meta model again.
 
         Returns:
             The record of the copies that the loader makes of the manifest's tensors.
@@ -167,7 +170,7 @@ class ManifestChecker:
         problem: Exception | None = None
         used = torch.zeros(len(manifest.names), dtype=torch.uint8)
         try:
-            trace = self._load(manifest)
+            trace = self._load(manifest, known)
             # A patch changes the served parameters, whose layout may have changed since.
             if manifest.counts or not self._judged:
                 self._judge(manifest, trace)
@@ -181,6 +184,23 @@ class ManifestChecker:
             raise problem
         self._check_unused(manifest, trace, merged)
         return trace
+
+    def check_whole(self, manifest: Manifest) -> None:
+        """Refuses an open manifest of which tensors are missing, and which was checked last.
+
+        A collective of the engine's workers.
+
+        Raises:
+            EngineError: as :meth:`check`, in all workers.
+        """
+
+        def check() -> None:
+            self._check_filled(manifest, self._load(manifest))
+            for meta in manifest.tensors():
+                if meta.name == self._tied_head and not _equals_embeddings(meta, manifest):
+                    raise _unknown(meta, "it is tied to the embeddings, which did not come")
+
+        agreement.run_before_any_continues(check)
 
     def loader(self) -> tuple[Callable[[Iterable[tuple[str, torch.Tensor]]], None], TargetNames]:
         """Returns the meta model's loader, for a comparison with a copy plan.
@@ -207,19 +227,24 @@ class ManifestChecker:
             self._model = build_meta_model(self._built, self._serving)
         return self._model
 
-    def _load(self, manifest: Manifest) -> LoaderTrace:
+    def _load(self, manifest: Manifest, known: Manifest | None = None) -> LoaderTrace:
         if self._last is not None and self._last[0] == manifest:
             return self._last[1]
-        model = self._meta_model()
-        trace = LoaderTrace(
-            tuple(manifest.tensors()),
-            TargetNames(model),
-            shared=self._built.shared,
-            exact_dtype=not self._quantised,
-            model_dtype=str(self._built.model_config.dtype).removeprefix("torch."),
-        )
+        model, metas = self._meta_model(), tuple(manifest.tensors())
+        before, self._last = self._last, None
         start = 0
-        for end in manifest.chunk_ends:
+        if before is not None and known is not None and before[0] == known:
+            trace, start = before[1], len(known.names)
+            trace.extend(metas[start:])
+        else:
+            trace = LoaderTrace(
+                metas,
+                TargetNames(model),
+                shared=self._built.shared,
+                exact_dtype=not self._quantised,
+                model_dtype=str(self._built.model_config.dtype).removeprefix("torch."),
+            )
+        for end in manifest.chunk_ends[bisect.bisect_right(manifest.chunk_ends, start) :]:
             try:
                 with trace, quiet_loading(), torch.no_grad():
                     feed = trace.feed(start, end, self._tied_head)
@@ -244,7 +269,7 @@ class ManifestChecker:
             check_in_place(
                 self._built.vllm_config, self._serving, trace.targets.parameters, trace.origins()
             )
-        else:
+        elif not manifest.is_open:
             self._check_filled(manifest, trace)
         self._check_read(trace)
 
@@ -304,8 +329,7 @@ class ManifestChecker:
     def _may_ignore(self, meta: TensorMeta, manifest: Manifest) -> bool:
         """Returns whether the model may ignore a tensor that the trainer sends."""
         if meta.name == self._tied_head:
-            embeddings = [m for m in manifest.tensors() if m.name.endswith(EMBEDDINGS)]
-            return any((m.shape, m.dtype) == (meta.shape, meta.dtype) for m in embeddings)
+            return manifest.is_open or _equals_embeddings(meta, manifest)
         return meta.name.endswith(FREQUENCIES)
 
     def _experts_elsewhere(self, trace: LoaderTrace) -> Callable[[TensorMeta], bool]:
@@ -450,6 +474,12 @@ def _loader_refusal(meta: TensorMeta, error: Exception) -> EngineError:
 def _unknown(meta: TensorMeta, why: str) -> EngineError:
     hint = f"; {FUSED_HINT}" if ".experts." in meta.name else ""
     return refused(meta.name, f"unknown: {why}{hint}")
+
+
+def _equals_embeddings(head: TensorMeta, manifest: Manifest) -> bool:
+    """Returns whether a manifest has embeddings with the head's shape and dtype."""
+    embeddings = [meta for meta in manifest.tensors() if meta.name.endswith(EMBEDDINGS)]
+    return any((meta.shape, meta.dtype) == (head.shape, head.dtype) for meta in embeddings)
 
 
 def _kind(meta: TensorMeta) -> tuple[str, tuple[int, ...], str]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from bus.errors import EngineError
+from bus.kept_dtypes import kept_refusal
+from bus.manifest import Manifest
 from bus.messages import NackCode
 from sidecar.transfer import check_room
 from sidecar.transfer.unloaded import UnloadedTensors
@@ -18,11 +20,12 @@ from sidecar.vllm.plugin.loading.plan_cache import PlanCache
 from sidecar.vllm.plugin.loading.staged_weights import StagedWeights
 
 if TYPE_CHECKING:
-    from bus.manifest import Manifest
     from bus.messages import Staging, Target
     from bus.weight_transfer.base import Receiver
     from bus.weight_transfer.packing import Tensors
+    from sidecar.vllm.plugin.loading.loader_trace import LoaderTrace
     from sidecar.vllm.plugin.loading.manifest_check import Blueprint
+    from sidecar.vllm.plugin.operations import Extend
 
 
 class TargetModel:
@@ -61,6 +64,37 @@ class TargetModel:
             return None
         cosines, sines = cache[1].float().chunk(2)
         return torch.atan2(sines, cosines).to(cache.dtype)
+
+    def check(self, manifest: Manifest, known: Manifest | None = None) -> LoaderTrace:
+        """Checks a manifest; as :meth:`ManifestChecker.check`.
+
+        Raises:
+            EngineError: also code ``dtype_kept``: the model keeps a tensor in float32 that the
+                trainer has cast.
+        """
+        trace = self.checker.check(manifest, known)
+        if manifest.is_cast and trace.widened:
+            raise kept_refusal([trace.metas[index].name for index in sorted(trace.widened)])
+        return trace
+
+    def extend(self, armed: ArmedUpdate, part: Extend) -> ArmedUpdate:
+        """Returns an open update with further tensors. A collective of the engine's workers.
+
+        Raises:
+            EngineError: as :meth:`check`; or a tensor came before.
+        """
+        described = part.names, part.dtypes, part.shapes, part.chunk_ends
+        try:
+            manifest = armed.manifest.join(Manifest(*described))
+        except ValueError as error:
+            raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
+        self.check(manifest, armed.manifest)
+        return ArmedUpdate(ArmedManifest(manifest), armed.target, armed.staging)
+
+    def begin(self, armed: ArmedUpdate | None) -> None:
+        """Begins to check tensors of an update that have no parameter of their own."""
+        names = () if armed is None else armed.manifest.names
+        self.unloaded.begin(names, is_open=armed is not None and armed.manifest.is_open)
 
     def without_tied_head(self, received: Tensors) -> Tensors:
         """Returns received tensors without that of a tied output head.

@@ -182,6 +182,8 @@ class Stager:
         if theirs is not None and theirs.unstaged_reason:
             return StagingCapacity(why_not=theirs.unstaged_reason)
         known = self._target.plans.entry
+        if known.plan is None and armed.manifest.is_open:
+            return StagingCapacity(why_not="its tensors come in several calls, for the first time")
         if known.plan is None:
             return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
         if is_partial:
@@ -315,7 +317,7 @@ class Stager:
                 self._last_refusal = known.plan.size_bytes, free_memory(self._device)
             raise
         synchronize(self._device)  # earlier work of this stream may still use the memory
-        self._target.unloaded.begin(armed.manifest.names)
+        self._target.begin(armed)
         self._armed = armed
         launches = receiver is not None and receiver.can_launch
         return launches and known.proven and staged.buffer_for(0) is not None

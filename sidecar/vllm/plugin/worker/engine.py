@@ -36,7 +36,6 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from bus.errors import EngineError
-from bus.kept_dtypes import kept_refusal
 from bus.lora import adapter_of
 from bus.manifest import Manifest
 from bus.messages import NackCode, Target
@@ -172,7 +171,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         loadable = self._loadable[self._target]
         run = loadable.plans.start(reloading=loadable.is_reloading)
         self._receiver.clear()
-        loadable.unloaded.begin(self.armed.manifest.names if self.armed else ())
+        loadable.begin(self.armed)
         loadable.repacking.before_start()
         if not run:
             initialize_layerwise_reload(self.model)
@@ -261,6 +260,9 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             case operations.ArmManifest():
                 self._arm(operation)
                 return operations.Done(room=self.wavebus_room)
+            case operations.Extend():
+                armed = require_armed(self.armed)
+                self.armed = self._loadable[armed.target].extend(armed, operation)
             case operations.Hello(protocol=protocol):
                 _check_protocol(protocol)
                 self._loadable["model"].checker.prepare()
@@ -285,6 +287,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             case operations.Restore(target=target):
                 self._restore(worker, target)
             case operations.Finish():
+                if self.armed is not None and self.armed.manifest.is_open:
+                    self._loadable[self.armed.target].checker.check_whole(self.armed.manifest)
                 self.session.finish(worker)
             case operations.LoadAdapter():
                 self._load_adapter(operation)
@@ -352,7 +356,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
         described = operation.names, operation.dtypes, operation.shapes
         try:
-            sent = operation.counts, operation.is_cast
+            sent = operation.counts, operation.is_cast, operation.is_open
             manifest = Manifest(*described, operation.chunk_ends, *sent)
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
@@ -368,9 +372,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
         else:
             loadable = self._loadable[target]
-            trace = loadable.checker.check(manifest)
-            if manifest.is_cast and trace.widened:
-                raise kept_refusal([trace.metas[index].name for index in sorted(trace.widened)])
+            trace = loadable.check(manifest)
             if not manifest.counts:  # a patch is always loaded by vLLM's loader
                 loadable.plans.on_armed(manifest, trace)
         if self._last_manifest is None or self._last_manifest.manifest != manifest:

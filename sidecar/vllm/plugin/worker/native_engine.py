@@ -123,7 +123,7 @@ class NativeUpdates(WavebusWeightTransferEngine):
             super()._start()
             return
         loadable = self._loadable[self._target]
-        loadable.unloaded.begin(self.armed.manifest.names if self.armed else ())
+        loadable.begin(self.armed)
         self._checked = CheckedLoading(loadable.unloaded)
         loadable.repacking.before_start()
         self._original.start_weight_update()

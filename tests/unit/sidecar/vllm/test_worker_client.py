@@ -157,6 +157,31 @@ def test_an_update_is_one_call_for_each_step(
     ]
 
 
+def test_a_part_is_checked_before_its_chunks_come(
+    closed: list[WorkerClient | StagingChannelServer],
+) -> None:
+    """Its chunks follow those before it. A staged update has all tensors of the model already."""
+    workers = Workers()
+    client = client_of(workers, closed)
+    told(workers, client.open_transfer("vllm:nccl", b"", NO_RANK))
+    other = TensorMeta("b", "float32", (2,))
+    part = Manifest.plan([other], chunk_bytes=8)
+    steps = (
+        client.arm(replace(MANIFEST, is_open=True), "model"),
+        client.start_update(recover=False, target="model"),
+        client.extend(part),
+        client.receive(Chunk(1, "vllm:nccl", (other,), b"h")),
+    )
+    assert told(workers, *steps)[2:] == [
+        operations.Extend(("b",), ("float32",), ((2,),), (1,)),
+        operations.ReceiveChunk(1, "vllm:nccl", b"h"),
+    ]
+    client._staged = True
+    with pytest.raises(EngineError, match="are staged") as refused:
+        told(workers, client.extend(part))
+    assert (refused.value.code, refused.value.tensor) == (NackCode.MANIFEST_REFUSED, "b")
+
+
 def test_a_staged_update_asks_nothing_of_the_serving_model_but_the_swap(
     closed: list[WorkerClient | StagingChannelServer],
 ) -> None:

@@ -32,6 +32,7 @@ from bus.protocol.engine.calls import (
     CallAbortRequests,
     CallArm,
     CallCommit,
+    CallExtend,
     CallFinish,
     CallLoad,
     CallOpenTransfer,
@@ -48,7 +49,7 @@ from bus.protocol.engine.calls import (
 from bus.protocol.engine.update import EngineUpdate
 from bus.protocol.engine.update_states import MIXED, EngineUpdateState
 from bus.weight_transfer.allocation import NO_RANK, RankAssignment
-from tests.sim.makers import make_arm, make_chunk, make_manifest, make_sent
+from tests.sim.makers import make_arm, make_chunk, make_manifest, make_part, make_sent
 from tests.unit.bus._builders import messages, only
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
 
 MANIFEST = make_manifest(("a", "b", "c"))
 CHUNKS = MANIFEST.chunks
+OPEN = replace(MANIFEST, is_open=True)
+PART = make_manifest(("d", "e"))
+JOINED = OPEN.join(PART)
 BROKEN = Failure(NackCode.ENGINE_FAILED, "it broke", tensor="b")
 LATE = Failure(NackCode.TRANSFER_FAILED, "the broadcast broke")
 _S = EngineUpdateState
@@ -77,21 +81,24 @@ class Driver:
     def open(self, update_id: str = "t1", params: bytes = b"p") -> list[SessionEffect]:
         return self.issue(self.update.open(1, TransferInit(update_id, "sim", params, 0, 0, {})))
 
-    def arm(self, update_id: str = "u1", version: int = 4) -> list[SessionEffect]:
-        return self.issue(self.update.arm(2, make_arm(update_id, MANIFEST, version=version)))
+    def arm(
+        self, update_id: str = "u1", version: int = 4, manifest: Manifest = OPEN
+    ) -> list[SessionEffect]:
+        return self.issue(self.update.arm(2, make_arm(update_id, manifest, version=version)))
+
+    def part(self, number: int = 1, update_id: str = "u1") -> list[SessionEffect]:
+        return self.issue(self.update.extend(8, make_part(update_id, OPEN, PART, number)))
 
     def start(self, update_id: str = "u1", *, paused: bool = True) -> list[SessionEffect]:
         return self.issue(self.update.start(3, UpdateStart(update_id), paused=paused))
 
     def chunk(self, number: int, update_id: str = "u1") -> list[SessionEffect]:
-        return self.issue(
-            self.update.chunk(10 + number, make_chunk(update_id, MANIFEST, number, 1))
-        )
+        return self.issue(self.update.chunk(10 + number, make_chunk(update_id, JOINED, number, 1)))
 
     def sent(
         self, number: int, update_id: str = "u1", *, verify: Verify = "full"
     ) -> list[SessionEffect]:
-        told = make_sent(update_id, MANIFEST, number, 1, verify=verify)
+        told = make_sent(update_id, JOINED, number, 1, verify=verify)
         return self.issue(self.update.chunk(20 + number, told))
 
     def apply(self, number: int, update_id: str = "u1") -> list[SessionEffect]:
@@ -147,6 +154,9 @@ class Driver:
         elif state is _S.PROBING:
             self.to(_S.FINISHED)
             self.probe()
+        elif state is _S.EXTENDING:
+            self.to(_S.LOADING)
+            self.part()
         elif state is not _S.NONE:
             for reached, step in order:
                 step()
@@ -199,6 +209,8 @@ COMMANDS: dict[str, Callable[[Driver], object]] = {
     "start": lambda d: d.start(),
     "chunk": lambda d: d.chunk(0),
     "sent": lambda d: d.sent(0),
+    "part": lambda d: d.part(),
+    "first chunk of the part": lambda d: d.chunk(CHUNKS),
     "finish": lambda d: d.finish(),
     "probe": lambda d: d.probe(),
     "commit": lambda d: d.commit(),
@@ -214,6 +226,8 @@ NEW = {
     "start": {_S.ARMED},
     "chunk": {_S.STARTING},
     "sent": set[EngineUpdateState](),
+    "part": {_S.LOADING},
+    "first chunk of the part": set[EngineUpdateState](),
     "finish": {_S.LOADING},
     "probe": {_S.FINISHED},
     "commit": {_S.FINISHED},
@@ -227,6 +241,8 @@ OLD = {
     "start": MIXED,
     "chunk": MIXED - {_S.STARTING},
     "sent": MIXED,
+    "part": {_S.EXTENDING},
+    "first chunk of the part": set[EngineUpdateState](),
     "finish": {_S.FINISHING, _S.FINISHED, _S.PROBING, _S.COMMITTING},
     "probe": {_S.PROBING},
     "commit": {_S.COMMITTING},
@@ -255,7 +271,87 @@ def test_every_command_in_every_state(state: EngineUpdateState, command: str) ->
     assert len(driver.queue) == waiting
 
 
-@pytest.mark.parametrize("command", ["start", "chunk", "sent", "finish", "commit"])
+def test_the_chunks_of_a_part_come_when_the_engine_has_checked_it() -> None:
+    """The part is acked again as often as it is asked; the update is finished behind its chunks."""
+    driver = Driver().to(_S.EXTENDING)
+    assert driver.calls[-1] == CallExtend(PART)
+    with pytest.raises(Declined, match="extending"):
+        driver.chunk(CHUNKS)
+    for acks in (driver.returned(), driver.part()):
+        assert only(acks, Ack).step is Step.PART
+    assert driver.update.state is _S.LOADING
+    assert driver.finish() == []  # a CHUNK_SENT may be lost
+    for number in (CHUNKS, CHUNKS + 1):
+        driver.apply(number)
+    driver.finish()
+    assert driver.calls[-1] == CallFinish()
+    assert driver.calls.count(CallExtend(PART)) == 1
+
+
+def test_a_part_that_is_refused_leaves_the_update_without_it() -> None:
+    driver = Driver().to(_S.EXTENDING)
+    nack = only(driver.failed(Failure(NackCode.MANIFEST_REFUSED, "no", tensor="d")), Nack)
+    assert (nack.step, nack.tensor) == ("part", "d")
+    assert driver.update.state is _S.LOADING
+    with pytest.raises(Declined, match=f"of {CHUNKS}"):
+        driver.chunk(CHUNKS)
+    assert outcome([*driver.abort(), *driver.returned()]) == "partial"
+
+
+def test_a_part_waits_for_the_chunks_before_it() -> None:
+    """It is repeated; a chunk may have been lost."""
+    driver = Driver().to(_S.STARTING)
+    driver.returned()
+    for number in range(CHUNKS):
+        assert driver.part() == []
+        driver.apply(number)
+    driver.part()
+    assert driver.update.state is _S.EXTENDING
+
+
+@pytest.mark.parametrize(("number", "manifest"), [(2, OPEN), (1, MANIFEST)])
+def test_a_part_out_of_its_turn_or_of_a_whole_update_is_refused(
+    number: int, manifest: Manifest
+) -> None:
+    driver = Driver()
+    driver.arm(manifest=manifest)
+    driver.returned()
+    driver.start()
+    driver._load()
+    with pytest.raises(Declined) as declined:
+        driver.part(number)
+    assert declined.value.failure.field == "part"
+    assert driver.update.state is _S.LOADING
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("digest", "0" * 64, NackCode.MANIFEST_REFUSED),
+        ("names", ("a", "e"), NackCode.MANIFEST_REFUSED),  # it came in the first part
+        ("names", (), NackCode.MANIFEST_UNKNOWN),
+    ],
+)
+def test_a_part_that_contradicts_what_came_before_is_refused(
+    field: str, value: Any, code: NackCode
+) -> None:
+    driver = Driver().to(_S.LOADING)
+    part = make_part("u1", OPEN, PART)
+    sent = part.without_tensors() if not value else replace(part, **{field: value})
+    with pytest.raises(Declined) as declined:
+        driver.update.extend(8, sent)
+    assert declined.value.failure.code is code
+    assert driver.update.state is _S.LOADING
+
+
+def test_an_abort_while_a_part_is_checked_waits_for_the_check() -> None:
+    driver = Driver().to(_S.EXTENDING)
+    assert driver.abort() == []
+    driver.returned()
+    assert outcome(driver.returned()) == "partial"
+
+
+@pytest.mark.parametrize("command", ["start", "chunk", "sent", "part", "finish", "commit"])
 def test_a_command_of_another_update_is_refused(command: str) -> None:
     """It names the field; nothing moves."""
     driver = Driver().to(_S.LOADING)
@@ -263,6 +359,7 @@ def test_a_command_of_another_update_is_refused(command: str) -> None:
         "start": lambda: driver.start("u0"),
         "chunk": lambda: driver.chunk(0, "u0"),
         "sent": lambda: driver.sent(0, "u0"),
+        "part": lambda: driver.part(1, "u0"),
         "finish": lambda: driver.finish("u0"),
         "commit": lambda: driver.commit("u0"),
     }

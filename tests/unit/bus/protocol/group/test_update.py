@@ -26,7 +26,7 @@ from bus.protocol.core.failures import Declined, Failure
 from bus.protocol.core.instructions import Ask, StepDone, StepFailed
 from bus.protocol.core.state_table import IllegalTransition
 from bus.protocol.group.update import TRANSITIONS, UNSAFE, UpdateEvent, UpdateMachine, UpdateState
-from tests.sim.makers import make_arm, make_chunk, make_manifest, make_sent
+from tests.sim.makers import make_arm, make_chunk, make_manifest, make_part, make_sent
 from tests.unit.bus._builders import LOST, ack
 from tests.unit.bus._tables import check_event
 
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 MEMBERS = {"e0": "e0", "e1": "dp1", "e2": "dp1"}
 MANIFEST = make_manifest(("a", "b", "c"))
 CHUNKS = MANIFEST.chunks
+OPEN = replace(MANIFEST, is_open=True)
+PART = make_manifest(("d", "e"))
+JOINED = OPEN.join(PART)
 ARM = make_arm("u1", MANIFEST, version=4, label="step 4")
 REFUSED = Failure(NackCode.ENGINE_FAILED, "no", peer="e1", tensor="b")
 STATES = list(UpdateState)
@@ -44,7 +47,7 @@ PROBE = Probe("u1", ((1, 2), (3,)), 2, "salt")
 _S = UpdateState
 
 
-def machine(state: UpdateState, quorum: int = 1) -> UpdateMachine:
+def machine(state: UpdateState, quorum: int = 1, *, communicator: int = 0) -> UpdateMachine:
     """A machine that was brought to this state the long way."""
     update = UpdateMachine()
     if state is _S.IDLE:
@@ -52,7 +55,9 @@ def machine(state: UpdateState, quorum: int = 1) -> UpdateMachine:
     if state is _S.OPENING:
         update.open(TransferInit("t1", "sim", b"", 0, 0, {}), MEMBERS, 0.0)
         return update
-    update.arm(replace(ARM, quorum=quorum), MEMBERS, 0.0)
+    is_open = state is _S.EXTENDING
+    arm = replace(ARM, quorum=quorum, communicator=communicator, is_open=is_open)
+    update.arm(arm, MEMBERS, 0.0)
     if state is _S.ARMING:
         return update
     if state is _S.ABORTING:
@@ -69,6 +74,9 @@ def machine(state: UpdateState, quorum: int = 1) -> UpdateMachine:
         return update
     for k in range(CHUNKS):
         apply(update, k)
+    if state is _S.EXTENDING:
+        update.extend(make_part("u1", OPEN, PART), 3.0)
+        return update
     update.finish(UpdateFinish("u1"), 3.0)
     if state is _S.FINISHING:
         return update
@@ -137,6 +145,7 @@ COMMANDS = {
     "arm": lambda u: u.arm(make_arm("u2", MANIFEST, version=9), {"e9": "e9"}, 9.0),
     "start": lambda u: u.start(UpdateStart("u1"), 9.0),
     "chunk": lambda u: u.chunk(make_chunk("u1", MANIFEST, u.chunks_asked % CHUNKS, 1), 9.0),
+    "part": lambda u: u.extend(make_part("u1", OPEN, PART), 9.0),
     "finish": lambda u: u.finish(UpdateFinish("u1"), 9.0),
     "probe": lambda u: u.probe(PROBE, 9.0),
     "commit": lambda u: u.commit(Commit("u1", 4, "", ()), 9.0),
@@ -147,6 +156,7 @@ ALLOWED = {
     "arm": {_S.IDLE},
     "start": {_S.ARMED},
     "chunk": {_S.STARTING, _S.LOADING},
+    "part": set[UpdateState](),  # LOADING, but only of an open update, with every chunk applied
     "finish": set[UpdateState](),  # LOADING, but only with every chunk sent
     "probe": {_S.FINISHED},
     "commit": {_S.FINISHED},
@@ -187,6 +197,69 @@ def test_an_ack_that_is_not_awaited_changes_nothing(state: UpdateState, step: St
     before = snapshot(update)
     assert update.on_ack("e0", ack(step, own), 1.0) == []
     assert snapshot(update) == before
+
+
+def test_chunks_of_a_part_are_announced_when_all_have_checked_it() -> None:
+    update = machine(_S.EXTENDING)
+    chunk = make_chunk("u1", JOINED, CHUNKS, 1)
+    for name in ("e0", "e1"):
+        update.on_ack(name, ack(Step.PART, "u1"), 4.0)
+        with pytest.raises(IllegalTransition):
+            update.chunk(chunk, 4.0)
+    assert [type(each) for each in update.on_ack("e2", ack(Step.PART, "u1"), 4.0)] == [StepDone]
+    assert update.state is _S.LOADING
+    assert not update.has_sent_all
+    update.chunk(chunk, 5.0)
+    update.on_chunk_sent(make_sent("u1", JOINED, CHUNKS, 1), 5.0)
+    with pytest.raises(IllegalTransition):  # chunks are in flight, and one is to come
+        update.extend(make_part("u1", JOINED, make_manifest(("f",)), 2), 5.0)
+
+
+@pytest.mark.parametrize("communicator", [0, 7])
+def test_a_part_that_one_engine_refuses_aborts_the_update(communicator: int) -> None:
+    update = machine(_S.EXTENDING, communicator=communicator)
+    update.on_refused("e1", REFUSED, 4.0)
+    assert (update.state, update.failure) == (_S.ABORTING, REFUSED)
+    assert update.excluded == {}
+
+
+@pytest.mark.parametrize("state", [_S.LOADING, _S.EXTENDING])
+@pytest.mark.parametrize("communicator", [0, 7])
+def test_an_engine_lost_between_parts_is_missed_by_its_communicator(
+    state: UpdateState, communicator: int
+) -> None:
+    """The others would wait for it in the next part's collective."""
+    update = machine(_S.EXTENDING, communicator=communicator)
+    if state is _S.LOADING:
+        all_ack(update, Step.PART)
+        for k in range(CHUNKS, JOINED.chunks):
+            update.chunk(make_chunk("u1", JOINED, k, 1), 5.0)
+            update.on_chunk_sent(make_sent("u1", JOINED, k, 1), 5.0)
+            all_ack(update, Step.CHUNK, k)
+        assert update.has_sent_all
+    update.on_lost("e0", LOST, 6.0)
+    assert update.state is (_S.ABORTING if communicator else state)
+    assert set(update.excluded) == {"e0"}
+    if communicator:
+        assert update.failure == LOST
+
+
+def test_a_missing_tensor_at_the_end_aborts_an_open_update_alone() -> None:
+    """Nobody commits, also who has finished. In any other update an engine alone is at fault."""
+    missing = replace(REFUSED, code=NackCode.MANIFEST_REFUSED)
+    for is_open in (True, False):
+        update = machine(_S.EXTENDING)
+        all_ack(update, Step.PART)
+        for k in range(CHUNKS, JOINED.chunks):
+            update.chunk(make_chunk("u1", JOINED, k, 1), 5.0)
+            update.on_chunk_sent(make_sent("u1", JOINED, k, 1), 5.0)
+            all_ack(update, Step.CHUNK, k)
+        update.is_open = is_open
+        update.finish(UpdateFinish("u1"), 6.0)
+        update.on_ack("e0", ack(Step.FINISH, "u1"), 6.0)
+        update.on_refused("e1", missing, 6.0)
+        assert update.state is (_S.ABORTING if is_open else _S.FINISHED)
+        assert set(update.excluded) == (set() if is_open else {"e1", "e2"})
 
 
 def test_the_steps_follow_each_other_and_each_is_told_once() -> None:

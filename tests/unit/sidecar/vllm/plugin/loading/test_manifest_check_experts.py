@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,11 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(tensors: dict[str, Tensor], rank: int = 0, ranks: int = 1) -> None:
     """Whether these fill the engine of one rank of a DP group, which shares its experts."""
+    checker(rank, ranks).check(manifest_of(tensors))
+
+
+def checker(rank: int = 0, ranks: int = 1) -> ManifestChecker:
+    """Of that engine."""
     parallel = SimpleNamespace(
         world_size=1,
         data_parallel_rank=rank,
@@ -67,9 +73,9 @@ def check(tensors: dict[str, Tensor], rank: int = 0, ranks: int = 1) -> None:
     model: Any = SimpleNamespace(dtype=torch.float32, get_num_experts=lambda: EXPERTS)
     config = SimpleNamespace(parallel_config=parallel)
     own = range(EXPERTS * rank // ranks, EXPERTS * (rank + 1) // ranks)
-    checker = ManifestChecker(Blueprint(config, model, quantised=False), nn.Module(), "")
-    checker._model = Mixture(own)
-    checker.check(manifest_of(tensors))
+    made = ManifestChecker(Blueprint(config, model, quantised=False), nn.Module(), "")
+    made._model = Mixture(own)
+    return made
 
 
 def split(experts: int = EXPERTS) -> dict[str, Tensor]:
@@ -129,3 +135,41 @@ def test_a_stack_of_more_experts_than_the_model_has_is_refused(rank: int, ranks:
     with pytest.raises(EngineError, match=r"takes only|ends before the end") as refused:
         check(stacked(EXPERTS + 1), rank, ranks)
     assert (refused.value.code, refused.value.tensor) == (NackCode.MANIFEST_REFUSED, STACKED)
+
+
+def test_tensors_that_come_in_parts_are_checked_part_by_part_and_counted_at_the_end() -> None:
+    """Each part is given to the loader once, and the last one may be missing until the end."""
+    sent = list(split().items())
+    checked, fed = checker(), list[str]()
+    model: Any = checked._model
+    load = model.load_weights
+
+    def note(pairs: Iterable[tuple[str, Tensor]]) -> None:
+        received = list(pairs)
+        fed.extend(name for name, _ in received)
+        load(received)
+
+    model.load_weights = note
+    known = replace(manifest_of(dict(sent[:3])), is_open=True)
+    checked.check(known)
+    for one in sent[3:]:
+        with pytest.raises(EngineError, match="missing: the manifest fills") as refused:
+            checked.check_whole(known)
+        assert refused.value.code is NackCode.MANIFEST_REFUSED
+        joined = known.join(manifest_of(dict([one])))
+        checked.check(joined, known)
+        known = joined
+    checked.check_whole(known)
+    assert fed == [name for name, _ in sent]
+
+
+@pytest.mark.parametrize("name", ["unknown", f"{LAYER}experts.0.up_proj.bias"])
+def test_a_part_with_a_tensor_that_no_engine_loads_is_refused(name: str) -> None:
+    """As in a first part; and the manifest before it can be checked again."""
+    checked = checker()
+    known = replace(manifest_of(dict(list(split().items())[:3])), is_open=True)
+    for _ in range(2):
+        checked.check(known)
+        with pytest.raises(EngineError, match="would drop it silently") as refused:
+            checked.check(known.join(manifest_of({name: torch.empty(INNER)})), known)
+        assert refused.value.tensor == name
