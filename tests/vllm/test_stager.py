@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ def stager_of(model: Whole) -> Stager:
     plans.on_armed(manifest_of(weights(0), 2), trace_of(Whole("meta"), weights(0)))
     unloaded = UnloadedTensors("", lambda _: None)
     loadable: Any = SimpleNamespace(
-        plans=plans, staged=StagedWeights(model, CPU), unloaded=unloaded
+        plans=plans, staged=StagedWeights(model, CPU), begin=lambda _: unloaded.begin(())
     )
     engine: Any = SimpleNamespace()
     return Stager(loadable, ChunkReceiver(CPU), config, CPU, engine)
@@ -59,6 +60,19 @@ def test_a_model_as_it_is_loaded_has_room() -> None:
     room = stager_of(Whole()).capacity(armed(), is_partial=False)
     assert not room.why_not
     assert room.needed_bytes > 0
+
+
+def test_an_update_of_which_not_all_is_known_is_loaded_in_a_pause() -> None:
+    """One that may be extended, and has all tensors, is staged as any other."""
+    stager = stager_of(Whole())
+    whole = replace(manifest_of(weights(0), 2), is_open=True)
+    update = ArmedUpdate(ArmedManifest(whole), "model", STAGING)
+    assert not stager.capacity(update, is_partial=False).why_not
+    some = dict(list(weights(0).items())[:2])
+    part = replace(manifest_of(some), is_open=True)
+    stager._target.plans.on_armed(part, trace_of(Whole("meta"), some))
+    update = ArmedUpdate(ArmedManifest(part), "model", STAGING)
+    assert "several calls" in stager.capacity(update, is_partial=False).why_not
 
 
 def test_weights_that_are_laid_out_anew_are_said_to_be_when_they_are_armed() -> None:

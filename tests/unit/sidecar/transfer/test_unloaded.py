@@ -53,6 +53,18 @@ def test_an_equal_head_passes_and_the_next_update_begins_anew() -> None:
         unloaded.check([(EMBEDDINGS, embeddings() * factor)])
 
 
+def test_a_head_that_comes_in_a_later_part_is_compared() -> None:
+    """When the embeddings came, it was unknown that the head would."""
+    unloaded = tied()
+    for factor in (1, 2):
+        unloaded.begin((EMBEDDINGS,), is_open=True)
+        unloaded.check([(EMBEDDINGS, embeddings())])
+        if factor == 1:
+            unloaded.check([(HEAD, embeddings())])
+    with pytest.raises(EngineError, match="is not equal to"):
+        unloaded.check([(HEAD, embeddings() * 2)])
+
+
 def test_an_untied_head_is_not_looked_at() -> None:
     unloaded = UnloadedTensors("", lambda _name: None)
     unloaded.begin((HEAD, EMBEDDINGS))
