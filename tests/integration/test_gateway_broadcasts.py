@@ -131,8 +131,9 @@ def test_a_broadcast_that_can_not_be_ended_closes_the_transport(
         status, text = await served.client.call("/update_weights", {"update_info": info})
         assert (status, text.count("init_weight_transfer_engine")) == (400, 1), text
         refused = json.loads(text)["error"]["message"]
+        again = {"update_info": described(served.weights)}
         for path in ("/finish_weight_update", "/finish_weight_update", "/update_weights"):
-            status, text = await served.client.call(path)
+            status, text = await served.client.call(path, again)
             said = json.loads(text)["error"]["message"]
             assert (status, said.endswith(f"what they had: {refused}")) == (409, True), text
         await served.assert_serve(served.weights)

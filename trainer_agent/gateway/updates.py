@@ -58,7 +58,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-from bus.errors import UsageError, WavebusError
+from bus.errors import ManifestRefused, UsageError, WavebusError
 from bus.manifest import TensorMeta
 from trainer_agent.gateway.pickled_handles import read_info
 
@@ -263,16 +263,33 @@ class ClientUpdates:
             if is_same and not (agent.is_paused and len(update.known) > 1):
                 update.planned = update.known
             self._committed.discard(update.target)
-            parts = update.planned or [metas]
-            await agent.start_native(parts, update.target, is_open=not update.planned)
+            await self._start(agent, update, metas)
         elif not update.planned:
             await agent.extend_native(metas)
-        elif metas != update.next_known:
+        elif [metas] != update.planned[len(update.calls) :][:1]:
             await agent.undo_native()
             raise Conflict(
-                f"call {len(update.calls) + 1} brings other tensors than in the last update; "
-                "begin again, and they are taken"
+                f"call {len(update.calls) + 1} brings other tensors than in the last update, or "
+                "some beside all that the model takes; begin again"
             )
+
+    async def _start(
+        self, agent: GatewayAgent, update: HttpUpdate, metas: list[TensorMeta]
+    ) -> None:
+        """Has all engines check the first call's tensors, and perhaps those of the calls to come.
+
+        If the first call lacks tensors, others may follow it.
+        """
+        planned = update.planned or [metas]
+        is_part = not update.planned and len(update.known) > 1 and metas == update.known[0]
+        try:
+            await agent.start_native(planned, update.target, is_open=is_part)
+        except ManifestRefused as error:
+            if is_part or update.planned or error.nack.tensor in {each.name for each in metas}:
+                raise
+            await agent.start_native(planned, update.target, is_open=True)
+        else:
+            update.planned = [] if is_part else planned
 
     async def _end_broadcast(self, agent: GatewayAgent, info: object, error: Exception) -> None:
         """Ends the broadcast of a refused call; the error's notes say if that is impossible."""
