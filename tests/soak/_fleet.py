@@ -37,13 +37,23 @@ class Fleet:
         engines: how many.
         processes: how many these are shared out to, evenly.
         load: that engines have, one of `tests.support.soak_engines.LOADS`.
+        peer_timeout_ms: after which silence a process is lost.
     """
 
-    def __init__(self, folder: Path, *, engines: int, processes: int, load: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        engines: int,
+        processes: int,
+        load: str,
+        peer_timeout_ms: int = PEER_TIMEOUT_MS,
+    ) -> None:
         self.folder = folder
         self.checkpoint = make_checkpoint(folder / "checkpoint", seed=1)
         self.lives: list[Actor] = []
         self.address = ""
+        self._peer_timeout_ms = peer_timeout_ms
         self.broker = self.start_broker()
         names = [f"e{number}" for number in range(engines)]
         each = engines // processes
@@ -63,7 +73,7 @@ class Fleet:
 
     def start_broker(self) -> Actor:
         listen = self.address or "tcp://127.0.0.1:*"
-        options = ("--heartbeat-ms", "300", "--peer-timeout-ms", str(PEER_TIMEOUT_MS))
+        options = ("--heartbeat-ms", "300", "--peer-timeout-ms", str(self._peer_timeout_ms))
         journal = ("--journal", str(self.folder / "journal"), "--journal-bytes", "1000000")
         limits = ("--step-timeout-ms", "10000", "--log-level", "error")
         broker = self.start(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 UPDATES: Final = int(os.environ.get("WAVEBUS_SOAK_STAGED", "30"))
 EVERY_S: Final = 0.25  # there is an update, or as soon as the one before has ended
 ENGINES: Final = 4
+# Nobody dies here, and a process may get no processor for a while: as long as the lease permits.
+PEER_TIMEOUT_MS: Final = 3000
 
 
 @pytest.mark.ci
@@ -34,7 +36,9 @@ def test_staged_updates_back_to_back(
     """Each goes in as it was asked for, on all engines, as the next version; each request ends with
     all its tokens, their versions in order; memory grows by no more than a twentieth (a half in a
     short run)."""
-    fleet = Fleet(tmp_path, engines=ENGINES, processes=2, load="always")
+    fleet = Fleet(
+        tmp_path, engines=ENGINES, processes=2, load="always", peer_timeout_ms=PEER_TIMEOUT_MS
+    )
     took_s: list[float] = []
     try:
         for number in range(UPDATES):
