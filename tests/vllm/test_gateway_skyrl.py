@@ -323,11 +323,12 @@ def test_a_head_that_differs_is_refused_by_its_name(trained: Trained, paused: bo
                 RuntimeError, match=r"lm_head\.weight: is not equal to model\.embed"
             ):
                 await asyncio.to_thread(trained.send, wrong)
-            await driver.resume_generation()
-        if paused:
-            assert await phases() == {"quarantined"}
-        else:
-            await trained.assert_serve(old)
+            if paused:
+                with pytest.raises(aiohttp.ClientResponseError, match="wait for an update"):
+                    await driver.resume_generation()
+                assert await phases() == {"quarantined"}
+            else:
+                await trained.assert_serve(old)
         await asyncio.to_thread(trained.send, with_head(new))
         await trained.assert_serve(new)
 
@@ -398,11 +399,13 @@ def test_what_a_group_does_not_have_is_refused_by_name(trained: Trained) -> None
         SkyrlWeightSyncClient,
     )
 
-    client = SkyrlWeightSyncClient([trained.url])
-    with pytest.raises(RuntimeError, match=r"\[501\].*weight_sync_backend"):
-        client.fetch_weights(1)
-    with pytest.raises(RuntimeError, match=r"\[400\].*world_size=9"):
-        client.init_weight_transfer_engine(
-            {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 9}
-        )
-    client.close()
+    def refused() -> None:
+        client = SkyrlWeightSyncClient([trained.url])
+        with pytest.raises(RuntimeError, match=r"\[501\].*weight_sync_backend"):
+            client.fetch_weights(1)
+        info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 9}
+        with pytest.raises(RuntimeError, match=r"\[400\].*world_size=9"):
+            client.init_weight_transfer_engine(info)
+        client.close()
+
+    trained.run(asyncio.to_thread(refused))

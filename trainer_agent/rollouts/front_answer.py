@@ -160,8 +160,8 @@ class AnswerWriter:
             offsets.append(offset)
             offset += len(token)
         self._offsets[index] = offset
-        likeliest = [
-            {top["token"]: top["logprob"] for top in each["top_logprobs"]} or None
+        likeliest = [  # as vLLM's: the sampled token comes first, and is there in any case
+            {top["token"]: top["logprob"] for top in (each, *each["top_logprobs"])}
             for each in content
         ]
         return {
