@@ -133,6 +133,50 @@ class HttpUpdate:
         names = info.get("names") if isinstance(info, dict) else None
         return info in self.infos and (bool(names) or not self.next_known)
 
+    async def arm(
+        self, agent: GatewayAgent, metas: list[TensorMeta], *, was_committed: bool
+    ) -> None:
+        """Has all engines check the tensors of the next call, unless they have.
+
+        Args:
+            agent: asks them.
+            metas: the tensors.
+            was_committed: whether the last update was, whose calls are known.
+
+        Raises:
+            ManifestRefused: a model doesn't take them; the update is aborted.
+            Conflict: all engines have checked others; the update is aborted.
+        """
+        if not self.calls:
+            is_same = was_committed and metas == self.next_known
+            if is_same and not (agent.is_paused and len(self.known) > 1):
+                self.planned = self.known
+            await self._start(agent, metas)
+        elif not self.planned:
+            await agent.extend_native(metas)
+        elif [metas] != self.planned[len(self.calls) :][:1]:
+            await agent.undo_native()
+            raise Conflict(
+                f"call {len(self.calls) + 1} brings other tensors than in the last update, or "
+                "some beside all that the model takes; begin again"
+            )
+
+    async def _start(self, agent: GatewayAgent, metas: list[TensorMeta]) -> None:
+        """Has all engines check the first call's tensors, and perhaps those of the calls to come.
+
+        If the first call lacks tensors, others may follow it.
+        """
+        planned = self.planned or [metas]
+        is_part = not self.planned and len(self.known) > 1 and metas == self.known[0]
+        try:
+            await agent.start_native(planned, self.target, is_open=is_part)
+        except ManifestRefused as error:
+            if is_part or self.planned or error.nack.tensor in {each.name for each in metas}:
+                raise
+            await agent.start_native(planned, self.target, is_open=True)
+        else:
+            self.planned = [] if is_part else planned
+
     def __str__(self) -> str:
         age_s = time.monotonic() - self.since_s
         return f"an update of {self.caller.address}, begun {age_s:.0f} s ago"
@@ -247,7 +291,9 @@ class ClientUpdates:
             if isinstance(info, dict):
                 info = await asyncio.to_thread(read_info, info, allowed=self._takes_pickles)
             described, metas = _read(info, update.next_known)
-            await self._arm(agent, update, metas)
+            was_committed = update.target in self._committed
+            self._committed.discard(update.target)
+            await update.arm(agent, metas, was_committed=was_committed)
             await agent.receive_native(described)
         except BaseException as error:
             self._fail(update, str(error) or "its client disconnected")
@@ -255,41 +301,6 @@ class ClientUpdates:
         update.calls.append(metas)
         update.infos.append(given)
         self._manifests[update.target] = update.calls
-
-    async def _arm(self, agent: GatewayAgent, update: HttpUpdate, metas: list[TensorMeta]) -> None:
-        """Has all engines check the tensors of the update's next call, unless they have."""
-        if not update.calls:
-            is_same = update.target in self._committed and metas == update.next_known
-            if is_same and not (agent.is_paused and len(update.known) > 1):
-                update.planned = update.known
-            self._committed.discard(update.target)
-            await self._start(agent, update, metas)
-        elif not update.planned:
-            await agent.extend_native(metas)
-        elif [metas] != update.planned[len(update.calls) :][:1]:
-            await agent.undo_native()
-            raise Conflict(
-                f"call {len(update.calls) + 1} brings other tensors than in the last update, or "
-                "some beside all that the model takes; begin again"
-            )
-
-    async def _start(
-        self, agent: GatewayAgent, update: HttpUpdate, metas: list[TensorMeta]
-    ) -> None:
-        """Has all engines check the first call's tensors, and perhaps those of the calls to come.
-
-        If the first call lacks tensors, others may follow it.
-        """
-        planned = update.planned or [metas]
-        is_part = not update.planned and len(update.known) > 1 and metas == update.known[0]
-        try:
-            await agent.start_native(planned, update.target, is_open=is_part)
-        except ManifestRefused as error:
-            if is_part or update.planned or error.nack.tensor in {each.name for each in metas}:
-                raise
-            await agent.start_native(planned, update.target, is_open=True)
-        else:
-            update.planned = [] if is_part else planned
 
     async def _end_broadcast(self, agent: GatewayAgent, info: object, error: Exception) -> None:
         """Ends the broadcast of a refused call; the error's notes say if that is impossible."""

@@ -188,7 +188,7 @@ class Stager:
             return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
         if is_partial:
             return StagingCapacity(why_not="an update broke off in this engine")
-        anew = self._layout_mismatch(known.plan)
+        anew = _layout_mismatch(self._target, known.plan)
         if anew:
             return StagingCapacity(why_not=f"its weights are not as they are loaded: {anew}")
         needed = known.plan.size_bytes
@@ -197,14 +197,6 @@ class Stager:
             return StagingCapacity(needed, "there was no room when it was last tried")
         needed += theirs.buffer_bytes(armed) if theirs is not None else 0
         return staging_capacity(armed.staging, needed, self._device, held_bytes=held)
-
-    def _layout_mismatch(self, plan: CopyPlan) -> str:
-        """Returns how the model's parameters differ from the plan; empty if they match."""
-        try:
-            self._target.staged.find_parameters(plan)
-        except NoPlanError as error:
-            return str(error)
-        return ""
 
     def _reusable_bytes(self, needed: int) -> int:
         """Returns how many bytes of staging memory an earlier update left in this process.
@@ -313,7 +305,8 @@ class Stager:
         try:
             staged.begin(known.plan, armed.announced.chunks)
         except EngineError as error:
-            if error.code is NackCode.STAGING_REFUSED and not self._layout_mismatch(known.plan):
+            mismatch = _layout_mismatch(self._target, known.plan)
+            if error.code is NackCode.STAGING_REFUSED and not mismatch:
                 self._last_refusal = known.plan.size_bytes, free_memory(self._device)
             raise
         synchronize(self._device)  # earlier work of this stream may still use the memory
@@ -380,6 +373,15 @@ class Stager:
             except EngineError:
                 loadable.plans.on_staged(proven=False)
                 raise
+
+
+def _layout_mismatch(target: TargetModel, plan: CopyPlan) -> str:
+    """Returns how the model's parameters differ from the plan; empty if they match."""
+    try:
+        target.staged.find_parameters(plan)
+    except NoPlanError as error:
+        return str(error)
+    return ""
 
 
 @contextlib.contextmanager
