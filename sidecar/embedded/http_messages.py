@@ -74,16 +74,13 @@ def decode_request(raw: bytes) -> GenerateBody:
         raise BadRequest("", f"the body is not JSON: {error}") from error
 
 
-def check_request(
-    body: GenerateBody, *, vocab_size: int, max_model_len: int, max_num_seqs: int, model: str
-) -> None:
+def check_request(body: GenerateBody, *, vocab_size: int, max_model_len: int, model: str) -> None:
     """Checks a request against the engine's limits.
 
     Args:
         body: the request.
         vocab_size: how many tokens the vocabulary has.
         max_model_len: how many tokens a sequence may have, prompt and output.
-        max_num_seqs: how many sequences may run at once.
         model: the name of the served model.
 
     Raises:
@@ -102,8 +99,6 @@ def check_request(
     for field, ids in (("token_ids", body.token_ids), stops):
         if ids and max(ids) >= vocab_size:
             raise BadRequest(field, f"token {max(ids)} of a vocabulary of {vocab_size}")
-    if sampling.n > max_num_seqs:
-        raise BadRequest("sampling_params.n", f"{sampling.n} is more than {max_num_seqs} slots")
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise BadRequest(
             "sampling_params.min_tokens",

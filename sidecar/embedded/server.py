@@ -44,13 +44,11 @@ class ServedEngine(Protocol):
     Attributes:
         vocab_size: how many tokens the vocabulary has.
         max_model_len: how many tokens a sequence may have, prompt and output.
-        max_num_seqs: how many sequences may run at once.
         model_name: the name of the served model.
     """
 
     vocab_size: int
     max_model_len: int
-    max_num_seqs: int
     model_name: str
 
     @property
@@ -109,7 +107,6 @@ class DataPlane:
             body,
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
-            max_num_seqs=engine.max_num_seqs,
             model=engine.model_name,
         )
         request_id = body.request_id or secrets.token_hex(16)

@@ -243,6 +243,21 @@ def test_a_paused_group_is_waited_for_and_a_group_without_engines_is_not(bus: Bu
     run(main())
 
 
+def test_a_request_may_have_more_choices_than_an_engine_has_slots(bus: Bus) -> None:
+    """The others wait in the engine, for longer than ``stall_s``."""
+    bus.sidecar("e0", "--max-num-seqs", "2", *LONG_STEP_MS)
+
+    async def main() -> None:
+        async with RolloutClient(bus.address, stall_s=WAIT_S) as client:
+            done = await client.generate(PROMPT, SAMPLED | {"n": 9})
+            assert len(done.choices) == 9
+            for choice in done.choices:
+                assert_whole(choice)
+                assert len(choice.attempts) == 1
+
+    run(main())
+
+
 def test_many_clients_wait_for_the_slots_of_one_engine(bus: Bus) -> None:
     """None knows of the others, so that most requests wait in the engine, for longer than
     ``stall_s``: each for its turn."""

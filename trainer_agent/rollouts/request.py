@@ -199,11 +199,6 @@ class RolloutRequest:
                 "sampling_params.max_tokens: needed, since the engines do not report how many "
                 "tokens their model takes"
             )
-        if limits.slots and self.params.n > limits.slots:
-            raise UsageError(
-                f"sampling_params.n: {self.params.n} is more than the {limits.slots} sequences "
-                "that an engine runs at once"
-            )
         if vocabulary:
             bias = [int(token) for token in self.params.logit_bias or ()]
             for name, ids in (

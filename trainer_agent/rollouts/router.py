@@ -249,9 +249,7 @@ class Router:
             longest = 0 if 0 in lengths else max(lengths, default=0)
         else:
             longest = min(roomy)
-        slots = [each.slots for each in limits]
-        most = 0 if 0 in slots else max(slots, default=0)
-        return replace(self.limits, max_model_len=longest, slots=most)
+        return replace(self.limits, max_model_len=longest)
 
     def prefills(self, avoid: Collection[str] = ()) -> dict[str, EngineLoad]:
         """Returns all prefill engines except those in ``avoid``."""

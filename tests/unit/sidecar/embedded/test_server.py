@@ -227,7 +227,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str, str]] = [
     ({"top_k": 2.5}, "top_k", "Expected `int`, got `float`"),
     ({"seed": "abc"}, "seed", "Expected `int | null`, got `str`"),
     ({"n": 0}, "n", ">= 1"),
-    ({"n": 65}, "n", "65 is more than 64 slots"),
+    ({"n": 1025}, "n", "<= 1024"),
     ({"max_tokens": 0}, "max_tokens", ">= 1"),
     ({"max_tokens": 4, "min_tokens": 5}, "min_tokens", "5 is more than max_tokens=4"),
     ({"stop_token_ids": 5}, "stop_token_ids", "Expected `array | null`, got `int`"),
