@@ -36,6 +36,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ci, pytest.mark.filterwarnings("defa
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     with booted_two(tmp_path_factory.mktemp("nccl"), "nccl", pair_plugin.NCCL) as tested:
         pair_plugin.register_on_cpu("nccl")
+        import tests.support.nccl_pair  # noqa: F401, PLC0415 - TRL makes its communicator by it
+
         yield tested
 
 
@@ -175,8 +177,6 @@ def test_trls_asynchronous_clients_update_both(two: Two) -> None:
     import accelerate  # type: ignore[import-untyped]  # noqa: PLC0415 - only with vLLM
     from trl.experimental.async_grpo.vllm_client import VLLMClient  # noqa: PLC0415
     from trl.experimental.async_grpo.weight_transfer import WeightTransferClient  # noqa: PLC0415
-
-    import tests.support.nccl_pair  # noqa: F401, PLC0415 - TRL makes its communicator by it
 
     accelerate.PartialState(cpu=True)  # TRL's log needs it
     new = perturbed(two.weights, 4)
