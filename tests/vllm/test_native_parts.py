@@ -1,0 +1,167 @@
+"""An update in parts in a worker with one of vLLM's own engines, without an engine around it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from bus import vllm_payloads
+from bus.errors import EngineError
+from bus.messages import NackCode
+from sidecar.vllm.plugin import agreement, operations
+from sidecar.vllm.plugin.loading import manifest_check
+from tests.unit.sidecar.vllm.plugin.loading._small_model import manifest_of
+from tests.unit.sidecar.vllm.plugin.loading.test_manifest_check_experts import (
+    EXPERTS,
+    Mixture,
+    split,
+)
+from tests.vllm._vllm import require_vllm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+require_vllm()
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+BACKEND = "vllm:nccl"
+HANDLE = vllm_payloads.encode_chunk(("names", "dtype_names", "shapes"), {})
+WEIGHTS = {name: torch.full_like(tensor, 1.0) for name, tensor in split().items()}
+FIRST = dict(list(WEIGHTS.items())[:3])  # half of an expert's fused tensor
+SECOND = dict(list(WEIGHTS.items())[3:])
+
+
+class Worker:
+    """It receives what it is told of, and has the states of vLLM's own workers."""
+
+    def __init__(self) -> None:
+        from sidecar.vllm.plugin.worker.native_engine import (  # noqa: PLC0415 - after require_vllm
+            NativeUpdates,
+        )
+
+        self.model = Mixture(range(EXPERTS))
+        served = torch.zeros(self.model.gate_up.shape)
+        self.model.gate_up = nn.Parameter(served, requires_grad=False)
+        self.config = None
+        self.device = torch.device("cpu")
+        parallel = SimpleNamespace(
+            world_size=1,
+            rank=0,
+            data_parallel_rank=0,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_external_lb=False,
+            enable_expert_parallel=False,
+            enable_eplb=False,
+        )
+        model: Any = SimpleNamespace(
+            dtype=torch.float32,
+            hf_text_config=SimpleNamespace(),
+            get_num_experts=lambda: EXPERTS,
+        )
+        self.vllm_config = SimpleNamespace(
+            parallel_config=parallel, model_config=model, quant_config=None
+        )
+        self.parallel_config = parallel
+        self.finished = 0
+        self._weight_update_active = False
+        self.updates = NativeUpdates("nccl", self, self)
+        self.updates._loadable["model"].checker._model = Mixture(range(EXPERTS))
+
+    supports_draft_weight_update = False
+
+    # -- vLLM's engine, and its worker ------------------------------------------------
+
+    def parse_init_info(self, info: dict[str, Any]) -> dict[str, Any]:
+        return info
+
+    def init_transfer_engine(self, info: dict[str, Any]) -> None:
+        assert info == {}
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        self.model.load_weights([(name, WEIGHTS[name]) for name in info["names"]])
+
+    def shutdown(self) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        if not self._weight_update_active:
+            self._weight_update_active = True
+            self.updates.start_weight_update()
+
+    def finish_weight_update(self) -> None:
+        if self.updates.session.ours and self._weight_update_active:
+            self._weight_update_active = False
+            self.updates.finish_weight_update()
+        self.finished += 1
+
+    # -- the sidecar --------------------------------------------------------------------
+
+    def perform(self, operation: operations.Operation) -> operations.Done:
+        try:
+            return self.updates.wavebus_perform(self, operations.encode(operation))
+        except agreement.WorkerRefusal as refusal:
+            failure = operations.find_failure(str(refusal))
+            assert failure is not None
+            raise failure.to_error() from None
+
+    def begin(self, tensors: dict[str, Tensor]) -> None:
+        described = manifest_of(tensors)
+        columns = described.names, described.dtypes, described.shapes, described.chunk_ends
+        self.perform(operations.Open(BACKEND, vllm_payloads.encode_info({}), 1, 2, 1))
+        self.perform(operations.ArmManifest(*columns, "model", (), is_open=True))
+        self.perform(operations.Start("model", recover=False))
+        self.receive(0)
+
+    def extend(self, tensors: dict[str, Tensor]) -> None:
+        part = manifest_of(tensors)
+        columns = part.names, part.dtypes, part.shapes, part.chunk_ends
+        self.perform(operations.Extend(*columns))
+
+    def receive(self, seq: int) -> None:
+        self.perform(operations.ReceiveChunk(seq, BACKEND, HANDLE))
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    from sidecar.vllm.plugin.worker import native_engine  # noqa: PLC0415 - after require_vllm
+
+    monkeypatch.setattr(agreement, "_groups", lambda: iter(()))
+    monkeypatch.setattr(manifest_check, "quiet_loading", nullcontext)
+    monkeypatch.setattr(native_engine, "set_current_vllm_config", lambda _: nullcontext())
+    return Worker()
+
+
+def test_all_parts_are_loaded_and_finished_once(worker: Worker) -> None:
+    worker.begin(FIRST)
+    with pytest.raises(EngineError, match="not one of the armed"):
+        worker.receive(1)
+    worker.extend(SECOND)
+    worker.receive(1)
+    worker.perform(operations.Finish())
+    assert worker.model.gate_up.eq(1.0).all()
+    assert not worker.updates.session.open
+
+
+def test_a_missing_part_is_found_before_anything_is_finished(worker: Worker) -> None:
+    """The session stays open, for a whole update that recovers it."""
+    worker.begin(FIRST)
+    with pytest.raises(EngineError, match="missing: the manifest fills") as refused:
+        worker.perform(operations.Finish())
+    assert refused.value.code is NackCode.MANIFEST_REFUSED
+    assert (worker.finished, worker.updates.session.open) == (0, True)
+
+
+@pytest.mark.parametrize("name", ["unknown", next(iter(FIRST))])
+def test_a_part_that_is_refused_leaves_the_parts_before_it(worker: Worker, name: str) -> None:
+    worker.begin(FIRST)
+    with pytest.raises(EngineError, match=name) as refused:
+        worker.extend({name: torch.empty(2)})
+    assert refused.value.code is NackCode.MANIFEST_REFUSED
+    with pytest.raises(EngineError, match="not one of the armed"):
+        worker.receive(1)
