@@ -47,7 +47,7 @@ def made() -> tuple[Any, Any]:
 
     class Engine(WavebusWeightTransferEngine):
         def __init__(self) -> None:
-            self.session = UpdateSession()
+            self.session, self.armed = UpdateSession(), None
             self._receiver = ChunkReceiver(torch.device("cpu"))
             loadable: Any = None  # nothing is staged
             self._stager = Stager(loadable, self._receiver, None, torch.device("cpu"), self)
