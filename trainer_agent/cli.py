@@ -15,6 +15,7 @@ import click
 
 import bus.log
 from bus.cli.options import (
+    FiniteRange,
     GroupPlan,
     Keys,
     announce,
@@ -108,7 +109,7 @@ class GatewayPlan(GroupPlan):
     silence_s: float = option(
         300.0,
         "After so many seconds without a call, a pause ends, and an update is undone.",
-        type=click.FloatRange(min=1.0),
+        type=FiniteRange(min=1.0),
     )
     client_requests: int = option(
         4096,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 # Browsers send these types to any server, without asking it first.
+_PLAIN: Final = "identity"  # no encoding
 _OF_PAGES: Final = ("", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded")
 _WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - nothing listens there
 
@@ -58,6 +59,15 @@ class HttpAccess:
             has_body: whether the request has a body.
             is_local: whether the server listens on loopback.
         """
+        refusal = self._of_client(method, path, headers, has_body=has_body, is_local=is_local)
+        if refusal is None and headers.get("Content-Encoding", _PLAIN).strip().lower() != _PLAIN:
+            # Unpacked, it may be a thousand times as large, and nothing else would run meanwhile.
+            return 415, "Content-Encoding: a body must not be compressed"
+        return refusal
+
+    def _of_client(
+        self, method: str, path: str, headers: Mapping[str, str], *, has_body: bool, is_local: bool
+    ) -> tuple[int, str] | None:
         keys = self._keys(path)
         scheme, given = credentials(headers.get("Authorization", ""))
         if keys:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -12,7 +13,7 @@ import pytest
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
-from bus.errors import EngineError
+from bus.errors import EngineError, NoEngine
 from tests.integration.test_rollouts import clients_of
 from tests.support.checkpoints import perturbed
 from tests.support.procs import run_wavebus, wavebus
@@ -155,7 +156,35 @@ def test_what_is_wrong_with_a_folder_is_said_and_nothing_changes(
     index.write_text("[]")
     assert gateway.call("/update_weights", {"weight_dir": folder})[0] == 400
     assert gateway.call("/update_weights", {"weight_dir": None})[0] == 400
+    pipes = tmp_path / "pipes"
+    pipes.mkdir()
+    os.mkfifo(pipes / "model.safetensors")  # to open it would wait for a writer
+    for path in (str(pipes), "x" * 3000, "x" * 5000):
+        status, answer = gateway.call("/update_weights", {"weight_dir": path})
+        assert (status, len(message(answer)) < 4000) == (400, True)
+        asked = {"lora_name": "tuned", "lora_path": path}
+        assert gateway.call("/load_lora_adapter", asked)[0] == (400 if len(path) > 4096 else 404)
     assert gateway.generate()[1] == "0"
+
+
+def test_a_folder_is_not_sent_within_an_update(
+    gateway: Gateway, changed: Callable[[int], str]
+) -> None:
+    """Its finish says so. Nor is an update named of which no tensor has come."""
+    folder = changed(3)
+    assert gateway.call("/start_weight_update")[0] == 200
+    status, answer = gateway.call("/update_weights", {"weight_dir": folder})
+    assert (status, "no start_weight_update" in message(answer)) == (409, True)
+    for _ in range(2):
+        status, answer = gateway.call("/finish_weight_update", {"weight_version": "v7"})
+        assert (status, "no start_weight_update" in message(answer)) == (409, True)
+    assert gateway.call("/start_weight_update")[0] == 200
+    status, answer = gateway.call("/finish_weight_update", {"weight_version": "v7"})
+    assert (status, "no tensors" in message(answer)) == (409, True)
+    assert gateway.call("/finish_weight_update")[0] == 200
+    assert gateway.get("/weight_info") == {"weight_version": "default"}
+    assert gateway.call("/update_weights", {"weight_dir": folder})[0] == 200
+    assert gateway.get("/weight_info") == {"weight_version": folder}
 
 
 def test_an_adapter_that_is_not_there_yet_is_not_found(gateway: Gateway, tmp_path: Path) -> None:
@@ -335,8 +364,8 @@ def test_checksums_are_those_of_all_engines() -> None:
         async with clients_of({"/weight_checker": nothing}) as client:
             with pytest.raises(EngineError, match="missing required field"):
                 await WeightChecksums.read(client)
-        async with clients_of() as client:
-            with pytest.raises(EngineError, match="any engine"):
+        async with clients_of(unavailable_s=0.1) as client:
+            with pytest.raises(NoEngine):
                 await WeightChecksums.read(client)
 
     asyncio.run(asyncio.wait_for(main(), 60.0))

@@ -161,6 +161,7 @@ BAD = [
     ("/v1/completions", {"prompt": [1], "logit_bias": {"65": "x"}}, "logit_bias"),
     ("/v1/completions", {"prompt": [1], "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ("/v1/completions", {"prompt": [[1]] * 16_385}, "prompt"),
+    ("/v1/completions", {"prompt": [[1]] * 17, "n": 1024}, "prompt"),
     ("/v1/completions", b'{"prompt": [1', None),
     ("/v1/completions", b'{"prompt": ' + b"[" * 200_000, None),
     ("/v1/completions", b'{"prompt": [1], "metadata": ' + b'{"a":' * 200_000, None),

@@ -44,11 +44,13 @@ class WeightChecksums:
             rollouts: knows the engines.
 
         Raises:
-            EngineError: an engine did not answer, or there is none.
+            EngineError: an engine did not answer.
+            NoEngine: there is none.
         """
+        await rollouts.most_tokens()  # which waits until engines are known
         names = frozenset(rollouts.engines)
         answers = await rollouts.ask_each(_ROUTE, {"action": "checksum"}, timeout_s=_ANSWER_S)
-        if missing := sorted(names - answers.keys()) or (not answers and ["any engine"]):
+        if missing := sorted(names - answers.keys()):
             raise EngineError(f"no checksums of {_listed(missing)}: only vLLM has {_ROUTE}")
         try:
             found = {n: msgspec.json.decode(raw, type=_Answer) for n, raw in answers.items()}

@@ -49,6 +49,7 @@ _IN_MEMORY: Final = (
     "an adapter in engines' memory is not taken: set trainer.policy.model.lora.sync_mode=disk, "
     "with a lora_sync_path that the gateway's host sees"
 )
+_MOST_CHARS: Final = 4096  # as a path may have
 _TRUE: Final = ("true", "1", "yes", "on")
 _FALSE: Final = ("false", "0", "no", "off")
 
@@ -309,4 +310,6 @@ def _text(body: dict[str, Any], name: str) -> str:
     text = body.get(name)
     if not isinstance(text, str) or not text:
         raise UsageError(f"{name}: a text is needed")
+    if len(text) > _MOST_CHARS:
+        raise UsageError(f"{name}: {len(text)} characters; at most {_MOST_CHARS}")
     return text

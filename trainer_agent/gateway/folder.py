@@ -38,30 +38,25 @@ _DTYPES: Final = {
 class FolderSource:
     """A weight source of all safetensors in a folder, which are mapped, not copied.
 
+    Make it in a thread: it reads the heads of all files, and the folder may be slow.
+
     Args:
         folder: the folder, on this host. If it has an index, only the files that this names count.
 
     Raises:
-        UsageError: there are no safetensors.
+        UsageError: there are no safetensors, a file can't be read, or it has a dtype that is not
+            sent.
     """
 
     def __init__(self, folder: str) -> None:
-        path = Path(folder)
-        indexes = sorted(path.glob("*.safetensors.index.json"))
-        try:
-            named = {file for each in indexes for file in _read_json(each)["weight_map"].values()}
-        except (KeyError, AttributeError, TypeError) as error:
-            raise UsageError(f"{indexes[0]}: has no weight_map") from error
-        self._files = sorted(path / name for name in named) or sorted(path.glob("*.safetensors"))
-        if not self._files:
-            raise UsageError(f"{folder!r}: no safetensors here; the gateway's host must see them")
+        self._files = _weight_files(folder)
+        self._metas = self._read_metadata()
 
     def metadata(self) -> list[TensorMeta]:
-        """Returns names, dtypes and shapes, file by file.
+        """Returns names, dtypes and shapes, file by file."""
+        return self._metas
 
-        Raises:
-            UsageError: a file can't be read, or has a dtype that is not sent.
-        """
+    def _read_metadata(self) -> list[TensorMeta]:
         metas = []
         for file in self._files:
             with _opened(file) as tensors:
@@ -91,7 +86,7 @@ def read_adapter(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         UsageError: it can't be read.
     """
     config, tensors = (Path(folder) / name for name in _OF_ADAPTER)
-    if absent := [each.name for each in (config, tensors) if not each.is_file()]:
+    if absent := [each.name for each in (config, tensors) if not _is_file(each)]:
         raise Missing(f"lora_path={folder!r}: no {absent[0]} that the gateway's host sees")
     try:
         return load_file(tensors), _read_json(config)
@@ -99,7 +94,33 @@ def read_adapter(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise UsageError(f"{folder!r}: no adapter_model.safetensors: {error}") from error
 
 
+def _weight_files(folder: str) -> list[Path]:
+    path = Path(folder)
+    try:
+        indexes = sorted(path.glob("*.safetensors.index.json"))
+    except OSError as error:  # the name is too long
+        raise UsageError(f"{folder!r}: {error.strerror}") from error
+    try:
+        named = {file for each in indexes for file in _read_json(each)["weight_map"].values()}
+    except (KeyError, AttributeError, TypeError) as error:
+        raise UsageError(f"{indexes[0]}: has no weight_map") from error
+    files = sorted(path / name for name in named) or sorted(path.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{folder!r}: no safetensors here; the gateway's host must see them")
+    return files
+
+
+def _is_file(path: Path) -> bool:
+    """Returns whether it is an ordinary file. To open another kind, such as a pipe, may wait."""
+    try:
+        return path.is_file()
+    except OSError:  # the name is too long
+        return False
+
+
 def _opened(file: Path) -> Any:
+    if not _is_file(file):
+        raise UsageError(f"{file}: no such file on the gateway's host")
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -107,6 +128,8 @@ def _opened(file: Path) -> Any:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    if not _is_file(file):
+        raise UsageError(f"{file}: no such file on the gateway's host")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

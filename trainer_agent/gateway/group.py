@@ -158,13 +158,13 @@ class ClientGroup:
             folder: the folder, on this host.
 
         Raises:
-            Conflict: an update is under way.
-            UsageError: there are no safetensors.
+            Conflict: an update is under way, or has begun; if nothing has come of it yet, it fails.
+            UsageError: there are no safetensors, or they can't be read.
         """
         from trainer_agent.gateway.folder import FolderSource  # noqa: PLC0415 - it needs torch
 
-        self._updates.require_none()
-        source = FolderSource(folder)
+        self._updates.require_no_start()
+        source = await asyncio.to_thread(FolderSource, folder)
         async with self._session.call() as agent:
             version = await agent.update_weights(source, label=folder, how="auto")
         self._updates.label = folder

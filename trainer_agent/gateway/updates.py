@@ -177,6 +177,10 @@ class HttpUpdate:
         else:
             self.planned = [] if is_part else planned
 
+    def fail(self, error: str) -> None:
+        """Ends the update; its finish is answered with the error."""
+        self.stage, self.error = HttpStage.FAILED, error
+
     def __str__(self) -> str:
         age_s = time.monotonic() - self.since_s
         return f"an update of {self.caller.address}, begun {age_s:.0f} s ago"
@@ -204,8 +208,7 @@ class ClientUpdates:
         self._manifests: dict[Target, list[list[TensorMeta]]] = {}
         self._committed: set[Target] = set()
         self._answered = 0  # how many `update_weights` have been
-        session.on_undone = self._on_undone
-        session.is_begun = lambda: self._is_begun
+        session.on_undone, session.is_begun = self._on_undone, lambda: self._is_begun
 
     # -- the transport --------------------------------------------------------------
 
@@ -296,7 +299,7 @@ class ClientUpdates:
             await update.arm(agent, metas, was_committed=was_committed)
             await agent.receive_native(described)
         except BaseException as error:
-            self._fail(update, str(error) or "its client disconnected")
+            update.fail(str(error) or "its client disconnected")
             raise
         update.calls.append(metas)
         update.infos.append(given)
@@ -352,6 +355,8 @@ class ClientUpdates:
             if update.stage is HttpStage.STARTED:
                 if self._session.is_loading:
                     raise Conflict("tensors that came before the last start were not finished")
+                if label:
+                    raise Conflict(f"no tensors have come that could be named {label[:80]!r}")
                 self._update = None
                 return
             self._finishing = asyncio.create_task(self._commit(update, label))
@@ -371,15 +376,12 @@ class ClientUpdates:
                     raise Conflict(f"{len(update.calls)} of {len(update.planned)} calls have come")
                 version = await agent.commit_native(label)
             except BaseException as error:
-                self._fail(update, str(error))
+                update.fail(str(error))
                 raise
         self._committed.add(update.target)
         self._update, self._has_finished, self.label = None, True, label or str(version)
 
     # -- checks -----------------------------------------------------------------------
-
-    def _fail(self, update: HttpUpdate, error: str) -> None:
-        update.stage, update.error = HttpStage.FAILED, error
 
     @property
     def _is_begun(self) -> bool:
@@ -411,6 +413,17 @@ class ClientUpdates:
         if update is not None:
             raise Conflict(f"{update} is under way")
 
+    def require_no_start(self) -> None:
+        """Checks that no update is under way, for a call that is a whole update by itself.
+
+        Raises:
+            Conflict: one is. If it has only begun, it fails, so that nobody takes it for this call.
+        """
+        if self._update is not None and self._is_begun:
+            self._update.fail("a folder needs no start_weight_update, and no finish_weight_update")
+            raise Conflict(f"{self._update.error}: send it again, without them")
+        self.require_none()
+
     def require_not_loading(self) -> None:
         """Checks that no update has begun on the bus.
 
@@ -422,7 +435,7 @@ class ClientUpdates:
 
     def _on_undone(self, reason: str) -> None:
         if self._update is not None:
-            self._fail(self._update, reason)
+            self._update.fail(reason)
 
 
 def _read(info: object, known: list[TensorMeta]) -> tuple[Mapping[str, Any], list[TensorMeta]]:

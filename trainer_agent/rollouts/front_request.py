@@ -65,7 +65,7 @@ _IDLE: Final[dict[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-_MOST_PROMPTS: Final = 16_384
+_MOST_CHOICES: Final = 16_384
 # Of one field, or of one prompt: they are decoded at once, which takes up to 0.1 µs for a value.
 _MOST_VALUES: Final = 3_000_000
 _PARTED: Final = 1 << 20  # bytes; a longer list of prompts is decoded prompt by prompt
@@ -226,9 +226,21 @@ class FrontRequest:
             return [self.prompt]
         if not self.prompt or isinstance(self.prompt[0], int):
             return [self.prompt]
-        if len(self.prompt) > _MOST_PROMPTS:
-            raise UsageError(f"prompt: {len(self.prompt)} prompts; at most {_MOST_PROMPTS}")
+        self.check_choices(len(self.prompt))
         return self.prompt
+
+    def check_choices(self, prompts: int) -> None:
+        """Checks how many choices the request asks for; each of ``prompts`` has ``n``.
+
+        Raises:
+            UsageError: they are too many. Other clients would wait while they are prepared.
+        """
+        n = self.params.get("n") or 1
+        asked = prompts * n if isinstance(n, int) else prompts
+        if asked > _MOST_CHOICES:
+            raise UsageError(
+                f"prompt: {prompts} prompts with {n} choices each; at most {_MOST_CHOICES} choices"
+            )
 
 
 def _decode(raw: bytes, field: str) -> tuple[dict[str, Any], _Common]:

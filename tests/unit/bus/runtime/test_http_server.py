@@ -345,6 +345,34 @@ def test_a_web_page_can_not_use_a_server_without_a_key(head: bytes, status: int)
     run(main())
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "none"])
+def test_a_compressed_body_is_refused_and_not_unpacked(encoding: str) -> None:
+    """A thousand times its size, it would stop all others."""
+
+    async def main() -> None:
+        head = JSON + b"Content-Encoding: %b\r\n" % encoding.encode()
+        async with doubling() as (_, port):
+            assert (await answer(port, post("/double", b"1", head)))[0] == 415
+            same = head.replace(encoding.encode(), b"Identity")
+            assert (await answer(port, post("/double", b"1", same)))[0] == 200
+        async with doubling("key") as (_, port):
+            assert (await answer(port, post("/double", b"1", head)))[0] == 401
+
+    run(main())
+
+
+def test_what_a_client_breaks_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with doubling() as (_, port):
+            raw = b"POST /double HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n"
+            reader, writer = await sent(port, raw)
+            assert (await reader.readline()).split()[1] == b"400"
+            await close(writer)
+
+    run(main())
+    assert not caplog.records
+
+
 def test_a_connection_serves_several_requests() -> None:
     async def main() -> None:
         async with doubling() as (served, port), aiohttp.ClientSession() as http:

@@ -141,6 +141,8 @@ def test_the_values_of_a_field_are_bounded() -> None:
             parsed(COMPLETIONS, **{field: [1] * 3_000_002})
     with pytest.raises(UsageError, match=r"^prompt: 16385 prompts"):
         parsed(prompt=[[1]] * 16_385).prompts()
+    with pytest.raises(UsageError, match="17 prompts with 1024 choices each; at most 16384"):
+        parsed(prompt=[[1]] * 17, n=1024).prompts()
 
 
 @pytest.mark.parametrize("field", [{"echo": True}, {"prompt_logprobs": 1}])
