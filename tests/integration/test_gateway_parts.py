@@ -11,27 +11,16 @@ import pytest
 
 from tests.support.broadcasts import described
 from tests.support.checkpoints import perturbed
-from tests.support.http_fleet import Fleet, fleet
+from tests.support.http_fleet import LIMIT_S, Fleet, fleet, run
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
     from tests.support.checkpoints import Checkpoint
 
     Weights = Mapping[str, Tensor]
-
-LIMIT_S = 100.0
-
-
-def run(checkpoint: Checkpoint, scenario: Callable[[Fleet], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with fleet(checkpoint) as served:
-            assert (await served.client.init())[0] == 200
-            await scenario(served)
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
 def parts(weights: Weights, count: int) -> list[Weights]:

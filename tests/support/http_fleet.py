@@ -16,7 +16,7 @@ from trainer_agent import RolloutClient, TrainerAgent
 from trainer_agent.gateway.server import serve
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from torch import Tensor
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tests.support.procs import Proc
 
 PROMPT = [5, 9, 77]
+LIMIT_S = 100.0
 
 
 class Fleet:
@@ -94,3 +95,14 @@ async def fleet(checkpoint: Checkpoint, *, silence_s: float | None = None) -> As
         for client in (served.client, served.other):
             stack.push_async_callback(client.close)
         yield served
+
+
+def run(checkpoint: Checkpoint, scenario: Callable[[Fleet], Awaitable[None]]) -> None:
+    """With a client whose transport is open."""
+
+    async def main() -> None:
+        async with fleet(checkpoint) as served:
+            assert (await served.client.init())[0] == 200
+            await scenario(served)
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))

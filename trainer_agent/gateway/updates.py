@@ -11,7 +11,9 @@ the middle of it::
                tensors
     LOADING    update_weights, repeated   LOADING    refused
     STARTED    finish                     NONE       nothing was sent. Refused, if an earlier
-                                                     update was loaded, and not finished
+                                                     update was loaded, and not finished, or if it
+                                                     has a label
+    STARTED    a folder is sent           FAILED     refused: a folder is an update by itself
     STARTED    silence                    FAILED     nothing was begun on the bus
     LOADING    finish                     DONE       UPDATE_FINISH, COMMIT
     LOADING    a call fails, or its       FAILED     ABORT; engines serve what they had
@@ -29,11 +31,11 @@ Invariants:
 - A start is refused while an update of another client is under way, or a call is at work.
 - No engine enters a broadcast for tensors that another engine may still refuse.
 
-A client may send an update in several calls. How many is unknown, so its first update is armed
-open, and engines check at the end that no tensor is missing. If the same tensors come again, the
-next one is armed at its first call with the tensors of all calls, so that it can be staged. Then
-its calls must be the same again. In a client's pause each call is armed by itself: a call that
-differs would leave engines with a part of the weights.
+A client may send an update in several calls. How many is unknown: if its first call lacks tensors,
+the update is armed open, and engines check at the end that none is missing. If the same tensors
+come again, the next one is armed at its first call with the tensors of all calls, so that it can be
+staged. Then its calls must be the same again. In a client's pause each call is armed by itself: a
+call that differs would leave engines with a part of the weights.
 
 A client enters its broadcast while it sends ``update_weights``, and reads the answer only when the
 broadcast has ended. So if the call is refused before an engine has entered it, all engines enter it

@@ -159,7 +159,6 @@ class _Front:
     async def _answer(
         self, http: web.Request, asked: FrontRequest, prompts: list[Any], chat: Chat | None = None
     ) -> web.StreamResponse:
-        asked.check_choices(len(prompts))
         if asked.kind and asked.params.get("max_tokens"):
             _check_room(asked.params["max_tokens"], prompts, await self._client.most_tokens())
         writer = AnswerWriter(asked, self._tokenizer)

@@ -220,27 +220,19 @@ class FrontRequest:
         """Returns the prompts: texts, or lists of tokens.
 
         Raises:
-            UsageError: there are too many.
+            UsageError: they ask for too many choices. Other clients would wait while these are
+                prepared.
         """
         if self.kind != "text_completion" or not isinstance(self.prompt, list):
             return [self.prompt]
         if not self.prompt or isinstance(self.prompt[0], int):
             return [self.prompt]
-        self.check_choices(len(self.prompt))
-        return self.prompt
-
-    def check_choices(self, prompts: int) -> None:
-        """Checks how many choices the request asks for; each of ``prompts`` has ``n``.
-
-        Raises:
-            UsageError: they are too many. Other clients would wait while they are prepared.
-        """
-        n = self.params.get("n") or 1
-        asked = prompts * n if isinstance(n, int) else prompts
-        if asked > _MOST_CHOICES:
+        count, n = len(self.prompt), self.params.get("n") or 1
+        if count * (n if isinstance(n, int) else 1) > _MOST_CHOICES:
             raise UsageError(
-                f"prompt: {prompts} prompts with {n} choices each; at most {_MOST_CHOICES} choices"
+                f"prompt: {count} prompts with {n} choices each; at most {_MOST_CHOICES} choices"
             )
+        return self.prompt
 
 
 def _decode(raw: bytes, field: str) -> tuple[dict[str, Any], _Common]:
