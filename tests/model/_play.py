@@ -266,6 +266,7 @@ class Play:
             )
         assert world.run_until(world.has_joined, within_ms=SETTLE_MS), self.story()
         was_quarantined = [e for e in world.live_engines if e.session.update.partial]
+        self.trainer.quorum = 1
         self.update(None, 0)
         assert world.settle(within_ms=SETTLE_MS), self.story()
         outcome = self.trainer.outcomes[-1]
@@ -352,6 +353,13 @@ class Play:
         if self.trainer.alive and not self.trainer.is_busy:
             self.payload += 1
             self.trainer.run(self.trainer.hasty(self.payload))
+
+    def wrong_digest(self, _engine: SimEngine | None, _index: int) -> None:
+        """A manifest whose names or shapes changed on the way: its digest is another one's."""
+        if self.trainer.alive and not self.trainer.is_busy:
+            self.payload += 1
+            self.trainer.run(self.trainer.hasty(self.payload, digest="0" * 32))
+            self.reach["another digest"] += 1
 
     def garble(self, engine: SimEngine | None, _index: int) -> None:
         """The next chunk breaks on its way to one engine."""
@@ -541,6 +549,7 @@ class Play:
         trainer.send_ms = SEND_MS[self.schedule.seed % 4]
         trainer.collective = self.schedule.seed // 4 % 2 == 0
         trainer.pipelined = self.schedule.seed // 8 % 2 == 0
+        trainer.quorum = 1 + self.schedule.seed // 16 % 2
         return trainer
 
     def story(self) -> str:

@@ -216,6 +216,7 @@ class TrainerScripts(ABC):
             together, and for finish, commit and resume with the last chunk.
         canary: it has engines run a probe, and leaves out who differs. Not with ``ahead``.
         staging: how updates of all engines are staged, where they can be.
+        quorum: without so many DP groups, no update of all engines is committed.
     """
 
     def __init__(
@@ -239,6 +240,7 @@ class TrainerScripts(ABC):
         self.pipelined = False
         self.canary = False
         self.staging: Staging | None = None
+        self.quorum = 1
         self.window = PauseWindow()
         self.version = 0  # the greatest that the bus has told of
         self.updating: TrainerUpdate | None = None  # the update that was begun last
@@ -287,6 +289,7 @@ class TrainerScripts(ABC):
             target,
             None if self.canary else self.staging,
             has_canary=self.canary,
+            quorum=1 if self._stale else self.quorum,
             default_quorum=False,
             catch_up=self._stale,
         )
@@ -372,8 +375,9 @@ class TrainerScripts(ABC):
             return Outcome("pause", update_id, error=error)
         return Outcome("pause", update_id)
 
-    def hasty(self, payload: int) -> Script:
-        """An update whose start does not wait for ARMED; whatever came of it is given up."""
+    def hasty(self, payload: int, *, digest: str = "") -> Script:
+        """An update whose start does not wait for ARMED; whatever came of it is given up. With a
+        ``digest``, ARM says that its manifest has that one."""
         update_id = self.new_update_id()
         manifest = make_manifest()
         try:
@@ -383,6 +387,7 @@ class TrainerScripts(ABC):
             arm = make_arm(
                 update_id, manifest, communicator=self._communicator, transfer=self._opening
             )
+            arm = replace(arm, digest=digest or arm.digest)
             answers = yield (arm, UpdateStart(update_id))
             failed: WavebusError | None = None
             try:

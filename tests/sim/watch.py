@@ -59,6 +59,7 @@ class Watch:
         self._epoch = 0
         self._routable: frozenset[str] = frozenset()
         self._digest = ""  # of the manifest that was sent last
+        self._quorum = 1  # that it asked for
         self._round: dict[str, int] = {}  # engines of the pause last made, and their boots
         self._round_id = ""
         self._paused_round: set[str] = set()
@@ -300,7 +301,11 @@ class Watch:
         if update.state is UpdateState.ARMING and update.barrier is not None:
             (arm,) = update.barrier.messages
             assert isinstance(arm, Arm)
-            self._digest = arm.digest
+            self._digest, self._quorum = arm.digest, arm.quorum
+            if arm.scope and arm.version != group.version:
+                raise InvariantViolation(
+                    f"engines catch up as {arm.version}, the group serves {group.version}"
+                )
             if arm.communicator:
                 self._check_communicator(group, arm.communicator)
         if self._update is UpdateState.EXTENDING and update.state is UpdateState.LOADING:
@@ -314,6 +319,11 @@ class Watch:
         if update.state in (UpdateState.ARMED, UpdateState.STARTING):
             for name in update.members:
                 self._require_armed(group, name)
+        if update.state is UpdateState.COMMITTING:
+            left = set(update.members.values())
+            self.reach[f"committed with a quorum of {self._quorum}"] += 1
+            if len(left) < self._quorum:
+                raise InvariantViolation(f"committed by {left}, of {self._quorum} at least")
 
     def _check_collective(self, group: Group) -> None:
         """While chunks of a communicator are to be sent, nobody of it is missing."""
@@ -335,6 +345,9 @@ class Watch:
             self.reach["routable again"] += bool(self._group_version)
             if engine.truth.closed:
                 raise InvariantViolation(f"{name} is routable, and its admission is closed")
+        moves = UpdateState.COMMITTING
+        if self._update is moves and group.update.state is moves and routable != self._routable:
+            raise InvariantViolation(f"routed {self._routable}, in the same commit {routable}")
         self._routable = routable
         if group.update.state not in _MOVING and group.routing.is_current(group.version):
             due = frozenset(route.engine for route in group.routing._routable(group.version))

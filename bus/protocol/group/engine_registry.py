@@ -158,8 +158,8 @@ class EngineRegistry:
             record.quarantined = "joined without whole weights"
         else:
             self._end_quarantine(peer.name)
-        if peer.phase == "updating":  # in an earlier broker's update; closed until a resume
-            record.not_admitting = True
+        if peer.phase == "updating":  # in an earlier broker's update
+            self.on_unknown_update(peer.name)
         self._check_admission(record, peer.phase, closed=facts.closed)
 
     def remove(self, peer: Peer, reason: str) -> bool:
@@ -225,6 +225,15 @@ class EngineRegistry:
         if name in self._records:
             self._records[name].quarantined = reason
             self._records[name].has_model = False
+
+    def on_unknown_update(self, name: str) -> None:
+        """Records that an engine is in an update that the group does not know.
+
+        Until it resumes, it may hold a part of that update, and have closed its admission.
+        """
+        record = self._records[name]
+        self.changes += not record.not_admitting
+        record.not_admitting = True
 
     def on_resumed(self, name: str) -> None:
         """Records that an engine has resumed, and so admits requests again."""

@@ -166,6 +166,8 @@ class Group(GroupState):
         if found is None:
             return []
         undo, names = found
+        if isinstance(undo, m.Abort) and beat.phase == "updating":
+            self.registry.on_unknown_update(peer.name)
         fields = {"peer": peer.name, "phase": beat.phase}
         return [self.note("reconcile", beat.update_id, "warning", fields), self.send(undo, names)]
 

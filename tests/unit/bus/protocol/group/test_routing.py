@@ -246,6 +246,23 @@ def test_who_says_that_its_door_is_closed_is_not_routable() -> None:
     assert routable(closed=False) == [["e0"]]
 
 
+def test_who_is_in_an_update_that_nobody_knows_is_not_routable_until_it_resumes() -> None:
+    """Its ABORT may find that it holds a part; then it has closed its admission."""
+    bench = Bench()
+    bench.say("e0", engine_join())
+
+    def routed() -> list[str]:
+        return [route.engine for route in bench.broker.groups["policy"].routing.now.engines]
+
+    bench.say("e0", Heartbeat("updating", 0, 0, "u9"))
+    assert routed() == []
+    bench.say("e0", Ack(Step.ABORT, "u9", 0, 0, 1.0, "restored", ()))
+    bench.say("e0", Heartbeat("paused", 0, 0, "u9"))
+    assert routed() == []
+    bench.say("e0", Heartbeat("running", 0, 0, "u9"))
+    assert routed() == ["e0"]
+
+
 def test_who_was_behind_and_stages_beside_a_pause_takes_requests_before_it_is_routable() -> None:
     """They wait for the pause's end, as others' do."""
     scene = Scene(1, 1)
