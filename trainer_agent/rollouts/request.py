@@ -256,7 +256,10 @@ def make_request(
     if on_inexact not in ("restart", "continue", "raise"):
         raise UsageError(f"on_inexact={on_inexact!r}: restart, continue or raise")
     if params.stop and not decodes:
-        raise UsageError("sampling_params.stop: needs a client with a tokenizer")
+        raise UsageError(
+            "sampling_params.stop: needs a tokenizer: RolloutClient(tokenizer=...), or "
+            "`wavebus gateway --tokenizer`"
+        )
     ours = ("stop", "include_stop_str_in_output")
     asked = {name: value for name, value in sampling_params.items() if name not in ours}
     own_id = secrets.token_hex(8)
