@@ -77,7 +77,7 @@ class WithCanary(Play):
 
     def _add_trainer(self, name: str) -> SimTrainer:
         trainer = super()._add_trainer(name)
-        trainer.pipelined = False
+        trainer.pipelined, trainer.quorum = False, 1
         trainer.canary = True
         return trainer
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from tests.model._play import Schedule
     from tests.sim.engine import SimEngine
+    from tests.sim.trainer import SimTrainer
 
 # Longer than the step's time of the simulated world, and shorter than twice that.
 MUTE_MS = 30_000.0
@@ -58,6 +59,11 @@ class Overdue(Play):
         self.world.heal()
         self.world.run_for(2000.0)
         super().end()
+
+    def _add_trainer(self, name: str) -> SimTrainer:
+        trainer = super()._add_trainer(name)
+        trainer.quorum = 1  # with more, the loss of one may end the update of all
+        return trainer
 
     def _check(self) -> None:
         group = self.world.group
