@@ -390,6 +390,10 @@ def test_adapters_are_loaded_and_replaced(trained: Trained, tmp_path: Path) -> N
                 await driver.unload_lora_adapter("tuned")
             assert refused.value.status == 501
         await trained.assert_serve(trained.weights)
+        # Engines have had an adapter last. What comes now is the model's.
+        first = perturbed(trained.weights, 1)
+        await asyncio.to_thread(trained.send, with_head(first))
+        await trained.assert_serve(first)
 
     trained.run(scenario())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from bus.errors import UsageError
+from bus.errors import UsageError, WavebusError
 from bus.messages import Sleep, Wake
 from bus.vllm_payloads import encode_info
 from trainer_agent.agent import TrainerAgent
@@ -28,8 +28,8 @@ class GatewayAgent(TrainerAgent):
 
     @property
     def is_paused(self) -> bool:
-        """Whether this agent holds its group in a pause."""
-        return self._hold is not None
+        """Whether this agent holds its group in a pause. The bus ends it if it misses the agent."""
+        return self._hold is not None and self._steps.holds_pause
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Pauses the group until :meth:`resume`.
@@ -42,6 +42,7 @@ class GatewayAgent(TrainerAgent):
             PauseFailed: as :meth:`TrainerAgent.paused`.
             UsageError: the group is paused already.
         """
+        await self.resume()  # of one that the bus has ended
         async with AsyncExitStack() as stack:
             ack = await stack.enter_async_context(self.paused(mode=mode, clear_cache=clear_cache))
             self._pause_id = ack.update_id
@@ -49,9 +50,15 @@ class GatewayAgent(TrainerAgent):
 
     async def resume(self) -> None:
         """Ends the pause, if there is one. Engines that sleep wake up."""
+        was_paused = self.is_paused
         hold, self._hold = self._hold, None
-        if hold is not None:
+        if hold is None:
+            return
+        try:
             await hold.aclose()
+        except WavebusError:
+            if was_paused:
+                raise
 
     async def sleep(self, level: SleepLevel) -> None:
         """Frees memory of the engines, in the pause.

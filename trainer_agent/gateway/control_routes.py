@@ -19,6 +19,7 @@ from trainer_agent.gateway.checksums import WeightChecksums
 from trainer_agent.gateway.updates import Caller, Conflict, Missing
 from trainer_agent.options import check_choice
 from trainer_agent.rollouts.front_answer import error_answer
+from trainer_agent.rollouts.front_request import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -127,7 +128,7 @@ class ControlRoutes:
         mode: Any = http.query.get("mode", "abort")
         check_choice("mode", mode, PauseMode)
         text = http.query.get("level", "1")
-        if not text.isdecimal():
+        if text not in ("0", "1", "2"):
             raise UsageError(f"level={text!r}: 0, 1 or 2")
         await self._group.sleep(int(text), mode)
         return {"status": "sleeping", "level": int(text)}
@@ -156,11 +157,11 @@ class ControlRoutes:
         return {"world_size": await self._group.world_size(include_dp=include_dp)}
 
     async def _init(self, http: web.Request) -> Answer:
-        await self._updates.open(_part(await _body(http), "init_info"))
+        await self._updates.open(_part(await _body(http), "init_info"), _caller(http))
         return {"message": "Weight transfer initialized"}
 
-    async def _shut_down(self, _: web.Request) -> Answer:
-        await self._updates.close_transport()
+    async def _shut_down(self, http: web.Request) -> Answer:
+        await self._updates.close_transport(_caller(http))
         return {"message": "Weight transfer shut down"}
 
     async def _start(self, http: web.Request) -> Answer:
@@ -174,7 +175,11 @@ class ControlRoutes:
     async def _update(self, http: web.Request) -> Answer:
         body = await _body(http)
         if "weight_dir" in body:
-            await self._group.send_folder(_text(body, "weight_dir"))
+            if extra := body.keys() - {"weight_dir", "weight_version"}:
+                raise UsageError(f"{sorted(extra)}: not with weight_dir")
+            folder = _text(body, "weight_dir")
+            label = _label(body) or folder
+            await self._group.send_folder(folder, label=label, caller=_caller(http))
         else:
             if body.get("update_info") is None:
                 raise UsageError("update_info: is missing")
@@ -183,8 +188,7 @@ class ControlRoutes:
 
     async def _finish(self, http: web.Request) -> Answer:
         body = await _body(http)
-        label = "" if body.get("weight_version") is None else _text(body, "weight_version")
-        await self._updates.finish(label)
+        await self._updates.finish(_label(body))
         return {"message": "Weight update finished"}
 
     async def _weight_info(self, _: web.Request) -> Answer:
@@ -212,9 +216,7 @@ class ControlRoutes:
     # -- requests ------------------------------------------------------------------------
 
     async def _abort(self, http: web.Request) -> Answer:
-        ids = (await _body(http)).get("request_ids") or None
-        if ids is not None and not (isinstance(ids, list) and all(isinstance(i, str) for i in ids)):
-            raise UsageError("request_ids: a list of texts is needed")
+        ids = list(_texts(await _body(http), "request_ids")) or None
         return {"status": "aborted", "aborted": self._rollouts.abort_requests(ids)}
 
     async def _check_weights(self, http: web.Request) -> Answer:
@@ -238,11 +240,11 @@ class ControlRoutes:
 
     async def _call_all(self, http: web.Request) -> Answer:
         body = await _body(http)
-        method, kwargs = body.get("method"), body.get("kwargs") or {}
+        method, kwargs = body.get("method"), _part({"kwargs": {}, **body}, "kwargs")
         if method == "skyrl_sleep_for_weight_sync":
             await self._group.sleep(1, "keep")
         elif method == "skyrl_wake_for_weight_sync":
-            await self._group.wake(tuple(kwargs.get("tags") or ()))
+            await self._group.wake(_texts(kwargs, "tags"))
         elif method == "skyrl_set_lora_receive_target":
             raise NotOffered(_IN_MEMORY)
         else:
@@ -306,10 +308,23 @@ def _part(body: dict[str, Any], name: str) -> dict[str, Any]:
     return part
 
 
+def _label(body: dict[str, Any]) -> str:
+    return "" if body.get("weight_version") is None else _text(body, "weight_version")
+
+
 def _text(body: dict[str, Any], name: str) -> str:
     text = body.get(name)
     if not isinstance(text, str) or not text:
         raise UsageError(f"{name}: a text is needed")
     if len(text) > _MOST_CHARS:
         raise UsageError(f"{name}: {len(text)} characters; at most {_MOST_CHARS}")
+    if not is_text(text):
+        raise UsageError(f"{name}: is no UTF-8")
     return text
+
+
+def _texts(body: dict[str, Any], name: str) -> tuple[str, ...]:
+    texts = body.get(name) or []
+    if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
+        raise UsageError(f"{name}: a list of texts is needed")
+    return tuple(texts)

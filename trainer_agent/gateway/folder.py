@@ -198,10 +198,12 @@ def _weight_files(folder: str) -> list[Path]:
     except OSError as error:  # the name is too long
         raise UsageError(f"{folder!r}: {error.strerror}") from error
     try:
-        named = {file for each in indexes for file in _read_json(each)["weight_map"].values()}
+        named = {
+            path / file for each in indexes for file in _read_json(each)["weight_map"].values()
+        }
     except (KeyError, AttributeError, TypeError) as error:
-        raise UsageError(f"{indexes[0]}: has no weight_map") from error
-    files = sorted(path / name for name in named) or sorted(path.glob("*.safetensors"))
+        raise UsageError(f"{indexes[0]}: has no weight_map of file names") from error
+    files = sorted(named) or sorted(path.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{folder!r}: no safetensors here; the gateway's host must see them")
     return files

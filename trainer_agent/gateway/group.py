@@ -16,14 +16,24 @@ Its pauses and sleeps::
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from bus.errors import UsageError
+from trainer_agent.gateway.updates import Conflict
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bus.messages import PauseMode, SleepLevel
     from trainer_agent.gateway.client_session import ClientSession
-    from trainer_agent.gateway.updates import ClientUpdates
+    from trainer_agent.gateway.updates import Caller, ClientUpdates
+
+    T = TypeVar("T")
+
+# A file system may hang. Other work for threads does not wait for it.
+_READERS: Final = ThreadPoolExecutor(4, "folder")
+_OUT: Final = ("quarantined", "weights_discarded")
 
 
 class ClientGroup:
@@ -55,11 +65,19 @@ class ClientGroup:
             self._has_own_pause = False
 
     async def resume(self) -> None:
-        """Ends the pause; an update that was not finished is undone."""
+        """Ends the pause; an update that was not finished is undone.
+
+        Raises:
+            Conflict: all engines are quarantined.
+        """
         if self._session.agent is None:
             return
         async with self._session.call() as agent:
             await self._session.release(agent, "engines were resumed before it was finished")
+            status = await agent.group_status()
+            engines = status.engines if status else ()
+            if engines and all(each.phase in _OUT for each in engines):
+                raise Conflict("all engines are quarantined, until an update of all weights")
 
     @property
     def is_paused(self) -> bool:
@@ -151,11 +169,13 @@ class ClientGroup:
             first = set(of_first.values())
             return sum(after[rank] - rank for name, rank in ranks.items() if name in first)
 
-    async def send_folder(self, folder: str) -> int:
+    async def send_folder(self, folder: str, *, label: str, caller: Caller) -> int:
         """Sends the safetensors of a folder as one update, and returns its version.
 
         Args:
             folder: the folder, on this host.
+            label: the client's own name of the weights.
+            caller: who calls.
 
         Raises:
             Conflict: an update is under way, or has begun; if nothing has come of it yet, it fails.
@@ -163,11 +183,11 @@ class ClientGroup:
         """
         from trainer_agent.gateway.folder import FolderSource  # noqa: PLC0415 - it needs torch
 
-        self._updates.require_no_start()
-        source = await asyncio.to_thread(FolderSource, folder)
+        self._updates.require_no_start(caller)
+        source = await _in_reader(FolderSource, folder)
         async with self._session.call() as agent:
-            version = await agent.update_weights(source, label=folder, how="auto")
-        self._updates.label = folder
+            version = await agent.update_weights(source, label=label, how="auto")
+        self._updates.label = label
         return version
 
     async def send_adapter(self, name: str, folder: str) -> int:
@@ -185,6 +205,10 @@ class ClientGroup:
         from trainer_agent.gateway.folder import read_adapter  # noqa: PLC0415 - it needs torch
 
         self._updates.require_none()
-        tensors, config = await asyncio.to_thread(read_adapter, folder)
+        tensors, config = await _in_reader(read_adapter, folder)
         async with self._session.call() as agent:
             return await agent.update_adapter(name, tensors, config=config)
+
+
+async def _in_reader(read: Callable[[str], T], folder: str) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_READERS, read, folder)

@@ -15,10 +15,12 @@ the middle of it::
                                                      has a label
     STARTED    a folder is sent           FAILED     refused: a folder is an update by itself
     STARTED    silence                    FAILED     nothing was begun on the bus
+    STARTED    init, shutdown             FAILED     the same
     LOADING    finish                     DONE       UPDATE_FINISH, COMMIT
     LOADING    a call fails, or its       FAILED     ABORT; engines serve what they had
                client disconnects
-    LOADING    resume, silence            FAILED     the same
+    LOADING    resume, silence, init,     FAILED     the same
+               shutdown
     any        update_weights, refused    (as above) the client's broadcast is ended, see below
     FAILED     finish, update_weights     FAILED     refused, with the update's error
     FAILED     start                      STARTED
@@ -28,7 +30,8 @@ the middle of it::
 Invariants:
 
 - No update is committed of which a call has failed.
-- A start is refused while an update of another client is under way, or a call is at work.
+- A start, init or shutdown is refused while an update of another client is under way, or a call is
+  at work.
 - No engine enters a broadcast for tensors that another engine may still refuse.
 
 A client may send an update in several calls. How many is unknown: if its first call lacks tensors,
@@ -45,7 +48,8 @@ and discard what comes. Not so:
   while the call waited: it is a repeated one, or another client's, which is in a broadcast of its
   own, if in any,
 - if engines may have entered the broadcast already, or the client has disconnected; a repeated call
-  after that comes in FAILED, and ends the broadcast,
+  after that comes in FAILED, and ends the broadcast; a start closes the transport instead, or its
+  tensors would be those of the old broadcast,
 - for a repeated call whose broadcast was ended before.
 
 If a broadcast can't be ended, the transport is closed. The answer says so, and so do the answers of
@@ -58,7 +62,9 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
 
 from bus.errors import ManifestRefused, UsageError, WavebusError
 from bus.manifest import TensorMeta
@@ -210,36 +216,55 @@ class ClientUpdates:
         self._manifests: dict[Target, list[list[TensorMeta]]] = {}
         self._committed: set[Target] = set()
         self._answered = 0  # how many `update_weights` have been
+        self._is_stranded = False  # a client disconnected, and may be in its broadcast still
         session.on_undone, session.is_begun = self._on_undone, lambda: self._is_begun
 
     # -- the transport --------------------------------------------------------------
 
-    async def open(self, info: Mapping[str, Any]) -> None:
-        """Makes every engine join the client's communicator.
+    async def open(self, info: Mapping[str, Any], caller: Caller) -> None:
+        """Makes every engine join the client's communicator; undoes an update under way.
 
         Args:
             info: vLLM's ``init_info``.
+            caller: who calls.
 
         Raises:
-            Conflict: an update is under way.
+            Conflict: another client's update is under way.
             UsageError: the sizes don't fit the group, or its engines were not started for this.
         """
-        self.require_none()
+        self._require_own(caller)
         async with self._session.call() as agent:
-            self._discard_manifests()
+            await self._undo(agent, "init_weight_transfer_engine came before its end")
+            self._forget_transport()
             await agent.open_native(info)
             if self._update is not None:
                 self._update.left = ""
 
-    def _discard_manifests(self) -> None:
+    async def _close(self, agent: GatewayAgent) -> None:
+        self._forget_transport()
+        await agent.close_native()
+
+    def _forget_transport(self) -> None:
         self._manifests.clear()
         self._committed.clear()
+        self._is_stranded = False
 
-    async def close_transport(self) -> None:
-        """Closes the client's communicator."""
+    async def close_transport(self, caller: Caller) -> None:
+        """Closes the client's communicator; undoes an update under way.
+
+        Raises:
+            Conflict: another client's update is under way.
+        """
+        self._require_own(caller)
         async with self._session.call() as agent:
-            self._discard_manifests()
-            await agent.close_native()
+            await self._undo(agent, "shutdown_weight_transfer_engine came before its end")
+            await self._close(agent)
+
+    async def _undo(self, agent: GatewayAgent, why: str) -> None:
+        if update := self._open_update():
+            update.fail(why)
+            if agent.has_update:
+                await agent.undo_native()
 
     # -- updates ----------------------------------------------------------------------
 
@@ -249,19 +274,19 @@ class ClientUpdates:
         Raises:
             Conflict: another client's update is under way.
         """
-        update = self._open_update()
-        if update is not None:
-            same = update.caller.connection is caller.connection or update.caller.is_gone()
-            if not same or self._session.is_busy:
-                raise Conflict(f"{update} is under way")
-        async with self._session.call():
+        update = self._require_own(caller)
+        async with self._session.call() as agent:
+            left = ""
+            if self._is_stranded:
+                left = f"the client before disconnected within a call: {_LEFT}"
+                await self._close(agent)
             if self._update is not update:
                 self.require_none()
             elif self._is_begun and update is not None and update.target == target:
                 return
             self._has_finished = False
             known = self._manifests.get(target, [])
-            self._update = HttpUpdate(target, caller, time.monotonic(), known=known)
+            self._update = HttpUpdate(target, caller, time.monotonic(), left=left, known=known)
 
     async def receive(self, info: object) -> None:
         """Has all engines check, receive and load tensors of the update.
@@ -280,7 +305,7 @@ class ClientUpdates:
             repeats = answered != self._answered  # another call was answered while it waited
             try:
                 await self._receive(agent, info, began)
-            except WavebusError as error:
+            except Exception as error:
                 if agent.has_broadcasts and not repeats:
                     await self._end_broadcast(agent, info, error)
                 self._answered += 1
@@ -292,6 +317,7 @@ class ClientUpdates:
         if update is not began or update.repeats(info):
             raise Conflict(f"{update} has these tensors already")
         update.stage, given = HttpStage.LOADING, info
+        entered = False
         try:
             if isinstance(info, dict):
                 info = await asyncio.to_thread(read_info, info, allowed=self._takes_pickles)
@@ -299,9 +325,12 @@ class ClientUpdates:
             was_committed = update.target in self._committed
             self._committed.discard(update.target)
             await update.arm(agent, metas, was_committed=was_committed)
+            entered = True
             await agent.receive_native(described)
         except BaseException as error:
             update.fail(str(error) or "its client disconnected")
+            if isinstance(error, asyncio.CancelledError) and not entered:
+                self._is_stranded = agent.has_broadcasts
             raise
         update.calls.append(metas)
         update.infos.append(given)
@@ -330,8 +359,10 @@ class ClientUpdates:
             await asyncio.wait([drain])  # it ends soon, also if the client has disconnected
             if failure := drain.exception():
                 self._note_left(error, str(failure))
-            elif update is not None:
-                update.drained = info
+            else:
+                self._is_stranded = False
+                if update is not None:
+                    update.drained = info
 
     def _note_left(self, error: Exception, why: str) -> None:
         left = f"{why}: {_LEFT}"
@@ -394,7 +425,7 @@ class ClientUpdates:
         if update is None:
             raise Conflict("no update is under way: start_weight_update comes first")
         if update.stage is HttpStage.FAILED:
-            failed = Conflict(f"the update failed, and engines serve what they had: {update.error}")
+            failed = Conflict(f"the update failed, and is not served: {update.error}")
             if update.left:
                 failed.add_note(update.left)
             raise failed
@@ -404,6 +435,19 @@ class ClientUpdates:
         """Returns the update that was begun, and has neither ended nor failed."""
         update = self._update
         return None if update is None or update.stage is HttpStage.FAILED else update
+
+    def _require_own(self, caller: Caller) -> HttpUpdate | None:
+        """Returns the update under way, if there is one; it is the caller's, or its client is gone.
+
+        Raises:
+            Conflict: it is another client's, or a call is at work.
+        """
+        update = self._open_update()
+        if update is not None:
+            same = update.caller.connection is caller.connection or update.caller.is_gone()
+            if not same or self._session.is_busy:
+                raise Conflict(f"{update} is under way")
+        return update
 
     def require_none(self) -> None:
         """Checks that no update is under way.
@@ -415,16 +459,19 @@ class ClientUpdates:
         if update is not None:
             raise Conflict(f"{update} is under way")
 
-    def require_no_start(self) -> None:
+    def require_no_start(self, caller: Caller) -> None:
         """Checks that no update is under way, for a call that is a whole update by itself.
 
         Raises:
-            Conflict: one is. If it has only begun, it fails, so that nobody takes it for this call.
+            Conflict: one is. If this caller has only begun it, it fails, so that nobody takes it
+                for this call.
         """
-        if self._update is not None and self._is_begun:
-            self._update.fail("a folder needs no start_weight_update, and no finish_weight_update")
-            raise Conflict(f"{self._update.error}: send it again, without them")
-        self.require_none()
+        if (update := self._require_own(caller)) is None:
+            return
+        if not self._is_begun:
+            raise Conflict(f"{update} is under way")
+        update.fail("a folder needs no start_weight_update, and no finish_weight_update")
+        raise Conflict(f"{update.error}: send it again, without them")
 
     def require_not_loading(self) -> None:
         """Checks that no update has begun on the bus.
@@ -440,6 +487,14 @@ class ClientUpdates:
             self._update.fail(reason)
 
 
+class _Described(msgspec.Struct):
+    """What an ``update_info`` says of its tensors."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[tuple[Annotated[int, msgspec.Meta(ge=0, le=2**62)], ...]]
+
+
 def _read(info: object, known: list[TensorMeta]) -> tuple[Mapping[str, Any], list[TensorMeta]]:
     """Returns a client's ``update_info``, and the tensors that it describes.
 
@@ -453,13 +508,14 @@ def _read(info: object, known: list[TensorMeta]) -> tuple[Mapping[str, Any], lis
     if not isinstance(info, dict):
         raise UsageError("update_info: an object is needed")
     try:
-        names, dtypes, shapes = info["names"], info["dtype_names"], info["shapes"]
-        metas = [
-            TensorMeta(name, dtype, tuple(shape))
-            for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"update_info: {error!r}: names, dtype_names and shapes") from error
+        said = msgspec.convert(
+            {key: info[key] for key in _Described.__struct_fields__ if key in info}, _Described
+        )
+        columns = zip(said.names, said.dtype_names, said.shapes, strict=True)
+        metas = [TensorMeta(*each) for each in columns]
+        "".join(said.names).encode()
+    except (msgspec.ValidationError, ValueError) as error:
+        raise UsageError(f"update_info: names, dtype_names and shapes: {error}") from error
     # From 0.33 on vLLM's trainer engine says once what it sends over a communicator.
     if not metas and not known:
         raise UsageError("update_info: no tensors are named, and none were named before")

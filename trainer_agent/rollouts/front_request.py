@@ -179,6 +179,8 @@ class FrontRequest:
         """
         if len(request_id) > MAX_SESSION_CHARS:
             raise UsageError(f"request_id: more than {MAX_SESSION_CHARS} characters")
+        if not is_text(request_id):
+            raise UsageError("request_id: is no UTF-8")
         self.id = _ID_PREFIXES[self.path] + request_id
 
     def id_of(self, number: int) -> str:
@@ -288,12 +290,13 @@ def _session(header: str | None, common: _Common) -> str | None:
     for name, value in ((source, session), ("user", common.user)):
         if len(value or "") > MAX_SESSION_CHARS:
             raise UsageError(f"{name}: more than {MAX_SESSION_CHARS} characters")
-    if session is not None and not _is_text(session):
+    if session is not None and not is_text(session):
         raise UsageError(f"{source}: is no UTF-8")
     return session
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
+    """Returns whether UTF-8 has it; JSON and headers may hold halves of characters."""
     try:
         value.encode()
     except UnicodeEncodeError:

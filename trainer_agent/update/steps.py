@@ -77,7 +77,7 @@ class Steps:
     @property
     def holds_pause(self) -> bool:
         """Whether this trainer holds its group in a pause."""
-        return self.window.is_open
+        return self.window.is_open and self.window.epoch == self.connection.epoch
 
     def new_id(self) -> str:
         """Returns a new id for an update or a pause."""

@@ -56,12 +56,13 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
 
     Attributes:
         pause: the PAUSE_LOCAL of the pause that is held; None: none is held.
+        epoch: the epoch in which it was made.
     """
 
     def __init__(self) -> None:
         super().__init__("pause window", TRANSITIONS, _S.NONE)
         self.pause: PauseLocal | None = None
-        self._epoch = 0  # the epoch in which the pause was made
+        self.epoch = 0
         self._over_id = ""  # the id of the pause that was resumed last
 
     @property
@@ -79,7 +80,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
         Raises:
             UpdateFailed: with code ``fenced``, if the pause was made in another epoch.
         """
-        if self.is_open and epoch != self._epoch:
+        if self.is_open and epoch != self.epoch:
             self._end(_E.LOST)
             detail = "the bus took this trainer for dead, and has resumed its engines"
             hint = "keep the event loop free, or use SyncTrainerAgent"
@@ -107,7 +108,7 @@ class PauseWindow(StateMachine[PauseWindowState, PauseWindowEvent]):
             if message.update_id == self._over_id:
                 return  # a repeated answer, after that of RESUME
             self._go(_E.PAUSED)
-            self.pause, self._epoch = message, epoch
+            self.pause, self.epoch = message, epoch
         elif isinstance(message, Wake) and self.is_open:
             self._go(_E.AWAKE)
 

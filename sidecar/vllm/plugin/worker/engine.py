@@ -323,6 +323,7 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             EngineError: the transport can't be opened.
         """
         with self._opening:  # an earlier sidecar's open goes on until its deadline
+            self._incoming = None
             self._open(operation)
         return self._receiver.prefetch_depth
 
