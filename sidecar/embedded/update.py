@@ -199,8 +199,14 @@ class Updater:
 
     def extend(self, part: Manifest) -> None:
         """Adds further tensors to the manifest; raises as :meth:`arm` for a wrong one."""
-        self._manifest = self._loading("extend").join(part)
-        self._expected.check(self._manifest)
+        known = self._loading("extend")
+        try:
+            manifest = known.join(part)
+        except ValueError as error:
+            raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
+        self._expected.check(manifest)
+        check_room(self._backend, self._receiver, manifest)
+        self._manifest = manifest
 
     def receive(self, chunk: Chunk) -> None:
         """Receives a chunk of the current update, and keeps it until it is loaded."""

@@ -66,16 +66,37 @@ class StagingBuffers:
                 for each in self.tensors.values():
                     each.untyped_storage().resize_(each.nbytes)
             else:
-                self.tensors = {
-                    name: torch.empty(shape, dtype=dtype, device=self._device)
-                    for name, (shape, dtype) in shapes.items()
-                }
+                self.tensors = self._made(shapes)
         except torch.OutOfMemoryError as error:
             self._discard()
-            raise EngineError(
-                f"{self._device} has no room to stage the update", code=NackCode.STAGING_REFUSED
-            ) from error
+            raise self._refusal() from error
         self._held = True
+
+    def extend(self, shapes: Shapes) -> None:
+        """Allocates further staging tensors beside those that are allocated.
+
+        Args:
+            shapes: as in :meth:`allocate`, of all of them.
+
+        Raises:
+            EngineError: as :meth:`allocate`.
+        """
+        further = {name: shape for name, shape in shapes.items() if name not in self.tensors}
+        try:
+            self.tensors |= self._made(further)
+        except torch.OutOfMemoryError as error:
+            raise self._refusal() from error
+        self._shapes = shapes
+
+    def _made(self, shapes: Shapes) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.empty(shape, dtype=dtype, device=self._device)
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    def _refusal(self) -> EngineError:
+        text = f"{self._device} has no room to stage the update"
+        return EngineError(text, code=NackCode.STAGING_REFUSED)
 
     def release(self) -> None:
         """Releases the memory; the tensors must not be read until the next :meth:`allocate`."""

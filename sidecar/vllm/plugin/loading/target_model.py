@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,8 +77,8 @@ class TargetModel:
             raise kept_refusal([trace.metas[index].name for index in sorted(trace.widened)])
         return trace
 
-    def extend(self, armed: ArmedUpdate, part: Extend) -> ArmedUpdate:
-        """Returns an open update with further tensors. A collective of the engine's workers.
+    def extend(self, armed: ArmedUpdate, part: Extend) -> ArmedManifest:
+        """Returns an open manifest with further tensors. A collective of the engine's workers.
 
         Raises:
             EngineError: as :meth:`check`; or a tensor came before.
@@ -88,8 +88,19 @@ class TargetModel:
             manifest = armed.manifest.join(Manifest(*described))
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
-        self.check(manifest, armed.manifest)
-        return ArmedUpdate(ArmedManifest(manifest), armed.target, armed.staging)
+        self.plans.on_armed(manifest, self.check(manifest, armed.manifest))
+        return ArmedManifest(manifest)
+
+    def complete(self, manifest: Manifest) -> None:
+        """Checks that an open manifest has all tensors that this worker needs; makes their plan.
+
+        No collective: it may run while the worker runs steps.
+
+        Raises:
+            EngineError: as :meth:`check`: a tensor is missing.
+        """
+        trace = self.checker.check_whole(manifest)
+        self.plans.on_armed(replace(manifest, is_open=False), trace)
 
     def begin(self, armed: ArmedUpdate | None) -> None:
         """Begins to check tensors of an update that have no parameter of their own."""
@@ -156,12 +167,12 @@ class ArmedManifest:
             self._fits = fits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class ArmedUpdate:
     """An update that is ready to load, because its manifest was checked.
 
     Attributes:
-        announced: the manifest, with its chunks.
+        announced: the manifest, with its chunks; that of an open update grows part by part.
         target: what the update replaces: the model, or its draft model.
         staging: the options of a staged update; None if it is loaded in a pause.
     """

@@ -7,11 +7,13 @@
     the channel     ArmManifest,     channel's     the manifest is checked, or armed again
                     Rearm
     the channel     StartStaging     channel's     memory is allocated beside the weights
+    the channel     Extend           channel's     the update is open: further tensors are checked
     the channel     ReceiveChunk,    channel's     a chunk is received, and staged. Over a
                     Stage                          transport of vLLM's own, ReceiveChunk does both
     the channel     Drain            channel's     what comes over a transport of vLLM's own is
                                                    received, and discarded
-    the channel     Seal             channel's     checked: every element is staged
+    the channel     Seal             channel's     checked: every element is staged, and no tensor
+                                                   of an open update is missing
     the core        CheckReady,      worker's      checked; then everything is copied into the
                     SwapStaged                     weights
     the core        ReleaseStaging   worker's      the staged weights are dropped
@@ -21,8 +23,8 @@ Python runs one thread at a time. So everything that the channel does in Python 
 must be short. On a GPU the channel uses its own CUDA stream, and acknowledges an operation only
 when the GPU has finished it.
 
-A worker with peer workers receives a new manifest through the core, because checking it is a
-collective of the workers.
+A worker with peer workers receives a new manifest, and parts of an open one, through the core,
+because checking them is a collective of the workers.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from sidecar.vllm.plugin.operations import (
     ArmManifest,
     Done,
     Drain,
+    Extend,
     Greet,
     Open,
     Operation,
@@ -96,6 +99,9 @@ class StagingEngine(Protocol):
     def rearm(self, operation: Rearm) -> StagingCapacity:
         """Arms the last manifest for another update; returns what :meth:`arm` returns."""
 
+    def extend(self, operation: Extend) -> None:
+        """Checks further tensors of an open update."""
+
 
 class VllmReceiver(Protocol):
     """What a stager needs of a transport of vLLM's own."""
@@ -117,6 +123,9 @@ class VllmReceiver(Protocol):
             operation: names the chunk.
             put: gets some of the tensors at a time, in the current CUDA stream.
         """
+
+    def finish(self) -> None:
+        """Releases what vLLM keeps between an update's chunks."""
 
     def drain(self, operation: Drain) -> None:
         """Receives what the sender sends, and discards it.
@@ -182,8 +191,6 @@ class Stager:
         if theirs is not None and theirs.unstaged_reason:
             return StagingCapacity(why_not=theirs.unstaged_reason)
         known = self._target.plans.entry
-        if known.plan is None and armed.manifest.is_open:
-            return StagingCapacity(why_not="its tensors come in several calls, for the first time")
         if known.plan is None:
             return StagingCapacity(why_not=f"it needs the model's own loader: {known.reason}")
         if is_partial:
@@ -218,6 +225,22 @@ class Stager:
             return False
         asked, free = self._last_refusal
         return needed >= asked and free_memory(self._device) < free + needed // 10
+
+    def extend(self, armed: ArmedUpdate) -> None:
+        """Makes room for further tensors of an open update, if it is staged.
+
+        Raises:
+            EngineError: code ``staging_refused``: there is no memory, or no copy plan for them.
+        """
+        if self._armed is armed:
+            self._target.staged.extend(self._require_plan())
+
+    def _require_plan(self) -> CopyPlan:
+        known = self._target.plans.entry
+        if known.plan is None:
+            text = f"the update needs the model's own loader: {known.reason}; the next one pauses"
+            raise EngineError(text, code=NackCode.STAGING_REFUSED)
+        return known.plan
 
     def discard_transport(self) -> None:
         """Drops references to the transport's buffers, before another transport is opened."""
@@ -283,8 +306,10 @@ class Stager:
                     self._receive(operation)
                 case Stage():
                     self._stage(operation.chunks)
+                case Extend():
+                    self._engine.extend(operation)
                 case Seal():
-                    self._target.staged.seal()
+                    self._seal()
                 case Drain() if self.theirs is not None:
                     self.theirs.drain(operation)
                 case _:
@@ -303,7 +328,8 @@ class Stager:
         self._discard_chunks()
         staged, receiver = self._target.staged, self._receiver.receiver
         try:
-            staged.begin(known.plan, armed.announced.chunks)
+            chunks, is_open = armed.announced.chunks, armed.manifest.is_open
+            staged.begin(known.plan, chunks, is_open=is_open)
         except EngineError as error:
             mismatch = _layout_mismatch(self._target, known.plan)
             if error.code is NackCode.STAGING_REFUSED and not mismatch:
@@ -324,12 +350,20 @@ class Stager:
         into = self._target.staged.buffer_for(asked.seq)
         self._receiver.begin(asked.seq, chunks, asked.backend, asked.handle, into)
 
+    def _seal(self) -> None:
+        if self._armed is not None and self._armed.manifest.is_open:
+            self._target.complete(self._armed.manifest)
+            self.extend(self._armed)
+        self._target.staged.seal()
+        if engine_of(self._receiver.backend) and self.theirs is not None:
+            self.theirs.finish()
+
     def _put(self, seq: int, tensors: Tensors) -> None:
         """Stages tensors of a chunk that arrives over a transport of vLLM's own."""
         self._target.unloaded.check(tensors)
         self._target.staged.stage_part(seq, tensors)
         if not self._target.plans.entry.proven:
-            self._prove(tensors)
+            self._prove(self._target.without_tied_head(tensors))
 
     def _interrupt(self) -> None:
         self._receiver.interrupt()

@@ -87,7 +87,7 @@ def receive(
     names: str = "abcd",
 ) -> None:
     info = {"names": list(names), "counter": engine}
-    transport.receive(info, METAS, put, is_last=True)
+    transport.receive(info, METAS, put)
 
 
 def test_tensors_are_handed_over_and_the_served_model_gets_none() -> None:
