@@ -95,7 +95,7 @@ class StagedWeights:
         places = self._find_parameters_or(NackCode.STAGING_REFUSED, plan)
         if self._layout is None or not (self._layout[0].plan is plan and self._layout[1] is chunks):
             repacked = any(repacks(place, self._device) for place in places.values())
-            as_sent = plan.is_whole(chunks) and not (repacked or is_open)
+            as_sent = not (repacked or is_open) and plan.is_whole(chunks)
             self._layout = AsSent(plan, chunks) if as_sent else ByTarget(plan), chunks
         layout, _ = self._layout
         self.memory.allocate(layout.shapes)
