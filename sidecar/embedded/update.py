@@ -169,8 +169,7 @@ class Updater:
         check_room(self._backend, self._receiver, manifest)
         room = StagingCapacity()
         if staging is not None:
-            memory = self._memory
-            needed, held = memory.needed_bytes, memory.held_bytes
+            needed, held = self._memory.needed_bytes, self._memory.held_bytes
             found = staging_capacity(staging, needed, torch.device("cpu"), held_bytes=held)
             room = require_capacity(staging, found)
         self._armed, self._staging = manifest, staging
@@ -199,13 +198,11 @@ class Updater:
 
     def extend(self, part: Manifest) -> None:
         """Adds further tensors to the manifest; raises as :meth:`arm` for a wrong one."""
-        known = self._loading("extend")
         try:
-            manifest = known.join(part)
+            manifest = self._loading("extend").join(part)
         except ValueError as error:
             raise EngineError(str(error), code=NackCode.MANIFEST_REFUSED) from error
         self._expected.check(manifest)
-        check_room(self._backend, self._receiver, manifest)
         self._manifest = manifest
 
     def receive(self, chunk: Chunk) -> None:

@@ -24,6 +24,8 @@ from tests.unit.sidecar.vllm.plugin.loading.test_manifest_check_experts import (
 from tests.vllm._vllm import require_vllm
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
 require_vllm()
@@ -129,16 +131,19 @@ class Worker:
             return self.updates._stager._execute(operation)
 
     def begin(self, tensors: dict[str, Tensor], staging: Staging | None = None) -> None:
-        described = manifest_of(tensors)
-        columns = described.names, described.dtypes, described.shapes, described.chunk_ends
         self.perform(operations.Open(BACKEND, vllm_payloads.encode_info({}), 1, 2, 1))
-        self.perform(operations.ArmManifest(*columns, "model", (), staging, is_open=True))
+        self.arm(tensors, staging)
         if staging is not None:
             self.channel(operations.StartStaging())
             self.channel(operations.ReceiveChunk(0, BACKEND, HANDLE))
             return
         self.perform(operations.Start("model", recover=False))
         self.receive(0)
+
+    def arm(self, tensors: dict[str, Tensor], staging: Staging | None) -> None:
+        part = manifest_of(tensors)
+        columns = part.names, part.dtypes, part.shapes, part.chunk_ends
+        self.perform(operations.ArmManifest(*columns, "model", (), staging, is_open=True))
 
     def extend(self, tensors: dict[str, Tensor], *, staged: bool = False) -> None:
         part = manifest_of(tensors)
@@ -194,6 +199,27 @@ def test_all_parts_are_staged_and_swapped_in_once(worker: Worker) -> None:
         worker.perform(operations.SwapStaged())
         assert worker.model.gate_up.eq(1.0).all()
     assert worker.finished == 0
+
+
+def test_a_part_that_no_copies_can_load_ends_the_update_and_the_next_one_pauses(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That shows when it comes. Nothing has changed, and the reason is known from then on."""
+    last, load = next(reversed(SECOND)), Mixture.load_weights
+
+    def computed(model: Mixture, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        load(model, [(name, 1 + each if name == last else each) for name, each in pairs])
+
+    monkeypatch.setattr(Mixture, "load_weights", computed)
+    worker.begin(FIRST, STAGED)
+    with pytest.raises(EngineError, match=rf"{last}.*the next update pauses") as refused:
+        worker.extend(SECOND, staged=True)
+    assert refused.value.code is NackCode.STAGING_REFUSED
+    worker.perform(operations.ReleaseStaging())
+    assert worker.model.gate_up.eq(0.0).all()
+    worker.arm(FIRST, STAGED)
+    known = worker.updates._loadable["model"].plans.entry
+    assert (known.plan is None, last in known.reason) == (True, True)
 
 
 def test_a_staged_update_that_lacks_a_part_is_refused_and_changes_nothing(worker: Worker) -> None:

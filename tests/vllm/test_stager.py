@@ -74,25 +74,6 @@ def test_an_update_of_which_not_all_is_known_needs_room_for_all() -> None:
     assert room.needed_bytes == needed - buffers
 
 
-def test_a_part_that_no_copies_can_load_ends_the_update_and_the_next_one_pauses() -> None:
-    """That shows when it comes. Nothing has changed, and the reason is known from then on."""
-    stager, meta = stager_of(Whole()), Whole("meta")
-    meta.loaders["norm"] = lambda model, tensor: model.norm.copy_(1 + tensor)
-    parts = Parts(meta, weights(0))
-    first = parts.next(2)
-    update = ArmedUpdate(ArmedManifest(first), "model", STAGING)
-    stager._target.plans.on_armed(first, parts.trace)
-    stager._start(update)
-    stager._target.plans.on_armed(parts.next(len(weights(0)) - 2), parts.trace)
-    with pytest.raises(EngineError, match=r"norm.*the next one pauses") as refused:
-        stager.extend(update)
-    assert refused.value.code is NackCode.STAGING_REFUSED
-    stager.release()
-    again = Parts(meta, weights(0))
-    stager._target.plans.on_armed(again.next(2), again.trace)
-    assert "norm" in stager.capacity(update, is_partial=False).why_not
-
-
 def test_weights_that_are_laid_out_anew_are_said_to_be_when_they_are_armed() -> None:
     """The update is loaded in a pause then; it would fail, each time, as soon as it begins."""
     model = Whole()
@@ -136,7 +117,8 @@ def test_memory_that_was_let_go_and_is_nobody_elses_yet_is_not_asked_for(
         return 0
 
     monkeypatch.setattr("sidecar.transfer.memory_budget.free_memory", free)
-    monkeypatch.setattr("sidecar.vllm.plugin.staging.stager.spare_memory", lambda _: spare)
+    spared = "sidecar.vllm.plugin.loading.staging_buffers.spare_memory"
+    monkeypatch.setattr(spared, lambda _: spare)
     memory = stager._target.staged.memory
     memory.tensors = {"all": torch.empty(needed, dtype=torch.uint8)}  # as a GPU has it
     assert stager._target.staged.memory.released_bytes == needed

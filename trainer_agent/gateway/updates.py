@@ -33,9 +33,9 @@ Invariants:
 
 A client may send an update in several calls. How many is unknown: if its first call lacks tensors,
 the update is armed open, and engines check at the end that none is missing. If the same tensors
-come again, the next one is armed at its first call with the tensors of all calls, so that it can be
-staged. Then its calls must be the same again. In a client's pause each call is armed by itself: a
-call that differs would leave engines with a part of the weights.
+come again, the next one is armed at its first call with the tensors of all calls, which engines
+know already. Then its calls must be the same again. In a client's pause each call is armed by
+itself: a call that differs would leave engines with a part of the weights.
 
 A client enters its broadcast while it sends ``update_weights``, and reads the answer only when the
 broadcast has ended. So if the call is refused before an engine has entered it, all engines enter it

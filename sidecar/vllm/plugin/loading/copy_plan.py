@@ -148,9 +148,7 @@ def extend_plan(known: CopyPlan | None, trace: LoaderTrace, *, unloaded: str) ->
     if known is None:
         targets = {}
         for name, parameter in trace.targets.parameters.items():
-            loaded = getattr(parameter, "weight_loader_numel", parameter.numel())
-            if loaded != parameter.numel():
-                raise NoPlanError(f"of {name} {loaded} of {parameter.numel()} elements are filled")
+            _check_loader(name, parameter)
             if name != unloaded:
                 targets[name] = _target(trace, name)
     else:
@@ -171,6 +169,19 @@ def _copies(
     """Returns the copies of each traced tensor that follows those in ``known``."""
     metas = enumerate(trace.metas[len(known) :], len(known))
     return {meta.name: tuple(trace.copies.get(index, ())) for index, meta in metas}
+
+
+def _check_loader(name: str, parameter: torch.Tensor) -> None:
+    """Raises :class:`NoPlanError` if a parameter shows, unloaded, that vLLM does more than copy.
+
+    What this overlooks, the part shows that brings the parameter's tensor.
+    """
+    loaded = getattr(parameter, "weight_loader_numel", parameter.numel())
+    if loaded != parameter.numel():
+        raise NoPlanError(f"of {name} {loaded} of {parameter.numel()} elements are filled")
+    loader = getattr(getattr(parameter, "weight_loader", None), "__qualname__", "")
+    if loader.startswith("composed_weight_loader."):  # vLLM's, of Mamba
+        raise NoPlanError(f"{name} is computed from what is loaded")
 
 
 def _target(trace: LoaderTrace, name: str) -> PlanTarget:

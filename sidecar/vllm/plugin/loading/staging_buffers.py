@@ -14,6 +14,7 @@ import torch
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from sidecar.transfer import spare_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +47,15 @@ class StagingBuffers:
         It is 0 while the memory is allocated.
         """
         return 0 if self._held else sum(each.nbytes for each in self.tensors.values())
+
+    def reusable_bytes(self, needed: int) -> int:
+        """Returns how many of the needed bytes an earlier update left in this process.
+
+        The memory is still allocated, or was released and is still cached by this process.
+        """
+        if self.released_bytes >= needed and spare_memory(self._device) >= needed:
+            return needed
+        return self.held_bytes
 
     def allocate(self, shapes: Shapes) -> None:
         """Allocates the staging tensors, unless they are allocated already.

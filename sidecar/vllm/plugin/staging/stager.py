@@ -43,7 +43,7 @@ from bus.messages import NackCode
 from bus.vllm_payloads import engine_of
 from bus.weight_transfer.allocation import StagingCapacity
 from bus.weight_transfer.cuda import synchronize
-from sidecar.transfer import free_memory, spare_memory, staging_capacity
+from sidecar.transfer import free_memory, staging_capacity
 from sidecar.transfer.streams import own_stream, within
 from sidecar.transfer.verification import DeferredSums
 from sidecar.vllm.plugin import agreement
@@ -98,9 +98,6 @@ class StagingEngine(Protocol):
 
     def rearm(self, operation: Rearm) -> StagingCapacity:
         """Arms the last manifest for another update; returns what :meth:`arm` returns."""
-
-    def extend(self, operation: Extend) -> None:
-        """Checks further tensors of an open update."""
 
 
 class VllmReceiver(Protocol):
@@ -199,21 +196,11 @@ class Stager:
         if anew:
             return StagingCapacity(why_not=f"its weights are not as they are loaded: {anew}")
         needed = known.plan.size_bytes
-        held = self._reusable_bytes(needed)
+        held = self._target.staged.memory.reusable_bytes(needed)
         if needed > held and self._is_refused_again(needed):
             return StagingCapacity(needed, "there was no room when it was last tried")
         needed += theirs.buffer_bytes(armed) if theirs is not None else 0
         return staging_capacity(armed.staging, needed, self._device, held_bytes=held)
-
-    def _reusable_bytes(self, needed: int) -> int:
-        """Returns how many bytes of staging memory an earlier update left in this process.
-
-        The memory is still allocated, or was released and is still cached by this process.
-        """
-        memory = self._target.staged.memory
-        if memory.released_bytes >= needed and spare_memory(self._device) >= needed:
-            return needed
-        return memory.held_bytes
 
     def _is_refused_again(self, needed: int) -> bool:
         """Returns whether an allocation would probably fail again.
@@ -225,22 +212,6 @@ class Stager:
             return False
         asked, free = self._last_refusal
         return needed >= asked and free_memory(self._device) < free + needed // 10
-
-    def extend(self, armed: ArmedUpdate) -> None:
-        """Makes room for further tensors of an open update, if it is staged.
-
-        Raises:
-            EngineError: code ``staging_refused``: there is no memory, or no copy plan for them.
-        """
-        if self._armed is armed:
-            self._target.staged.extend(self._require_plan())
-
-    def _require_plan(self) -> CopyPlan:
-        known = self._target.plans.entry
-        if known.plan is None:
-            text = f"the update needs the model's own loader: {known.reason}; the next one pauses"
-            raise EngineError(text, code=NackCode.STAGING_REFUSED)
-        return known.plan
 
     def discard_transport(self) -> None:
         """Drops references to the transport's buffers, before another transport is opened."""
@@ -280,6 +251,12 @@ class Stager:
         self._receiver.clear()
         self._sums.discard()
 
+    def extend(self, armed: ArmedUpdate, target: TargetModel, part: Extend) -> None:
+        """Checks further tensors of an open update, staged or not: :meth:`TargetModel.extend`."""
+        announced = target.extend(armed, part, is_staged=armed is self._armed)
+        announced.check_room(self._receiver.backend, self._receiver.receiver)
+        armed.announced = announced
+
     # -- on the channel's -----------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -307,7 +284,7 @@ class Stager:
                 case Stage():
                     self._stage(operation.chunks)
                 case Extend():
-                    self._engine.extend(operation)
+                    self.extend(require_armed(self._armed), self._target, operation)
                 case Seal():
                     self._seal()
                 case Drain() if self.theirs is not None:
@@ -328,8 +305,7 @@ class Stager:
         self._discard_chunks()
         staged, receiver = self._target.staged, self._receiver.receiver
         try:
-            chunks, is_open = armed.announced.chunks, armed.manifest.is_open
-            staged.begin(known.plan, chunks, is_open=is_open)
+            staged.begin(known.plan, armed.announced.chunks, is_open=armed.manifest.is_open)
         except EngineError as error:
             mismatch = _layout_mismatch(self._target, known.plan)
             if error.code is NackCode.STAGING_REFUSED and not mismatch:
@@ -353,7 +329,6 @@ class Stager:
     def _seal(self) -> None:
         if self._armed is not None and self._armed.manifest.is_open:
             self._target.complete(self._armed.manifest)
-            self.extend(self._armed)
         self._target.staged.seal()
         if engine_of(self._receiver.backend) and self.theirs is not None:
             self.theirs.finish()

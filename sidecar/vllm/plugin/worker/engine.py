@@ -261,7 +261,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 self._arm(operation)
                 return operations.Done(room=self.wavebus_room)
             case operations.Extend():
-                self.extend(operation)
+                armed = require_armed(self.armed)
+                self._stager.extend(armed, self._loadable[armed.target], operation)
             case operations.Hello(protocol=protocol):
                 _check_protocol(protocol)
                 self._loadable["model"].checker.prepare()
@@ -286,7 +287,8 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             case operations.Restore(target=target):
                 self._restore(worker, target)
             case operations.Finish():
-                agreement.run_before_any_continues(self._require_whole)
+                if self.armed is not None and self.armed.manifest.is_open:
+                    self._loadable[self.armed.target].require_whole(self.armed.manifest)
                 self.session.finish(worker)
             case operations.LoadAdapter():
                 self._load_adapter(operation)
@@ -402,25 +404,6 @@ class WavebusWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         armed.announced.check_room(self._receiver.backend, self._receiver.receiver)
         self.armed = ArmedUpdate(armed.announced, armed.target, operation.staging)
         return self.wavebus_room
-
-    def extend(self, operation: operations.Extend) -> None:
-        """Checks further tensors of an open update; makes room for them, if it is staged.
-
-        A collective of the engine's workers.
-
-        Raises:
-            EngineError: the tensors don't fit the model, or a chunk doesn't fit the transport; code
-                ``staging_refused``: they can't be staged.
-        """
-        armed = require_armed(self.armed)
-        announced = self._loadable[armed.target].extend(armed, operation)
-        announced.check_room(self._receiver.backend, self._receiver.receiver)
-        self._stager.extend(armed)
-        armed.announced = announced
-
-    def _require_whole(self) -> None:
-        if self.armed is not None and self.armed.manifest.is_open:
-            self._loadable[self.armed.target].checker.check_whole(self.armed.manifest)
 
     def _receive(self, worker: Any, operation: operations.ReceiveChunk) -> None:  # noqa: ARG002 - see native
         if engine_of(operation.backend):

@@ -487,14 +487,29 @@ def test_what_has_no_plan_in_parts_has_none_the_next_time(caplog: pytest.LogCapt
     assert plans.entry.plan is not None
 
 
-def test_what_is_filled_in_part_alone_is_known_with_the_first_tensor() -> None:
-    """Of experts whose rows a kernel pads, say: no plan ever fills these."""
+def composed_weight_loader() -> Callable[[Tensor, Tensor], None]:
+    """Of vLLM's name."""
+
+    def composed_loader(parameter: Tensor, loaded: Tensor) -> None:
+        parameter.copy_(-loaded.exp())
+
+    return composed_loader
+
+
+@pytest.mark.parametrize("why", ["filled", "computed"])
+def test_what_no_copies_ever_load_is_known_with_the_first_tensor(why: str) -> None:
+    """Of experts whose rows a kernel pads, say; or of a state that decays."""
     worker = Worker()
-    meta = Serving("meta")
-    meta.gate_up.weight_loader_numel = meta.gate_up.numel() - 1  # type: ignore[attr-defined]
+    meta, gate_up = Serving("meta"), "gate_up"
+    parameter: Any = meta.get_parameter(gate_up)
+    if why == "filled":
+        parameter.weight_loader_numel = parameter.numel() - 1
+    else:
+        parameter.weight_loader = composed_weight_loader()
     parts = Parts(meta, all_weights(0))
     worker.plans.on_armed(parts.next(1), parts.trace)
-    assert "gate_up" in worker.plans.entry.reason
+    assert gate_up in worker.plans.entry.reason
+    assert why in worker.plans.entry.reason
 
 
 def test_layers_that_are_quantised_are_known_with_the_first_tensor() -> None:
