@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bus.errors import EngineError
 from bus.messages import NackCode
+from bus.weight_transfer.cuda import synchronize
 from sidecar.vllm.plugin.loading.copy_plan import NoPlanError
 from sidecar.vllm.plugin.loading.parameter_map import (
     ParameterFingerprint,
@@ -112,6 +113,8 @@ class StagedWeights:
         assert isinstance(layout, ByTarget), "the update was begun as open"
         self.memory.extend({**layout.shapes, **shapes_of(plan)})
         layout.extend(plan)
+        # Parts may be checked on the worker's stream, and staged on the staging channel's.
+        synchronize(self._device)
 
     def buffer_for(self, seq: int) -> ReceivedChunk | None:
         """Returns the part of the staging memory into which a chunk can be received directly.
