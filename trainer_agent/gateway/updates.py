@@ -236,9 +236,11 @@ class ClientUpdates:
         self._committed.clear()
 
     async def close_transport(self) -> None:
-        """Closes the client's communicator."""
+        """Closes the client's communicator; undoes an update that was not finished."""
         async with self._session.call() as agent:
             self._discard_manifests()
+            if self._open_update() is not None:
+                self._on_undone("its transport was shut down")
             await agent.close_native()
 
     # -- updates ----------------------------------------------------------------------
