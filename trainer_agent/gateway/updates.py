@@ -226,19 +226,17 @@ class ClientUpdates:
         """
         self.require_none()
         async with self._session.call() as agent:
-            self._discard_manifests()
+            self._manifests.clear()
+            self._committed.clear()
             await agent.open_native(info)
             if self._update is not None:
                 self._update.left = ""
 
-    def _discard_manifests(self) -> None:
-        self._manifests.clear()
-        self._committed.clear()
-
     async def close_transport(self) -> None:
         """Closes the client's communicator; undoes an update that was not finished."""
         async with self._session.call() as agent:
-            self._discard_manifests()
+            self._manifests.clear()
+            self._committed.clear()
             if self._open_update() is not None:
                 self._on_undone("its transport was shut down")
             await agent.close_native()
