@@ -17,13 +17,10 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from bus.messages import Staging
 from sidecar import Sidecar
 from sidecar.shared_pages.pause_lease import PauseLease, deadline_ns
 from sidecar.vllm.inprocess_engine import VllmEngine
-from tests.support.checkpoints import perturbed
-from tests.support.push import Push, parts_of
-from tests.vllm._vllm import AGAIN_S, PROMPT, Oracle, engine_args
+from tests.vllm._vllm import AGAIN_S, PROMPT, engine_args
 
 ANSWERS = 3
 NOBODY = 2**22 + 1  # no process has this number
@@ -121,29 +118,6 @@ class Rank:
             (tuple(prompt),), count, "salt", mode="abort", clear_cache=True
         )
         return list(found.tokens)
-
-    async def do_stage(self, model: str, seed: int, first: list[str], lost: str = "") -> None:
-        """An open update of other weights, in parts that begin with these tensors."""
-        await self._engine.start()
-        weights = perturbed(Oracle(Path(model)).names(), seed)
-        weights.pop(lost, None)
-        head, *rest = parts_of(weights, *first)
-        how = Staging(required=True, budget_bytes=0, keep=False, clear_cache=False)
-        self._push = Push(self._engine, weights, head, staging=how, rest=rest)
-        await self._push.begin()
-        for seq in range(head.chunks):
-            await self._push.chunk(seq)
-        while self._push.rest:
-            await self._push.part()
-        await self._engine.finish_update()
-
-    async def do_swap(self, version: int) -> None:
-        await self._engine.swap(version, clear_cache=False)
-        self._push.close()
-
-    async def do_unstage(self) -> None:
-        await self._engine.restore()
-        self._push.close()
 
     async def do_sleep(self, level: int) -> None:
         await self._engine.sleep(level)  # type: ignore[arg-type]
